@@ -35,7 +35,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -197,6 +197,11 @@ bench-pause: $(STAMP) ## Measure a worker's pause and its restore (SIZES_MIB="25
 bench-agent: $(STAMP) .tools/snapback-init ## Measure dumps and restores of a process beside CRIU alone, as root (SIZE_MIB=1024, ROUNDS=5, JSON=file)
 	$(BIN)/python -m tests.bench.agent --size-mib $(or $(SIZE_MIB),1024) \
 		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md $(if $(JSON),--json $(JSON))
+
+bench-beside: $(STAMP) .tools/criu/criu .tools/snapback-init ## Measure restores by CRIU that load weights as well, as root (WEIGHTS_MIB=1024, HEAP_MIB=512, ROUNDS=5, JSON=file)
+	$(BIN)/python -m tests.bench.beside --weights-mib $(or $(WEIGHTS_MIB),1024) \
+		--heap-mib $(or $(HEAP_MIB),512) --rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
+		$(if $(JSON),--json $(JSON))
 
 demo: $(STAMP) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; DRIVER=criu as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)

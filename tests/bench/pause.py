@@ -137,7 +137,7 @@ class Bench:
         name = f"worker-{size // MIB}"
         output.say(f"starting a worker with {size // MIB} MiB")
         await session.apply(_pod(name, SOURCE, size))
-        await _until(session, "Pod", name, _is_ready)
+        await until(session, "Pod", name, is_ready)
         found = find(await session.objects(), "Pod", name)
         return Worker(name, size, found.metadata.uid)
 
@@ -146,18 +146,18 @@ class Bench:
         answer = await self._answered(SOURCE, worker.uid)
         write_limit, read_limit = self._limits(worker.size)
         await session.apply(_snapshot(name, worker.name))
-        snapshot = await _until(session, "Snapshot", name, _is_ready)
+        snapshot = await until(session, "Snapshot", name, is_ready)
         content = find(
             await session.objects(), "SnapshotContent", snapshot.status.bound_snapshot_content_name
         )
         spans = await _spans(session, content.status.traceparent, {*STEPS, "write", "write-root"})
-        self._drop_cache()
+        self.cluster.drop_cache()
         begin = time.monotonic()
         await session.apply(_pod(f"{name}-restored", TARGET, worker.size, name))
-        restored = await _until(session, "Pod", f"{name}-restored", lambda _: True)
+        restored = await until(session, "Pod", f"{name}-restored", lambda _: True)
         await self._answered(TARGET, restored.metadata.uid)
         restore = time.monotonic() - begin
-        restored = await _until(session, "Pod", f"{name}-restored", _is_ready)
+        restored = await until(session, "Pod", f"{name}-restored", is_ready)
         name_of_restore = restore_name(restored.metadata.uid)
         made = find(await session.objects(), "SnapshotRestore", name_of_restore)
         later = await _spans(session, made.status.traceparent, set(RESTORE_STEPS))
@@ -199,12 +199,6 @@ class Bench:
             speeds.append(size / (time.monotonic() - begin))
         path.unlink()
         return speeds[0], speeds[1]
-
-    def _drop_cache(self) -> None:
-        for path in self.cluster.artifacts.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     async def _remove(self, session: Session, name: str) -> None:
         """Remove what a turn has made: the next save would share an artifact that is there."""
@@ -270,7 +264,7 @@ async def _spans(session: Session, traceparent: str, wanted: set[str]) -> list[S
             await changes.wait()
 
 
-async def _until(session: Session, kind: str, name: str, holds: Any) -> Any:
+async def until(session: Session, kind: str, name: str, holds: Any) -> Any:
     def found(values: list[AnyObject]) -> Any:
         value = find(values, kind, name)
         if value is not None and (why := _failure(value)):
@@ -287,7 +281,7 @@ def _failure(value: Any) -> str:
     )
 
 
-def _is_ready(value: Any) -> bool:
+def is_ready(value: Any) -> bool:
     return is_true(value.status.conditions, "Ready")
 
 

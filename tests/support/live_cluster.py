@@ -87,9 +87,10 @@ def find(values: Sequence[AnyObject], kind: str, name: str) -> Any:
 
 
 class LiveCluster:
-    """A cluster whose state lies below `home`."""
+    """A cluster whose state lies below `home`; with `tools` its nodes have CRIU."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, tools: Path | None = None) -> None:
+        self.tools = tools
         self.environment = {
             name: value
             for name, value in os.environ.items()
@@ -105,6 +106,7 @@ class LiveCluster:
             workdir=ROOT,
             say=lambda _line: None,
             run=f"test-{uuid.uuid4().hex[:12]}",
+            tools=self.tools,
         )
 
     @property
@@ -120,6 +122,13 @@ class LiveCluster:
     @property
     def artifacts(self) -> Path:
         return Path(self.record.state_dir) / "artifacts"
+
+    def drop_cache(self) -> None:
+        """Have the next reader of the artifacts read the disk."""
+        for path in self.artifacts.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     async def up(self, *nodes: str, gpus: int = 1, mib: int = 64) -> None:
         specs = [NodeSpec(name=name, gpus=gpus, gpu_memory=mib * 2**20) for name in nodes]
