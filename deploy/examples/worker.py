@@ -10,16 +10,14 @@ Answers depend on every weight and on all that was said in chats. All arithmetic
 small enough to be exact in float32, so the same question has the same answer, byte for byte, on
 any machine.
 
-What makes it capturable is the control directory: the class `Control`, and `Worker.quiesce` and
-`Worker.rebuild`, which use it. `worker_template.py` shows the same in 30 lines. `Worker.resume` and
-the argument `--resume-from` are only for the driver that starts a worker again, `respawn`.
+What makes it capturable is `snapback_client.Worker`: it keeps the weights in pools that sleep while
+the worker is captured, and calls `Model.save` for the rest. `worker_template.py` shows the same in
+a dozen lines. Only the driver `respawn`, which starts a worker again, gives `--resume-from`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -34,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import snapback_client
+from snapback_client import MemoryPool, Worker
 
 Floats = NDArray[np.float32]
 
@@ -45,90 +43,19 @@ LIMIT = 127
 """Activations are whole numbers from -LIMIT to LIMIT: with weights up to 7 no sum reaches 2**24."""
 CALIBRATION_BATCH = 256
 MAX_LINE = 65536
+OWN = "worker.json"
+"""The file with what is not in a pool."""
 SEND_S = 5.0
 WORDS = ("amber", "cedar", "delta", "ember", "flint", "grove", "iris", "kelp", "lunar", "maple")
-
-
-class Control:
-    """The control directory: files say what the agent wants and what we have done."""
-
-    _IN_MOVED_TO = 0x80
-
-    def __init__(self, path: str) -> None:
-        """Watch the directory by inotify, so that waiting neither polls nor misses a file."""
-        self.path = Path(path)
-        self.state = self.path / "state"
-        self._seen: dict[str, tuple[int, int]] = {}
-        libc = ctypes.CDLL(None, use_errno=True)
-        self.fd = libc.inotify_init1(os.O_CLOEXEC)
-        watched = libc.inotify_add_watch(self.fd, os.fsencode(path), self._IN_MOVED_TO)
-        if self.fd < 0 or watched < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
-
-    def news(self, *names: str) -> tuple[str, dict[str, Any]] | None:
-        """Give name and body of a file that was not there when we last looked, or None."""
-        for name in names:
-            with contextlib.suppress(FileNotFoundError), (self.path / name).open("rb") as file:
-                found = os.fstat(file.fileno())
-                identity = (found.st_ino, found.st_mtime_ns)
-                if self._seen.get(name) != identity:
-                    self._seen[name] = identity
-                    return name, json.load(file)
-        return None
-
-    def wait(self, *names: str) -> tuple[str, dict[str, Any]]:
-        """Block until one of the files is new; give its name and body."""
-        while (found := self.news(*names)) is None:
-            self.drain()
-        return found
-
-    def drain(self) -> None:
-        """Take what inotify has to say; block while it has nothing."""
-        os.read(self.fd, 65536)
-
-    def say(self, name: str, attempt: int) -> None:
-        """Put a file in place as a whole."""
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(json.dumps({"attempt": attempt}))
-        temporary.rename(self.path / name)
-
-    def withdraw(self, name: str) -> None:
-        """Take a file of ours away."""
-        (self.path / name).unlink(missing_ok=True)
 
 
 class Network:
     """Layers of weights spread over the devices, and for each layer a shift."""
 
-    def __init__(self, pools: list[snapback_client.MemoryPool], shifts: list[int]) -> None:
-        """Use `build` or `rebuild`."""
+    def __init__(self, pools: list[MemoryPool], shifts: list[int]) -> None:
+        """Use layers that are there; without shifts it has to be calibrated."""
         self.pools = pools
         self.shifts = shifts
-
-    @classmethod
-    def build(cls, size_mib: int) -> Network:
-        """Make the weights in GPU memory, publish them and calibrate: the cold start."""
-        devices = len(os.environ["NVIDIA_VISIBLE_DEVICES"].split(","))
-        count = max(1, size_mib // (LAYER_MIB * devices))
-        pools = [
-            snapback_client.connect(device, lock="RW", name="example") for device in range(devices)
-        ]
-        for device, pool in enumerate(pools):
-            shapes = {f"layer-{i:04}": ((WIDTH, WIDTH), "float32") for i in range(count)}
-            for i, layer in enumerate(pool.allocate_many(shapes).values()):
-                random = np.random.default_rng([device, i])
-                random.standard_normal(out=layer, dtype=np.float32)
-                np.clip(np.rint(layer * 2), -7, 7, out=layer)
-            pool.commit()
-        network = cls(pools, [])
-        network.calibrate()
-        return network
-
-    @classmethod
-    def rebuild(cls, states: list[bytes], shifts: list[int]) -> Network:
-        """Map the weights that were loaded for us, at the addresses that they had."""
-        return cls([snapback_client.restore(state, name="example") for state in states], shifts)
 
     def layers(self) -> list[Floats]:
         """Give every layer in its order."""
@@ -159,75 +86,51 @@ def requantized(product: Floats, shift: int) -> Floats:
     return np.clip(rounded, -LIMIT, LIMIT, out=rounded)
 
 
-class Worker:
+class Layers:
+    """What makes the layers of a device."""
+
+    def __init__(self, device: int, count: int) -> None:
+        """Make `count` layers, which are the same for the same device."""
+        self.device, self.count = device, count
+
+    def build(self, pool: MemoryPool) -> None:
+        """Make them in a pool."""
+        shapes = {f"layer-{i:04}": ((WIDTH, WIDTH), "float32") for i in range(self.count)}
+        for i, layer in enumerate(pool.allocate_many(shapes).values()):
+            random = np.random.default_rng([self.device, i])
+            random.standard_normal(out=layer, dtype=np.float32)
+            np.clip(np.rint(layer * 2), -7, 7, out=layer)
+
+
+class Model:
     """A network and the memory of what was said to it."""
 
-    def __init__(
-        self, control: Control, network: Network, turns: int = 0, memory: str = ""
-    ) -> None:
+    def __init__(self, network: Network, turns: int = 0, memory: str = "") -> None:
         """Take over a network, new or restored, and the memory that belongs to it."""
-        self.control = control
         self.network = network
         self.turns = turns
         self.memory = memory
 
     @classmethod
-    def rebuild(cls, control: Control, state: Path) -> Worker:
-        """Wait as a standby until memory is loaded and `state` is filled; go on from there."""
-        name, body = control.wait("restore-complete", "restore-failed")
-        if name == "restore-failed":
-            sys.exit(f"the restore failed: {body}")
-        worker = cls.saved_in(state, control)
-        control.say("restored", body["attempt"])
-        return worker
+    def of(cls, worker: Worker, size_mib: int) -> Model:
+        """Return the model that was saved; on a cold start build it."""
+        devices = len(os.environ["NVIDIA_VISIBLE_DEVICES"].split(","))
+        count = max(1, size_mib // (LAYER_MIB * devices))
+        pools = [
+            worker.pool(f"pool-{device}", Layers(device, count).build, device=device)
+            for device in range(devices)
+        ]
+        if worker.state is not None:
+            own = json.loads((worker.state / OWN).read_text())
+            return cls(Network(pools, own["shifts"]), own["turns"], own["memory"])
+        network = Network(pools, [])
+        network.calibrate()
+        return cls(network)
 
-    @classmethod
-    def resume(cls, control: Control, state: Path) -> Worker:
-        """Go on from `state` as the process that was quiet, in the middle of its capture."""
-        _, body = control.wait("quiesce")
-        control.say("quiesced", body["attempt"])
-        control.wait("snapshot-complete", "snapshot-aborted")
-        return cls.saved_in(state, control)
-
-    @classmethod
-    def saved_in(cls, state: Path, control: Control) -> Worker:
-        """Read what `quiesce` has saved, and map the memory that belongs to it."""
-        own = json.loads((state / "worker.json").read_text())
-        pools = [(state / f"pool-{i}.json").read_bytes() for i in range(own["pools"])]
-        return cls(control, Network.rebuild(pools, own["shifts"]), own["turns"], own["memory"])
-
-    def quiesce(self, attempt: int) -> None:
-        """Let go of the devices, save what is ours, and go on when the capture is over.
-
-        Runs between two requests, so none is under way; later ones wait in their sockets.
-        """
-        pools = self.network.pools
-        self.control.withdraw("ready-for-snapshot")
-        for pool in pools:
-            pool.sleep()
-        self.control.state.mkdir(mode=0o700, exist_ok=True)
-        for i, pool in enumerate(pools):
-            (self.control.state / f"pool-{i}.json").write_bytes(pool.save_state())
-        own = {
-            "turns": self.turns,
-            "memory": self.memory,
-            "shifts": self.network.shifts,
-            "pools": len(pools),
-        }
-        (self.control.state / "worker.json").write_text(json.dumps(own))
-        self.control.say("quiesced", attempt)
-        name, body = self.control.wait("snapshot-complete", "snapshot-aborted", "restore-complete")
-        moved = body.get("devices", {})
-        for pool in pools:
-            pool.wake(device=moved.get(pool.device, ""))
-        if name == "restore-complete":
-            # Restored as it was, by CRIU, in another pod.
-            self.control.say("restored", body["attempt"])
-        self.become_ready()
-
-    def become_ready(self) -> None:
-        """Say that a capture may begin; it may not while another one goes on."""
-        self.control.say("ready-for-snapshot", 0)
+    def save(self, state: Path) -> None:
+        """Save what is not in a pool."""
+        own = {"turns": self.turns, "memory": self.memory, "shifts": self.network.shifts}
+        (state / OWN).write_text(json.dumps(own))
 
     def answer(self, line: bytes) -> dict[str, Any]:
         """Answer one request."""
@@ -252,14 +155,14 @@ class Worker:
 
 
 class Server:
-    """Follows clients and the control directory at once, in one thread."""
+    """Follows its clients in one thread."""
 
-    def __init__(self, worker: Worker, path: Path) -> None:
+    def __init__(self, worker: Worker, model: Model, path: Path) -> None:
         """Listen. The socket gets its name once it can be connected to."""
         self.worker = worker
+        self.model = model
         self.served = 0
         self.events = selectors.DefaultSelector()
-        self.events.register(worker.control.fd, selectors.EVENT_READ, worker.control.drain)
         temporary = path.with_name(f".{path.name}")
         temporary.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -272,19 +175,12 @@ class Server:
         """Serve. Ready for a capture after so many requests, or so many quiet seconds."""
         while self.served < warmup_requests and self.turn(warmup_s):
             pass
-        self.worker.become_ready()
+        self.worker.ready()
         while True:
             self.turn(None)
 
     def turn(self, timeout_s: float | None) -> bool:
-        """Carry out a capture that is wanted, then wait for what happens next and answer it.
-
-        False when nothing happened in time.
-
-        The files come first: news of one may have been drained while another was waited for.
-        """
-        if found := self.worker.control.news("quiesce"):
-            self.worker.quiesce(found[1]["attempt"])
+        """Wait for what happens next and answer it. False when nothing happened in time."""
         happened = self.events.select(timeout_s)
         for key, _ in happened:
             key.data()
@@ -308,7 +204,9 @@ class Server:
             received[:] = rest
             for line in lines:
                 self.served += 1
-                connection.sendall(json.dumps(self.worker.answer(bytes(line))).encode() + b"\n")
+                with self.worker.request():
+                    answer = self.model.answer(bytes(line))
+                connection.sendall(json.dumps(answer).encode() + b"\n")
             is_over = not data or len(received) >= MAX_LINE
         except OSError:
             is_over = True
@@ -318,37 +216,20 @@ class Server:
 
 
 def main() -> None:
-    """Start cold, as a standby for a restore, or again from a state, then serve.
-
-    A standby that is started again after its restore failed starts cold.
-    """
+    """Start cold, as a standby for a restore, or again from a state, then serve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume-from", type=Path, metavar="FOLDER")
     resume_from: Path | None = parser.parse_args().resume_from
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    control = Control(os.environ["SNAPSHOT_CONTROL_DIR"])
-    is_standby = os.environ.get("SNAPSHOT_RESTORE_STANDBY") == "1"
-    failed = None
-    if is_standby:
-        # Of a process before this one, whose container has been started again: after a failure
-        # nothing comes, and that it served says nothing of this one.
-        failed = control.news("restore-failed")
-        is_standby = failed is None
-        control.withdraw("restored")
     began = time.monotonic()
-    if is_standby:
-        worker = Worker.rebuild(control, resume_from or control.state)
-    elif resume_from is not None:
-        worker = Worker.resume(control, resume_from)
-    else:
-        worker = Worker(control, Network.build(int(os.environ.get("SIZE_MIB", "512"))))
-    print(f"serving after {time.monotonic() - began:.2f} s", flush=True)
-    server = Server(worker, Path(os.environ["POD_SOCKET_DIR"]) / "worker.sock")
-    if failed:
-        control.say("restored", failed[1]["attempt"])
-    is_warm = is_standby or resume_from is not None
-    warmup_requests = 0 if is_warm else int(os.environ.get("WARMUP_REQUESTS", "8"))
-    server.serve(warmup_requests, float(os.environ.get("WARMUP_SECONDS", "30")))
+    with Worker(resume_from=resume_from) as worker:
+        model = Model.of(worker, int(os.environ.get("SIZE_MIB", "512")))
+        worker.on_quiesce = model.save
+        print(f"serving after {time.monotonic() - began:.2f} s", flush=True)
+        server = Server(worker, model, Path(os.environ["POD_SOCKET_DIR"]) / "worker.sock")
+        is_warm = worker.state is not None
+        warmup_requests = 0 if is_warm else int(os.environ.get("WARMUP_REQUESTS", "8"))
+        server.serve(warmup_requests, float(os.environ.get("WARMUP_SECONDS", "30")))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ Arrays of a simulated device are numpy's. Those of a CUDA device (extra `cuda`) 
 them in place.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from snapback_client.errors import (
     DeadlineExceeded,
     Fenced,
@@ -34,8 +36,12 @@ from snapback_client.frames import GenerationRef
 from snapback_client.mappings import AddressTaken
 from snapback_client.pool import MemoryPool, connect, restore
 
+if TYPE_CHECKING:
+    from snapback_client.worker import AsyncWorker, Resumed, Worker
+
 __all__ = [
     "AddressTaken",
+    "AsyncWorker",
     "DeadlineExceeded",
     "Fenced",
     "GenerationMismatch",
@@ -45,9 +51,20 @@ __all__ = [
     "NotEligible",
     "NotFound",
     "OutOfDeviceMemory",
+    "Resumed",
     "SnapbackError",
     "StaleLayout",
     "UnknownDevice",
+    "Worker",
     "connect",
     "restore",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what a worker is made of when it is asked for: no service pays for its asyncio."""
+    if name not in ("AsyncWorker", "Resumed", "Worker"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from snapback_client import worker  # noqa: PLC0415
+
+    return getattr(worker, name)

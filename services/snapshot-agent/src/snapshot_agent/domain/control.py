@@ -10,33 +10,53 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
+from snapback_client.control import (
+    ABORTED,
+    COMPLETE,
+    CONTROL_DIR,
+    MAX_BODY_BYTES,
+    QUIESCE,
+    QUIESCED,
+    READY,
+    RESTORE_COMPLETE,
+    RESTORE_FAILED,
+    RESTORED,
+    STATE,
+    Signal,
+)
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure, InvalidMessage
 
-CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
-"""The variable of a container that names its control directory."""
-
-READY = "ready-for-snapshot"
-QUIESCE = "quiesce"
-QUIESCED = "quiesced"
-COMPLETE = "snapshot-complete"
-ABORTED = "snapshot-aborted"
-RESTORE_COMPLETE = "restore-complete"
-RESTORE_FAILED = "restore-failed"
-RESTORED = "restored"
-
-STATE = "state"
-"""The folder in which a worker saves its own state, and finds it again after a restore."""
+__all__ = [
+    "ABORTED",
+    "CAPTURE_FILES",
+    "COMPLETE",
+    "CONTROL_DIR",
+    "MAX_BODY_BYTES",
+    "OUTCOMES",
+    "QUIESCE",
+    "QUIESCED",
+    "READY",
+    "RESTORED",
+    "RESTORE_COMPLETE",
+    "RESTORE_FAILED",
+    "RESTORE_FILES",
+    "STATE",
+    "Access",
+    "ContainerPaths",
+    "Signal",
+    "body",
+    "container_paths",
+    "is_of",
+    "is_signal",
+    "request",
+]
 
 OUTCOMES = {COMPLETE: "complete", ABORTED: "aborted"}
 """The outcome of a capture, by the file that reports it to the worker."""
 
 CAPTURE_FILES = (QUIESCE, QUIESCED, COMPLETE, ABORTED)
 RESTORE_FILES = (RESTORE_COMPLETE, RESTORE_FAILED, RESTORED)
-
-MAX_BODY_BYTES = 64 * 1024
 
 
 class Access(NamedTuple):
@@ -90,22 +110,6 @@ def container_paths(
 ) -> ContainerPaths:
     """Return the paths of a container."""
     return ContainerPaths(state_dir / "pods" / pod_uid / container, socket_dir / pod_uid[:8])
-
-
-class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of a control file; `reason` and `message` are those of a failure.
-
-    In `quiesce`, `capture` is the uid of the content, and `previous` the outcome of the capture
-    before (`complete`, `aborted`, or empty), for a worker that has missed its end. In
-    `restore-complete`, `devices` has the uuid of the device here for each of the source.
-    """
-
-    attempt: int
-    reason: str = ""
-    message: str = ""
-    capture: str = ""
-    previous: str = ""
-    devices: dict[str, str] = {}
 
 
 def body(

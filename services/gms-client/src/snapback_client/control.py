@@ -1,0 +1,43 @@
+"""The files of a control directory, by which a worker and the snapshot agent communicate.
+
+Each is put in place by a rename; its body is JSON with the attempt that it belongs to.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
+"""The variable of a container that names its control directory."""
+STANDBY = "SNAPSHOT_RESTORE_STANDBY"
+"""The variable that is 1 in a container that is started to be restored."""
+
+READY = "ready-for-snapshot"
+QUIESCE = "quiesce"
+QUIESCED = "quiesced"
+COMPLETE = "snapshot-complete"
+ABORTED = "snapshot-aborted"
+RESTORE_COMPLETE = "restore-complete"
+RESTORE_FAILED = "restore-failed"
+RESTORED = "restored"
+
+STATE = "state"
+"""The folder in which a worker saves its own state, and finds it again after a restore."""
+
+MAX_BODY_BYTES = 64 * 1024
+
+
+class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The body of a control file; `reason` and `message` are those of a failure.
+
+    In `quiesce`, `capture` is the uid of the content, and `previous` the outcome of the capture
+    before (`complete`, `aborted`, or empty), for a worker that has missed its end. In
+    `restore-complete`, `devices` has the uuid of the device here for each of the source.
+    """
+
+    attempt: int
+    reason: str = ""
+    message: str = ""
+    capture: str = ""
+    previous: str = ""
+    devices: dict[str, str] = {}

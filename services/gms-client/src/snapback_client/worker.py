@@ -1,0 +1,433 @@
+"""A worker that can be captured and restored.
+
+    from snapback_client import Worker
+
+    with Worker() as worker:
+        weights = worker.pool("weights", build)
+        worker.ready()
+        while question := receive():
+            with worker.request():
+                answer(weights, question)
+
+The same program starts cold, is captured and goes on, and is restored. After a restore by the
+driver `cooperative` it begins anew, with what `on_quiesce` has saved in the folder `worker.state`;
+after one by `criu` the process goes on as it is. Outside of Snapback, where no variable names a
+control directory, it is never captured, and all else is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from snapback_client.codec import decode_json, encode_json
+from snapback_client.control import (
+    ABORTED,
+    COMPLETE,
+    CONTROL_DIR,
+    MAX_BODY_BYTES,
+    QUIESCE,
+    QUIESCED,
+    READY,
+    RESTORE_COMPLETE,
+    RESTORE_FAILED,
+    RESTORED,
+    STANDBY,
+    STATE,
+    Signal,
+)
+from snapback_client.errors import InvalidInput, SnapbackError
+from snapback_client.pool import MemoryPool, connect, restore
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["complete", "aborted", "restored"]
+_OUTCOMES: dict[str, Outcome] = {
+    COMPLETE: "complete",
+    ABORTED: "aborted",
+    RESTORE_COMPLETE: "restored",
+}
+_SUFFIX = ".pool"
+_IN_MOVED_TO = 0x80
+
+
+class RestoreFailed(SnapbackError):
+    """The process was restored, and what it needs to go on was not."""
+
+    default_next_step = "let the worker start again: it starts cold"
+
+
+class Resumed(NamedTuple):
+    """Why a worker goes on: its capture is over, or its process was restored in another place.
+
+    `devices` has the uuid of the device that a restored process has now for each that it had.
+    """
+
+    outcome: Outcome
+    devices: Mapping[str, str]
+
+
+class Worker:
+    """A worker, whose captures are carried out in a thread while its other threads wait.
+
+    A worker that cannot go on after a capture ends its process with SIGTERM.
+    """
+
+    def __init__(
+        self,
+        on_quiesce: Callable[[Path], object] | None = None,
+        on_resume: Callable[[Resumed], object] | None = None,
+        *,
+        resume_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Make a worker, which has to be started.
+
+        `on_quiesce` is called when a capture begins, with the folder for what the worker has to
+        find again after a restore. No request is answered until `on_resume` has returned. Both may
+        be set later, as attributes. Pools that `pool` returns need neither. `resume_from` is the
+        argument `--resume-from` that the driver `respawn` gives. InvalidInput: the control
+        directory cannot be followed.
+        """
+        self.state: Path | None = None
+        """After a restore the folder with what `on_quiesce` has saved; None after a cold start."""
+        self.devices: Mapping[str, str] = {}
+        """After a restore the uuid of the device here for each that the source had."""
+        path = os.environ.get(CONTROL_DIR, "")
+        self.on_quiesce = on_quiesce
+        self.on_resume = on_resume
+        self._control = _ControlDirectory(path) if path else None
+        self._resume_from = Path(resume_from) if resume_from else None
+        self._pools: dict[str, MemoryPool] = {}
+        self._owed: int | None = None
+        self._requests = 0
+        self._is_stopped = False
+        self._turn = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Wait, where the worker is in standby, until it is restored or has to start cold."""
+        control, saved = self._control, self._resume_from
+        if control is None:
+            return
+        if os.environ.get(STANDBY) == "1":
+            # Of a process before this one, whose container was started again: after a failure
+            # nothing comes, and that it served says nothing of this one.
+            control.withdraw(RESTORED)
+            found = control.news(RESTORE_FAILED) or control.wait(RESTORE_COMPLETE, RESTORE_FAILED)
+            self._owed = found.body.attempt
+            if found.name == RESTORE_COMPLETE:
+                self.state, self.devices = saved or control.state, found.body.devices
+            else:
+                log.warning("starting cold, for the restore failed: %s", found.body.message)
+        elif saved is not None:
+            # In the midst of the capture of the process that this one replaces.
+            control.put(QUIESCED, control.wait(QUIESCE).body.attempt)
+            control.wait(COMPLETE, ABORTED)
+            self.state = saved
+
+    def pool(
+        self,
+        name: str,
+        build: Callable[[MemoryPool], object] | None = None,
+        *,
+        device: int | str = 0,
+        domain: str = "weights",
+    ) -> MemoryPool:
+        """Return the pool that was saved under a name, or a new one.
+
+        A new one is filled by `build`, and committed after it where it is one of weights. It sleeps
+        while the worker is captured, and is closed with the worker.
+        """
+        if name in self._pools:
+            raise InvalidInput(f"the worker has a pool {name!r} already", name=name)
+        if self.state is not None:
+            made = restore((self.state / f"{name}{_SUFFIX}").read_bytes(), name=name)
+        else:
+            made = connect(device, lock="RW", domain=domain, name=name)
+            try:
+                if build is not None:
+                    build(made)
+                if domain == "weights":
+                    made.commit()
+            except BaseException:
+                made.close()
+                raise
+        self._pools[name] = made
+        return made
+
+    def ready(self) -> None:
+        """Say that the worker serves, and that it may be captured from now on."""
+        if self._control is None or self._thread is not None:
+            return
+        if self._owed is not None:
+            self._control.put(RESTORED, self._owed)
+        self._control.put(READY)
+        arguments = (self._control,)
+        self._thread = threading.Thread(target=self._follow, args=arguments, daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Wait while the worker is captured. No capture begins before the end of the block."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._is_stopped)
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._requests -= 1
+                self._turn.notify_all()
+
+    def close(self) -> None:
+        """Close the pools. The worker is captured no more."""
+        if self._control is not None:
+            self._control.end()
+        if self._thread is not None:
+            self._thread.join()
+        for pool in self._pools.values():
+            pool.close()
+
+    def __enter__(self) -> Self:
+        """Start; the worker is closed at the end of the block."""
+        self.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _follow(self, control: _ControlDirectory) -> None:
+        """Carry out captures, one after another."""
+        try:
+            found = control.wait(QUIESCE)
+            while True:
+                end = self._captured(control, found)
+                if end.name != QUIESCE:
+                    control.put(READY)
+                    end = control.wait(QUIESCE)
+                found = end
+        except _Ended:
+            return
+        except BaseException:
+            log.exception("the worker cannot go on")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _captured(self, control: _ControlDirectory, asked: _News) -> _News:
+        """Be quiet until a capture is over; return what has ended it."""
+        control.withdraw(READY)
+        with self._turn:
+            self._is_stopped = True
+            self._turn.wait_for(lambda: not self._requests)
+        try:
+            control.state.mkdir(mode=0o700, exist_ok=True)
+            if self.on_quiesce is not None:
+                self.on_quiesce(control.state)
+            for name, pool in self._pools.items():
+                pool.sleep()
+                (control.state / f"{name}{_SUFFIX}").write_bytes(pool.save_state())
+        except Exception:
+            log.exception("the worker cannot be captured, and waits for the end of the capture")
+        else:
+            control.put(QUIESCED, asked.body.attempt)
+        # The agent removes what ended a capture when it begins the next one.
+        end = control.wait(*_OUTCOMES, RESTORE_FAILED, QUIESCE)
+        if end.name == RESTORE_FAILED:
+            raise RestoreFailed(end.body.message)
+        devices = end.body.devices
+        for pool in self._pools.values():
+            if pool.is_asleep:
+                pool.wake(device=devices.get(pool.device, ""))
+        if self.on_resume is not None:
+            self.on_resume(Resumed(_OUTCOMES.get(end.name, "complete"), devices))
+        if end.name == RESTORE_COMPLETE:
+            control.put(RESTORED, end.body.attempt)
+        with self._turn:
+            self._is_stopped = False
+            self._turn.notify_all()
+        return end
+
+
+class AsyncWorker:
+    """A `Worker` of a program on asyncio; what is called when it is captured may be async."""
+
+    def __init__(
+        self,
+        on_quiesce: Callable[[Path], object] | None = None,
+        on_resume: Callable[[Resumed], object] | None = None,
+        *,
+        resume_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Make a worker, which has to be started. As `Worker`."""
+        self._worker = Worker(self._quiesce, self._resume, resume_from=resume_from)
+        self.on_quiesce = on_quiesce
+        self.on_resume = on_resume
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn = asyncio.Condition()
+        self._requests = 0
+        self._is_stopped = False
+
+    @property
+    def state(self) -> Path | None:
+        """After a restore the folder with what `on_quiesce` has saved; None after a cold start."""
+        return self._worker.state
+
+    @property
+    def devices(self) -> Mapping[str, str]:
+        """After a restore the uuid of the device here for each that the source had."""
+        return self._worker.devices
+
+    async def start(self) -> None:
+        """Wait, where the worker is in standby, until it is restored or has to start cold."""
+        self._loop = asyncio.get_running_loop()
+        await self._in_thread(self._worker.start)
+
+    async def pool(self, name: str, *arguments: Any, **more: Any) -> MemoryPool:
+        """Return a pool, as `Worker.pool`; `build` is called in another thread."""
+        return await asyncio.to_thread(self._worker.pool, name, *arguments, **more)
+
+    def ready(self) -> None:
+        """Say that the worker serves, and that it may be captured from now on."""
+        self._worker.ready()
+
+    @contextlib.asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Wait while the worker is captured. No capture begins before the end of the block."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: not self._is_stopped)
+            self._requests += 1
+        try:
+            yield
+        finally:
+            async with self._turn:
+                self._requests -= 1
+                self._turn.notify_all()
+
+    async def close(self) -> None:
+        """Close the pools. The worker is captured no more."""
+        await asyncio.to_thread(self._worker.close)
+
+    async def __aenter__(self) -> Self:
+        """Start; the worker is closed at the end of the block."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    async def _in_thread(self, function: Callable[[], None]) -> None:
+        """Wait for a function that waits for a file; a cancellation ends its wait."""
+        task = asyncio.ensure_future(asyncio.to_thread(function))
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            await self.close()
+            with contextlib.suppress(_Ended):
+                await task
+            raise
+        await task
+
+    # In the thread of the worker.
+
+    def _quiesce(self, state: Path) -> None:
+        self._run(self._quiesced(state))
+
+    def _resume(self, resumed: Resumed) -> None:
+        self._run(self._resumed(resumed))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._loop is None:
+            raise InvalidInput("the worker was not started")
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _quiesced(self, state: Path) -> None:
+        async with self._turn:
+            self._is_stopped = True
+            await self._turn.wait_for(lambda: not self._requests)
+        if self.on_quiesce is not None:
+            await _done(self.on_quiesce(state))
+
+    async def _resumed(self, resumed: Resumed) -> None:
+        if self.on_resume is not None:
+            await _done(self.on_resume(resumed))
+        async with self._turn:
+            self._is_stopped = False
+            self._turn.notify_all()
+
+
+async def _done(result: object) -> None:
+    if isinstance(result, Awaitable):
+        await result
+
+
+class _Ended(Exception):
+    """The worker was closed."""
+
+
+class _News(NamedTuple):
+    """A file that was put into the control directory."""
+
+    name: str
+    body: Signal
+
+
+class _ControlDirectory:
+    """A control directory, followed by inotify, so that no wait polls or misses a file."""
+
+    def __init__(self, path: str) -> None:
+        self.state = Path(path) / STATE
+        self._path = Path(path)
+        self._seen: dict[str, tuple[int, int]] = {}
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._changes = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        if libc.inotify_add_watch(self._changes, os.fsencode(path), _IN_MOVED_TO) < 0:
+            code = ctypes.get_errno()
+            raise InvalidInput(
+                f"{CONTROL_DIR} is {path!r}, which cannot be followed: {os.strerror(code)}",
+                next_step="leave the variable as it was set for the container",
+                path=path,
+            )
+        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def news(self, *names: str) -> _News | None:
+        """Return the first of the files that is another one than was returned before."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), (self._path / name).open("rb") as file:
+                found = os.fstat(file.fileno())
+                identity = (found.st_ino, found.st_mtime_ns)
+                if self._seen.get(name) != identity:
+                    self._seen[name] = identity
+                    data = file.read(MAX_BODY_BYTES + 1)
+                    return _News(name, decode_json(data, Signal, limit=MAX_BODY_BYTES))
+        return None
+
+    def wait(self, *names: str) -> _News:
+        """Wait until one of the files is new. _Ended."""
+        while (found := self.news(*names)) is None:
+            ready, _, _ = select.select([self._changes, self._end], [], [])
+            if self._end in ready:
+                raise _Ended
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._changes, MAX_BODY_BYTES)
+        return found
+
+    def put(self, name: str, attempt: int = 0) -> None:
+        """Put a file in place as a whole."""
+        temporary = self._path / f".{name}.tmp"
+        temporary.write_bytes(encode_json(Signal(attempt=attempt)))
+        temporary.rename(self._path / name)
+
+    def withdraw(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """End every wait, now and later."""
+        os.eventfd_write(self._end, 1)

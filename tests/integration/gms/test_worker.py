@@ -1,0 +1,266 @@
+"""Workers that are captured and restored, with the test as their snapshot agent."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import snapback_client
+from snapback_client import AsyncWorker, Resumed, Worker
+from snapback_client.codec import decode_json, encode_json
+from snapback_client.control import Signal
+from snapback_client.errors import InvalidInput
+
+PATIENCE_S = 20.0
+
+
+class Agent:
+    """The agent's side of a control directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        (path / "state").mkdir(parents=True)
+
+    def put(self, name: str, attempt: int, **more: object) -> None:
+        temporary = self.path / f".{name}.agent"
+        temporary.write_bytes(encode_json({"attempt": attempt, **more}))
+        temporary.rename(self.path / name)
+
+    def found(self, name: str, attempt: int | None = None) -> None:
+        """Wait until the worker has put a file there, of this attempt."""
+
+        def is_there() -> bool:
+            try:
+                body = decode_json((self.path / name).read_bytes(), Signal)
+            except FileNotFoundError:
+                return False
+            return attempt is None or body.attempt == attempt
+
+        until(is_there, name)
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+
+def until(holds: Callable[[], object], what: str) -> None:
+    limit = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < limit, what
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    made = Agent(tmp_path / "control")
+    monkeypatch.setenv("SNAPSHOT_CONTROL_DIR", str(made.path))
+    return made
+
+
+def test_a_worker_outside_of_snapback_serves_and_is_never_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SNAPSHOT_CONTROL_DIR", raising=False)
+    with Worker() as worker:
+        worker.ready()
+        with worker.request():
+            assert worker.state is None
+
+
+def test_a_control_directory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPSHOT_CONTROL_DIR", "/no/such/folder")
+    with pytest.raises(InvalidInput, match="SNAPSHOT_CONTROL_DIR is '/no/such/folder'"):
+        Worker()
+
+
+def test_a_capture_waits_for_requests_and_holds_up_later_ones(agent: Agent) -> None:
+    seen: list[object] = []
+    with Worker(seen.append, seen.append) as worker:
+        worker.ready()
+        agent.found("ready-for-snapshot")
+        with worker.request():
+            agent.put("quiesce", 3)
+            until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+            time.sleep(0.05)
+            assert seen == []
+        agent.found("quiesced", 3)
+        assert seen == [agent.path / "state"]
+        late = threading.Thread(target=lambda: _ask(worker, seen))
+        late.start()
+        time.sleep(0.05)
+        assert len(seen) == 1
+        agent.put("snapshot-complete", 3)
+        late.join(PATIENCE_S)
+        assert seen[1:] == [Resumed("complete", {}), "answered"]
+        agent.found("ready-for-snapshot")
+
+
+def _ask(worker: Worker, seen: list[object]) -> None:
+    with worker.request():
+        seen.append("answered")
+
+
+def test_a_worker_whose_saving_fails_says_nothing_and_goes_on_when_it_is_aborted(
+    agent: Agent,
+) -> None:
+    seen: list[Resumed] = []
+    with Worker(lambda _: 1 // 0, seen.append) as worker:  # type: ignore[arg-type]
+        worker.ready()
+        agent.put("quiesce", 1)
+        until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        agent.put("snapshot-aborted", 1)
+        agent.found("ready-for-snapshot")
+        assert [each.outcome for each in seen] == ["aborted"]
+        assert not (agent.path / "quiesced").exists()
+        with worker.request():
+            pass
+
+
+def test_a_worker_that_has_missed_the_end_of_a_capture_answers_the_next(agent: Agent) -> None:
+    seen: list[Resumed] = []
+    with Worker(None, seen.append) as worker:
+        worker.ready()
+        agent.put("quiesce", 1)
+        agent.found("quiesced", 1)
+        agent.put("quiesce", 2, previous="complete")
+        agent.found("quiesced", 2)
+        assert [each.outcome for each in seen] == ["complete"]
+        agent.put("snapshot-complete", 2)
+        agent.found("ready-for-snapshot")
+
+
+def test_a_process_that_was_restored_elsewhere_answers_with_the_attempt_and_its_devices(
+    agent: Agent,
+) -> None:
+    seen: list[Resumed] = []
+    with Worker(None, seen.append) as worker:
+        worker.ready()
+        agent.put("quiesce", 1)
+        agent.found("quiesced", 1)
+        agent.put("restore-complete", 5, devices={"GPU-a": "GPU-b"})
+        agent.found("restored", 5)
+        assert seen == [Resumed("restored", {"GPU-a": "GPU-b"})]
+        agent.found("ready-for-snapshot")
+
+
+UNABLE = """
+import signal
+from snapback_client import Worker
+def fail(resumed): raise ValueError("no weights")
+with Worker(on_resume=fail) as worker:
+    worker.ready()
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("end", ["snapshot-complete", "restore-failed"])
+def test_a_worker_that_cannot_go_on_ends(agent: Agent, end: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", UNABLE], stderr=subprocess.PIPE, text=True)
+    try:
+        agent.found("ready-for-snapshot")
+        agent.put("quiesce", 1)
+        agent.found("quiesced", 1)
+        agent.put(end, 1, message="no weights")
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGTERM
+    assert "the worker cannot go on" in said
+    assert "no weights" in said
+
+
+def test_a_standby_begins_with_what_was_saved(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+    agent.put("restored", 1)
+    agent.put("restore-complete", 4, devices={"GPU-a": "GPU-b"})
+    with Worker() as worker:
+        assert not (agent.path / "restored").exists()
+        assert worker.state == agent.path / "state"
+        assert worker.devices == {"GPU-a": "GPU-b"}
+        worker.ready()
+        agent.found("restored", 4)
+
+
+def test_a_worker_that_respawns_stands_in_the_midst_of_a_capture(
+    agent: Agent, tmp_path: Path
+) -> None:
+    agent.put("quiesce", 2)
+    made = Worker(resume_from=tmp_path)
+    started = threading.Thread(target=made.start)
+    started.start()
+    agent.found("quiesced", 2)
+    assert started.is_alive()
+    agent.put("snapshot-complete", 2)
+    started.join(PATIENCE_S)
+    assert made.state == tmp_path
+    made.close()
+
+
+def test_two_pools_of_one_name_are_refused(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Worker()
+    made._pools["weights"] = None  # type: ignore[assignment]
+    with pytest.raises(InvalidInput, match="a pool 'weights' already"):
+        made.pool("weights")
+    made._pools.clear()
+    made.close()
+
+
+async def test_what_an_async_worker_calls_may_be_async(agent: Agent) -> None:
+    seen: list[object] = []
+
+    async def saved(state: Path) -> None:
+        await asyncio.sleep(0)
+        seen.append(state)
+
+    async def resumed(why: Resumed) -> None:
+        await asyncio.sleep(0)
+        seen.append(why.outcome)
+
+    async with AsyncWorker(saved, resumed) as worker:
+        worker.ready()
+        async with worker.request():
+            agent.put("quiesce", 1)
+            await asyncio.sleep(0.05)
+            assert seen == []
+        await asyncio.to_thread(agent.found, "quiesced", 1)
+        late = asyncio.create_task(_ask_async(worker, seen))
+        await asyncio.sleep(0.05)
+        agent.put("snapshot-complete", 1)
+        async with asyncio.timeout(PATIENCE_S):
+            await late
+        assert seen == [agent.path / "state", "complete", "answered"]
+
+
+async def _ask_async(worker: AsyncWorker, seen: list[object]) -> None:
+    async with worker.request():
+        seen.append("answered")
+
+
+async def test_an_async_standby_can_be_cancelled_while_it_waits(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+    worker = AsyncWorker()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await worker.start()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def test_no_service_imports_asyncio_for_the_client() -> None:
+    script = "import sys, snapback_client; sys.exit('asyncio' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert set(snapback_client.__all__) >= {"AsyncWorker", "Worker"}
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = snapback_client.Nothing  # type: ignore[attr-defined]
