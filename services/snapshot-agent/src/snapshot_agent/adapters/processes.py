@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
-from snapshot_agent.domain.spec import INSIDE, ProcessSpec
+from snapshot_agent.domain.spec import INIT, INSIDE, ProcessSpec
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import DeadlineExceeded, InvalidInput, NotFound
 from snapshot_shared.files import open_root, opened, remove_tree
@@ -61,7 +61,23 @@ class LocalProcesses:
     async def _spawn(self, spec: ProcessSpec) -> Process:
         process, pidfd = await _STARTS.run(_start, spec)
         self._watch(process, pidfd, is_child=True)
+        if spec.paths.placeholder is not None:
+            await self._waits(process)
         return process
+
+    async def _waits(self, placeholder: Process) -> None:
+        """Wait until a placeholder waits: what prepares its namespaces becomes another program.
+
+        Nothing reports that, so it is looked at between waits for the end.
+        """
+        for wait_s in LOOK_AGAIN_S:
+            first = procfs.child_of(placeholder.pid)
+            if first is not None and procfs.program_of(first.pid) == INIT:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self.ended(placeholder)
+                    return
 
     def adopt(self, process: Process) -> bool:
         if process in self._watched:

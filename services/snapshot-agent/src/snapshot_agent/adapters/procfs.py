@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class Stat:
@@ -97,6 +98,14 @@ def child_of(parent: int) -> Stat | None:
     """Return a child of a process, of several the first; None when it has none."""
     children = [process for process in running() if process.parent == parent]
     return min(children, key=lambda child: child.start, default=None)
+
+
+def program_of(pid: int) -> str:
+    """Return the name of the program that a process runs; empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/exe").readlink().name
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def child_in(parent: int, inside: int) -> Stat | None:

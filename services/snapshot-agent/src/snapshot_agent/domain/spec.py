@@ -34,7 +34,8 @@ INSIDE = PurePath("/dev/shm/snapback")  # noqa: S108 - a mount of the worker's o
 Its process remembers these paths, so that they are the same wherever it is restored.
 """
 
-_INIT = "snapback-init"
+INIT = "snapback-init"
+"""The program that waits in a placeholder."""
 # `unshare --fork` itself exits with 1 after a child that was killed.
 _APART = ("unshare", "--mount", "--pid", "--uts", "--ipc", "sh", "-c", '"$@"; exit "$?"', "sh")
 _PROGRAM = f"""set -eu
@@ -154,8 +155,8 @@ def _before(folders: _Folders, environment: NodeEnvironment, where: ContainerPat
     seen = {**folders._asdict(), "log": where.log}
     command: list[str] = []
     if where.placeholder is not None:
-        seen |= {"init": where.placeholder, f"init/{_INIT}": environment.init}
-        command = [str(INSIDE / "init" / _INIT), "--"]
+        seen |= {"init": where.placeholder, f"init/{INIT}": environment.init}
+        command = [str(INSIDE / "init" / INIT), "--"]
     pairs = [str(word) for pair in seen.items() for word in pair]
     return [*_APART, "sh", "-c", _PROGRAM, "sh", *pairs, "--", *command]
 

@@ -1,0 +1,272 @@
+"""`snapback-run`: engines as they are, with the test as their snapshot agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapback_client.errors import InvalidInput
+from snapback_client.run import Command, Request, hook_of, plan_of
+from tests.integration.gms.test_worker import PATIENCE_S, Agent, until
+
+ENGINE = """
+import http.server, sys
+log = open("asked", "a", buffering=1)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200)
+    def do_POST(self):
+        log.write(self.path + chr(10))
+        self.answer(500 if self.path == "/fails" else 200)
+    def answer(self, code):
+        self.send_response(code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+class Running:
+    """A program under snapback-run, in a folder of its own."""
+
+    def __init__(self, folder: Path, control: Path | None = None) -> None:
+        self.folder = folder
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith("SNAP")}
+        if control is not None:
+            self.env["SNAPSHOT_CONTROL_DIR"] = str(control)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.process: subprocess.Popen[str] | None = None
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "snapback_client.run", *words],
+            cwd=self.folder,
+            env=self.env | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.process
+
+    def engine(self, *options: str, **env: str) -> None:
+        """Start an engine that writes down what it is asked by POST."""
+        program = ("--", sys.executable, "-c", ENGINE, str(self.port))
+        self.start("--ready", self.url("/"), *options, *program, **env)
+
+    def asked(self) -> list[str]:
+        return (self.folder / "asked").read_text().split()
+
+    def end(self) -> tuple[int, str, str]:
+        assert self.process is not None
+        out, error = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, error
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    return Agent(tmp_path / "control")
+
+
+@pytest.fixture
+def running(tmp_path: Path, agent: Agent) -> Iterator[Running]:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    made = Running(folder, agent.path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "hook"),
+    [
+        ("", None),
+        ("http://h/sleep", Request("POST", "http://h/sleep")),
+        ("GET http://h/health", Request("GET", "http://h/health")),
+        ("save --to 'a b'", Command(("save", "--to", "a b"))),
+    ],
+)
+def test_a_hook_is_a_request_or_a_command(text: str, hook: object) -> None:
+    assert hook_of(text) == hook
+
+
+@pytest.mark.parametrize("text", ["GET nowhere", "http://a b", "say 'what"])
+def test_a_hook_that_makes_no_sense_is_shown(text: str) -> None:
+    with pytest.raises(InvalidInput, match="the hook"):
+        hook_of(text)
+
+
+def test_each_option_may_come_from_the_environment_and_the_command_line_wins() -> None:
+    given = {"SNAPBACK_RUN_READY": "http://h/", "SNAPBACK_RUN_HOOK_WITHIN": "5"}
+    plan = plan_of(["--hook-within", "7", "--resume", "http://h/wake", "--", "engine"], given)
+    assert plan.ready == Request("GET", "http://h/")
+    assert plan.hook_s == 7.0
+    assert plan.restore == plan.resume == Request("POST", "http://h/wake")
+    with pytest.raises(InvalidInput, match="--ready-within is 'soon'"):
+        plan_of(["--ready-within", "soon", "--", "engine"], {})
+
+
+def test_output_and_exit_code_are_those_of_the_engine(running: Running) -> None:
+    running.start("--", "sh", "-c", "echo said; echo wrong >&2; exit 7")
+    assert running.end() == (7, "said\n", "wrong\n")
+
+
+def test_signals_reach_the_engine_and_its_end_by_one_is_shown(running: Running) -> None:
+    script = "trap 'echo heard; exit 3' TERM; echo up; while :; do sleep 0.02; done"
+    process = running.start("--", "sh", "-c", script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert running.end()[:2] == (3, "heard\n")
+    running.start("--", "sh", "-c", "kill -KILL $$")
+    assert running.end()[0] == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("--",), 2, "no program is named"),
+        (("--quiesce", "GET x", "--", "true"), 2, "the hook 'GET x' is no request"),
+        (("--", "./nothing"), 127, "./nothing cannot be started: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_run_is_said_without_a_traceback(
+    running: Running, words: tuple[str, ...], status: int, said: str
+) -> None:
+    running.start(*words)
+    code, _, error = running.end()
+    assert (code, said in error, "Traceback" in error) == (status, True, False)
+
+
+def test_an_engine_that_ends_before_it_is_ready_gives_its_status(running: Running) -> None:
+    running.start("--ready", running.url("/"), "--", "sh", "-c", "exit 9")
+    code, _, error = running.end()
+    assert code == 9
+    assert "has ended before it was ready" in error
+
+
+def test_an_engine_that_is_never_ready_is_ended_in_time(running: Running) -> None:
+    words = ("--ready-within", "0.3", "--", "sleep", "60")
+    running.start("--ready", running.url("/"), *words)
+    code, _, error = running.end()
+    assert code == 128 + signal.SIGTERM
+    assert "the engine was not ready within 0.3 s" in error
+
+
+def test_an_engine_is_asked_to_be_quiet_for_a_capture_and_to_go_on_after_it(
+    running: Running, agent: Agent
+) -> None:
+    options = ("--quiesce", running.url("/sleep"), "--resume", running.url("/wake"))
+    running.engine(*options, "--state", "asked:cache:absent")
+    agent.found("ready-for-snapshot")
+    (running.folder / "cache").mkdir()
+    (running.folder / "cache/graph").write_text("compiled")
+    agent.put("quiesce", 1)
+    agent.found("quiesced", 1)
+    assert running.asked() == ["/sleep"]
+    with tarfile.open(agent.path / "state/files.tar") as archive:
+        assert archive.getnames() == ["0", "1", "1/graph"]
+    agent.put("snapshot-complete", 1)
+    agent.found("ready-for-snapshot")
+    assert running.asked() == ["/sleep", "/wake"]
+
+
+def test_an_engine_whose_hook_fails_is_not_captured(running: Running, agent: Agent) -> None:
+    running.engine("--quiesce", running.url("/fails"))
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
+    agent.put("snapshot-aborted", 1)
+    agent.found("ready-for-snapshot")
+    assert not (agent.path / "quiesced").exists()
+    running.close()
+    assert running.process is not None
+    assert running.process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_restored_engine_finds_its_files_and_is_asked_to_take_them_up(
+    running: Running, agent: Agent, tmp_path: Path
+) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/graph").write_text("compiled")
+    (tmp_path / "asked").write_text("before\n")
+    with tarfile.open(agent.path / "state/files.tar", "w") as archive:
+        archive.add(tmp_path / "asked", "0")
+        archive.add(tmp_path / "saved", "1")
+    agent.put("restore-complete", 4)
+    options = ("--resume", running.url("/wake"), "--restore", running.url("/load"))
+    running.engine(*options, "--state", "asked:cache", SNAPSHOT_RESTORE_STANDBY="1")
+    agent.found("restored", 4)
+    assert running.asked() == ["before", "/load"]
+    assert (running.folder / "cache/graph").read_text() == "compiled"
+
+
+def test_a_process_that_was_restored_elsewhere_is_asked_to_take_up_what_is_its_own(
+    running: Running, agent: Agent
+) -> None:
+    running.engine("--resume", running.url("/wake"), "--restore", running.url("/load"))
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    agent.found("quiesced", 1)
+    agent.put("restore-complete", 2)
+    agent.found("restored", 2)
+    assert running.asked() == ["/load"]
+
+
+def test_a_standby_ends_at_a_signal(running: Running, agent: Agent) -> None:
+    process = running.start("--", "sleep", "60", SNAPSHOT_RESTORE_STANDBY="1")
+    fds = Path(f"/proc/{process.pid}/fdinfo")
+    until(lambda: any("inotify wd" in fd.read_text() for fd in fds.iterdir()), "its wait")
+    process.send_signal(signal.SIGTERM)
+    assert running.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_server_of_others_has_its_data_again(running: Running, agent: Agent) -> None:
+    """The server of moto, unchanged: it records requests in a file and can replay them."""
+    replay = f"POST {running.url('/moto-api/recorder/replay-recording')}"
+    words = ("--ready", running.url("/moto-api/"), "--state", "moto_recording", "--restore", replay)
+    program = ("--", sys.executable, "-m", "moto.server", "-p", str(running.port))
+    env = {"MOTO_ENABLE_RECORDING": "1"}
+    running.start(*words, *program, **env)
+    agent.found("ready-for-snapshot")
+    ask(running.url("/bucket"), "PUT")
+    ask(running.url("/bucket/key"), "PUT", b"what was stored")
+    agent.put("quiesce", 1)
+    agent.found("quiesced", 1)
+    running.close()
+    (running.folder / "moto_recording").unlink()
+    agent.remove("quiesce", "quiesced", "ready-for-snapshot")
+    agent.put("restore-complete", 2)
+    running.start(*words, *program, SNAPSHOT_RESTORE_STANDBY="1", **env)
+    agent.found("restored", 2)
+    assert ask(running.url("/bucket/key")) == b"what was stored"
+
+
+def ask(url: str, method: str = "GET", data: bytes | None = None) -> bytes:
+    headers = {
+        "Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request",
+        "Content-Type": "text/plain",
+    }
+    request = urllib.request.Request(url, method=method, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return bytes(answer.read())
