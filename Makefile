@@ -35,7 +35,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -77,9 +77,12 @@ $(STAMP): $(SETUP_INPUTS)
 	@echo "$(CURDIR)" >$(STAMP).new && mv $(STAMP).new $(STAMP)
 endif
 
-lock: ## Resolve requirements.in again into requirements.lock (needs uv)
+lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade requirements.in -o requirements.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --upgrade -c requirements.lock \
+		requirements-engines.in -o requirements-engines.lock
 
 check: lint types imports docs-check ## Lint, types, imports and generated pages
 
@@ -100,7 +103,7 @@ format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: $(STAMP) ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
+test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
 	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
@@ -182,6 +185,14 @@ bench-bus: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure orders and repor
 		$(if $(PEERS),--peers .peers) $(if $(JSON),--json $(JSON))
 
 # Beside the environment and not in it: they are large, and no part of what is locked.
+engines: .engines/.installed ## Install the engines that the demo and the tests run as they are
+
+.engines/.installed: requirements-engines.lock $(STAMP)
+	@rm -rf .engines
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes --target .engines \
+		-r requirements-engines.lock
+	@touch $@
+
 .peers/.installed: tests/bench/peers.txt $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --target .peers \
 		-r tests/bench/peers.txt
@@ -267,7 +278,7 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,7 +84,7 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def _process(
+async def process(
     program: list[str], environment: dict[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(sys.executable, *program, env=environment)
@@ -104,15 +104,21 @@ async def _watching(pid: int) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+@contextlib.asynccontextmanager
+async def make_place(tmp_path: Path) -> AsyncIterator[Place]:
     """A node with a GPU memory service."""
     with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as sockets:
         found = Place(tmp_path, Path(sockets))
-        async with _process(["-m", "gms.main"], found.gms()):
+        async with process(["-m", "gms.main"], found.gms()):
             async with asyncio.timeout(PATIENCE_S):
                 await inotify.appears(Path(sockets) / "gms.sock")
             yield found
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with make_place(tmp_path) as found:
+        yield found
 
 
 def _example(name: str) -> list[str]:
@@ -128,7 +134,7 @@ async def _talk(place: Place) -> list[bytes]:
 
 
 async def test_a_chat_moves_what_an_ask_only_reads(place: Place) -> None:
-    async with _process(_example("worker.py"), place.worker()):
+    async with process(_example("worker.py"), place.worker()):
         client = await place.connect()
         fresh = await client.ask("hello?")
         assert await client.ask("hello?") == fresh
@@ -151,7 +157,7 @@ SENSELESS = (
 
 
 async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place: Place) -> None:
-    async with _process(_example("worker.py"), place.worker()):
+    async with process(_example("worker.py"), place.worker()):
         client = await place.connect()
         for line in SENSELESS:
             reader, writer = await asyncio.open_unix_connection(place.pod_sockets / "worker.sock")
@@ -171,7 +177,7 @@ async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place
 async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
     place: Place, end: str
 ) -> None:
-    async with _process(_example("worker.py"), place.worker()):
+    async with process(_example("worker.py"), place.worker()):
         client = await place.connect()
         await client.chat("I am Ada")
         before = await _talk(place)
@@ -192,7 +198,7 @@ async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
 
 
 async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Place) -> None:
-    async with _process(_example("worker.py"), place.worker()):
+    async with process(_example("worker.py"), place.worker()):
         client = await place.connect()
         await client.chat("I am Ada")
         await place.said("ready-for-snapshot")
@@ -202,7 +208,7 @@ async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Plac
         await place.said("quiesced")
     place.forget("quiesce", "quiesced", "ready-for-snapshot")
     (place.pod_sockets / "worker.sock").unlink()
-    async with _process(_example("worker.py"), place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
+    async with process(_example("worker.py"), place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
         place.say("restore-complete", 7)
         assert (await place.said("restored"))["attempt"] == 7
         assert await _talk(place) == before
@@ -218,7 +224,7 @@ async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
     place.say("restored", 1)
     if not is_late:
         place.say("restore-failed", 2)
-    async with _process(_example("worker.py"), environment):
+    async with process(_example("worker.py"), environment):
         await place.withdrawn("restored")
         place.say("restore-failed", 2)
         await place.said("ready-for-snapshot")
@@ -233,7 +239,7 @@ async def test_the_template_starts_cold_when_its_restore_fails_or_has_failed(
     if not is_late:
         place.say("restore-failed", 2)
     environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
-    async with _process(_example("worker_template.py"), environment) as worker:
+    async with process(_example("worker_template.py"), environment) as worker:
         if is_late:
             await _watching(worker.pid)
             place.say("restore-failed", 2)
@@ -242,7 +248,7 @@ async def test_the_template_starts_cold_when_its_restore_fails_or_has_failed(
 
 
 async def test_the_template_is_captured_twice_and_restored(place: Place) -> None:
-    async with _process(_example("worker_template.py"), place.worker()):
+    async with process(_example("worker_template.py"), place.worker()):
         for attempt in (1, 2):
             await place.said("ready-for-snapshot")
             place.forget("quiesced", "snapshot-complete")
@@ -252,7 +258,7 @@ async def test_the_template_is_captured_twice_and_restored(place: Place) -> None
     place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
     place.say("restore-complete", 3)
     standby = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
-    async with _process(_example("worker_template.py"), standby):
+    async with process(_example("worker_template.py"), standby):
         assert (await place.said("restored"))["attempt"] == 3
         await place.said("ready-for-snapshot")
 

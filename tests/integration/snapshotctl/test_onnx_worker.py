@@ -1,0 +1,130 @@
+"""An engine as it is, with a trained model in GPU memory, and the test as its snapshot agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.snapshotctl.conftest import EXAMPLES
+from tests.integration.snapshotctl.test_worker import (
+    PATIENCE_S,
+    Place,
+    make_place,
+    process,
+)
+
+ROOT = EXAMPLES.parents[1]
+ENGINES = ROOT / ".engines"
+WORKER = [str(EXAMPLES / "onnx_worker.py")]
+FILES = [
+    path
+    for pattern in ("*.md", "*.toml", "Makefile", "LICENSE", "docker-compose.yaml", "docs/*.md")
+    for path in sorted(ROOT.glob(pattern))
+] + sorted((ROOT / "tests/unit").glob("*.py"))
+
+pytestmark = pytest.mark.skipif(
+    not (ENGINES / ".installed").exists(), reason="no engines are installed: run `make engines`"
+)
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with make_place(tmp_path) as found:
+        yield found
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("worker", timeout=PATIENCE_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(PATIENCE_S)
+        self.sock.connect(str(self._path))
+
+
+def asked(place: Place, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+    with contextlib.closing(UnixConnection(place.pod_sockets / "worker.sock")) as connection:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def labels(place: Place) -> dict[str, Any]:
+    found = {}
+    for path in FILES[:20]:
+        name = str(path.relative_to(ROOT))
+        status, found[name] = asked(place, "POST", "/identify", path.read_bytes())
+        assert status == 200
+    return found
+
+
+def environment(place: Place, **more: str) -> dict[str, str]:
+    return place.worker(PYTHONPATH=f"{ENGINES}{os.pathsep}{EXAMPLES}", **more)
+
+
+async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_restore(
+    place: Place,
+) -> None:
+    async with process(WORKER, environment(place)):
+        await place.said("ready-for-snapshot")
+        before = await asyncio.to_thread(labels, place)
+        assert before["README.md"]["label"] == "markdown"
+        assert before["Makefile"]["label"] == "makefile"
+        assert len({found["label"] for found in before.values()}) > 3
+        place.say("quiesce", 1)
+        await place.said("quiesced")
+        late = asyncio.create_task(asyncio.to_thread(labels, place))
+        assert await asyncio.to_thread(asked, place, "GET", "/health") == (200, {})
+        place.say("snapshot-complete", 1)
+        await place.said("ready-for-snapshot")
+        assert await asyncio.wait_for(late, PATIENCE_S) == before
+    place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
+    (place.pod_sockets / "worker.sock").unlink()
+    place.say("restore-complete", 2)
+    async with process(WORKER, environment(place, SNAPSHOT_RESTORE_STANDBY="1")):
+        assert (await place.said("restored"))["attempt"] == 2
+        assert await asyncio.to_thread(labels, place) == before
+
+
+async def test_the_weights_are_in_gpu_memory_and_not_in_the_state(place: Place) -> None:
+    async with process(WORKER, environment(place)):
+        await place.said("ready-for-snapshot")
+        place.say("quiesce", 1)
+        await place.said("quiesced")
+        state = place.control / "state"
+        pool = json.loads((state / "weights.pool").read_text())
+        in_pool = sum(slot["size"] for slot in pool["slots"])
+        assert in_pool > 2_500_000
+        assert sum(path.stat().st_size for path in state.iterdir()) < in_pool / 10
+
+
+async def test_it_is_the_model_of_the_package(place: Place) -> None:
+    script = (
+        "import sys, json, pathlib; from magika import Magika; m = Magika()\n"
+        "found = [m.identify_bytes(pathlib.Path(p).read_bytes()) for p in sys.argv[1:]]\n"
+        "print(json.dumps([str(each.output.label) for each in found]))"
+    )
+    stock = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, *map(str, FILES[:20])),
+        env=environment(place),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await stock.communicate()
+    async with process(WORKER, environment(place)):
+        await place.said("ready-for-snapshot")
+        found = await asyncio.to_thread(labels, place)
+    assert [each["label"] for each in found.values()] == json.loads(out)
