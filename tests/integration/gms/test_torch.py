@@ -161,3 +161,20 @@ def test_a_machine_without_a_gpu_has_another_error_than_one_without_pytorch(serv
             pytest.skip("PyTorch works on simulated devices")
         with pytest.raises(CudaUnavailable, match="no CUDA device"):
             TorchMemory({"weights": pool})
+
+
+def test_an_array_of_a_gpu_is_offered_to_other_libraries_where_it_is(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        array = pool.allocate("a", (2, 3), "f4")
+        if pool.device_kind != "cuda":
+            pytest.skip("numpy does so itself")
+        assert array.__dlpack_device__() == (2, array.ordinal) == (2, 0)
+        assert '"dltensor"' in repr(array.__dlpack__())
+        assert '"dltensor_versioned"' in repr(array.__dlpack__(max_version=(1, 0), stream=1))
+        with pytest.raises(BufferError, match="copy it"):
+            array.__dlpack__(copy=True)
+        with pytest.raises(BufferError, match="copy it"):
+            array.__dlpack__(dl_device=(1, 0))
+        pool.commit()
+        with pytest.raises(BufferError, match="read-only"):
+            array.__dlpack__()

@@ -220,6 +220,7 @@ def test_what_is_made_in_a_region_lies_in_the_pool_and_what_is_dropped_is_not_co
         kept = torch.nn.Linear(1024, 1024, bias=False, device=memory.device)
         rubbish = [torch.zeros(4 * MIB, dtype=torch.uint8, device=memory.device) for _ in range(4)]
         kept.register_buffer("scratch", torch.ones(16, device=memory.device))
+    kept.all = [kept.weight]
     place = kept.weight.data_ptr()
     assert place in range(
         weights.address("segment-000000"), weights.address("segment-000000") + 8 * MIB
@@ -393,10 +394,44 @@ def test_a_model_that_is_elsewhere_is_refused_with_the_name_of_a_tensor(
     model = torch.nn.Linear(4, 4, device="meta")
     with pytest.raises(InvalidInput, match=r"weight is torch\.strided on meta"):
         memory.publish(model)
+
+
+def test_buffers_that_are_elsewhere_stay_what_they_are(
+    service: Any, weights: client.MemoryPool, torch: Any
+) -> None:
+    memory = TorchMemory({"weights": weights})
     model = torch.nn.Linear(4, 4, device=memory.device)
-    model.register_buffer("sparse", torch.eye(3, device=memory.device).to_sparse())
-    with pytest.raises(InvalidInput, match=r"sparse is torch\.sparse_coo"):
+    sparse = torch.eye(3, device=memory.device).to_sparse()
+    model.register_buffer("sparse", sparse)
+    model.shapes = torch.empty(2, device="meta")
+    memory.publish(model)
+    assert model.sparse is sparse
+    again = torch.nn.Linear(4, 4, device="meta")
+    again.register_buffer("sparse", sparse)
+    memory.materialise(again)
+    assert again.sparse is sparse
+    assert torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.parametrize(("built", "published"), [(True, False), (False, True), (True, True)])
+def test_tensors_made_in_inference_mode_are_published_like_others(
+    service: Any, weights: client.MemoryPool, torch: Any, built: bool, published: bool
+) -> None:
+    memory = TorchMemory({"weights": weights})
+    with torch.inference_mode(built), memory.region("weights"):
+        model = torch.nn.Linear(8, 8, device=memory.device)
+        model.register_buffer("table", torch.zeros(8, device=memory.device))
+        model.scale = torch.ones(8, device=memory.device) * 2
+    values = model.weight.clone()
+    with torch.inference_mode(published):
         memory.publish(model)
+    with torch.inference_mode():
+        model.table += 1
+        model.scale += 1
+        assert model.table.tolist() == [1.0] * 8
+        assert torch.allclose(model(model.table), model.weight.sum(1) + model.bias)
+    assert torch.equal(model.weight, values)
+    assert model.weight.is_inference() == model.table.is_inference() == built
 
 
 def test_regions_and_publications_come_in_their_order(

@@ -66,9 +66,9 @@ from snapback_client.torch_models import (
     Kind,
     Named,
     as_parameter,
-    check_dense,
     check_names,
-    held_tensors,
+    dense_tensors,
+    loose_tensors,
     named_tensors,
     place_of,
     put,
@@ -165,11 +165,11 @@ class TorchMemory:
 
         Parameters that lie elsewhere are copied in. Buffers, and tensors that are attributes of a
         module, may be written later: those in the pool are moved out of it, in place, and their
-        values are committed for `materialise`. What no tensor uses any more is freed. Other tensors
-        that live in the pool stay there and become read-only, too. Do this before a CUDA graph is
-        captured, which remembers addresses.
+        values are committed for `materialise`, where they are dense and on this device. What no
+        tensor uses any more is freed. Other tensors that live in the pool stay there and become
+        read-only, too. Do this before a CUDA graph is captured, which remembers addresses.
 
-        InvalidInput for tensors on another device, OutOfDeviceMemory, and the errors of
+        InvalidInput for parameters on another device, OutOfDeviceMemory, and the errors of
         `MemoryPool.commit`. After an error the model works, and may be published again.
         """
         part = self._part(tag)
@@ -177,12 +177,9 @@ class TorchMemory:
             raise NotEligible(f"{tag} is published already", tag=tag)
         if self._inside:
             raise NotEligible(f"leave the region {self._inside!r} before you publish", tag=tag)
-        named = named_tensors(self._torch, model)
-        check_dense(self._torch, named, self.device)
+        named = dense_tensors(self._torch, model, self.device)
         self._device.synchronize()
-        others = [each.tensor for each in named if each.kind is not Kind.PARAMETER]
-        self._move_out(part, [*others, *held_tensors(self._torch, model)])
-        del others
+        self._move_out(part, loose_tensors(self._torch, model, named))
         # Tensors that only a cycle of references holds are no longer used.
         gc.collect()
         part.is_sealed = True
@@ -250,7 +247,8 @@ class TorchMemory:
     def imported_bytes(self, *tags: str) -> int:
         """Return how many bytes of the device these pools, or all, have mapped in this process.
 
-        PyTorch does not count the memory of a reader, and no free memory of the device has it.
+        PyTorch's statistics have of them only what this process allocated in regions. The device
+        has them once, however many processes map them.
         """
         return sum(self._part(tag).pool.imported_bytes for tag in tags or self._parts)
 
@@ -274,7 +272,7 @@ class TorchMemory:
             own = self._device.bytes_at(packed.address, packed.size).clone()
             for name in packed.names:
                 offset = views[name].address - packed.address
-                tensors[int(name)].data = self._over(own[offset:], views[name])
+                self._rebind(tensors[int(name)], own, offset, views[name])
 
     def _copy_in(self, part: _Part, named: list[Named]) -> dict[tuple[Kind, str], View]:
         """Copy what does not stand in the pool into one segment. Return where all tensors stand."""
@@ -299,7 +297,8 @@ class TorchMemory:
                     moved = base + packed.offset + views[key].address - packed.address
                     views[key] = _at(views[key], moved)
                     if by_key[key].kind is Kind.PARAMETER:
-                        by_key[key].tensor.data = self._at(views[key])
+                        data = self._device.bytes_at(moved, views[key].size)
+                        self._rebind(by_key[key].tensor, data, 0, views[key])
         return {(each.kind, each.name): views[key] for key, each in by_key.items()}
 
     def _add(self, part: _Part, size: int) -> int:
@@ -333,12 +332,19 @@ class TorchMemory:
         dtype = _dtype(self._torch, view.dtype)
         if not view.size:
             return self._torch.empty(view.shape, dtype=dtype, device=self.device)
-        return self._over(self._device.bytes_at(view.address, view.size), view)
+        return self._over(self._device.bytes_at(view.address, view.size), 0, view)
 
-    def _over(self, data: Any, view: View) -> Any:
-        """Return a tensor over the first of some bytes."""
-        typed = data[: view.size].view(_dtype(self._torch, view.dtype))
-        return typed.as_strided(view.shape, view.strides)
+    def _over(self, data: Any, offset: int, view: View) -> Any:
+        """Return a tensor over bytes, from an offset on."""
+        torch = self._torch
+        typed = torch.empty(0, dtype=_dtype(torch, view.dtype), device=self.device)
+        return typed.set_(data.untyped_storage(), offset // view.itemsize, view.shape, view.strides)
+
+    def _rebind(self, tensor: Any, data: Any, offset: int, view: View) -> None:
+        """Have a tensor, which stays the same object, stand over other bytes."""
+        # What was made in inference mode takes only what was made there, and the other way round.
+        with self._torch.inference_mode(tensor.is_inference()):
+            tensor.data = self._over(data, offset, view)
 
 
 def tensor_of(array: Any, dtype: Any = None) -> Any:

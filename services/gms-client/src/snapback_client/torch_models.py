@@ -19,7 +19,7 @@ class Kind(StrEnum):
     ATTRIBUTE = "attribute"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Named:
     """A tensor of a model: `key` of the module `owner`. A tied one has several names."""
 
@@ -47,15 +47,51 @@ def named_tensors(torch: Any, model: Any) -> list[Named]:
     return found
 
 
-def held_tensors(torch: Any, model: Any) -> list[Any]:
-    """Return the tensors in lists, tuples and dicts that are attributes of a model's modules."""
-    own = ("_parameters", "_buffers", "_modules")
-    return [
+def dense_tensors(torch: Any, model: Any, device: str) -> list[Named]:
+    """Return the named tensors that have plain memory on a device.
+
+    InvalidInput for a parameter that has none. Other tensors may: a counter on the host, say.
+    """
+    where = torch.device(device)
+    named = named_tensors(torch, model)
+    dense = [
+        each
+        for each in named
+        if each.tensor.layout is torch.strided and each.tensor.device == where
+    ]
+    wrong = {
+        each.name: f"{each.tensor.layout} on {each.tensor.device}"
+        for each in named
+        if each.kind is Kind.PARAMETER and each not in dense
+    }
+    if wrong:
+        name, found = next(iter(wrong.items()))
+        raise InvalidInput(
+            f"{len(wrong)} parameters are not dense on {device}: {name} is {found}",
+            next_step=f"move the model there: `model.to({device!r})`",
+            found=wrong,
+        )
+    return dense
+
+
+def loose_tensors(torch: Any, model: Any, named: list[Named]) -> list[Any]:
+    """Return the tensors that are no parameters: those named, and those in lists and dicts."""
+    parameters = {id(each.tensor) for each in named if each.kind is Kind.PARAMETER}
+    held = [
         tensor
         for owner in model.modules()
         for key, value in vars(owner).items()
-        if key not in own and not isinstance(value, torch.Tensor)
+        if key not in ("_parameters", "_buffers", "_modules")
         for tensor in _within(torch, value)
+    ]
+    buffers = [each.tensor for each in named if each.kind is Kind.BUFFER]
+    where = {each.tensor.device for each in named}
+    return [
+        tensor
+        for tensor in {id(each): each for each in [*buffers, *held]}.values()
+        if id(tensor) not in parameters
+        and tensor.layout is torch.strided
+        and tensor.device in where
     ]
 
 
@@ -78,32 +114,17 @@ def view_of(tensor: Any) -> View:
     )
 
 
-def check_dense(torch: Any, tensors: list[Named], device: str) -> None:
-    """Raise InvalidInput for tensors that have no plain memory on the device."""
-    wrong = {
-        each.name: f"{each.tensor.layout} on {each.tensor.device}"
-        for each in tensors
-        if each.tensor.layout is not torch.strided or each.tensor.device != torch.device(device)
-    }
-    if wrong:
-        name, found = next(iter(wrong.items()))
-        raise InvalidInput(
-            f"{len(wrong)} tensors of the model are not dense on {device}: {name} is {found}",
-            next_step=f"move the model there: `model.to({device!r})`",
-            found=wrong,
-        )
-
-
 def check_names(model: list[Named], stored: Mapping[str, tuple[Kind, list[int]]]) -> None:
     """Compare a model with what is committed: kinds and shapes by name. InvalidInput.
 
-    Buffers may have another shape, or be new: some are made when they are first needed.
+    Buffers and attributes may have another shape, or be new: some are made when they are first
+    needed. Those that have memory and are not committed stay as they are.
     """
     own = {each.name: each for each in model}
     missing = [
         each.name
         for each in model
-        if each.name not in stored and (each.kind is not Kind.ATTRIBUTE or each.tensor.is_meta)
+        if each.name not in stored and (each.kind is Kind.PARAMETER or each.tensor.is_meta)
     ]
     unknown = [
         name
