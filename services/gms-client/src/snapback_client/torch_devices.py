@@ -51,7 +51,6 @@ class SegmentAllocator:
         self.failure: Exception | None = None
         self.malloc = _MALLOC(self._malloc)
         self.free = _FREE(self._free)
-        _KEPT.append((self.malloc, self.free))
 
     @property
     def segments(self) -> list[Segment]:
@@ -217,16 +216,18 @@ class CudaTorch:
         """
         torch = self._torch
         allocator.failure = None
-        pool = self._pools.get(allocator)
-        is_new = pool is None
-        if is_new:
-            pool = self._pool_of(allocator)
         try:
-            with torch.cuda.device(self._ordinal), torch.cuda.use_mem_pool(pool):
+            # A pool of PyTorch belongs to the device that is current when it is made.
+            with torch.cuda.device(self._ordinal):
+                pool = self._pools.get(allocator)
+                is_new = pool is None
                 if is_new:
-                    self._check_routed(allocator)
-                    self._pools[allocator] = pool
-                yield
+                    pool = self._pool_of(allocator)
+                with torch.cuda.use_mem_pool(pool):
+                    if is_new:
+                        self._check_routed(allocator)
+                        self._pools[allocator] = pool
+                    yield
         except torch.OutOfMemoryError as error:
             if allocator.failure is not None:
                 raise allocator.failure from error
@@ -244,8 +245,8 @@ class CudaTorch:
         addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in functions]
         custom = torch._C._cuda_customAllocator(*addresses)  # noqa: SLF001 - the only way in without a library file
         pool = torch.cuda.MemPool(custom)
-        # PyTorch calls into both as long as a tensor lives.
-        _KEPT.append((custom, pool))
+        # PyTorch calls into all of them as long as a tensor lives.
+        _KEPT.append((custom, pool, allocator))
         return pool
 
     def _check_routed(self, allocator: SegmentAllocator) -> None:
