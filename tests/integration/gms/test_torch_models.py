@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import snapback_client as client
 from gms.adapters.cuda import open_devices
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask
+from snapback_client import dlpack
 from snapback_client.cuda import CudaUnavailable
 from snapback_client.errors import InvalidInput, NotEligible, NotFound, OutOfDeviceMemory
 from snapback_client.torch import TorchMemory, tensor_of
@@ -524,3 +526,29 @@ def test_pytorch_takes_an_array_by_dlpack(
     tensor.fill_(2.5)
     raw = array.get() if hasattr(array, "get") else array
     assert (raw == 2.5).all()
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_pytorch_takes_a_capsule_of_ours_and_frees_it(torch: Any, versioned: bool) -> None:
+    array = np.arange(12, dtype="f4").reshape(3, 4)
+
+    class Shared:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return dlpack.CPU, 0
+
+        def __dlpack__(self, **_: Any) -> Any:
+            return dlpack.to_dlpack(
+                array.ctypes.data,
+                array.shape,
+                array.dtype,
+                device=(dlpack.CPU, 0),
+                writable=True,
+                max_version=(1, 0) if versioned else None,
+            )
+
+    tensor = torch.from_dlpack(Shared())
+    assert tensor.data_ptr() == array.ctypes.data
+    tensor += 1
+    assert array.tolist() == tensor.tolist() == (np.arange(12).reshape(3, 4) + 1.0).tolist()
+    for _ in range(1000):
+        torch.from_dlpack(Shared())
