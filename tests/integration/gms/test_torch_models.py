@@ -267,6 +267,35 @@ def test_two_regions_of_a_process_lie_in_pools_that_wake_apart(
         keys += 1
 
 
+def test_a_part_of_a_region_can_be_outside_of_the_pool(
+    service: Any, weights: client.MemoryPool, torch: Any
+) -> None:
+    memory = TorchMemory({"weights": weights})
+
+    def is_inside(tensor: Any) -> bool:
+        first, size = weights.address("segment-000000"), 4 * MIB
+        return first <= tensor.data_ptr() < first + size
+
+    def made() -> Any:
+        return torch.zeros(10, device=memory.device)
+
+    with memory.outside():
+        assert memory.imported_bytes() == 0
+        kept = [made()]
+    with memory.region("weights", reserve=4 * MIB):
+        kept.append(made())
+        with memory.outside():
+            kept.append(made())
+            with memory.outside():
+                kept.append(made())
+        kept.append(made())
+        with pytest.raises(ValueError, match="wrong"), memory.outside():
+            raise ValueError("wrong")
+        kept.append(made())
+    kept.append(made())
+    assert list(map(is_inside, kept)) == [False, True, False, False, True, True, False]
+
+
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "bool", "complex64", "int64"],

@@ -118,6 +118,7 @@ class TorchMemory:
         self._device = device_of(self._torch, *devices.pop())
         self._parts = {tag: _Part(pool, SegmentAllocator(pool)) for tag, pool in pools.items()}
         self._inside = ""
+        self._routing = contextlib.ExitStack()
 
     @property
     def device(self) -> str:
@@ -152,11 +153,28 @@ class TorchMemory:
             part.allocator.reserve(reserve)
         self._inside = tag
         try:
-            with self._device.routing(part.allocator):
+            with self._routing:
+                self._routing.enter_context(self._device.routing(part.allocator))
                 yield
         finally:
             self._inside = ""
         part.allocator.trim()
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Have what is allocated in a part of a region lie outside of the pool.
+
+        For what lives on and is written, such as the work space of a kernel. Does nothing where
+        there is no region.
+        """
+        tag, self._inside = self._inside, ""
+        self._routing.close()
+        try:
+            yield
+        finally:
+            if tag:
+                self._routing.enter_context(self._device.routing(self._parts[tag].allocator))
+                self._inside = tag
 
     def publish(
         self, model: Any, tag: str = "weights", *, layout_id: str | None = None
