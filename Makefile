@@ -35,7 +35,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -250,6 +250,10 @@ init: .tools/snapback-init ## The first process of containers that wait to be re
 .tools/snapback-init: services/snapshot-agent/init/init.c
 	@mkdir -p $(@D)
 	$(CC) -std=c11 -Wall -Wextra -Werror -O2 -static -s -Wl,--build-id=none -o $@ $<
+
+test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in pools, on simulated devices (TORCH=folder that has it; fetched without)
+	SNAPBACK_TORCH=$(or $(TORCH),$(CURDIR)/.peers) $(BIN)/pytest -q -m "not gpu" \
+		tests/integration/gms/test_torch_models.py
 
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process

@@ -605,6 +605,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The package cuda-bindings, the driver, or a symbol of it is missing.",
             "Install what the message names, or use simulated devices: `snapshotctl up`.",
         ),
+        "TorchUnavailable": Reason(
+            "This environment has no PyTorch, or one that is too old.",
+            "The package torch is missing, does not load, or lacks what the message names.",
+            "Install it beside the client: `pip install 'snapback-client[torch]'`.",
+        ),
         "AddressTaken": Reason(
             "The addresses that the weights had are in use in this process.",
             "The engine mapped something else there before it attached.",

@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 
 from snapback_client.frames import MetadataItem
 from snapback_client.tensors import (
+    ALIGNMENT,
     PREFIX,
     Segment,
     View,
     extent,
+    holding,
     next_segment,
+    next_segments,
+    pack,
+    pieces,
     place_tensors,
+    reaches,
     read_tensors,
+    unused,
 )
 from snapshot_shared.errors import InvalidInput, InvalidMessage
 
@@ -29,6 +36,7 @@ def view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsiz
 def test_segments_are_numbered_in_the_order_in_which_they_are_taken() -> None:
     assert next_segment([]) == "segment-000000"
     assert next_segment(["w", "segment-000000", "segment-000007"]) == "segment-000008"
+    assert next_segments(["segment-000001"], 2) == ["segment-000002", "segment-000003"]
 
 
 @pytest.mark.parametrize(
@@ -127,3 +135,90 @@ def test_a_tensor_is_placed_exactly_when_all_of_it_stands_in_one_segment(
         else:
             with pytest.raises(InvalidInput):
                 place_tensors(SEGMENTS, {"t": one})
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, [10]),
+        (10, [10]),
+        (11, [10, 10]),
+        (40_960, [10] * 4096),
+        (40_961, [20] * 2049),
+        (10_000_000, [2450] * 4082),
+    ],
+)
+def test_a_reserve_is_cut_into_equal_pieces_of_whole_granules_of_which_there_are_not_too_many(
+    size: int, expected: list[int]
+) -> None:
+    assert pieces(size, 10) == expected
+
+
+def test_segments_that_follow_one_another_hold_a_tensor_together() -> None:
+    run = [Segment("b", 0x2000, 0x1000), Segment("a", 0x1000, 0x1000), Segment("c", 0x9000, 0x100)]
+    assert reaches(run) == [
+        Segment("a", 0x1000, 0x2000),
+        Segment("b", 0x2000, 0x1000),
+        Segment("c", 0x9000, 0x100),
+    ]
+    (item,) = place_tensors(run, {"w": view(0x1800, (0x300,), (1,))})
+    assert (item.allocation, item.offset) == ("a", 0x800)
+    behind = {segment.name: segment.size for segment in reaches(run)}
+    assert read_tensors(behind, [item])["w"].segment == "a"
+    with pytest.raises(InvalidMessage, match="'a'"):
+        read_tensors({**behind, "a": 0x1000}, [item])
+    with pytest.raises(InvalidInput):
+        place_tensors([run[1], run[2]], {"w": view(0x1800, (0x300,), (1,))})
+
+
+def test_an_empty_tensor_stands_nowhere() -> None:
+    assert holding(reaches(SEGMENTS), view(0x1000, (0,), (1,))) is None
+    assert holding([], view(0x1000, (1,), (1,))) is None
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=6)
+
+
+@given(st.lists(st.integers(1, 9), max_size=8), RANGES)
+def test_a_segment_is_unused_exactly_when_no_byte_of_it_is_live(
+    sizes: list[int], live: list[tuple[int, int]]
+) -> None:
+    segments = [
+        Segment(str(number), sum(sizes[:number]), size) for number, size in enumerate(sizes)
+    ]
+    alive = {byte for at, size in live for byte in range(at, at + size)}
+    expected = [
+        segment
+        for segment in segments
+        if alive.isdisjoint(range(segment.address, segment.address + segment.size))
+    ]
+    assert unused(segments, live) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 700)), max_size=8))
+def test_tensors_are_packed_apart_unless_they_share_memory(found: list[tuple[int, int]]) -> None:
+    views = {
+        str(number): view(4 * start, (length,), (1,))
+        for number, (start, length) in enumerate(found)
+    }
+    packed, size = pack(views)
+    names = [name for each in packed for name in each.names]
+    assert sorted(names) == sorted(name for name in views if views[name].size)
+    ends = 0
+    for each in packed:
+        assert ends <= each.offset
+        assert each.offset % ALIGNMENT == each.address % 16
+        ends = each.offset + each.size
+        covered = set()
+        for name in each.names:
+            inside = views[name].address - each.address
+            assert 0 <= inside <= inside + views[name].size <= each.size
+            covered |= set(range(inside, inside + views[name].size))
+        assert len(covered) == each.size, "nothing between them is copied"
+    assert size == ends
+    for one in packed:
+        for other in packed:
+            if one is not other:
+                assert one.address + one.size <= other.address or (
+                    other.address + other.size <= one.address
+                )

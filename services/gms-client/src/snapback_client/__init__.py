@@ -14,8 +14,8 @@ While a pool sleeps its arrays must not be touched: the process would end with S
 would fault. After `wake` they are valid again.
 
 Arrays of a simulated device are numpy's. Those of a CUDA device (extra `cuda`) are `CudaArray`s:
-`set` fills and `get` copies them, and CuPy, Numba and PyTorch (`snapback_client.torch`) work on
-them in place.
+`set` fills and `get` copies them, and libraries that know DLPack or `__cuda_array_interface__` work
+on them in place. `snapback_client.torch` keeps models of PyTorch in pools of either kind.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from snapback_client import dlpack
 from snapback_client.errors import DeviceError, InvalidInput, UnknownDevice
 from snapback_client.mappings import AddressTaken, Mappings
 
@@ -354,8 +355,8 @@ class CudaArray:
     """An array in device memory, for libraries that know `__cuda_array_interface__` (version 3).
 
     `cupy.asarray(array)` and `numba.cuda.as_cuda_array(array)` make arrays over the same memory,
-    `snapback_client.torch.tensor_of(array)` makes a tensor. Writing where `flags.writeable` is
-    False ends in a fault of the device.
+    `snapback_client.torch.tensor_of(array)` makes a tensor, and `from_dlpack` of any library takes
+    it, too. Writing where `flags.writeable` is False ends in a fault of the device.
     """
 
     def __init__(self, at: CudaRange, offset: int, shape: Sequence[int], dtype: DTypeLike) -> None:
@@ -371,6 +372,39 @@ class CudaArray:
     def address(self) -> int:
         """Where it begins, in the address space of the device and of this process."""
         return self._range.address + self._offset
+
+    @property
+    def ordinal(self) -> int:
+        """The number that CUDA has for its device in this process."""
+        return int(self._range._device)  # noqa: SLF001 - one module
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the kind of its device for DLPack, and the ordinal."""
+        return dlpack.CUDA, self.ordinal
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Return a capsule over the same memory. BufferError for a copy or another device.
+
+        No stream has to wait for another: `set` returns when its copy is done.
+        """
+        del stream
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("the array is only shared where it is; copy it with `get`")
+        return dlpack.to_dlpack(
+            self.address if self.nbytes else 0,
+            self.shape,
+            self.dtype,
+            device=self.__dlpack_device__(),
+            writable=self.flags.writeable,
+            max_version=max_version,
+        )
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class MemoryPool:
     def allocate_many(self, arrays: Mapping[str, tuple[Shape, DTypeLike]]) -> dict[str, Array]:
         """Make arrays, all or none, in one exchange with the service."""
         self._require(_Mode.WRITING)
-        slots, end = new_slots(arrays, start=self._end, granularity=self._granularity)
+        slots, end = new_slots(arrays, start=self._end, granularity=self.granularity)
         self._create(slots)
         self._end = end
         self._slots |= {slot.name: slot for slot in slots}
@@ -213,6 +213,17 @@ class MemoryPool:
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every array by name."""
         return {slot.name: slot.size for slot in self._slots.values()}
+
+    @property
+    def granularity(self) -> int:
+        """In which bytes the device hands out memory."""
+        return self._held.attached.granularity
+
+    @property
+    def imported_bytes(self) -> int:
+        """How many bytes of the device are mapped here, in whole granules: none while asleep."""
+        is_awake = self._mode in (_Mode.WRITING, _Mode.READING)
+        return sum(slot.aligned for slot in self._slots.values()) if is_awake else 0
 
     def metadata(self, prefix: str = "") -> list[MetadataItem]:
         """Read what stands in the metadata store under keys with this prefix, sorted by key."""
@@ -498,10 +509,6 @@ class MemoryPool:
         if self._reservation is None:
             raise NotEligible("the pool is closed")
         return self._reservation
-
-    @property
-    def _granularity(self) -> int:
-        return self._held.attached.granularity
 
 
 _NEXT = {

@@ -3,207 +3,408 @@
     import snapback_client
     from snapback_client.torch import TorchMemory
 
-    with snapback_client.connect(device=0) as pool:     # RW_OR_RO: the first writes, others read
-        memory = TorchMemory(pool)
-        if pool.access == "RW":
-            with memory.allocating():                   # what is allocated here lies in the pool
-                model = build().to("cuda")
-            memory.commit(model.state_dict())           # read-only from here on
-        else:
-            with torch.device("meta"):
-                model = build()
-            model.load_state_dict(memory.tensors(), assign=True)
-        ...
-        pool.sleep()                                    # tensors must not be touched
-        pool.wake()                                     # the same tensors at the same addresses
+    weights = snapback_client.connect(device=0)               # the first writes, others read
+    cache = snapback_client.connect(device=0, lock="RW", domain="kv")
+    memory = TorchMemory({"weights": weights, "kv_cache": cache})
+    if weights.access == "RW":
+        with memory.region("weights"):                        # what is made here lies in the pool
+            model = build()
+        memory.publish(model)                                 # parameters are now read-only
+    else:
+        with torch.device("meta"):
+            model = build()
+        memory.materialise(model)
+    with memory.region("kv_cache"):
+        keys = torch.zeros(shape, device=memory.device)
+    ...
+    memory.sleep()                                            # tensors must not be touched
+    memory.wake("weights")                                    # the same tensors, the same addresses
+    memory.wake("kv_cache")                                   # zeros
 
-Give a pool its weights alone: buffers that a model changes, and what is allocated while it serves,
-belong outside, for writing what is committed is a fault of the device. PyTorch calls two C
-functions for memory; they are made by ctypes, so that no compiler is needed. PyTorch and CUDA are
-looked for when a `TorchMemory` is made, and not before.
+On a simulated device `memory.device` is "cpu", and PyTorch has no allocator for host memory that
+could be replaced: in a region what factory functions make (`torch.empty`, `torch.randn` …) lies in
+the pool, the results of other operations do not, and `publish` copies in what does not. A region is
+therefore not needed there for weights.
+
+PyTorch and CUDA are looked for when a `TorchMemory` is made, and not before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
-import threading
+import dataclasses
+import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from snapback_client.cuda import CudaUnavailable
-from snapback_client.errors import InvalidInput, NotEligible
-from snapback_client.frames import GenerationRef
-from snapback_client.pool import MemoryPool
-from snapback_client.tensors import PREFIX, Segment, View, next_segment, place_tensors, read_tensors
+from snapback_client.cuda import CudaArray
+from snapback_client.errors import InvalidInput, NotEligible, NotFound
+from snapback_client.frames import GenerationRef, MetadataItem
+from snapback_client.pool import DEADLINE_S, MemoryPool
+from snapback_client.tensors import (
+    PREFIX,
+    Segment,
+    TensorPlace,
+    View,
+    holding,
+    next_segment,
+    pack,
+    place_tensors,
+    reaches,
+    read_tensors,
+)
+from snapback_client.torch_devices import (
+    CudaTorch,
+    SegmentAllocator,
+    SimulatedTorch,
+    TorchUnavailable,
+    device_of,
+    import_torch,
+)
+from snapback_client.torch_models import (
+    Kind,
+    Named,
+    as_parameter,
+    check_names,
+    dense_tensors,
+    loose_tensors,
+    named_tensors,
+    place_of,
+    put,
+    view_of,
+)
 
-_MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-_FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+__all__ = ["SegmentAllocator", "TorchMemory", "TorchUnavailable", "tensor_of"]
 
-_KEPT: list[Any] = []
-"""What C code may call until the process ends: PyTorch frees memory as late as that."""
+_PREFIXES = {
+    Kind.PARAMETER: PREFIX,
+    Kind.BUFFER: "buffer:",
+    Kind.ATTRIBUTE: "attribute:",
+}
+"""What the keys of a model's tensors begin with in the metadata store."""
 
 
-class SegmentAllocator:
-    """Two C functions that take segments from a pool and give them back.
+@dataclass
+class _Part:
+    """A pool, and what PyTorch has allocated in it."""
 
-    `malloc(size, device, stream)` gives an address, or NULL when the pool has no more, and why is
-    then in `failure`; `free(address, size, device, stream)` gives one back while the pool is being
-    written. Once it is committed its segments belong to the layout. Any thread may call them.
-    """
-
-    def __init__(self, pool: MemoryPool) -> None:
-        """Serve from a pool that is being written."""
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._segments: dict[int, Segment] = {}
-        self.failure: Exception | None = None
-        self.malloc = _MALLOC(self._malloc)
-        self.free = _FREE(self._free)
-        _KEPT.append((self.malloc, self.free))
+    pool: MemoryPool
+    allocator: SegmentAllocator
+    is_sealed: bool = False
+    packed: list[Segment] = field(default_factory=list)
 
     @property
     def segments(self) -> list[Segment]:
-        """What was taken and not given back."""
-        return list(self._segments.values())
-
-    def _malloc(self, size: int, _device: int, _stream: int | None) -> int | None:
-        # An exception cannot pass through C.
-        with self._lock:
-            try:
-                name = next_segment(self._pool.arrays())
-                self._pool.allocate(name, size, "uint8")
-                address = self._pool.address(name)
-            except Exception as error:  # noqa: BLE001 - raised again by `allocating`
-                self.failure = error
-                return None
-            self._segments[address] = Segment(name, address, size)
-            return address
-
-    def _free(self, address: int | None, _size: int, _device: int, _stream: int | None) -> None:
-        with self._lock:
-            segment = self._segments.pop(address or 0, None)
-            if segment is None:
-                return
-            try:
-                self._pool.free(segment.name)
-            except NotEligible:
-                # It is committed, asleep or closed: the layout keeps it, or nothing is left of it.
-                return
-            except Exception as error:  # noqa: BLE001 - as above
-                self.failure = error
+        return [*self.allocator.segments, *self.packed]
 
 
 class TorchMemory:
-    """The tensors of a pool on a CUDA device. One thread at a time."""
+    """The memory of a model in this process: pools of one device by tag, as engines name them.
 
-    def __init__(self, pool: MemoryPool) -> None:
-        """Work on an open pool. CudaUnavailable without PyTorch; InvalidInput for another kind."""
-        self._torch = _torch()
-        self._pool = pool
-        self._index = _index_of(self._torch, pool)
-        self._allocator: SegmentAllocator | None = None
-        self._mem_pool: Any = None
+    It opens and closes no pool. One thread at a time.
+    """
+
+    def __init__(self, pools: Mapping[str, MemoryPool]) -> None:
+        """Work on open pools. TorchUnavailable, CudaUnavailable; InvalidInput for two devices."""
+        self._torch = import_torch()
+        devices = {(pool.device_kind, pool.device) for pool in pools.values()}
+        if len(devices) != 1:
+            raise InvalidInput(
+                f"the pools are on {len(devices)} devices, a model has one",
+                next_step="make a TorchMemory for each device",
+                found=sorted(uuid for _, uuid in devices),
+            )
+        self._device = device_of(self._torch, *devices.pop())
+        self._parts = {tag: _Part(pool, SegmentAllocator(pool)) for tag, pool in pools.items()}
+        self._inside = ""
+        self._routing = contextlib.ExitStack()
+
+    @property
+    def device(self) -> str:
+        """The device of the tensors, as PyTorch names it: `cpu` for a simulated one."""
+        return self._device.name
+
+    # Tensors come into a pool.
 
     @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Allocate in the pool everything that this thread allocates on the device.
+    def region(self, tag: str, *, reserve: int = 0) -> Iterator[None]:
+        """Have what this thread allocates on the device lie in a pool.
 
-        Meanwhile no other thread may allocate or free tensors of the device: it could hold the
-        interpreter and wait for PyTorch's allocator, which waits for the interpreter to call us.
-        What the service refuses is raised in place of PyTorch's own error. OutOfDeviceMemory.
+        On a CUDA device PyTorch calls us for memory while it holds the lock of its allocator. With
+        `reserve` bytes allocated ahead these calls reach neither the service nor the driver. They
+        need the interpreter all the same: where other threads free tensors of the device meanwhile,
+        set PYTORCH_CUDA_ALLOC_CONF=release_lock_on_cudamalloc:True. What is reserved and not used
+        is freed by `publish`.
+
+        OutOfDeviceMemory; NotEligible for what is committed or asleep, within another region, and
+        where PyTorch is set to allocate outside of pools.
         """
-        if self._pool.access != "RW":
-            raise NotEligible("the pool is read-only: allocate before the commit")
-        torch = self._torch
-        if self._allocator is None:
-            self._allocator = SegmentAllocator(self._pool)
-            functions = (self._allocator.malloc, self._allocator.free)
-            addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in functions]
-            custom = torch._C._cuda_customAllocator(*addresses)  # noqa: SLF001 - the only way in without a library file
-            self._mem_pool = torch.cuda.MemPool(custom)
-            # PyTorch calls into both as long as a tensor lives.
-            _KEPT.append((custom, self._mem_pool))
-        self._allocator.failure = None
+        part = self._part(tag)
+        if part.pool.access != "RW" or part.is_sealed:
+            raise NotEligible(
+                f"{tag} is published, or that has begun",
+                next_step="allocate in the pool before you publish, or connect again",
+                tag=tag,
+            )
+        if self._inside:
+            raise NotEligible(f"this is in the region {self._inside!r} already", tag=tag)
+        if reserve:
+            part.allocator.reserve(reserve)
+        self._inside = tag
         try:
-            with torch.cuda.device(self._index), torch.cuda.use_mem_pool(self._mem_pool):
+            with self._routing:
+                self._routing.enter_context(self._device.routing(part.allocator))
                 yield
-        except torch.OutOfMemoryError as error:
-            if self._allocator.failure is not None:
-                raise self._allocator.failure from error
-            raise
+        finally:
+            self._inside = ""
+        part.allocator.trim()
 
-    def commit(self, tensors: Mapping[str, Any], *, layout_id: str | None = None) -> GenerationRef:
-        """Publish the pool with these tensors by name, which all lie in it.
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Have what is allocated in a part of a region lie outside of the pool.
 
-        InvalidInput names those that do not. They stay where they are and become read-only.
+        For what lives on and is written, such as the work space of a kernel. Does nothing where
+        there is no region.
         """
-        allocator = self._allocator
-        if allocator is None:
-            raise NotEligible("nothing was allocated", next_step="use allocating() first")
-        self._torch.cuda.synchronize(self._index)
-        views = {name: _view(tensor) for name, tensor in tensors.items()}
-        items = place_tensors(allocator.segments, views)
-        return self._pool.commit(layout_id=layout_id, metadata=items)
+        tag, self._inside = self._inside, ""
+        self._routing.close()
+        try:
+            yield
+        finally:
+            if tag:
+                self._routing.enter_context(self._device.routing(self._parts[tag].allocator))
+                self._inside = tag
 
-    def tensors(self) -> dict[str, Any]:
-        """Return every tensor that was committed, over the same memory."""
-        pool = self._pool
+    def publish(
+        self, model: Any, tag: str = "weights", *, layout_id: str | None = None
+    ) -> GenerationRef:
+        """Commit a model: its parameters lie in the pool and are read-only from here on.
+
+        Parameters that lie elsewhere are copied in. Buffers, and tensors that are attributes of a
+        module, may be written later: those in the pool are moved out of it, in place, and their
+        values are committed for `materialise`, where they are dense and on this device. What no
+        tensor uses any more is freed. Other tensors that live in the pool stay there and become
+        read-only, too. Do this before a CUDA graph is captured, which remembers addresses.
+
+        InvalidInput for parameters on another device, OutOfDeviceMemory, and the errors of
+        `MemoryPool.commit`. After an error the model works, and may be published again.
+        """
+        part = self._part(tag)
+        if part.pool.access != "RW":
+            raise NotEligible(f"{tag} is published already", tag=tag)
+        if self._inside:
+            raise NotEligible(f"leave the region {self._inside!r} before you publish", tag=tag)
+        named = dense_tensors(self._torch, model, self.device)
+        self._device.synchronize()
+        self._move_out(part, loose_tensors(self._torch, model, named))
+        # Tensors that only a cycle of references holds are no longer used.
+        gc.collect()
+        part.is_sealed = True
+        part.allocator.trim(self._device.live(part.allocator))
+        views = self._copy_in(part, named)
+        self._device.synchronize()
+        return part.pool.commit(
+            layout_id=layout_id, metadata=_metadata(part.segments, named, views)
+        )
+
+    def materialise(self, model: Any, tag: str = "weights") -> None:
+        """Give a model, built on the device `meta` or elsewhere, the tensors that were published.
+
+        Parameters lie in the pool, read-only and without gradients; tied ones are one. Buffers and
+        attributes are copies of this process's own, the ones that are not persistent included.
+        InvalidInput when names, or shapes of parameters, differ; the model is then unchanged.
+        """
+        pool = self._part(tag).pool
+        places = {kind: self._places(pool, kind) for kind in Kind}
+        own = named_tensors(self._torch, model)
+        check_names(
+            own,
+            {name: (kind, place.shape) for kind in Kind for name, place in places[kind].items()},
+        )
+        like = {each.name: each.tensor for each in own}
+        tied: dict[tuple[object, ...], Any] = {}
+        found: list[tuple[Any, str, Kind, Any]] = []
+        for kind in Kind:
+            for name, place in places[kind].items():
+                where = (place.segment, place.offset, *place.shape, *place.strides, place.dtype)
+                if kind is not Kind.PARAMETER:
+                    tensor = self._tensor(pool, place).clone()
+                elif (tensor := tied.get(where)) is None:
+                    tensor = as_parameter(self._torch, self._tensor(pool, place), like[name])
+                    tied[where] = tensor
+                found.append((*place_of(model, name), kind, tensor))
+        for each in found:
+            put(*each)
+
+    def tensors(self, tag: str = "weights") -> dict[str, Any]:
+        """Return every parameter that was published, by name, over the memory of the pool."""
+        pool = self._part(tag).pool
+        places = self._places(pool, Kind.PARAMETER)
+        return {name: self._tensor(pool, place) for name, place in places.items()}
+
+    # Sleep and wake.
+
+    def sleep(self, *tags: str) -> None:
+        """Unmap these pools, or all that are awake. Their tensors must not be touched.
+
+        NotEligible for weights that are not published.
+        """
+        for tag in tags or [tag for tag in self._parts if not self._parts[tag].pool.is_asleep]:
+            self._part(tag).pool.sleep()
+
+    def wake(self, *tags: str, deadline_s: float = DEADLINE_S, device: str = "") -> None:
+        """Map these pools again at the same addresses, or all that are asleep.
+
+        Published tensors have their values, those of a `kv` pool are zero. `device` and the errors
+        are those of `MemoryPool.wake`; pools that woke before an error are awake.
+        """
+        for tag in tags or [tag for tag in self._parts if self._parts[tag].pool.is_asleep]:
+            self._part(tag).pool.wake(deadline_s, device=device)
+
+    def imported_bytes(self, *tags: str) -> int:
+        """Return how many bytes of the device these pools, or all, have mapped in this process.
+
+        PyTorch's statistics have of them only what this process allocated in regions. The device
+        has them once, however many processes map them.
+        """
+        return sum(self._part(tag).pool.imported_bytes for tag in tags or self._parts)
+
+    # How it is done.
+
+    def _part(self, tag: str) -> _Part:
+        try:
+            return self._parts[tag]
+        except KeyError:
+            raise NotFound(f"there is no pool {tag!r}: {', '.join(self._parts)}", tag=tag) from None
+
+    def _move_out(self, part: _Part, tensors: list[Any]) -> None:
+        """Give tensors that stand in the pool memory of their own. They stay the same objects."""
+        known = reaches(part.segments)
+        views = {
+            str(number): view
+            for number, view in enumerate(map(view_of, tensors))
+            if holding(known, view)
+        }
+        for packed in pack(views)[0]:
+            own = self._device.bytes_at(packed.address, packed.size).clone()
+            for name in packed.names:
+                offset = views[name].address - packed.address
+                self._rebind(tensors[int(name)], own, offset, views[name])
+
+    def _copy_in(self, part: _Part, named: list[Named]) -> dict[tuple[Kind, str], View]:
+        """Copy what does not stand in the pool into one segment. Return where all tensors stand."""
+        known = reaches(part.segments)
+        by_key = {f"{each.kind}:{each.name}": each for each in named}
+        views = {key: view_of(each.tensor) for key, each in by_key.items()}
+        packs, size = pack(
+            {
+                key: view
+                for key, view in views.items()
+                if by_key[key].kind is not Kind.PARAMETER or not holding(known, view)
+            }
+        )
+        if size:
+            base = self._add(part, size)
+            for packed in packs:
+                new = self._device.bytes_at(base + packed.offset, packed.size)
+                new.copy_(self._device.bytes_at(packed.address, packed.size))
+            self._device.synchronize()
+            for packed in packs:
+                for key in packed.names:
+                    moved = base + packed.offset + views[key].address - packed.address
+                    views[key] = _at(views[key], moved)
+                    if by_key[key].kind is Kind.PARAMETER:
+                        data = self._device.bytes_at(moved, views[key].size)
+                        self._rebind(by_key[key].tensor, data, 0, views[key])
+        return {(each.kind, each.name): views[key] for key, each in by_key.items()}
+
+    def _add(self, part: _Part, size: int) -> int:
+        """Allocate a segment of exactly these bytes and return its address."""
+        name = next_segment(part.pool.arrays())
+        part.pool.allocate(name, size, "uint8")
+        address = part.pool.address(name)
+        part.packed.append(Segment(name, address, size))
+        return address
+
+    def _places(self, pool: MemoryPool, kind: Kind) -> dict[str, TensorPlace]:
         sizes = pool.sizes()
-        places = read_tensors(sizes, pool.metadata(PREFIX))
-        segments = {
-            name: self._bytes(pool.address(name), sizes[name])
-            for name in {place.segment for place in places.values()}
-        }
-        found: dict[str, Any] = {}
-        for name, place in places.items():
-            part = segments[place.segment][place.offset : place.offset + place.size]
-            typed = part.view(_dtype(self._torch, place.dtype))
-            found[name] = typed.as_strided(place.shape, place.strides)
-        return found
+        segments = [Segment(name, pool.address(name), size) for name, size in sizes.items()]
+        behind = {segment.name: segment.size for segment in reaches(segments)}
+        prefix = _PREFIXES[kind]
+        return read_tensors(behind, pool.metadata(prefix), prefix=prefix)
 
-    def _bytes(self, address: int, size: int) -> Any:
-        return self._torch.as_tensor(_Bytes(address, size), device=f"cuda:{self._index}")
+    def _tensor(self, pool: MemoryPool, place: TensorPlace) -> Any:
+        return self._at(
+            View(
+                address=pool.address(place.segment) + place.offset,
+                shape=place.shape,
+                strides=place.strides,
+                dtype=place.dtype,
+                itemsize=place.itemsize,
+            )
+        )
+
+    def _at(self, view: View) -> Any:
+        """Return a tensor over memory that is mapped."""
+        dtype = _dtype(self._torch, view.dtype)
+        if not view.size:
+            return self._torch.empty(view.shape, dtype=dtype, device=self.device)
+        return self._over(self._device.bytes_at(view.address, view.size), 0, view)
+
+    def _over(self, data: Any, offset: int, view: View) -> Any:
+        """Return a tensor over bytes, from an offset on."""
+        torch = self._torch
+        typed = torch.empty(0, dtype=_dtype(torch, view.dtype), device=self.device)
+        return typed.set_(data.untyped_storage(), offset // view.itemsize, view.shape, view.strides)
+
+    def _rebind(self, tensor: Any, data: Any, offset: int, view: View) -> None:
+        """Have a tensor, which stays the same object, stand over other bytes."""
+        # What was made in inference mode takes only what was made there, and the other way round.
+        with self._torch.inference_mode(tensor.is_inference()):
+            tensor.data = self._over(data, offset, view)
 
 
-def tensor_of(array: Any) -> Any:
-    """Return a tensor over an array of a pool on a CUDA device. CudaUnavailable without PyTorch.
+def tensor_of(array: Any, dtype: Any = None) -> Any:
+    """Return a tensor over an array of a pool, on the array's own device.
 
-    PyTorch knows no read-only tensors: writing one that is committed is a fault of the device.
+    `dtype` says what the elements are where numpy has no such type, `torch.bfloat16` over `uint16`:
+    it is of the same width. PyTorch knows no read-only tensors: to write one that is committed is a
+    fault of the device. TorchUnavailable; InvalidInput for a width that differs.
     """
-    torch = _torch()
-    shape = list(array.shape)
-    kind = _dtype(torch, array.dtype.name)
+    torch = import_torch()
+    is_cuda = isinstance(array, CudaArray)
+    kind = _dtype(torch, array.dtype.name) if dtype is None else dtype
+    if kind.itemsize != array.dtype.itemsize:
+        raise InvalidInput(
+            f"elements of {kind} have {kind.itemsize} bytes, those of the array "
+            f"{array.dtype.itemsize}",
+            expected=array.dtype.itemsize,
+            found=kind.itemsize,
+        )
+    device = CudaTorch(torch, array.ordinal) if is_cuda else SimulatedTorch(torch)
     if not array.nbytes:
-        return torch.empty(shape, dtype=kind, device="cuda")
-    return (
-        torch.as_tensor(_Bytes(array.address, array.nbytes), device="cuda").view(kind).view(shape)
-    )
+        return torch.empty(array.shape, dtype=kind, device=device.name)
+    address = array.address if is_cuda else array.ctypes.data
+    return device.bytes_at(address, array.nbytes).view(kind).view(array.shape)
 
 
-class _Bytes:
-    """Bytes of a device for PyTorch, which takes only what says that it is writable."""
+def _metadata(
+    segments: list[Segment], named: list[Named], views: Mapping[tuple[Kind, str], View]
+) -> list[MetadataItem]:
+    return [
+        item
+        for kind, prefix in _PREFIXES.items()
+        for item in place_tensors(
+            segments,
+            {each.name: views[kind, each.name] for each in named if each.kind is kind},
+            prefix=prefix,
+        )
+    ]
 
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "stream": None,
-        }
 
-
-def _view(tensor: Any) -> View:
-    return View(
-        address=tensor.data_ptr(),
-        shape=tuple(tensor.shape),
-        strides=tuple(tensor.stride()),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        itemsize=tensor.element_size(),
-    )
+def _at(view: View, address: int) -> View:
+    return dataclasses.replace(view, address=address)
 
 
 def _dtype(torch: Any, name: str) -> Any:
@@ -216,56 +417,3 @@ def _dtype(torch: Any, name: str) -> Any:
             found=name,
         )
     return found
-
-
-def _torch() -> Any:
-    """Import PyTorch and look for what is used of it. CudaUnavailable says what is missing."""
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as error:
-        raise CudaUnavailable(
-            f"PyTorch is missing: {error}", next_step="pip install 'snapback-client[cuda,torch]'"
-        ) from error
-    if not torch.cuda.is_available():
-        raise CudaUnavailable(
-            f"PyTorch {torch.__version__} finds no CUDA device",
-            next_step="install a build of PyTorch for CUDA, and look with `nvidia-smi`",
-        )
-    lacking = [
-        name
-        for name, owner in (
-            ("MemPool", torch.cuda),
-            ("use_mem_pool", torch.cuda),
-            ("_cuda_customAllocator", torch._C),  # noqa: SLF001 - as above
-            ("OutOfMemoryError", torch),
-        )
-        if not hasattr(owner, name)
-    ]
-    if lacking:
-        raise CudaUnavailable(
-            f"PyTorch {torch.__version__} has no {', '.join(lacking)}",
-            next_step="install PyTorch 2.6 or later",
-            missing=lacking,
-        )
-    return torch
-
-
-def _index_of(torch: Any, pool: MemoryPool) -> int:
-    """Return PyTorch's index of the pool's device among those that are visible to it."""
-    if pool.device_kind != "cuda":
-        raise InvalidInput(
-            f"{pool.device} is a device of the kind {pool.device_kind!r}: PyTorch cannot use it",
-            next_step="use a GPU, or numpy on a simulated device",
-            found=pool.device_kind,
-        )
-    uuids = [
-        f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        for index in range(torch.cuda.device_count())
-    ]
-    if pool.device not in uuids:
-        raise InvalidInput(
-            f"PyTorch does not see {pool.device}",
-            next_step="look at CUDA_VISIBLE_DEVICES",
-            visible=uuids,
-        )
-    return uuids.index(pool.device)
