@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import gc
 import mmap
 import os
-import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
 from gms.adapters.backends import find_backend
-from gms.adapters.buffers import buffer_pages
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
 from gms.transfer_child.save import write_part
@@ -29,17 +29,44 @@ from snapshot_shared.artifact import PartManifest
 from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.orders import LayoutRef
-from tests.bench.machine import Watch, huge_bytes_free, new_memory
-from tests.bench.peers import LOADERS, SAVERS, Peer
-from tests.bench.results import SHAPES, STEPS, Rows, Transfers, size_text
+from tests.bench import disk
+from tests.bench.machine import Watch, new_memory, recycle, reported_bytes, rotated
+from tests.bench.peers import LOADERS, SAVERS, Peer, tried
+from tests.bench.results import (
+    CACHED,
+    FRESH,
+    MEMCPY,
+    PAGES,
+    SHAPES,
+    STEPS,
+    Rows,
+    Transfers,
+    in_pages,
+    limit_of,
+    loading,
+    profile_of,
+    saving,
+    size_text,
+)
 
 MIB = 1024 * 1024
 UID = "00000000-0000-4000-8000-00000000000"
 OURS = ("posix-direct", "posix-buffered")
-THREADS = 4
+THREADS: int = next(x.default for x in msgspec.structs.fields(SaveTask) if x.name == "threads")
+PROBES = (4, 8, 16)
+"""Threads of a raw probe."""
+
 SMALL = 2000
-WINDOW = 4 * MIB
-"""What a load reads in one request."""
+CHUNKS = 16
+"""The random bytes repeat after so many chunks."""
+
+PEERS = {peer.name for peer in (*SAVERS, *LOADERS)}
+
+STRIDE = MIB
+"""How far the bytes are apart that are looked at after each load."""
+
+FILES = 9
+"""As many files with all bytes are on the disk at the same time."""
 
 
 class Memory:
@@ -56,9 +83,10 @@ class Memory:
     def fill(self) -> None:
         """Put random bytes everywhere, which also touches every page."""
         rng = np.random.default_rng(1)
+        parts = [np.frombuffer(rng.bytes(CHUNK_BYTES), dtype="u1") for _ in range(CHUNKS)]
         for start in range(0, len(self.array), CHUNK_BYTES):
             part = self.array[start : start + CHUNK_BYTES]
-            part[:] = np.frombuffer(rng.bytes(len(part)), dtype="u1")
+            part[:] = parts[start // CHUNK_BYTES % CHUNKS][: len(part)]
 
     def close(self) -> None:
         """Release the memory; views keep it."""
@@ -83,21 +111,64 @@ class Region:
             for info, view in zip(self.infos, self.views, strict=True)
         }
 
+    def looked_at(self) -> bytes:
+        """Return some bytes of each allocation."""
+        return b"".join(each[::STRIDE].tobytes() for each in self.arrays.values())
+
+    def spoil(self) -> None:
+        """Change the bytes that are looked at."""
+        for each in self.arrays.values():
+            each[::STRIDE] ^= 0xFF
+
+
+def _nothing(_: Region) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contender of a row, in memory that it is given; `ready` is not timed.
+
+    `region` is None for new memory in ordinary pages. `call` may return seconds by its own clock.
+    """
+
+    row: str
+    name: str
+    region: Region | None
+    call: Callable[[Region], float | None]
+    ready: Callable[[Region], None] = _nothing
+    loads: bool = False
+
 
 class Bench:
     """One run: contenders take turns in a folder of the disk that is measured."""
 
-    def __init__(self, folder: Path, size: int, rounds: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        rounds: int,
+        say: Callable[[str], None],
+        *,
+        in_huge_pages: bool,
+    ) -> None:
         self.folder, self.rounds, self.say = folder, rounds, say
         # Whole pages for every one of many allocations.
         self.size = size - size % (SMALL * mmap.PAGESIZE)
         self.seconds: Rows = {}
         self.cpu: Rows = {}
-        self.memory = Memory(self.size, in_huge_pages=huge_bytes_free() >= self.size + HUGE_PAGE)
+        kinds = [pages for pages in PAGES if in_huge_pages or pages != "huge"]
+        self.memories = [Memory(self.size, in_huge_pages=pages == "huge") for pages in kinds]
         self.regions = {
-            shape: Region(self.memory, n) for shape, n in zip(SHAPES, (1, SMALL), strict=True)
+            (pages, shape): Region(memory, count)
+            for pages, memory in zip(kinds, self.memories, strict=True)
+            for shape, count in zip(SHAPES, (1, SMALL), strict=True)
         }
-        self.staging = [huge_pages() for _ in range(max(2 * THREADS, LOAD_THREADS))]
+        self.pages = kinds
+        self.staging = [disk.huge_pages() for _ in range(CHUNKS)]
+        self.absent: dict[str, str] = {}
+        self.wanted: dict[int, bytes] = {}
+        self.begin = 0.0
         self.layout = LayoutRef(
             device="GPU-1",
             incarnation="i",
@@ -107,135 +178,201 @@ class Bench:
             bytes=self.size,
         )
 
+    def close(self) -> None:
+        """Release the memory; views keep it."""
+        for memory in self.memories:
+            memory.close()
+
     def run(self) -> Transfers:
         """Measure everything."""
-        self.memory.fill()
-        watch = Watch()
-        for number in range(1, self.rounds + 1):
-            self.say(f"{size_text(self.size)}: round {number} of {self.rounds}")
-            for shape, region in self.regions.items():
-                self._saves(shape, region)
-                self._loads(shape, region)
-        others = watch.others()
+        self.say(f"{size_text(self.size)}: fill memory, try each peer")
+        for memory in self.memories:
+            memory.fill()
+        for at, pages in enumerate(self.staging):
+            pages[:] = (
+                self.memories[0]
+                .bytes[at * CHUNK_BYTES :][:CHUNK_BYTES]
+                .tobytes()
+                .ljust(CHUNK_BYTES, b"\0")
+            )
+        for region in self.regions.values():
+            self.wanted[len(region.infos)] = region.looked_at()
+        self.absent = tried(self.folder, SAVERS, LOADERS)
+        if not disk.has_fio():
+            self.absent["fio"] = "not installed"
+        for name, why in self.absent.items():
+            self.say(f"{name} is left out: {why}")
+        groups = [group(shape) for shape in SHAPES for group in (self._saves, self._loads)]
+        watch, reported, self.begin = Watch(), reported_bytes(), time.monotonic()
+        for number in range(self.rounds):
+            for at, turns in enumerate(groups):
+                self._say(number, at, len(groups), turns[-1].row)
+                for turn in rotated(turns, number, self.rounds):
+                    if turn.name not in self.absent:
+                        self._take(turn)
+        others, now = watch.others(), reported_bytes()
         again, extra = self._counted()
         return Transfers(
             size=self.size,
             seconds=self.seconds,
             cpu=self.cpu,
-            in_huge_pages=self.memory.in_huge_pages,
+            absent=self.absent,
             others=others,
+            reported=None if now is None or reported is None else now - reported,
             written_again=again,
             extra_bytes=extra,
             extra_limit=THREADS * CHUNK_BYTES + 32 * MIB,
         )
 
-    @contextlib.contextmanager
-    def _timed(self, row: str, contender: str) -> Iterator[None]:
+    def _say(self, number: int, at: int, groups: int, row: str) -> None:
+        share = (number * groups + at) / (self.rounds * groups)
+        verb = row.partition(",")[0]
+        text = f"{size_text(self.size)}: round {number + 1} of {self.rounds}, {verb} ({share:.0%}"
+        if share:
+            left = (time.monotonic() - self.begin) * (1 / share - 1)
+            text += f", about {left:.0f} s left"
+        self.say(f"{text})")
+
+    def _take(self, turn: Turn) -> None:
+        """Let a contender have its turn, with the files out of the page cache and memory there."""
+        disk.drop(self.folder)
+        with contextlib.ExitStack() as stack:
+            region = turn.region
+            if region is None:
+                region = Region(stack.enter_context(contextlib.closing(Memory(self.size))), 1)
+            turn.ready(region)
+            if turn.loads and turn.region:
+                region.spoil()
+            gc.collect()
+            # New memory, the page cache, and a copy of its own: more than that none has needed.
+            recycle((2 + (turn.region is None)) * self.size + 512 * MIB)
+            try:
+                self._timed(turn, region)
+                if turn.loads and region.looked_at() != self.wanted[len(region.infos)]:
+                    raise RuntimeError(f"{turn.row}: {turn.name} brought other bytes")
+            except Exception as error:
+                if turn.name not in PEERS:
+                    raise
+                self._leave_out(turn.name, f"{type(error).__name__}: {error}")
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """Go on without a peer that failed: what it has done so far compares with nothing."""
+        self.say(f"{name} is left out: {why}")
+        self.absent[name] = why.partition("\n")[0]
+        for rows in (self.seconds, self.cpu):
+            for row in rows.values():
+                row.pop(name, None)
+
+    def _timed(self, turn: Turn, region: Region) -> None:
         begin, before = time.perf_counter(), os.times()
-        yield
+        own = turn.call(region)
         taken, after = time.perf_counter() - begin, os.times()
-        self.seconds.setdefault(row, {}).setdefault(contender, []).append(taken)
-        used = after.user - before.user + after.system - before.system
-        self.cpu.setdefault(row, {}).setdefault(contender, []).append(used)
+        row = self.seconds.setdefault(turn.row, {})
+        row.setdefault(turn.name, []).append(taken if own is None else own)
+        if own is None:
+            used = after.user - before.user + after.system - before.system
+            self.cpu.setdefault(turn.row, {}).setdefault(turn.name, []).append(used)
 
-    def _absent(self, row: str, contender: str) -> None:
-        self.seconds.setdefault(row, {}).setdefault(contender, [])
+    def _saves(self, shape: str) -> list[Turn]:
+        row = saving(shape)
+        turns = self._limits(row, os.pwritev, "write")
+        for pages in self.pages:
+            region, key = self.regions[pages, shape], in_pages(row, pages)
+            for backend in _ours(shape):
+                turns.append(
+                    Turn(key, backend, region, partial(self._save, backend), self._gone(backend))
+                )
+            for peer in SAVERS:
+                if peer.name not in self.absent:
+                    turns.append(
+                        Turn(key, peer.name, region, self._by(peer), self._gone(peer.file))
+                    )
+        return turns
 
-    def _saves(self, shape: str, region: Region) -> None:
-        row = f"save, {shape}"
-        self._limits(row, os.pwritev)
-        self._fio(row, "write")
-        for backend in OURS:
-            shutil.rmtree(self.folder / backend, ignore_errors=True)
-            with self._timed(row, backend):
-                self.save(backend, region)
-        for peer in SAVERS:
-            if not peer.is_installed:
-                self._absent(row, peer.name)
-                continue
-            with self._timed(row, peer.name):
-                peer.call(self.folder, region.arrays, self.memory.array)
+    def _loads(self, shape: str) -> list[Turn]:
+        row = loading(shape)
+        turns = self._limits(row, os.preadv, "read")
+        for pages in self.pages:
+            region = self.regions[pages, shape]
+            turns += self._loaders(in_pages(row, pages), region, _ours(shape))
+            if shape == SHAPES[0]:
+                key = in_pages(CACHED, pages)
+                turns += self._loaders(key, region, OURS, is_warm=True)
+                turns.append(Turn(key, MEMCPY, region, self._memcpy, loads=True))
+        if shape == SHAPES[0]:
+            turns += self._loaders(in_pages(FRESH, PAGES[1]), None, OURS)
+        return turns
 
-    def _limits(self, row: str, call: Callable[..., int]) -> None:
-        whole = self.memory.bytes
-        scattered = [whole[at : at + CHUNK_BYTES] for at in range(0, self.size, CHUNK_BYTES)]
-        for name, memory in (("raw", scattered), ("raw, huge pages", self.staging)):
-            with self._timed(row, name):
-                raw_transfer(self.folder / "raw", memory, self.size, call)
+    def _loaders(
+        self, row: str, region: Region | None, ours: Sequence[str], *, is_warm: bool = False
+    ) -> list[Turn]:
+        calls: dict[str, Callable[[Region], None]] = {
+            backend: partial(self._load, backend) for backend in ours
+        }
+        peers = {peer.name: self._by(peer) for peer in LOADERS if peer.name not in self.absent}
+        warm: dict[str, Callable[[Region], None]] = dict.fromkeys([*ours, *peers], _nothing)
+        if is_warm:
+            # Ours would read past the page cache.
+            warm = {**{backend: self._warm(backend) for backend in ours}, **peers}
+        return [
+            Turn(row, name, region, call, warm[name], loads=True)
+            for name, call in (calls | peers).items()
+        ]
 
-    def _loads(self, shape: str, region: Region) -> None:
-        cold = f"load, cold, pooled, {shape}"
-        self._limits(cold, os.preadv)
-        for step, name in enumerate(STEPS):
-            with self._timed(cold, name):
-                self._windows(digested=step > 0, copied=step > 1)
-        self._fio(cold, "read")
-        for backend in OURS:
-            self._drop()
-            with self._timed(cold, backend):
-                self.load(backend, region)
-        for peer in LOADERS:
-            self._peer(cold, peer, region, is_cold=True)
-        if shape != SHAPES[0]:
-            return
-        cached = f"load, cached, {shape}"
-        for backend in OURS:
-            self._warm(backend)
-            with self._timed(cached, backend):
-                self.load(backend, region)
-        for peer in LOADERS:
-            self._peer(cached, peer, region, is_cold=False)
-        fresh = f"load, cold, fresh, {shape}"
-        for backend in OURS:
-            self._fresh(fresh, backend)
-        for peer in LOADERS:
-            self._fresh(fresh, peer)
+    def _limits(self, row: str, call: Callable[..., int], verb: str) -> list[Turn]:
+        """Return the probes that take turns with a row, and once a round the profile."""
+        files, key = disk.files_of(self.size), limit_of(row)
+        # The memory is that of the probe.
+        region = self.regions[self.pages[0], SHAPES[0]]
 
-    def _fresh(self, row: str, contender: str | Peer) -> None:
-        """Load into new memory in ordinary pages, which is gone afterwards; ours a second time."""
-        with contextlib.closing(Memory(self.size)) as memory:
-            region = Region(memory, 1)
-            if isinstance(contender, Peer):
-                self._peer(row, contender, region, is_cold=True)
-                return
-            self._drop()
-            with self._timed(row, contender):
-                self.load(contender, region)
-            if self.memory.in_huge_pages:
-                self._drop()
-                with self._timed("load, cold, pooled, ordinary pages", contender):
-                    self.load(contender, region)
+        def probe(threads: int, work: disk.Work | None, _: Region) -> None:
+            path = self.folder / "raw"
+            disk.raw_transfer(
+                path, self.staging, self.size, call, threads=threads, files=files, work=work
+            )
 
-    def _peer(self, row: str, peer: Peer, region: Region, *, is_cold: bool) -> None:
-        if not peer.is_installed:
-            self._absent(row, peer.name)
-            return
-        if is_cold:
-            self._drop()
-        else:
-            peer.call(self.folder, region.arrays, region.memory.array)
-        with self._timed(row, peer.name):
-            peer.call(self.folder, region.arrays, region.memory.array)
+        def fio(_: Region) -> float:
+            return disk.fio_seconds(self.folder, self.size, verb, files)
 
-    def _windows(self, *, digested: bool, copied: bool) -> None:
-        """Read the raw file with the requests and threads of a load, and do some of the rest."""
-        free, region = list(self.staging), _address(self.memory.map)
-        raw = os.open(self.folder / "raw", os.O_RDONLY | os.O_DIRECT)
-        with opened(raw) as fd, ThreadPoolExecutor(LOAD_THREADS) as pool:
+        gone = self._gone(*(f"raw-{n}" for n in range(files)), "raw")
+        ready = gone if verb == "write" else _nothing
+        turns = [
+            Turn(key, f"raw, {threads} threads", region, partial(probe, threads, None), ready)
+            for threads in PROBES
+        ]
+        if "fio" not in self.absent:
+            turns.append(Turn(key, "fio", region, fio))
+        if SHAPES[0] in row:
+            threads = THREADS if verb == "write" else LOAD_THREADS
+            works: list[disk.Work | None] = [None, _digest, self._digest_and_copy]
+            profile = profile_of("save" if verb == "write" else "load")
+            for name, work in zip(STEPS, works, strict=True):
+                turns.append(Turn(profile, name, region, partial(probe, threads, work), ready))
+        return turns
 
-            def move(at: int) -> int:
-                pages = free.pop()
-                view = memoryview(pages)[: min(WINDOW, self.size - at)]
-                done = os.preadv(fd, [view], at)
-                if digested:
-                    xxhash.xxh3_128_digest(view)
-                if copied:
-                    ctypes.memmove(region + at, _address(pages), len(view))
-                view.release()
-                free.append(pages)
-                return done
+    def _digest_and_copy(self, chunk: memoryview, at: int) -> None:
+        """Do what a transfer does for ordinary pages. The region keeps its bytes."""
+        _digest(chunk, at)
+        _move(_address(self.memories[-1].map) + at, chunk)
 
-            assert sum(pool.map(move, range(0, self.size, WINDOW))) == self.size
+    def _memcpy(self, region: Region) -> None:
+        """Copy in one thread, and look at nothing."""
+        to = _address(region.memory.map)
+        for at in range(0, self.size, CHUNK_BYTES):
+            whole = memoryview(self.staging[at // CHUNK_BYTES % CHUNKS])
+            _move(to + at, whole[: self.size - at])
+
+    def _gone(self, *names: str) -> Callable[[Region], None]:
+        return lambda _: disk.removed(self.folder, *names)
+
+    def _by(self, peer: Peer) -> Callable[[Region], None]:
+        return lambda region: peer.call(self.folder, region.arrays, region.memory.array)
+
+    def _save(self, backend: str, region: Region) -> None:
+        self.save(backend, region)
+
+    def _load(self, backend: str, region: Region) -> None:
+        self.load(backend, region)
 
     def save(self, backend: str, region: Region, *, content: int = 0) -> TransferDone:
         """Save as GMS does, in a part of its own."""
@@ -248,7 +385,6 @@ class Bench:
             generation=1,
             part="gpu-0",
             deadline_s=60.0,
-            threads=THREADS,
             backend=backend,
             order=f"save-{UID}{content}-gpu-0",
             fence_token="t",
@@ -283,36 +419,18 @@ class Bench:
     def _part(self, backend: str) -> Path:
         return self.folder / backend / "default" / f"{UID}0" / "gen-1" / "gpu-0"
 
-    def _drop(self) -> None:
-        """Take all files of the run out of the page cache; every one of them is on the disk."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                with opened(os.open(path, os.O_RDONLY)) as fd:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    def _warm(self, backend: str) -> Callable[[Region], None]:
+        def warm(_: Region) -> None:
+            for path in self._part(backend).iterdir():
+                with path.open("rb") as file:
+                    while file.read(CHUNK_BYTES):
+                        pass
 
-    def _warm(self, backend: str) -> None:
-        for path in self._part(backend).iterdir():
-            with path.open("rb") as file:
-                while file.read(CHUNK_BYTES):
-                    pass
-
-    def _fio(self, row: str, verb: str) -> None:
-        if not shutil.which("fio"):
-            self._absent(row, "fio")
-            return
-        if verb == "write":
-            # What a save writes is new.
-            (self.folder / "fio").unlink(missing_ok=True)
-        command = ["fio", "--name=limit", f"--rw={verb}", "--direct=1", "--bs=8M", "--iodepth=16"]
-        command += ["--ioengine=libaio", f"--size={self.size}", "--end_fsync=1"]
-        command += [f"--filename={self.folder / 'fio'}", "--output-format=json"]
-        found = subprocess.run(command, check=True, capture_output=True, text=True)
-        speed = json.loads(found.stdout)["jobs"][0][verb]["bw_bytes"]
-        self.seconds.setdefault(row, {}).setdefault("fio", []).append(self.size / speed)
+        return warm
 
     def _counted(self) -> tuple[float, dict[str, int]]:
-        backend, region = OURS[0], self.regions[SHAPES[1]]
-        shutil.rmtree(self.folder / backend, ignore_errors=True)
+        backend, region = OURS[0], self.regions[self.pages[0], SHAPES[1]]
+        disk.removed(self.folder, backend)
         before = highest = private_bytes()
 
         def look(_: object) -> int:
@@ -340,35 +458,22 @@ class Bench:
         return saving.result()
 
 
+def _ours(shape: str) -> Sequence[str]:
+    return OURS if shape == SHAPES[0] else OURS[:1]
+
+
 def private_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 
-def raw_transfer(path: Path, memory: Sequence[Any], size: int, call: Callable[..., int]) -> None:
-    """Do the least that moves the bytes: O_DIRECT from several threads, allocated, fsync.
-
-    Chunks of memory that are fewer than those of the file are used again and again.
-    """
-    is_new = call is os.pwritev
-    flags = os.O_RDWR | os.O_DIRECT | (os.O_CREAT | os.O_TRUNC if is_new else 0)
-    with opened(os.open(path, flags, 0o600)) as fd, ThreadPoolExecutor(THREADS) as pool:
-        if is_new:
-            os.posix_fallocate(fd, 0, size)
-
-        def move(at: int) -> int:
-            chunk = memoryview(memory[at // CHUNK_BYTES % len(memory)])
-            return call(fd, [chunk[: min(CHUNK_BYTES, size - at)]], at)
-
-        assert sum(pool.map(move, range(0, size, CHUNK_BYTES))) == size
-        os.fsync(fd)
+def _digest(chunk: memoryview, _: int) -> None:
+    xxhash.xxh3_128_digest(chunk)
 
 
-def huge_pages() -> mmap.mmap:
-    memory = buffer_pages(CHUNK_BYTES)
-    memory[:] = os.urandom(len(memory))
-    return memory
+def _move(to: int, chunk: memoryview) -> None:
+    ctypes.memmove(to, _address(chunk), len(chunk))
 
 
-def _address(memory: mmap.mmap) -> int:
+def _address(memory: Any) -> int:
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
