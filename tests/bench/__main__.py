@@ -16,10 +16,11 @@ import msgspec
 
 from snapback_client.reservation import HUGE_PAGE
 from tests.bench import output, sessions
-from tests.bench.gms import FILES, MIB, SMALL, Bench
+from tests.bench.gms import FILES, SMALL, Bench
 from tests.bench.goals import judged
 from tests.bench.machine import available_bytes, describe, huge_pages_set_aside
 from tests.bench.page import renewed
+from tests.bench.regions import MIB
 from tests.bench.results import Results, Transfers
 
 SHORT = {"size_mib": [256], "rounds": 2, "calls": 300}

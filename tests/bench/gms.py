@@ -8,30 +8,28 @@ import gc
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from gms.adapters.backends import find_backend
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
 from gms.transfer_child.save import write_part
-from snapback_client.frames import AllocationInfo, aligned
-from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.orders import LayoutRef
 from tests.bench import disk
-from tests.bench.machine import Watch, new_memory, recycle, reported_bytes, rotated
+from tests.bench.machine import Watch, recycle, reported_bytes, rotated
 from tests.bench.peers import LOADERS, SAVERS, Peer, tried
+from tests.bench.regions import CHUNKS, MIB, Memory, Region
 from tests.bench.results import (
     CACHED,
     FRESH,
@@ -44,81 +42,25 @@ from tests.bench.results import (
     in_pages,
     limit_of,
     loading,
+    probe_of,
     profile_of,
     saving,
     size_text,
 )
 
-MIB = 1024 * 1024
 UID = "00000000-0000-4000-8000-00000000000"
 OURS = ("posix-direct", "posix-buffered")
+LOOKED_AT = (SHAPES[0], PAGES[1])
 THREADS: int = next(x.default for x in msgspec.structs.fields(SaveTask) if x.name == "threads")
-PROBES = (4, 8, 16)
+PROBES = sorted({4, 8, 16, THREADS, LOAD_THREADS})
 """Threads of a raw probe."""
 
 SMALL = 2000
-CHUNKS = 16
-"""The random bytes repeat after so many chunks."""
-
-PEERS = {peer.name for peer in (*SAVERS, *LOADERS)}
-
-STRIDE = MIB
-"""How far the bytes are apart that are looked at after each load."""
+OTHERS = {"fio", *(peer.name for peer in (*SAVERS, *LOADERS))}
+"""Those without which a run goes on."""
 
 FILES = 9
 """As many files with all bytes are on the disk at the same time."""
-
-
-class Memory:
-    """Memory of a simulated device, in huge pages or in ordinary ones."""
-
-    def __init__(self, size: int, *, in_huge_pages: bool = False) -> None:
-        self.in_huge_pages = in_huge_pages
-        whole = aligned(size, HUGE_PAGE)
-        self.descriptor = new_memory(whole, in_huge_pages=in_huge_pages)
-        self.map = mmap.mmap(self.descriptor, whole)
-        self.bytes = memoryview(self.map)[:size]
-        self.array = np.frombuffer(self.bytes, dtype="u1")
-
-    def fill(self) -> None:
-        """Put random bytes everywhere, which also touches every page."""
-        rng = np.random.default_rng(1)
-        parts = [np.frombuffer(rng.bytes(CHUNK_BYTES), dtype="u1") for _ in range(CHUNKS)]
-        for start in range(0, len(self.array), CHUNK_BYTES):
-            part = self.array[start : start + CHUNK_BYTES]
-            part[:] = parts[start // CHUNK_BYTES % CHUNKS][: len(part)]
-
-    def close(self) -> None:
-        """Release the memory; views keep it."""
-        os.close(self.descriptor)
-
-
-class Region:
-    """Allocations side by side in memory, each on pages of its own."""
-
-    def __init__(self, memory: Memory, count: int) -> None:
-        self.memory = memory
-        step = len(memory.bytes) // count
-        each = step - (count > 1)
-        self.infos = [
-            AllocationInfo(id=f"a{slot}", size=each, aligned=step, tag="", slot=slot)
-            for slot in range(count)
-        ]
-        whole = memory.bytes
-        self.views = [whole[slot * step : slot * step + each] for slot in range(count)]
-        self.arrays = {
-            info.id: np.frombuffer(view, dtype="u1")
-            for info, view in zip(self.infos, self.views, strict=True)
-        }
-
-    def looked_at(self) -> bytes:
-        """Return some bytes of each allocation."""
-        return b"".join(each[::STRIDE].tobytes() for each in self.arrays.values())
-
-    def spoil(self) -> None:
-        """Change the bytes that are looked at."""
-        for each in self.arrays.values():
-            each[::STRIDE] ^= 0xFF
 
 
 def _nothing(_: Region) -> None:
@@ -130,6 +72,9 @@ class Turn:
     """One contender of a row, in memory that it is given; `ready` is not timed.
 
     `region` is None for new memory in ordinary pages. `call` may return seconds by its own clock.
+    `copies` says how often it may need the memory that its bytes take: for the page cache, and for
+    a copy of its own. Another turn of the same contender may come right after, with the files in
+    the page cache.
     """
 
     row: str
@@ -137,7 +82,9 @@ class Turn:
     region: Region | None
     call: Callable[[Region], float | None]
     ready: Callable[[Region], None] = _nothing
+    copies: int = 0
     loads: bool = False
+    cached: Turn | None = None
 
 
 class Bench:
@@ -180,6 +127,7 @@ class Bench:
 
     def close(self) -> None:
         """Release the memory; views keep it."""
+        gc.unfreeze()
         for memory in self.memories:
             memory.close()
 
@@ -189,12 +137,8 @@ class Bench:
         for memory in self.memories:
             memory.fill()
         for at, pages in enumerate(self.staging):
-            pages[:] = (
-                self.memories[0]
-                .bytes[at * CHUNK_BYTES :][:CHUNK_BYTES]
-                .tobytes()
-                .ljust(CHUNK_BYTES, b"\0")
-            )
+            part = self.memories[0].bytes[at * CHUNK_BYTES :][:CHUNK_BYTES]
+            pages[: len(part)] = part
         for region in self.regions.values():
             self.wanted[len(region.infos)] = region.looked_at()
         self.absent = tried(self.folder, SAVERS, LOADERS)
@@ -202,14 +146,18 @@ class Bench:
             self.absent["fio"] = "not installed"
         for name, why in self.absent.items():
             self.say(f"{name} is left out: {why}")
+        # What is imported by now stays, and need not be looked at before each turn.
+        gc.freeze()
         groups = [group(shape) for shape in SHAPES for group in (self._saves, self._loads)]
         watch, reported, self.begin = Watch(), reported_bytes(), time.monotonic()
+        each, done = sum(map(len, groups)), 0
         for number in range(self.rounds):
-            for at, turns in enumerate(groups):
-                self._say(number, at, len(groups), turns[-1].row)
+            for turns in groups:
+                self._say(number, turns[-1].row, done / (self.rounds * each))
+                done += len(turns)
                 for turn in rotated(turns, number, self.rounds):
-                    if turn.name not in self.absent:
-                        self._take(turn)
+                    disk.drop(self.folder)
+                    self._take(turn)
         others, now = watch.others(), reported_bytes()
         again, extra = self._counted()
         return Transfers(
@@ -222,10 +170,10 @@ class Bench:
             written_again=again,
             extra_bytes=extra,
             extra_limit=THREADS * CHUNK_BYTES + 32 * MIB,
+            threads={"save": THREADS, "load": LOAD_THREADS},
         )
 
-    def _say(self, number: int, at: int, groups: int, row: str) -> None:
-        share = (number * groups + at) / (self.rounds * groups)
+    def _say(self, number: int, row: str, share: float) -> None:
         verb = row.partition(",")[0]
         text = f"{size_text(self.size)}: round {number + 1} of {self.rounds}, {verb} ({share:.0%}"
         if share:
@@ -234,8 +182,9 @@ class Bench:
         self.say(f"{text})")
 
     def _take(self, turn: Turn) -> None:
-        """Let a contender have its turn, with the files out of the page cache and memory there."""
-        disk.drop(self.folder)
+        """Let a contender have its turn, on memory that is there."""
+        if turn.name in self.absent:
+            return
         with contextlib.ExitStack() as stack:
             region = turn.region
             if region is None:
@@ -244,19 +193,21 @@ class Bench:
             if turn.loads and turn.region:
                 region.spoil()
             gc.collect()
-            # New memory, the page cache, and a copy of its own: more than that none has needed.
-            recycle((2 + (turn.region is None)) * self.size + 512 * MIB)
+            recycle((turn.copies + (turn.region is None)) * self.size + 512 * MIB)
             try:
                 self._timed(turn, region)
                 if turn.loads and region.looked_at() != self.wanted[len(region.infos)]:
                     raise RuntimeError(f"{turn.row}: {turn.name} brought other bytes")
             except Exception as error:
-                if turn.name not in PEERS:
+                if turn.name not in OTHERS:
                     raise
                 self._leave_out(turn.name, f"{type(error).__name__}: {error}")
+                region.memory.fill()
+        if turn.cached:
+            self._take(turn.cached)
 
     def _leave_out(self, name: str, why: str) -> None:
-        """Go on without a peer that failed: what it has done so far compares with nothing."""
+        """Go on without one that failed: what it has done so far compares with nothing."""
         self.say(f"{name} is left out: {why}")
         self.absent[name] = why.partition("\n")[0]
         for rows in (self.seconds, self.cpu):
@@ -278,46 +229,42 @@ class Bench:
         turns = self._limits(row, os.pwritev, "write")
         for pages in self.pages:
             region, key = self.regions[pages, shape], in_pages(row, pages)
-            for backend in _ours(shape):
-                turns.append(
-                    Turn(key, backend, region, partial(self._save, backend), self._gone(backend))
-                )
-            for peer in SAVERS:
-                if peer.name not in self.absent:
-                    turns.append(
-                        Turn(key, peer.name, region, self._by(peer), self._gone(peer.file))
-                    )
+            calls = {
+                name: (partial(self._save, name), name, copies)
+                for name, copies in _ours(shape, pages).items()
+            }
+            calls |= {x.name: (self._by(x), x.file, 2) for x in self._present(SAVERS)}
+            for name, (call, file, copies) in calls.items():
+                turns.append(Turn(key, name, region, call, self._gone(file), copies))
         return turns
 
     def _loads(self, shape: str) -> list[Turn]:
         row = loading(shape)
         turns = self._limits(row, os.preadv, "read")
         for pages in self.pages:
-            region = self.regions[pages, shape]
-            turns += self._loaders(in_pages(row, pages), region, _ours(shape))
+            region, cached = self.regions[pages, shape], in_pages(CACHED, pages)
+            found = self._loaders(in_pages(row, pages), region, _ours(shape, pages))
             if shape == SHAPES[0]:
-                key = in_pages(CACHED, pages)
-                turns += self._loaders(key, region, OURS, is_warm=True)
-                turns.append(Turn(key, MEMCPY, region, self._memcpy, loads=True))
+                found = [
+                    replace(turn, cached=replace(turn, row=cached, ready=self._warm(turn.name)))
+                    for turn in found
+                ]
+                found.append(Turn(cached, MEMCPY, region, self._memcpy, loads=True))
+            turns += found
         if shape == SHAPES[0]:
-            turns += self._loaders(in_pages(FRESH, PAGES[1]), None, OURS)
+            turns += self._loaders(in_pages(FRESH, PAGES[1]), None, {OURS[0]: 1})
         return turns
 
-    def _loaders(
-        self, row: str, region: Region | None, ours: Sequence[str], *, is_warm: bool = False
-    ) -> list[Turn]:
-        calls: dict[str, Callable[[Region], None]] = {
-            backend: partial(self._load, backend) for backend in ours
-        }
-        peers = {peer.name: self._by(peer) for peer in LOADERS if peer.name not in self.absent}
-        warm: dict[str, Callable[[Region], None]] = dict.fromkeys([*ours, *peers], _nothing)
-        if is_warm:
-            # Ours would read past the page cache.
-            warm = {**{backend: self._warm(backend) for backend in ours}, **peers}
+    def _loaders(self, row: str, region: Region | None, ours: Mapping[str, int]) -> list[Turn]:
+        calls = {name: (partial(self._load, name), copies) for name, copies in ours.items()}
+        calls |= {peer.name: (self._by(peer), 2) for peer in self._present(LOADERS)}
         return [
-            Turn(row, name, region, call, warm[name], loads=True)
-            for name, call in (calls | peers).items()
+            Turn(row, name, region, call, copies=copies, loads=True)
+            for name, (call, copies) in calls.items()
         ]
+
+    def _present(self, peers: Sequence[Peer]) -> list[Peer]:
+        return [peer for peer in peers if peer.name not in self.absent]
 
     def _limits(self, row: str, call: Callable[..., int], verb: str) -> list[Turn]:
         """Return the probes that take turns with a row, and once a round the profile."""
@@ -337,14 +284,14 @@ class Bench:
         gone = self._gone(*(f"raw-{n}" for n in range(files)), "raw")
         ready = gone if verb == "write" else _nothing
         turns = [
-            Turn(key, f"raw, {threads} threads", region, partial(probe, threads, None), ready)
+            Turn(key, probe_of(threads), region, partial(probe, threads, None), ready)
             for threads in PROBES
         ]
         if "fio" not in self.absent:
             turns.append(Turn(key, "fio", region, fio))
         if SHAPES[0] in row:
             threads = THREADS if verb == "write" else LOAD_THREADS
-            works: list[disk.Work | None] = [None, _digest, self._digest_and_copy]
+            works: list[disk.Work] = [_digest, self._digest_and_copy]
             profile = profile_of("save" if verb == "write" else "load")
             for name, work in zip(STEPS, works, strict=True):
                 turns.append(Turn(profile, name, region, partial(probe, threads, work), ready))
@@ -419,9 +366,13 @@ class Bench:
     def _part(self, backend: str) -> Path:
         return self.folder / backend / "default" / f"{UID}0" / "gen-1" / "gpu-0"
 
-    def _warm(self, backend: str) -> Callable[[Region], None]:
+    def _warm(self, name: str) -> Callable[[Region], None]:
+        """Return what brings the files that a contender reads into the page cache."""
+
         def warm(_: Region) -> None:
-            for path in self._part(backend).iterdir():
+            files = {peer.name: self.folder / peer.file for peer in LOADERS}
+            paths = [files[name]] if name in files else [*self._part(name).iterdir()]
+            for path in paths:
                 with path.open("rb") as file:
                     while file.read(CHUNK_BYTES):
                         pass
@@ -458,8 +409,12 @@ class Bench:
         return saving.result()
 
 
-def _ours(shape: str) -> Sequence[str]:
-    return OURS if shape == SHAPES[0] else OURS[:1]
+def _ours(shape: str, pages: str) -> dict[str, int]:
+    """Return what of ours takes part in a row, and how many copies of the bytes each may need.
+
+    The second is for file systems that know no direct I/O, and looked at once.
+    """
+    return dict(zip(OURS, (1, 2), strict=True)) if (shape, pages) == LOOKED_AT else {OURS[0]: 1}
 
 
 def private_bytes() -> int:

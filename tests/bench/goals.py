@@ -31,6 +31,7 @@ from tests.bench.results import (
 Row = Mapping[str, Sequence[float]]
 
 OURS = "posix-direct"
+LIMITS = ("write limit", "read limit")
 NO_PEERS = (OURS, "posix-buffered", MEMCPY)
 """What takes turns with the peers and is none."""
 
@@ -56,12 +57,12 @@ def _goals() -> Iterator[Goal]:
     for pages in PAGES:
         for shape in SHAPES:
             row, limit = in_pages(saving(shape), pages), limit_of(saving(shape))
-            yield Goal(row, "write limit", 0.95, limit)
+            yield Goal(row, LIMITS[0], 0.95, limit)
             yield Goal(row, "durable peer", 1.5, row, (), limit, below=0.45, more=2.0)
     for pages, least in zip(PAGES, (0.95, 0.85), strict=True):
         for shape in SHAPES:
             row, limit = in_pages(loading(shape), pages), limit_of(loading(shape))
-            yield Goal(row, "read limit", least, limit)
+            yield Goal(row, LIMITS[1], least, limit)
             yield Goal(row, "peer", 1.0, row, (), limit, below=0.7, more=1.3)
     for pages in PAGES:
         row = in_pages(CACHED, pages)

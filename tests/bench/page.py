@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tests.bench.goals import OURS, fastest, judged_calls, judged_transfers
+from tests.bench.goals import LIMITS, OURS, fastest, judged_calls, judged_transfers
 from tests.bench.results import (
     NOISE,
     OTHERS,
@@ -20,6 +20,7 @@ from tests.bench.results import (
     Transfers,
     in_pages,
     limit_of,
+    probe_of,
     profile_of,
     saving,
     size_text,
@@ -45,14 +46,15 @@ what carries over is ratios.
 - Contenders take turns, and the order rotates from round to round. Saves end in fsync; loads
   end with the bytes in the region. Ours are digested on the way; peers do not verify, and no
   figure is corrected for that. Cold means that the files were dropped from the page cache.
-- Each contender runs on recycled pages: twice its bytes and 512 MiB are touched and released
-  right before it is timed. A virtual machine may give free pages back to its host, and a
-  program that gets such a page pays for having it brought again.
+- Each contender runs on recycled pages: right before it is timed, as much memory as it may need
+  and 512 MiB more are touched and released. For the file in the page cache, a copy of its own
+  and new memory to load into that is its bytes each time. A virtual machine may give free pages
+  back to its host, and a program that gets such a page pays for having it brought again.
 - The limit of the disk is the fastest of fio, where it is installed, and of a raw probe past
   the page cache with as many files as a save has and 4, 8 and 16 threads.
 - A region is in huge pages that the host has set aside (`vm.nr_hugepages`), as the memory of a
-  GPU is there before it is asked for, or in ordinary ones of 4 KiB. Ratios to peers are of equal
-  pages.
+  GPU is there before it is asked for, or in ordinary ones of 4 KiB. A run sets aside what is
+  missing, and gives it back. Ratios to peers are of equal pages.
 - A ratio is *inconclusive* after fewer than {ROUNDS} rounds. One that is missed is, too, where the
   middle half of the samples spreads over more than {NOISE:.0%} of their median. Where others took
   more than {OTHERS:.0%} of the processors, every missed ratio is, and so is every ratio to a peer:
@@ -199,24 +201,34 @@ def _per_gb(results: Transfers, samples: Sequence[float]) -> float:
 
 
 def _profiles(results: Transfers, found: Sequence[Judged]) -> Iterator[str]:
-    """Say what the time goes to of each transfer that misses its share of the limit."""
+    """Say what the time goes to of each transfer that is too far from the limit."""
+    rows = []
     for line in found:
-        if line.verdict not in ("missed", "inconclusive") or " limit" not in line.what:
-            continue
-        verb = "load" if line.row.startswith("load") else "save"
+        verb = line.row.partition(",")[0]
         steps = results.seconds.get(profile_of(verb), {})
-        times = [_per_gb(results, steps[name]) for name in STEPS if steps.get(name)]
-        row = line.row.removesuffix(in_pages("", PAGES[0])).removesuffix(in_pages("", PAGES[1]))
-        limits = results.seconds[limit_of(row)]
-        if len(times) < len(STEPS):
+        if line.verdict not in ("missed", "inconclusive") or not line.what.startswith(LIMITS):
             continue
-        whole = _per_gb(results, results.seconds[line.row][OURS])
+        limits = results.seconds.get(_limits_beside(line.row), {})
+        alone = limits.get(probe_of(results.threads.get(verb, 0)))
+        if alone and all(steps.get(name) for name in STEPS):
+            ours = results.seconds[line.row][OURS]
+            times = [limits[fastest(limits)], alone, *(steps[name] for name in STEPS), ours]
+            cells = [f"{_per_gb(results, each):.2f}" for each in times]
+            rows.append(f"| {line.row} | {' | '.join(cells)} |")
+    if rows:
         yield (
-            f"\n{line.row}: {whole:.2f} s/GB, and {_per_gb(results, limits[fastest(limits)]):.2f} "
-            f"at the limit. The disk\nalone with the threads of a {verb} takes {times[0]:.2f}, "
-            f"with a digest of each chunk {times[1]:.2f}, with\na copy to or from ordinary pages, "
-            f"too, {times[2]:.2f}."
+            "\nWhere the time of these goes, in s/GB: the fastest probe, then the disk with as\n"
+            "many threads as ours has, the same with a digest of each chunk, and with a copy to\n"
+            "or from ordinary pages, too.\n"
         )
+        yield f"| row | limit | alone | {' | '.join(STEPS)} | {OURS} |\n|---|---|---|---|---|---|"
+        yield from rows
+
+
+def _limits_beside(row: str) -> str:
+    for pages in PAGES:
+        row = row.removesuffix(in_pages("", pages))
+    return limit_of(row)
 
 
 def _call_lines(results: Calls) -> Iterator[str]:

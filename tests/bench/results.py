@@ -23,8 +23,8 @@ Rows = dict[str, dict[str, list[float]]]
 
 SHAPES = ("one large", "2,000 small")
 PAGES = ("huge", "ordinary")
-STEPS = ("alone", "and digested", "digested, and copied")
-"""What a transfer is made of, as far as it can be done without it."""
+STEPS = ("digested", "digested and copied")
+"""What a transfer does beside moving the bytes, as far as it can be done without it."""
 
 REGIONS = (200, 4000)
 
@@ -47,6 +47,8 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     extra_bytes: dict[str, int]
     """Peak private memory of a save and a load above what there was before."""
     extra_limit: int
+    threads: dict[str, int] = {}
+    """How many of ours save and load."""
 
 
 class Calls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +98,10 @@ def in_pages(row: str, pages: str) -> str:
 def limit_of(row: str) -> str:
     """Give the name of the row with the probes of the disk that took turns with a row."""
     return f"{row}, limit"
+
+
+def probe_of(threads: int) -> str:
+    return f"raw, {threads} threads"
 
 
 def profile_of(verb: str) -> str:
