@@ -59,6 +59,9 @@ SMALL = 2000
 OTHERS = {"fio", *(peer.name for peer in (*SAVERS, *LOADERS))}
 """Those without which a run goes on."""
 
+LARGE_ALONE = {"tensorizer"}
+"""It digests with SHA-256: 2,000 small allocations would take a tenth of a whole run."""
+
 FILES = 9
 """As many files with all bytes are on the disk at the same time."""
 
@@ -115,7 +118,7 @@ class Bench:
         self.staging = [disk.huge_pages() for _ in range(CHUNKS)]
         self.absent: dict[str, str] = {}
         self.wanted: dict[int, bytes] = {}
-        self.begin = 0.0
+        self.begin = self.said = 0.0
         self.layout = LayoutRef(
             device="GPU-1",
             incarnation="i",
@@ -150,14 +153,14 @@ class Bench:
         gc.freeze()
         groups = [group(shape) for shape in SHAPES for group in (self._saves, self._loads)]
         watch, reported, self.begin = Watch(), reported_bytes(), time.monotonic()
-        each, done = sum(map(len, groups)), 0
+        total, done = self.rounds * sum(map(len, groups)), 0
         for number in range(self.rounds):
             for turns in groups:
-                self._say(number, turns[-1].row, done / (self.rounds * each))
-                done += len(turns)
                 for turn in rotated(turns, number, self.rounds):
+                    self._say(number, turn, done / total)
                     disk.drop(self.folder)
                     self._take(turn)
+                    done += 1
         others, now = watch.others(), reported_bytes()
         again, extra = self._counted()
         return Transfers(
@@ -173,13 +176,16 @@ class Bench:
             threads={"save": THREADS, "load": LOAD_THREADS},
         )
 
-    def _say(self, number: int, row: str, share: float) -> None:
-        verb = row.partition(",")[0]
-        text = f"{size_text(self.size)}: round {number + 1} of {self.rounds}, {verb} ({share:.0%}"
+    def _say(self, number: int, turn: Turn, share: float) -> None:
+        """Say at the beginning, and then every ten seconds, how far the run is."""
+        now = time.monotonic()
+        if share and now < self.said + 10:
+            return
+        self.said = now
+        text = f"{size_text(self.size)}: round {number + 1} of {self.rounds}, {share:.0%}"
         if share:
-            left = (time.monotonic() - self.begin) * (1 / share - 1)
-            text += f", about {left:.0f} s left"
-        self.say(f"{text})")
+            text += f", about {(now - self.begin) * (1 / share - 1):.0f} s left"
+        self.say(f"{text}: {turn.row}, {turn.name}")
 
     def _take(self, turn: Turn) -> None:
         """Let a contender have its turn, on memory that is there."""
@@ -233,7 +239,7 @@ class Bench:
                 name: (partial(self._save, name), name, copies)
                 for name, copies in _ours(shape, pages).items()
             }
-            calls |= {x.name: (self._by(x), x.file, 2) for x in self._present(SAVERS)}
+            calls |= {x.name: (self._by(x), x.file, 2) for x in self._present(SAVERS, shape)}
             for name, (call, file, copies) in calls.items():
                 turns.append(Turn(key, name, region, call, self._gone(file), copies))
         return turns
@@ -243,7 +249,8 @@ class Bench:
         turns = self._limits(row, os.preadv, "read")
         for pages in self.pages:
             region, cached = self.regions[pages, shape], in_pages(CACHED, pages)
-            found = self._loaders(in_pages(row, pages), region, _ours(shape, pages))
+            peers = self._present(LOADERS, shape)
+            found = self._loaders(in_pages(row, pages), region, _ours(shape, pages), peers)
             if shape == SHAPES[0]:
                 found = [
                     replace(turn, cached=replace(turn, row=cached, ready=self._warm(turn.name)))
@@ -252,19 +259,24 @@ class Bench:
                 found.append(Turn(cached, MEMCPY, region, self._memcpy, loads=True))
             turns += found
         if shape == SHAPES[0]:
-            turns += self._loaders(in_pages(FRESH, PAGES[1]), None, {OURS[0]: 1})
+            # New memory costs each the same, and the slowest one the run most.
+            peers = self._present(LOADERS, SHAPES[1])
+            turns += self._loaders(in_pages(FRESH, PAGES[1]), None, {OURS[0]: 1}, peers)
         return turns
 
-    def _loaders(self, row: str, region: Region | None, ours: Mapping[str, int]) -> list[Turn]:
+    def _loaders(
+        self, row: str, region: Region | None, ours: Mapping[str, int], peers: Sequence[Peer]
+    ) -> list[Turn]:
         calls = {name: (partial(self._load, name), copies) for name, copies in ours.items()}
-        calls |= {peer.name: (self._by(peer), 2) for peer in self._present(LOADERS)}
+        calls |= {peer.name: (self._by(peer), 2) for peer in peers}
         return [
             Turn(row, name, region, call, copies=copies, loads=True)
             for name, (call, copies) in calls.items()
         ]
 
-    def _present(self, peers: Sequence[Peer]) -> list[Peer]:
-        return [peer for peer in peers if peer.name not in self.absent]
+    def _present(self, peers: Sequence[Peer], shape: str) -> list[Peer]:
+        left_out = {*self.absent, *(LARGE_ALONE if shape != SHAPES[0] else ())}
+        return [peer for peer in peers if peer.name not in left_out]
 
     def _limits(self, row: str, call: Callable[..., int], verb: str) -> list[Turn]:
         """Return the probes that take turns with a row, and once a round the profile."""

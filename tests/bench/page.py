@@ -45,7 +45,9 @@ what carries over is ratios.
 
 - Contenders take turns, and the order rotates from round to round. Saves end in fsync; loads
   end with the bytes in the region. Ours are digested on the way; peers do not verify, and no
-  figure is corrected for that. Cold means that the files were dropped from the page cache.
+  figure is corrected for that. numpy has the region as one array, also where it is 2,000 small
+  ones, and tensorizer takes part only where it is one. Cold means that the files were dropped
+  from the page cache.
 - Each contender runs on recycled pages: right before it is timed, as much memory as it may need
   and 512 MiB more are touched and released. For the file in the page cache, a copy of its own
   and new memory to load into that is its bytes each time. A virtual machine may give free pages
