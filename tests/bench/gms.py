@@ -239,7 +239,7 @@ class Bench:
                 name: (partial(self._save, name), name, copies)
                 for name, copies in _ours(shape, pages).items()
             }
-            calls |= {x.name: (self._by(x), x.file, 2) for x in self._present(SAVERS, shape)}
+            calls |= {x.name: (self._by(x), x.file, x.copies) for x in self._present(SAVERS, shape)}
             for name, (call, file, copies) in calls.items():
                 turns.append(Turn(key, name, region, call, self._gone(file), copies))
         return turns
@@ -252,10 +252,7 @@ class Bench:
             peers = self._present(LOADERS, shape)
             found = self._loaders(in_pages(row, pages), region, _ours(shape, pages), peers)
             if shape == SHAPES[0]:
-                found = [
-                    replace(turn, cached=replace(turn, row=cached, ready=self._warm(turn.name)))
-                    for turn in found
-                ]
+                found = [self._and_cached(turn, cached) for turn in found]
                 found.append(Turn(cached, MEMCPY, region, self._memcpy, loads=True))
             turns += found
         if shape == SHAPES[0]:
@@ -264,11 +261,16 @@ class Bench:
             turns += self._loaders(in_pages(FRESH, PAGES[1]), None, {OURS[0]: 1}, peers)
         return turns
 
+    def _and_cached(self, turn: Turn, row: str) -> Turn:
+        """Let another turn follow with the file in the page cache, where it has its memory."""
+        ready, copies = self._warm(turn.name), turn.copies - 1
+        return replace(turn, cached=replace(turn, row=row, ready=ready, copies=copies))
+
     def _loaders(
         self, row: str, region: Region | None, ours: Mapping[str, int], peers: Sequence[Peer]
     ) -> list[Turn]:
         calls = {name: (partial(self._load, name), copies) for name, copies in ours.items()}
-        calls |= {peer.name: (self._by(peer), 2) for peer in peers}
+        calls |= {peer.name: (self._by(peer), peer.copies) for peer in peers}
         return [
             Turn(row, name, region, call, copies=copies, loads=True)
             for name, (call, copies) in calls.items()

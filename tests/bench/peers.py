@@ -20,13 +20,15 @@ Arrays = Mapping[str, Any]
 class Peer(NamedTuple):
     """`call` is given the folder, the arrays, and the whole region as one array.
 
-    `file` is what it writes or reads there.
+    `file` is what it writes or reads there. `copies` of its bytes take memory: one in the page
+    cache, and of most another one of their own.
     """
 
     name: str
     module: str
     file: str
     call: Callable[[Path, Arrays, Any], None]
+    copies: int = 2
 
 
 def _durable(path: Path) -> None:
@@ -124,15 +126,15 @@ def _instanttensor_load(folder: Path, arrays: Arrays, _: Any) -> None:
 
 
 SAVERS = (
-    Peer("numpy", "numpy", "a.npy", _numpy_save),
+    Peer("numpy", "numpy", "a.npy", _numpy_save, 1),
     Peer("safetensors", "safetensors", "a.safetensors", _safetensors_save),
     Peer("torch", "torch", "a.pt", _torch_save),
     Peer("tensorizer", "tensorizer", "a.tensors", _tensorizer_save),
 )
 LOADERS = (
-    Peer("numpy mmap", "numpy", "a.npy", _numpy_load),
+    Peer("numpy mmap", "numpy", "a.npy", _numpy_load, 1),
     Peer("safetensors", "safetensors", "a.safetensors", _safetensors_load),
-    Peer("torch", "torch", "a.pt", _torch_load),
+    Peer("torch", "torch", "a.pt", _torch_load, 1),
     Peer("run:ai streamer", "runai_model_streamer", "a.safetensors", _runai_load),
     Peer("fastsafetensors", "fastsafetensors", "a.safetensors", _fastsafetensors_load),
     Peer("tensorizer", "tensorizer", "a.tensors", _tensorizer_load),
