@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from gms.adapters.backends import find_backend
+from gms.adapters.buffers import buffer_pages
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
 from gms.transfer_child.save import write_part
@@ -115,7 +116,7 @@ class Bench:
             for shape, count in zip(SHAPES, (1, SMALL), strict=True)
         }
         self.pages = kinds
-        self.staging = [disk.huge_pages() for _ in range(CHUNKS)]
+        self.staging = [buffer_pages(CHUNK_BYTES) for _ in range(CHUNKS)]
         self.absent: dict[str, str] = {}
         self.wanted: dict[int, bytes] = {}
         self.begin = self.said = 0.0
@@ -199,7 +200,8 @@ class Bench:
             if turn.loads and turn.region:
                 region.spoil()
             gc.collect()
-            recycle((turn.copies + (turn.region is None)) * self.size + 512 * MIB)
+            room = min(512 * MIB, 4 * self.size)
+            recycle((turn.copies + (turn.region is None)) * self.size + room)
             try:
                 self._timed(turn, region)
                 if turn.loads and region.looked_at() != self.wanted[len(region.infos)]:

@@ -128,18 +128,19 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
         share = median(limits[fastest(limits)]) / median(rivals[best])
         least = goal.more if share < goal.below else goal.least
         why = f"{best} is at {share:.2f} of the limit"
+        if share * least > 1:
+            why += f", which itself is {1 / share:.2f} x as fast"
     ratio = median(rivals[best]) / median(ours)
-    is_met = ratio >= least
     # A peer that needs more of the processors than we do suffers more from others than we do; a
     # probe of the disk suffers less.
-    verdict, doubt = decided(
-        is_met=is_met,
-        samples={OURS: ours, best: rivals[best]},
+    verdict, reason = decided(
+        ratio / least,
+        {OURS: ours, best: rivals[best]},
         others=others,
         suffers=goal.against == goal.row,
     )
     what = goal.what if best in goal.what else f"{goal.what} ({best})"
-    reasons = "; ".join(filter(None, (why, doubt)))
+    reasons = "; ".join(filter(None, (why, reason)))
     return Judged(of, goal.row, what, f"≥ {least:g} x", f"{ratio:.2f} x", verdict, reasons)
 
 
@@ -166,9 +167,7 @@ def judged_calls(results: Calls) -> list[Judged]:
             found.append(Judged(of, row, "time", wanted, "", "not measured", "it was not run"))
             continue
         taken = median(samples)
-        verdict, why = decided(
-            is_met=taken <= most, samples={"gms": samples}, others=results.others, suffers=False
-        )
+        verdict, why = decided(most / taken, {"gms": samples}, others=results.others, suffers=False)
         found.append(Judged(of, row, "time", wanted, f"{taken * 1e3:.2f} ms", verdict, why))
     return found
 
@@ -182,8 +181,8 @@ def judged_bound(of: str, bound: Bound, seconds: Rows, others: float) -> Judged:
     ratio = median(ours) / median(rival)
     verdict: Verdict
     verdict, why = decided(
-        is_met=ratio <= bound.most,
-        samples={"gms": ours, bound.rival: rival},
+        bound.most / ratio,
+        {"gms": ours, bound.rival: rival},
         others=others,
         suffers=bound.rival == AIO and bound.row == P99,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gms.adapters.buffers import buffer_pages
-from gms.adapters.syscalls import is_mapped, populate
+from gms.adapters.syscalls import populate
 from snapback_client.frames import aligned
 from snapback_client.reservation import HUGE_PAGE
 
@@ -74,7 +74,8 @@ def recycle(size: int) -> None:
     """Touch and release memory, so that what is allocated next is known to be there.
 
     A virtual machine may give free pages back to its host. Who gets such a page waits for the host,
-    and the processor-seconds of that are charged to whoever happens to be the next.
+    and the processor-seconds of that are charged to whoever happens to be the next. Needs
+    Linux 5.14; before, nothing is touched.
     """
     size = min(size, available_bytes() - _KEPT_BYTES)
     if size <= 0:
@@ -87,14 +88,8 @@ def recycle(size: int) -> None:
         each = aligned(-(-size // cores), HUGE_PAGE)
         with ThreadPoolExecutor(cores) as pool:
             for at in range(0, size, each):
-                pool.submit(_touch, begin + at, min(each, size - at))
-
-
-def _touch(address: int, size: int) -> None:
-    populate(address, size)
-    if not is_mapped(address):
-        # Linux before 5.14.
-        ctypes.memset(address, 0, size)
+                # Ctrl-C may unmap the pages meanwhile: this call then fails; a write would kill.
+                pool.submit(populate, begin + at, min(each, size - at))
 
 
 def available_bytes() -> int:

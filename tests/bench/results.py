@@ -113,14 +113,15 @@ def hand_over(count: int) -> str:
 
 
 def decided(
-    *, is_met: bool, samples: Mapping[str, Sequence[float]], others: float, suffers: bool
+    share: float, samples: Mapping[str, Sequence[float]], *, others: float, suffers: bool
 ) -> tuple[Verdict, str]:
-    """Judge a ratio of samples, and say what keeps it from being judged.
+    """Judge what samples come to, as a share of what is wanted, and say why.
 
     What others on the machine, or the disk, may have brought about is inconclusive. `suffers` when
     the one that is compared with loses more by others than we do: then they may also have made a
     ratio look better than it is.
     """
+    is_met = share >= 1
     fewest = min(map(len, samples.values()))
     if fewest < ROUNDS:
         return "inconclusive", f"{fewest} of {ROUNDS} rounds"
@@ -129,7 +130,7 @@ def decided(
     widest = max(samples, key=lambda name: spread(samples[name]))
     if not is_met and (width := spread(samples[widest])) > NOISE:
         return "inconclusive", f"half of the samples of {widest} spread over {width:.0%}"
-    return ("met" if is_met else "missed"), ""
+    return ("met", "") if is_met else ("missed", f"{1 - share:.0%} short of it")
 
 
 def spread(samples: Sequence[float]) -> float:
