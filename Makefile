@@ -167,9 +167,10 @@ resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20,
 	RESUMED_SAVES=$(or $(COUNT),20) RESUMED_SAVES_MIB=$(or $(SIZE_MIB),256) \
 		$(BIN)/pytest -q -k writes_again tests/integration/gms/test_resumed_saves.py
 
-bench-gms: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure saves, loads and sessions (SIZE_MIB="1024 4096", ROUNDS=5, PEERS=1, JSON=file)
+bench-gms: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure saves, loads and sessions (SIZE_MIB="1024 4096", ROUNDS=5, PEERS=1, JSON=file, HUGE=0; SHORT=1 tries each row and writes no page)
 	$(BIN)/python -m tests.bench gms --size-mib $(or $(SIZE_MIB),1024) \
-		--rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
+		--rounds $(or $(ROUNDS),5) $(if $(SHORT),--short,--page docs/benchmarks.md) \
+		$(if $(filter 0,$(HUGE)),--no-huge-pages) \
 		$(if $(PEERS),--peers .peers) $(if $(JSON),--json $(JSON))
 
 bench-operator: $(STAMP) $(if $(CLUSTER),$(if $(PEERS),.peers/.installed)) ## Measure what the operator costs beside many objects (COUNT=10000, JSON=file, CLUSTER=1 PEERS=1 on an API server)
@@ -177,8 +178,8 @@ bench-operator: $(STAMP) $(if $(CLUSTER),$(if $(PEERS),.peers/.installed)) ## Me
 		--page docs/benchmarks.md $(if $(JSON),--json $(JSON)) \
 		$(if $(CLUSTER),$(if $(PEERS),--peers .peers))
 
-bench-sessions: $(STAMP) ## Measure calls of GMS sessions beside grpc.aio alone (ROUNDS=5)
-	$(BIN)/python -m tests.bench sessions --rounds $(or $(ROUNDS),5)
+bench-sessions: $(STAMP) ## Measure calls of GMS sessions beside gRPC alone (ROUNDS=5, JSON=file)
+	$(BIN)/python -m tests.bench sessions --rounds $(or $(ROUNDS),5) $(if $(JSON),--json $(JSON))
 
 bench-bus: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure orders and reports over NATS (ROUNDS=5, PEERS=1, JSON=file)
 	$(BIN)/python -m tests.bench.bus --rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \

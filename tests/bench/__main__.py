@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 
+from snapback_client.reservation import HUGE_PAGE
 from tests.bench import output, sessions
-from tests.bench.gms import SMALL, Bench
-from tests.bench.machine import describe
-from tests.bench.results import Results, Transfers, judged, renewed
+from tests.bench.gms import FILES, SMALL, Bench
+from tests.bench.goals import judged
+from tests.bench.machine import available_bytes, describe, huge_pages_set_aside
+from tests.bench.page import renewed
+from tests.bench.regions import MIB
+from tests.bench.results import Results, Transfers
+
+SHORT = {"size_mib": [256], "rounds": 2, "calls": 300}
+"""What a short run measures. It decides nothing, and shows that each row works."""
 
 
 def main() -> int:
@@ -26,8 +34,12 @@ def main() -> int:
     gms.add_argument(
         "--size-mib", type=int, nargs="+", default=[1024], help="of the weights, one or more (1024)"
     )
+    gms.add_argument("--short", action="store_true", help="256 MiB, 2 rounds; decides nothing")
     gms.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
     gms.add_argument("--peers", type=Path, help="a folder in which pip has installed more peers")
+    gms.add_argument(
+        "--no-huge-pages", action="store_true", help="do not have the host set huge pages aside"
+    )
     alone = commands.add_parser("sessions", help="calls of a session beside grpc.aio alone")
     for command in (gms, alone):
         command.add_argument("--rounds", type=int, default=5)
@@ -43,6 +55,8 @@ def main() -> int:
         except (OSError, msgspec.MsgspecError) as error:
             parser.error(f"{arguments.file} holds no results: {error}")
         return report(results)
+    if arguments.command == "gms" and arguments.short:
+        vars(arguments).update(SHORT)
     check_request(parser, arguments)
     results = measured(arguments)
     output.write(arguments.json, None, results)
@@ -69,6 +83,17 @@ def check_request(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         folder = getattr(arguments, name)
         if folder is not None and not folder.is_dir():
             parser.error(f"--{name} {folder}: there is no such folder")
+    largest = max(arguments.size_mib) * MIB
+    needs = {
+        "bytes free on the disk": (shutil.disk_usage(arguments.folder).free, FILES * largest),
+        "bytes of memory available": (available_bytes(), 5 * largest),
+    }
+    for what, (found, needed) in needs.items():
+        if found < needed:
+            parser.error(
+                f"--size-mib is {largest // MIB}: {needed // MIB} MiB are needed, and there are "
+                f"{found // MIB} MiB of {what}"
+            )
 
 
 def measured(arguments: argparse.Namespace) -> Results:
@@ -87,18 +112,29 @@ def measured(arguments: argparse.Namespace) -> Results:
 
 def transferred(arguments: argparse.Namespace, size: int) -> Transfers:
     """Measure saves and loads of one size. Its memory is given back before the next."""
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
-        bench = Bench(Path(folder), size, arguments.rounds, output.say)
-        with contextlib.closing(bench.memory):
-            return bench.run()
+    with (
+        huge_pages_set_aside(0 if arguments.no_huge_pages else size + HUGE_PAGE) as are_there,
+        tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder,
+        contextlib.closing(
+            Bench(
+                Path(folder),
+                size,
+                arguments.rounds,
+                output.say,
+                in_huge_pages=are_there and not arguments.no_huge_pages,
+            )
+        ) as bench,
+    ):
+        return bench.run()
 
 
 def report(results: Results) -> int:
     """Print every verdict and give the exit status."""
     found = judged(results)
     for line in found:
-        what = f"{line.row:32} {line.what:34} {line.wanted:10} {line.found}"
-        print(f"{line.verdict:13} {line.of:9} {what}")
+        what = f"{line.row:46} {line.what:34} {line.wanted:10} {line.found}"
+        why = f" ({line.why})" if line.why else ""
+        print(f"{line.verdict:13} {line.of:9} {what}{why}")
     return 1 if any(line.verdict == "missed" for line in found) else 0
 
 

@@ -38,7 +38,7 @@ from snapshot_shared.artifact import FileEntry
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef
 from tests.bench import output
-from tests.bench.gms import huge_pages, raw_transfer
+from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.machine import Watch, describe, new_memory
 from tests.bench.results import NOISE, OTHERS, Judged, Verdict, spread
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import gc
 import mmap
 import os
-import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import xxhash
 
 from gms.adapters.backends import find_backend
@@ -23,81 +23,103 @@ from gms.adapters.buffers import buffer_pages
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
 from gms.transfer_child.save import write_part
-from snapback_client.frames import AllocationInfo, aligned
-from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.orders import LayoutRef
-from tests.bench.machine import Watch, huge_bytes_free, new_memory
-from tests.bench.peers import LOADERS, SAVERS, Peer
-from tests.bench.results import SHAPES, STEPS, Rows, Transfers, size_text
+from tests.bench import disk
+from tests.bench.machine import Watch, recycle, reported_bytes, rotated
+from tests.bench.peers import LOADERS, SAVERS, Peer, tried
+from tests.bench.regions import CHUNKS, MIB, Memory, Region
+from tests.bench.results import (
+    CACHED,
+    FRESH,
+    MEMCPY,
+    PAGES,
+    SHAPES,
+    STEPS,
+    Rows,
+    Transfers,
+    in_pages,
+    limit_of,
+    loading,
+    probe_of,
+    profile_of,
+    saving,
+    size_text,
+)
 
-MIB = 1024 * 1024
 UID = "00000000-0000-4000-8000-00000000000"
 OURS = ("posix-direct", "posix-buffered")
-THREADS = 4
+LOOKED_AT = (SHAPES[0], PAGES[1])
+THREADS: int = next(x.default for x in msgspec.structs.fields(SaveTask) if x.name == "threads")
+PROBES = sorted({4, 8, 16, THREADS, LOAD_THREADS})
+"""Threads of a raw probe."""
+
 SMALL = 2000
-WINDOW = 4 * MIB
-"""What a load reads in one request."""
+OTHERS = {"fio", *(peer.name for peer in (*SAVERS, *LOADERS))}
+"""Those without which a run goes on."""
+
+LARGE_ALONE = {"tensorizer"}
+"""It digests with SHA-256: 2,000 small allocations would take a tenth of a whole run."""
+
+FILES = 9
+"""As many files with all bytes are on the disk at the same time."""
 
 
-class Memory:
-    """Memory of a simulated device, in huge pages or in ordinary ones."""
-
-    def __init__(self, size: int, *, in_huge_pages: bool = False) -> None:
-        self.in_huge_pages = in_huge_pages
-        whole = aligned(size, HUGE_PAGE)
-        self.descriptor = new_memory(whole, in_huge_pages=in_huge_pages)
-        self.map = mmap.mmap(self.descriptor, whole)
-        self.bytes = memoryview(self.map)[:size]
-        self.array = np.frombuffer(self.bytes, dtype="u1")
-
-    def fill(self) -> None:
-        """Put random bytes everywhere, which also touches every page."""
-        rng = np.random.default_rng(1)
-        for start in range(0, len(self.array), CHUNK_BYTES):
-            part = self.array[start : start + CHUNK_BYTES]
-            part[:] = np.frombuffer(rng.bytes(len(part)), dtype="u1")
-
-    def close(self) -> None:
-        """Release the memory; views keep it."""
-        os.close(self.descriptor)
+def _nothing(_: Region) -> None:
+    pass
 
 
-class Region:
-    """Allocations side by side in memory, each on pages of its own."""
+@dataclass(frozen=True)
+class Turn:
+    """One contender of a row, in memory that it is given; `ready` is not timed.
 
-    def __init__(self, memory: Memory, count: int) -> None:
-        self.memory = memory
-        step = len(memory.bytes) // count
-        each = step - (count > 1)
-        self.infos = [
-            AllocationInfo(id=f"a{slot}", size=each, aligned=step, tag="", slot=slot)
-            for slot in range(count)
-        ]
-        whole = memory.bytes
-        self.views = [whole[slot * step : slot * step + each] for slot in range(count)]
-        self.arrays = {
-            info.id: np.frombuffer(view, dtype="u1")
-            for info, view in zip(self.infos, self.views, strict=True)
-        }
+    `region` is None for new memory in ordinary pages. `call` may return seconds by its own clock.
+    `copies` says how often it may need the memory that its bytes take: for the page cache, and for
+    a copy of its own. Another turn of the same contender may come right after, with the files in
+    the page cache.
+    """
+
+    row: str
+    name: str
+    region: Region | None
+    call: Callable[[Region], float | None]
+    ready: Callable[[Region], None] = _nothing
+    copies: int = 0
+    loads: bool = False
+    cached: Turn | None = None
 
 
 class Bench:
     """One run: contenders take turns in a folder of the disk that is measured."""
 
-    def __init__(self, folder: Path, size: int, rounds: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        rounds: int,
+        say: Callable[[str], None],
+        *,
+        in_huge_pages: bool,
+    ) -> None:
         self.folder, self.rounds, self.say = folder, rounds, say
         # Whole pages for every one of many allocations.
         self.size = size - size % (SMALL * mmap.PAGESIZE)
         self.seconds: Rows = {}
         self.cpu: Rows = {}
-        self.memory = Memory(self.size, in_huge_pages=huge_bytes_free() >= self.size + HUGE_PAGE)
+        kinds = [pages for pages in PAGES if in_huge_pages or pages != "huge"]
+        self.memories = [Memory(self.size, in_huge_pages=pages == "huge") for pages in kinds]
         self.regions = {
-            shape: Region(self.memory, n) for shape, n in zip(SHAPES, (1, SMALL), strict=True)
+            (pages, shape): Region(memory, count)
+            for pages, memory in zip(kinds, self.memories, strict=True)
+            for shape, count in zip(SHAPES, (1, SMALL), strict=True)
         }
-        self.staging = [huge_pages() for _ in range(max(2 * THREADS, LOAD_THREADS))]
+        self.pages = kinds
+        self.staging = [buffer_pages(CHUNK_BYTES) for _ in range(CHUNKS)]
+        self.absent: dict[str, str] = {}
+        self.wanted: dict[int, bytes] = {}
+        self.begin = self.said = 0.0
         self.layout = LayoutRef(
             device="GPU-1",
             incarnation="i",
@@ -107,135 +129,213 @@ class Bench:
             bytes=self.size,
         )
 
+    def close(self) -> None:
+        """Release the memory; views keep it."""
+        gc.unfreeze()
+        for memory in self.memories:
+            memory.close()
+
     def run(self) -> Transfers:
         """Measure everything."""
-        self.memory.fill()
-        watch = Watch()
-        for number in range(1, self.rounds + 1):
-            self.say(f"{size_text(self.size)}: round {number} of {self.rounds}")
-            for shape, region in self.regions.items():
-                self._saves(shape, region)
-                self._loads(shape, region)
-        others = watch.others()
+        self.say(f"{size_text(self.size)}: fill memory, try each peer")
+        for memory in self.memories:
+            memory.fill()
+        for at, pages in enumerate(self.staging):
+            part = self.memories[0].bytes[at * CHUNK_BYTES :][:CHUNK_BYTES]
+            pages[: len(part)] = part
+        for region in self.regions.values():
+            self.wanted[len(region.infos)] = region.looked_at()
+        self.absent = tried(self.folder, SAVERS, LOADERS)
+        if not disk.has_fio():
+            self.absent["fio"] = "not installed"
+        for name, why in self.absent.items():
+            self.say(f"{name} is left out: {why}")
+        # What is imported by now stays, and need not be looked at before each turn.
+        gc.freeze()
+        groups = [group(shape) for shape in SHAPES for group in (self._saves, self._loads)]
+        watch, reported, self.begin = Watch(), reported_bytes(), time.monotonic()
+        total, done = self.rounds * sum(map(len, groups)), 0
+        for number in range(self.rounds):
+            for turns in groups:
+                for turn in rotated(turns, number, self.rounds):
+                    self._say(number, turn, done / total)
+                    disk.drop(self.folder)
+                    self._take(turn)
+                    done += 1
+        others, now = watch.others(), reported_bytes()
         again, extra = self._counted()
         return Transfers(
             size=self.size,
             seconds=self.seconds,
             cpu=self.cpu,
-            in_huge_pages=self.memory.in_huge_pages,
+            absent=self.absent,
             others=others,
+            reported=None if now is None or reported is None else now - reported,
             written_again=again,
             extra_bytes=extra,
             extra_limit=THREADS * CHUNK_BYTES + 32 * MIB,
+            threads={"save": THREADS, "load": LOAD_THREADS},
         )
 
-    @contextlib.contextmanager
-    def _timed(self, row: str, contender: str) -> Iterator[None]:
+    def _say(self, number: int, turn: Turn, share: float) -> None:
+        """Say at the beginning, and then every ten seconds, how far the run is."""
+        now = time.monotonic()
+        if share and now < self.said + 10:
+            return
+        self.said = now
+        text = f"{size_text(self.size)}: round {number + 1} of {self.rounds}, {share:.0%}"
+        if share:
+            text += f", about {(now - self.begin) * (1 / share - 1):.0f} s left"
+        self.say(f"{text}: {turn.row}, {turn.name}")
+
+    def _take(self, turn: Turn) -> None:
+        """Let a contender have its turn, on memory that is there."""
+        if turn.name in self.absent:
+            return
+        with contextlib.ExitStack() as stack:
+            region = turn.region
+            if region is None:
+                region = Region(stack.enter_context(contextlib.closing(Memory(self.size))), 1)
+            turn.ready(region)
+            if turn.loads and turn.region:
+                region.spoil()
+            gc.collect()
+            room = min(512 * MIB, 4 * self.size)
+            recycle((turn.copies + (turn.region is None)) * self.size + room)
+            try:
+                self._timed(turn, region)
+                if turn.loads and region.looked_at() != self.wanted[len(region.infos)]:
+                    raise RuntimeError(f"{turn.row}: {turn.name} brought other bytes")
+            except Exception as error:
+                if turn.name not in OTHERS:
+                    raise
+                self._leave_out(turn.name, f"{type(error).__name__}: {error}")
+                region.memory.fill()
+        if turn.cached:
+            self._take(turn.cached)
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """Go on without one that failed: what it has done so far compares with nothing."""
+        self.say(f"{name} is left out: {why}")
+        self.absent[name] = why.partition("\n")[0]
+        for rows in (self.seconds, self.cpu):
+            for row in rows.values():
+                row.pop(name, None)
+
+    def _timed(self, turn: Turn, region: Region) -> None:
         begin, before = time.perf_counter(), os.times()
-        yield
+        own = turn.call(region)
         taken, after = time.perf_counter() - begin, os.times()
-        self.seconds.setdefault(row, {}).setdefault(contender, []).append(taken)
-        used = after.user - before.user + after.system - before.system
-        self.cpu.setdefault(row, {}).setdefault(contender, []).append(used)
+        row = self.seconds.setdefault(turn.row, {})
+        row.setdefault(turn.name, []).append(taken if own is None else own)
+        if own is None:
+            used = after.user - before.user + after.system - before.system
+            self.cpu.setdefault(turn.row, {}).setdefault(turn.name, []).append(used)
 
-    def _absent(self, row: str, contender: str) -> None:
-        self.seconds.setdefault(row, {}).setdefault(contender, [])
+    def _saves(self, shape: str) -> list[Turn]:
+        row = saving(shape)
+        turns = self._limits(row, os.pwritev, "write")
+        for pages in self.pages:
+            region, key = self.regions[pages, shape], in_pages(row, pages)
+            calls = {
+                name: (partial(self._save, name), name, copies)
+                for name, copies in _ours(shape, pages).items()
+            }
+            calls |= {x.name: (self._by(x), x.file, x.copies) for x in self._present(SAVERS, shape)}
+            for name, (call, file, copies) in calls.items():
+                turns.append(Turn(key, name, region, call, self._gone(file), copies))
+        return turns
 
-    def _saves(self, shape: str, region: Region) -> None:
-        row = f"save, {shape}"
-        self._limits(row, os.pwritev)
-        self._fio(row, "write")
-        for backend in OURS:
-            shutil.rmtree(self.folder / backend, ignore_errors=True)
-            with self._timed(row, backend):
-                self.save(backend, region)
-        for peer in SAVERS:
-            if not peer.is_installed:
-                self._absent(row, peer.name)
-                continue
-            with self._timed(row, peer.name):
-                peer.call(self.folder, region.arrays, self.memory.array)
+    def _loads(self, shape: str) -> list[Turn]:
+        row = loading(shape)
+        turns = self._limits(row, os.preadv, "read")
+        for pages in self.pages:
+            region, cached = self.regions[pages, shape], in_pages(CACHED, pages)
+            peers = self._present(LOADERS, shape)
+            found = self._loaders(in_pages(row, pages), region, _ours(shape, pages), peers)
+            if shape == SHAPES[0]:
+                found = [self._and_cached(turn, cached) for turn in found]
+                found.append(Turn(cached, MEMCPY, region, self._memcpy, loads=True))
+            turns += found
+        if shape == SHAPES[0]:
+            # New memory costs each the same, and the slowest one the run most.
+            peers = self._present(LOADERS, SHAPES[1])
+            turns += self._loaders(in_pages(FRESH, PAGES[1]), None, {OURS[0]: 1}, peers)
+        return turns
 
-    def _limits(self, row: str, call: Callable[..., int]) -> None:
-        whole = self.memory.bytes
-        scattered = [whole[at : at + CHUNK_BYTES] for at in range(0, self.size, CHUNK_BYTES)]
-        for name, memory in (("raw", scattered), ("raw, huge pages", self.staging)):
-            with self._timed(row, name):
-                raw_transfer(self.folder / "raw", memory, self.size, call)
+    def _and_cached(self, turn: Turn, row: str) -> Turn:
+        """Let another turn follow with the file in the page cache, where it has its memory."""
+        ready, copies = self._warm(turn.name), turn.copies - 1
+        return replace(turn, cached=replace(turn, row=row, ready=ready, copies=copies))
 
-    def _loads(self, shape: str, region: Region) -> None:
-        cold = f"load, cold, pooled, {shape}"
-        self._limits(cold, os.preadv)
-        for step, name in enumerate(STEPS):
-            with self._timed(cold, name):
-                self._windows(digested=step > 0, copied=step > 1)
-        self._fio(cold, "read")
-        for backend in OURS:
-            self._drop()
-            with self._timed(cold, backend):
-                self.load(backend, region)
-        for peer in LOADERS:
-            self._peer(cold, peer, region, is_cold=True)
-        if shape != SHAPES[0]:
-            return
-        cached = f"load, cached, {shape}"
-        for backend in OURS:
-            self._warm(backend)
-            with self._timed(cached, backend):
-                self.load(backend, region)
-        for peer in LOADERS:
-            self._peer(cached, peer, region, is_cold=False)
-        fresh = f"load, cold, fresh, {shape}"
-        for backend in OURS:
-            self._fresh(fresh, backend)
-        for peer in LOADERS:
-            self._fresh(fresh, peer)
+    def _loaders(
+        self, row: str, region: Region | None, ours: Mapping[str, int], peers: Sequence[Peer]
+    ) -> list[Turn]:
+        calls = {name: (partial(self._load, name), copies) for name, copies in ours.items()}
+        calls |= {peer.name: (self._by(peer), peer.copies) for peer in peers}
+        return [
+            Turn(row, name, region, call, copies=copies, loads=True)
+            for name, (call, copies) in calls.items()
+        ]
 
-    def _fresh(self, row: str, contender: str | Peer) -> None:
-        """Load into new memory in ordinary pages, which is gone afterwards; ours a second time."""
-        with contextlib.closing(Memory(self.size)) as memory:
-            region = Region(memory, 1)
-            if isinstance(contender, Peer):
-                self._peer(row, contender, region, is_cold=True)
-                return
-            self._drop()
-            with self._timed(row, contender):
-                self.load(contender, region)
-            if self.memory.in_huge_pages:
-                self._drop()
-                with self._timed("load, cold, pooled, ordinary pages", contender):
-                    self.load(contender, region)
+    def _present(self, peers: Sequence[Peer], shape: str) -> list[Peer]:
+        left_out = {*self.absent, *(LARGE_ALONE if shape != SHAPES[0] else ())}
+        return [peer for peer in peers if peer.name not in left_out]
 
-    def _peer(self, row: str, peer: Peer, region: Region, *, is_cold: bool) -> None:
-        if not peer.is_installed:
-            self._absent(row, peer.name)
-            return
-        if is_cold:
-            self._drop()
-        else:
-            peer.call(self.folder, region.arrays, region.memory.array)
-        with self._timed(row, peer.name):
-            peer.call(self.folder, region.arrays, region.memory.array)
+    def _limits(self, row: str, call: Callable[..., int], verb: str) -> list[Turn]:
+        """Return the probes that take turns with a row, and once a round the profile."""
+        files, key = disk.files_of(self.size), limit_of(row)
+        # The memory is that of the probe.
+        region = self.regions[self.pages[0], SHAPES[0]]
 
-    def _windows(self, *, digested: bool, copied: bool) -> None:
-        """Read the raw file with the requests and threads of a load, and do some of the rest."""
-        free, region = list(self.staging), _address(self.memory.map)
-        raw = os.open(self.folder / "raw", os.O_RDONLY | os.O_DIRECT)
-        with opened(raw) as fd, ThreadPoolExecutor(LOAD_THREADS) as pool:
+        def probe(threads: int, work: disk.Work | None, _: Region) -> None:
+            path = self.folder / "raw"
+            disk.raw_transfer(
+                path, self.staging, self.size, call, threads=threads, files=files, work=work
+            )
 
-            def move(at: int) -> int:
-                pages = free.pop()
-                view = memoryview(pages)[: min(WINDOW, self.size - at)]
-                done = os.preadv(fd, [view], at)
-                if digested:
-                    xxhash.xxh3_128_digest(view)
-                if copied:
-                    ctypes.memmove(region + at, _address(pages), len(view))
-                view.release()
-                free.append(pages)
-                return done
+        def fio(_: Region) -> float:
+            return disk.fio_seconds(self.folder, self.size, verb, files)
 
-            assert sum(pool.map(move, range(0, self.size, WINDOW))) == self.size
+        gone = self._gone(*(f"raw-{n}" for n in range(files)), "raw")
+        ready = gone if verb == "write" else _nothing
+        turns = [
+            Turn(key, probe_of(threads), region, partial(probe, threads, None), ready)
+            for threads in PROBES
+        ]
+        if "fio" not in self.absent:
+            turns.append(Turn(key, "fio", region, fio))
+        if SHAPES[0] in row:
+            threads = THREADS if verb == "write" else LOAD_THREADS
+            works: list[disk.Work] = [_digest, self._digest_and_copy]
+            profile = profile_of("save" if verb == "write" else "load")
+            for name, work in zip(STEPS, works, strict=True):
+                turns.append(Turn(profile, name, region, partial(probe, threads, work), ready))
+        return turns
+
+    def _digest_and_copy(self, chunk: memoryview, at: int) -> None:
+        """Do what a transfer does for ordinary pages. The region keeps its bytes."""
+        _digest(chunk, at)
+        _move(_address(self.memories[-1].map) + at, chunk)
+
+    def _memcpy(self, region: Region) -> None:
+        """Copy in one thread, and look at nothing."""
+        to = _address(region.memory.map)
+        for at in range(0, self.size, CHUNK_BYTES):
+            whole = memoryview(self.staging[at // CHUNK_BYTES % CHUNKS])
+            _move(to + at, whole[: self.size - at])
+
+    def _gone(self, *names: str) -> Callable[[Region], None]:
+        return lambda _: disk.removed(self.folder, *names)
+
+    def _by(self, peer: Peer) -> Callable[[Region], None]:
+        return lambda region: peer.call(self.folder, region.arrays, region.memory.array)
+
+    def _save(self, backend: str, region: Region) -> None:
+        self.save(backend, region)
+
+    def _load(self, backend: str, region: Region) -> None:
+        self.load(backend, region)
 
     def save(self, backend: str, region: Region, *, content: int = 0) -> TransferDone:
         """Save as GMS does, in a part of its own."""
@@ -248,7 +348,6 @@ class Bench:
             generation=1,
             part="gpu-0",
             deadline_s=60.0,
-            threads=THREADS,
             backend=backend,
             order=f"save-{UID}{content}-gpu-0",
             fence_token="t",
@@ -283,36 +382,22 @@ class Bench:
     def _part(self, backend: str) -> Path:
         return self.folder / backend / "default" / f"{UID}0" / "gen-1" / "gpu-0"
 
-    def _drop(self) -> None:
-        """Take all files of the run out of the page cache; every one of them is on the disk."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                with opened(os.open(path, os.O_RDONLY)) as fd:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    def _warm(self, name: str) -> Callable[[Region], None]:
+        """Return what brings the files that a contender reads into the page cache."""
 
-    def _warm(self, backend: str) -> None:
-        for path in self._part(backend).iterdir():
-            with path.open("rb") as file:
-                while file.read(CHUNK_BYTES):
-                    pass
+        def warm(_: Region) -> None:
+            files = {peer.name: self.folder / peer.file for peer in LOADERS}
+            paths = [files[name]] if name in files else [*self._part(name).iterdir()]
+            for path in paths:
+                with path.open("rb") as file:
+                    while file.read(CHUNK_BYTES):
+                        pass
 
-    def _fio(self, row: str, verb: str) -> None:
-        if not shutil.which("fio"):
-            self._absent(row, "fio")
-            return
-        if verb == "write":
-            # What a save writes is new.
-            (self.folder / "fio").unlink(missing_ok=True)
-        command = ["fio", "--name=limit", f"--rw={verb}", "--direct=1", "--bs=8M", "--iodepth=16"]
-        command += ["--ioengine=libaio", f"--size={self.size}", "--end_fsync=1"]
-        command += [f"--filename={self.folder / 'fio'}", "--output-format=json"]
-        found = subprocess.run(command, check=True, capture_output=True, text=True)
-        speed = json.loads(found.stdout)["jobs"][0][verb]["bw_bytes"]
-        self.seconds.setdefault(row, {}).setdefault("fio", []).append(self.size / speed)
+        return warm
 
     def _counted(self) -> tuple[float, dict[str, int]]:
-        backend, region = OURS[0], self.regions[SHAPES[1]]
-        shutil.rmtree(self.folder / backend, ignore_errors=True)
+        backend, region = OURS[0], self.regions[self.pages[0], SHAPES[1]]
+        disk.removed(self.folder, backend)
         before = highest = private_bytes()
 
         def look(_: object) -> int:
@@ -340,35 +425,26 @@ class Bench:
         return saving.result()
 
 
+def _ours(shape: str, pages: str) -> dict[str, int]:
+    """Return what of ours takes part in a row, and how many copies of the bytes each may need.
+
+    The second is for file systems that know no direct I/O, and looked at once.
+    """
+    return dict(zip(OURS, (1, 2), strict=True)) if (shape, pages) == LOOKED_AT else {OURS[0]: 1}
+
+
 def private_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 
-def raw_transfer(path: Path, memory: Sequence[Any], size: int, call: Callable[..., int]) -> None:
-    """Do the least that moves the bytes: O_DIRECT from several threads, allocated, fsync.
-
-    Chunks of memory that are fewer than those of the file are used again and again.
-    """
-    is_new = call is os.pwritev
-    flags = os.O_RDWR | os.O_DIRECT | (os.O_CREAT | os.O_TRUNC if is_new else 0)
-    with opened(os.open(path, flags, 0o600)) as fd, ThreadPoolExecutor(THREADS) as pool:
-        if is_new:
-            os.posix_fallocate(fd, 0, size)
-
-        def move(at: int) -> int:
-            chunk = memoryview(memory[at // CHUNK_BYTES % len(memory)])
-            return call(fd, [chunk[: min(CHUNK_BYTES, size - at)]], at)
-
-        assert sum(pool.map(move, range(0, size, CHUNK_BYTES))) == size
-        os.fsync(fd)
+def _digest(chunk: memoryview, _: int) -> None:
+    xxhash.xxh3_128_digest(chunk)
 
 
-def huge_pages() -> mmap.mmap:
-    memory = buffer_pages(CHUNK_BYTES)
-    memory[:] = os.urandom(len(memory))
-    return memory
+def _move(to: int, chunk: memoryview) -> None:
+    ctypes.memmove(to, _address(chunk), len(chunk))
 
 
-def _address(memory: mmap.mmap) -> int:
+def _address(memory: Any) -> int:
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from gms.adapters.buffers import buffer_pages
+from gms.adapters.syscalls import populate
+from snapback_client.frames import aligned
 from snapback_client.reservation import HUGE_PAGE
+
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+REPORTED = "/sys/module/page_reporting/parameters/reported_kib"
+"""How much free memory the kernel of a virtual machine has reported to its host since the start;
+few kernels say so."""
+
+T = TypeVar("T")
+
+_KEPT_BYTES = 2**30
+"""Memory that is left to all other programs."""
 
 
 def huge_bytes_free() -> int:
@@ -22,6 +39,71 @@ def new_memory(size: int, *, in_huge_pages: bool) -> int:
     descriptor = os.memfd_create("bench", os.MFD_HUGETLB if in_huge_pages else 0)
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+def rotated(turns: Sequence[T], number: int, rounds: int) -> list[T]:
+    """Return the order of a round, numbered from 0: over all rounds each begins all along it."""
+    first = number * len(turns) // rounds
+    return [*turns[first:], *turns[:first]]
+
+
+@contextlib.contextmanager
+def huge_pages_set_aside(size: int, place: Path = NR_HUGEPAGES) -> Iterator[bool]:
+    """Have the host set aside huge pages for so many bytes, and yield whether they are free.
+
+    What was set aside here is given back at the end. Nothing changes where there are enough, or
+    where this process may not write to `place`, which is `vm.nr_hugepages`.
+    """
+    added = 0
+    try:
+        if (missing := -(-(size - huge_bytes_free()) // HUGE_PAGE)) > 0:
+            with contextlib.suppress(OSError):
+                before = int(place.read_text())
+                # Asked for once more, the kernel finds some that it did not find at once.
+                for _ in range(2):
+                    place.write_text(f"{before + missing}")
+                    added = int(place.read_text()) - before
+        yield huge_bytes_free() >= size
+    finally:
+        if added > 0:
+            # Others may have set aside more in the meantime.
+            place.write_text(f"{max(0, int(place.read_text()) - added)}")
+
+
+def recycle(size: int) -> None:
+    """Touch and release memory, so that what is allocated next is known to be there.
+
+    A virtual machine may give free pages back to its host. Who gets such a page waits for the host,
+    and the processor-seconds of that are charged to whoever happens to be the next. Needs
+    Linux 5.14; before, nothing is touched.
+    """
+    size = min(size, available_bytes() - _KEPT_BYTES)
+    if size <= 0:
+        return
+    with contextlib.closing(buffer_pages(size)) as pages:
+        # The view ends at once: a mapping with one cannot be closed.
+        begin = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
+        # The host brings pages to several processors at a time.
+        cores = os.cpu_count() or 1
+        each = aligned(-(-size // cores), HUGE_PAGE)
+        with ThreadPoolExecutor(cores) as pool:
+            for at in range(0, size, each):
+                # Ctrl-C may unmap the pages meanwhile: this call then fails; a write would kill.
+                pool.submit(populate, begin + at, min(each, size - at))
+
+
+def available_bytes() -> int:
+    """Give the bytes that may still be allocated before the kernel has to swap or to kill."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+
+
+def reported_bytes() -> int | None:
+    """Give the bytes of free memory that were reported to the host; None where nobody counts."""
+    try:
+        return int(Path(REPORTED).read_text()) * 1024
+    except (OSError, ValueError):
+        return None
 
 
 class Watch:

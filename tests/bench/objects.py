@@ -29,7 +29,8 @@ from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
 from snapshot_shared.orders import LayoutRef
-from tests.bench.gms import MIB, THREADS, UID, Memory, Region, private_bytes
+from tests.bench.gms import THREADS, UID, private_bytes
+from tests.bench.regions import MIB, Memory, Region
 from tests.support.s3_server import s3_server
 
 PLACE = part_path("default", f"{UID}0", 1, "gpu-0")

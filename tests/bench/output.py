@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tests.bench.results import with_section
+from tests.bench.page import with_section
 
 
 def say(text: str) -> None:
@@ -28,7 +29,11 @@ def write(json: Path | None, page: Path | None, results: Any, section: str = "")
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a benchmark and end with its status, or with that of a process that SIGINT has ended."""
+    """Run a benchmark and end with its status, or with that of a process that a signal has ended.
+
+    SIGTERM cleans up as ctrl-C does.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.suppress(KeyboardInterrupt):
         sys.exit(main())
     sys.exit(130)

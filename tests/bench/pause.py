@@ -34,7 +34,7 @@ from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters import worker_socket
 from tests.bench import output
-from tests.bench.gms import huge_pages, raw_transfer
+from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.machine import describe, huge_bytes_free, new_memory
 from tests.bench.results import NOISE, Judged, Verdict, spread
 from tests.support.live_cluster import LiveCluster, Session, find, pod, worker_pod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,20 +18,17 @@ Arrays = Mapping[str, Any]
 
 
 class Peer(NamedTuple):
-    """`call` is given the folder, the arrays, and the whole region as one array."""
+    """`call` is given the folder, the arrays, and the whole region as one array.
+
+    `file` is what it writes or reads there. `copies` of its bytes take memory: one in the page
+    cache, and of most another one of their own.
+    """
 
     name: str
     module: str
+    file: str
     call: Callable[[Path, Arrays, Any], None]
-
-    @property
-    def is_installed(self) -> bool:
-        """Import it, which is no part of what is measured."""
-        try:
-            importlib.import_module(self.module)
-        except ImportError:
-            return False
-        return True
+    copies: int = 2
 
 
 def _durable(path: Path) -> None:
@@ -57,6 +54,16 @@ def _torch_save(folder: Path, arrays: Arrays, _: Any) -> None:
 
     torch.save({name: torch.from_numpy(each) for name, each in arrays.items()}, folder / "a.pt")
     _durable(folder / "a.pt")
+
+
+def _tensorizer_save(folder: Path, arrays: Arrays, _: Any) -> None:
+    import torch
+    from tensorizer import TensorSerializer
+
+    serializer = TensorSerializer(str(folder / "a.tensors"))
+    serializer.write_state_dict({name: torch.from_numpy(each) for name, each in arrays.items()})
+    serializer.close()
+    _durable(folder / "a.tensors")
 
 
 def _numpy_load(folder: Path, _: Arrays, whole: Any) -> None:
@@ -102,15 +109,62 @@ def _fastsafetensors_load(folder: Path, arrays: Arrays, _: Any) -> None:
         loader.close()
 
 
+def _tensorizer_load(folder: Path, arrays: Arrays, _: Any) -> None:
+    from tensorizer import TensorDeserializer
+
+    with TensorDeserializer(str(folder / "a.tensors"), device="cpu") as found:
+        for name, each in arrays.items():
+            each[:] = found[name].numpy()
+
+
+def _instanttensor_load(folder: Path, arrays: Arrays, _: Any) -> None:
+    from instanttensor import safe_open
+
+    with safe_open(str(folder / "a.safetensors"), framework="pt", device="cpu") as found:
+        for name, tensor in found.tensors():
+            arrays[name][:] = tensor.numpy()
+
+
 SAVERS = (
-    Peer("numpy", "numpy", _numpy_save),
-    Peer("safetensors", "safetensors", _safetensors_save),
-    Peer("torch", "torch", _torch_save),
+    Peer("numpy", "numpy", "a.npy", _numpy_save, 1),
+    Peer("safetensors", "safetensors", "a.safetensors", _safetensors_save),
+    Peer("torch", "torch", "a.pt", _torch_save),
+    Peer("tensorizer", "tensorizer", "a.tensors", _tensorizer_save),
 )
 LOADERS = (
-    Peer("numpy mmap", "numpy", _numpy_load),
-    Peer("safetensors", "safetensors", _safetensors_load),
-    Peer("torch", "torch", _torch_load),
-    Peer("run:ai streamer", "runai_model_streamer", _runai_load),
-    Peer("fastsafetensors", "fastsafetensors", _fastsafetensors_load),
+    Peer("numpy mmap", "numpy", "a.npy", _numpy_load, 1),
+    Peer("safetensors", "safetensors", "a.safetensors", _safetensors_load),
+    Peer("torch", "torch", "a.pt", _torch_load, 1),
+    Peer("run:ai streamer", "runai_model_streamer", "a.safetensors", _runai_load),
+    Peer("fastsafetensors", "fastsafetensors", "a.safetensors", _fastsafetensors_load),
+    Peer("tensorizer", "tensorizer", "a.tensors", _tensorizer_load),
+    Peer("InstantTensor", "instanttensor", "a.safetensors", _instanttensor_load),
 )
+
+
+def tried(folder: Path, savers: Sequence[Peer], loaders: Sequence[Peer]) -> dict[str, str]:
+    """Have each peer move a few bytes, which also imports it. Return why each cannot that cannot.
+
+    A save or a load that raises, whatever it raises, or that leaves other bytes, is left out of the
+    run, and the page says why.
+    """
+    absent: dict[str, str] = {}
+    wanted = np.arange(2**16, dtype="u4").view("u1")
+    for peer in (*savers, *loaders):
+        whole = wanted.copy() if peer in savers else np.zeros_like(wanted)
+        half = len(whole) // 2
+        arrays = {"a0": whole[:half], "a1": whole[half:]}
+        try:
+            importlib.import_module(peer.module)
+        except ImportError:
+            absent[peer.name] = "not installed"
+            continue
+        try:
+            peer.call(folder, arrays, whole)
+        except Exception as error:  # noqa: BLE001 - it is the work of others
+            (reason, *_) = f"{error}".splitlines() or [""]
+            absent[peer.name] = f"{type(error).__name__}: {reason}"
+            continue
+        if not np.array_equal(whole, wanted):
+            absent[peer.name] = "it brought other bytes"
+    return absent

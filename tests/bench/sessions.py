@@ -1,4 +1,4 @@
-"""Calls of a GMS session beside the same call over grpc.aio and over a bare asyncio protocol."""
+"""Calls of a GMS session beside the same call over gRPC and over a bare asyncio protocol."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
@@ -25,7 +26,8 @@ from snapback_client.frames import (
     encode_frame,
 )
 from snapback_client.lease import Lease
-from tests.bench.machine import Watch
+from tests.bench.goals import AIO, BARE
+from tests.bench.machine import Watch, rotated
 from tests.bench.results import REGIONS, Calls, Rows, hand_over
 from tests.bench.session_server import (
     ECHO_BARE,
@@ -39,28 +41,43 @@ from tests.bench.session_server import (
 TIMES = 5
 """How often regions are handed over in a round."""
 
+SYNC = "grpc, synchronous"
+
 Call = Callable[[], Awaitable[object]]
 
 
+class Server(NamedTuple):
+    """The device that it has, and its process."""
+
+    device: str
+    pid: int
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor-seconds of all its threads so far."""
+        # The clock of a process is numbered by its id: CPUCLOCK_SCHED in Linux' posix-timers.h.
+        return time.clock_gettime((~self.pid << 3) | 2)
+
+
 def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
-    """Let the three take turns in every round, `calls` calls each; then hand over regions."""
+    """Let all take turns in every round, `calls` calls each; then hand over regions."""
     seconds: Rows = {}
+    cpu: Rows = {"client": {}, "server": {}}
     watch = Watch()
-    with tempfile.TemporaryDirectory(prefix="bench-") as path, _server(Path(path)) as device:
-        say("session calls")
-        asyncio.run(_calls(Path(path), device, rounds, calls, seconds))
+    with tempfile.TemporaryDirectory(prefix="bench-") as path, _server(Path(path)) as server:
+        asyncio.run(_calls(Path(path), server, rounds, calls, (seconds, cpu), say))
         for count in REGIONS:
             say(f"hand over {count:,} regions")
-            with _leased(path, device, count) as (lease, ids):
+            with _leased(path, server.device, count) as (lease, ids):
                 for _ in range(rounds):
                     times = [_handed_over(lease, ids) for _ in range(TIMES)]
                     row = seconds.setdefault(hand_over(count), {})
                     row.setdefault("gms", []).append(sorted(times)[TIMES // 2])
-    return Calls(calls=calls, seconds=seconds, others=watch.others())
+    return Calls(calls=calls, seconds=seconds, cpu=cpu, others=watch.others())
 
 
 @contextlib.contextmanager
-def _server(folder: Path) -> Iterator[str]:
+def _server(folder: Path) -> Iterator[Server]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.bench.session_server", folder],
         stdin=subprocess.PIPE,
@@ -73,7 +90,7 @@ def _server(folder: Path) -> Iterator[str]:
         device = process.stdout.readline().strip()
         if not device:
             raise RuntimeError("the server of the sessions did not start")
-        yield device
+        yield Server(device, process.pid)
     finally:
         process.stdin.close()
         process.wait()
@@ -102,21 +119,32 @@ def _handed_over(lease: Lease, ids: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-async def _calls(folder: Path, device: str, rounds: int, calls: int, seconds: Rows) -> None:
-    async with _bare(folder) as bare, _grpc(folder) as by_grpc:
-        with _leased(str(folder), device, 0) as (lease, _):
+async def _calls(
+    folder: Path,
+    server: Server,
+    rounds: int,
+    calls: int,
+    found: tuple[Rows, Rows],
+    say: Callable[[str], None],
+) -> None:
+    seconds, cpu = found
+    async with _bare(folder) as bare, _grpc(folder) as by_aio:
+        with _leased(str(folder), server.device, 0) as (lease, _), _sync(folder) as by_sync:
 
             async def by_lease() -> object:
                 return lease.allocations()
 
-            contenders = {"gms": by_lease, "asyncio protocol": bare, "grpc.aio": by_grpc}
+            contenders = {"gms": by_lease, BARE: bare, AIO: by_aio, SYNC: by_sync}
             for call in contenders.values():
                 await _timed(call, calls // 10)
             for number in range(rounds):
-                # To and fro, so that none always follows the one that uses the processors most.
-                turns = list(contenders.items())[:: -1 if number % 2 else 1]
-                for name, call in turns:
+                say(f"session calls: round {number + 1} of {rounds}")
+                for name, call in rotated(list(contenders.items()), number, rounds):
+                    before = time.process_time(), server.cpu_s
                     times = await _timed(call, calls)
+                    after = time.process_time(), server.cpu_s
+                    for end, begin, used in zip(cpu.values(), before, after, strict=True):
+                        end.setdefault(name, []).append((used - begin) / calls)
                     for share in (50, 99):
                         row = seconds.setdefault(f"session call, p{share}", {})
                         row.setdefault(name, []).append(times[(calls - 1) * share // 100])
@@ -161,5 +189,17 @@ async def _grpc(folder: Path) -> AsyncIterator[Call]:
 
         async def call() -> object:
             return decode_reply(await method(encode_frame(ListAllocations())))
+
+        yield call
+
+
+@contextlib.contextmanager
+def _sync(folder: Path) -> Iterator[Call]:
+    """Yield a call that blocks, as that of a lease does, to the same server as grpc.aio."""
+    with grpc.insecure_channel(f"unix:{folder / ECHO_GRPC}") as channel:
+        method: Callable[[bytes], bytes] = channel.unary_unary(METHOD)
+
+        async def call() -> object:
+            return decode_reply(method(encode_frame(ListAllocations())))
 
         yield call

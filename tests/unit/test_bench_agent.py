@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.agent import MIB, TITLE, Results, Turn, judged, section
-from tests.bench.results import with_section
+from tests.bench.page import with_section
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.bus import ANSWER, BEGIN, REQUEST, TITLE, Orders, Results, judged, section
 from tests.bench.bus_server import carry_out, node_of
-from tests.bench.results import with_section
+from tests.bench.page import with_section
 
 ROOT = Path(__file__).resolve().parents[2]
 

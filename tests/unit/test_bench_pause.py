@@ -11,6 +11,7 @@ import pytest
 
 from snapshot_shared.spans import SpanRecord
 from tests.bench import results as bench
+from tests.bench.page import page, renewed, with_section
 from tests.bench.pause import (
     MIB,
     RESTORE_STEPS,
@@ -22,7 +23,6 @@ from tests.bench.pause import (
     pause,
     section,
 )
-from tests.bench.results import page, with_section
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, LARGE = 64 * MIB, 512 * MIB
@@ -143,7 +143,7 @@ def test_a_run_of_one_size_leaves_what_is_known_of_another() -> None:
         )
         return bench.Results(machine={}, transfers=[one])
 
-    both = bench.renewed(page(found(4 * 2**30)), found(2**30))
+    both = renewed(page(found(4 * 2**30)), found(2**30))
     titles = [line for line in both.splitlines() if line.startswith("## ")]
     first = "## GPU memory: save and load of"
     assert titles == [f"{first} 1 GiB", f"{first} 4 GiB", "## Devices"]
@@ -153,6 +153,6 @@ def test_the_other_benchmark_keeps_the_section_and_renews_its_own() -> None:
     machine = {"cores": "2"}
     first = page(bench.Results(machine=machine))
     both = with_section(first, section(results(STEADY, STEADY)))
-    again = bench.renewed(both, bench.Results(machine={"cores": "4"}))
+    again = renewed(both, bench.Results(machine={"cores": "4"}))
     assert again == both.replace("- cores: 2", "- cores: 4", 1)
     assert f"## {TITLE}" in again

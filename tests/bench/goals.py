@@ -1,0 +1,199 @@
+"""What was wanted of the GPU memory service, and whether it was found. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from tests.bench.results import (
+    CACHED,
+    FRESH,
+    MEMCPY,
+    PAGES,
+    REGIONS,
+    SHAPES,
+    Calls,
+    Judged,
+    Results,
+    Rows,
+    Transfers,
+    Verdict,
+    decided,
+    hand_over,
+    in_pages,
+    limit_of,
+    loading,
+    saving,
+    size_text,
+)
+
+Row = Mapping[str, Sequence[float]]
+
+OURS = "posix-direct"
+LIMITS = ("write limit", "read limit")
+NO_PEERS = (OURS, "posix-buffered", MEMCPY)
+"""What takes turns with the peers and is none."""
+
+
+class Goal(NamedTuple):
+    """Ours must be at least `least` times as fast as the fastest of its rivals.
+
+    The rivals are those of `rivals` in the row `against`, or all peers there are. Where the fastest
+    of them stays below `below` of the limit of the disk, `more` is wanted.
+    """
+
+    row: str
+    what: str
+    least: float
+    against: str
+    rivals: tuple[str, ...] = ()
+    limit: str = ""
+    below: float = 0.0
+    more: float = 0.0
+
+
+def _goals() -> Iterator[Goal]:
+    for pages in PAGES:
+        for shape in SHAPES:
+            row, limit = in_pages(saving(shape), pages), limit_of(saving(shape))
+            yield Goal(row, LIMITS[0], 0.95, limit)
+            yield Goal(row, "durable peer", 1.5, row, (), limit, below=0.45, more=2.0)
+    for pages, least in zip(PAGES, (0.95, 0.85), strict=True):
+        for shape in SHAPES:
+            row, limit = in_pages(loading(shape), pages), limit_of(loading(shape))
+            yield Goal(row, LIMITS[1], least, limit)
+            yield Goal(row, "peer", 1.0, row, (), limit, below=0.7, more=1.3)
+    for pages in PAGES:
+        row = in_pages(CACHED, pages)
+        yield Goal(row, "safetensors and copy", 1.0, row, ("safetensors",))
+        yield Goal(row, "unverified", 0.9, row, (MEMCPY,))
+    row = in_pages(FRESH, "ordinary")
+    yield Goal(row, "safetensors and copy", 2.0, row, ("safetensors",))
+
+
+GOALS = tuple(_goals())
+
+
+class Bound(NamedTuple):
+    """A call of ours may take `most` times what that of a rival takes."""
+
+    row: str
+    rival: str
+    most: float
+
+
+CPU = "session call, CPU of both ends"
+P99 = "session call, p99"
+BARE, AIO = "asyncio protocol", "grpc.aio"
+BOUNDS = (Bound(CPU, AIO, 0.12), Bound(P99, AIO, 0.3), Bound(P99, BARE, 1.1))
+HANDED_OVER_S = dict(zip(REGIONS, (0.0015, 0.03), strict=True))
+"""How long so many regions may take."""
+
+
+def judged(results: Results) -> list[Judged]:
+    """Compare with every goal."""
+    found = [line for one in results.transfers for line in judged_transfers(one)]
+    return found + (judged_calls(results.calls) if results.calls else [])
+
+
+def judged_transfers(results: Transfers) -> list[Judged]:
+    """Compare with the goals of saves and loads. What is counted is no matter of noise."""
+    of, share = size_text(results.size), results.written_again
+    found = [judged_goal(of, goal, results.seconds, results.others) for goal in GOALS]
+    counted = [("save of an unchanged layout", "bytes written", "< 1 %", f"{share:.2%}")]
+    met = [share < 0.01]
+    for verb, extra in results.extra_bytes.items():
+        limit = f"≤ {results.extra_limit / 2**20:.0f} MiB"
+        counted.append(
+            (f"{verb}, 2,000 small", "peak extra memory", limit, f"{extra / 2**20:.0f} MiB")
+        )
+        met.append(extra <= results.extra_limit)
+    for line, is_met in zip(counted, met, strict=True):
+        found.append(Judged(of, *line, "met" if is_met else "missed"))
+    return found
+
+
+def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
+    """Compare ours with the fastest rival; `of` says what was measured."""
+    ours = seconds.get(goal.row, {}).get(OURS)
+    rivals = _rivals(goal, seconds.get(goal.against, {}))
+    if not ours or not rivals:
+        nothing = "ours was not run" if not ours else "nothing to compare with was run"
+        wanted = f"≥ {goal.least:g} x"
+        return Judged(of, goal.row, goal.what, wanted, "", "not measured", nothing)
+    best = fastest(rivals)
+    least, why = goal.least, ""
+    if goal.limit and (limits := seconds.get(goal.limit)):
+        share = median(limits[fastest(limits)]) / median(rivals[best])
+        least = goal.more if share < goal.below else goal.least
+        why = f"{best} is at {share:.2f} of the limit"
+        if share * least > 1:
+            why += f", which itself is {1 / share:.2f} x as fast"
+    ratio = median(rivals[best]) / median(ours)
+    # A peer that needs more of the processors than we do suffers more from others than we do; a
+    # probe of the disk suffers less.
+    verdict, reason = decided(
+        ratio / least,
+        {OURS: ours, best: rivals[best]},
+        others=others,
+        suffers=goal.against == goal.row,
+    )
+    what = goal.what if best in goal.what else f"{goal.what} ({best})"
+    reasons = "; ".join(filter(None, (why, reason)))
+    return Judged(of, goal.row, what, f"≥ {least:g} x", f"{ratio:.2f} x", verdict, reasons)
+
+
+def _rivals(goal: Goal, row: Row) -> Row:
+    if goal.against != goal.row:
+        return row
+    names = goal.rivals or [name for name in row if name not in NO_PEERS]
+    return {name: row[name] for name in names if row.get(name)}
+
+
+def fastest(row: Row) -> str:
+    """Give the contender with the lowest median."""
+    return min(row, key=lambda name: median(row[name]))
+
+
+def judged_calls(results: Calls) -> list[Judged]:
+    """Compare with the goals of sessions."""
+    of, rows = "sessions", {**results.seconds, CPU: both_ends(results.cpu)}
+    found = [judged_bound(of, bound, rows, results.others) for bound in BOUNDS]
+    for count, most in HANDED_OVER_S.items():
+        row, wanted = hand_over(count), f"≤ {most * 1e3:g} ms"
+        samples = rows.get(row, {}).get("gms")
+        if not samples:
+            found.append(Judged(of, row, "time", wanted, "", "not measured", "it was not run"))
+            continue
+        taken = median(samples)
+        verdict, why = decided(most / taken, {"gms": samples}, others=results.others, suffers=False)
+        found.append(Judged(of, row, "time", wanted, f"{taken * 1e3:.2f} ms", verdict, why))
+    return found
+
+
+def judged_bound(of: str, bound: Bound, seconds: Rows, others: float) -> Judged:
+    """Compare a call of ours with that of a rival."""
+    row, wanted = seconds.get(bound.row, {}), f"≤ {bound.most:g} x"
+    ours, rival = row.get("gms"), row.get(bound.rival)
+    if not ours or not rival:
+        return Judged(of, bound.row, bound.rival, wanted, "", "not measured", "it was not run")
+    ratio = median(ours) / median(rival)
+    verdict: Verdict
+    verdict, why = decided(
+        bound.most / ratio,
+        {"gms": ours, bound.rival: rival},
+        others=others,
+        suffers=bound.rival == AIO and bound.row == P99,
+    )
+    return Judged(of, bound.row, bound.rival, wanted, f"{ratio:.2f} x", verdict, why)
+
+
+def both_ends(cpu: Rows) -> dict[str, list[float]]:
+    """Add what client and server take, round by round."""
+    ends = list(cpu.values())
+    names = [name for name in (ends[0] if ends else ()) if all(name in end for end in ends)]
+    return {
+        name: [sum(each) for each in zip(*(end[name] for end in ends), strict=True)]
+        for name in names
+    }
