@@ -608,12 +608,16 @@ API int cuGetErrorName(int status, const char **name)
 
 API int cuGetErrorString(int status, const char **text) { return cuGetErrorName(status, text); }
 
+API int cuGetProcAddress(const char *name, void **found, int version, uint64_t flags);
+API int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *symbol);
+
 static Call calls[] = {
 #define CALL(name) {#name, name, NULL, 0, 0}
 	CALL(cuInit), CALL(cuDriverGetVersion), CALL(cuDeviceGetCount), CALL(cuDeviceGet),
 	{"cuDeviceGetUuid", cuDeviceGetUuid_v2, cuDeviceGetUuid, 11040, 0}, CALL(cuDeviceGetName),
 	{"cuDeviceTotalMem", cuDeviceTotalMem_v2, NULL, 0, 0}, CALL(cuDeviceGetAttribute),
-	CALL(cuDeviceGetPCIBusId), CALL(cuGetErrorName), CALL(cuGetErrorString),
+	CALL(cuDeviceGetPCIBusId), {"cuGetProcAddress", cuGetProcAddress_v2, cuGetProcAddress, 12000, 0},
+	CALL(cuGetErrorName), CALL(cuGetErrorString),
 	CALL(cuCheckpointProcessLock), CALL(cuCheckpointProcessCheckpoint),
 	CALL(cuCheckpointProcessRestore), CALL(cuCheckpointProcessUnlock),
 	CALL(cuCheckpointProcessGetState), CALL(cuCheckpointProcessGetRestoreThreadId),
