@@ -52,8 +52,6 @@ static __thread struct { unsigned generation; int depth; void *context[64]; } st
 #define LOCKED(body) do { pthread_mutex_lock(&lock); int s_ = (body); pthread_mutex_unlock(&lock); \
 	return s_; } while (0)
 
-/* --- contexts --- */
-
 static void **current(void)
 {
 	if (stack.generation != generation) {
@@ -193,8 +191,6 @@ API int cuMemGetInfo_v2(size_t *free, size_t *total)
 	*free = used < *total ? *total - used : 0;
 	return SUCCESS;
 }
-
-/* --- memory --- */
 
 static void count_imports(void)
 {
@@ -517,8 +513,6 @@ API int cuMemFree_v2(Address at)
 	return status;
 }
 
-/* --- copies --- */
-
 /* Copy or fill a range of the device, which may cross mappings. */
 static int access_device(Address at, size_t size, int flags, void *host, int value)
 {
@@ -673,8 +667,6 @@ static int destroy(void *handle)
 }
 
 API int cuStreamDestroy_v2(void *handle) { ENTER; CONTEXT; LOCKED(destroy(handle)); }
-
-/* --- memory of the host --- */
 
 API int cuMemHostAlloc(void **out, size_t size, unsigned flags)
 {
