@@ -9,7 +9,7 @@ WORKDIR /srv/snapback
 
 FROM base AS build
 WORKDIR /build
-COPY deploy/images/steps requirements.lock requirements-cuda.lock ./
+COPY deploy/images/steps requirements.lock ./
 COPY deploy/images/wheels wheels
 RUN ./steps wheels
 ARG SERVICE
@@ -18,6 +18,7 @@ COPY shared shared
 COPY services/${SERVICE} services/${SERVICE}
 # The pattern matches nothing where build.sh has made nothing; COPY wants one source at least.
 COPY deploy/images/steps .tools/nativ[e] native/
+COPY requirements-cuda.lock ./
 ARG CUDA=
 RUN CUDA="${CUDA}" ./steps service "${SERVICE}"
 
