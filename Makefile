@@ -35,7 +35,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch accept
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -81,8 +81,11 @@ lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade requirements.in -o requirements.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-		--no-emit-find-links --no-header --quiet --upgrade -c requirements.lock \
+		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
 		requirements-engines.in -o requirements-engines.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --constraints requirements.lock requirements-cuda.in \
+		-o requirements-cuda.lock
 
 check: lint types imports docs-check ## Lint, types, imports and generated pages
 
@@ -162,6 +165,11 @@ killed-clients: $(STAMP) ## Kill a thousand clients of the GPU memory service (C
 conformance: $(STAMP) ## Whether a device keeps the rules (DEVICE=simulated|cuda, ORDINAL=0)
 	@$(BIN)/gms conformance --device $(or $(DEVICE),simulated) \
 		--ordinal $(or $(ORDINAL),0)
+
+# Where there is no environment the Python of the machine has the packages.
+accept: ## First acceptance on a GPU (GIB=16, OUT=accept.json, ONLY="step,step")
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/accept.py \
+		--gib $(or $(GIB),16) --out $(or $(OUT),accept.json) $(if $(ONLY),--only $(ONLY))
 
 resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20, SIZE_MIB=256)
 	RESUMED_SAVES=$(or $(COUNT),20) RESUMED_SAVES_MIB=$(or $(SIZE_MIB),256) \

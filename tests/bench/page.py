@@ -34,8 +34,9 @@ _LAST = "Devices"
 DEVICES = """
 ## Devices
 
-`gms conformance --device simulated`: all rules hold. `--device cuda` was not run on a
-GPU; service, client and transfers have only met a likeness of the driver, in the tests.
+`gms conformance --device simulated`: all rules hold. Nothing here was run on a GPU: service,
+client and transfers have only met a fake of the driver, in the tests.
+[`make accept`](how-to/accept-on-a-gpu.md) is what a GPU is tried with first.
 """
 """What is known of devices, which no benchmark on this machine finds out."""
 

@@ -1,0 +1,1139 @@
+"""A first acceptance on a GPU: what only real hardware can say, within ten minutes.
+
+    make accept GIB=16 OUT=accept.json
+    python3 tests/gpu/accept.py --gib 16 --out accept.json
+
+It needs this tree, msgspec, and what a GPU machine has: numpy, xxhash and cuda-bindings, and
+PyTorch for the step that is about it. Nothing is installed. A line is written for each step, and
+the JSON after each. Exit status 1 when a step has failed; what cannot be tried is skipped, with
+the reason. The steps are explained in docs/how-to/accept-on-a-gpu.md.
+
+This process makes no call of the driver, which may hang: children do, and are killed after each
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import math
+import mmap
+import os
+import resource
+import select
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [str(ROOT / each / "src") for each in ("services/gms", "services/gms-client", "shared")]
+sys.path[:0] = SOURCES
+
+MIB, GIB = 2**20, 2**30
+_PR_SET_PDEATHSIG = 1
+SLACK = 64 * MIB
+"""What the driver may count more or less than it was asked for."""
+
+SETTLES_S = 30.0
+"""How long the memory of a process that ended may take to be free."""
+
+UID = "00000000-0000-4000-8000-000000000001"
+
+
+class Broken(Exception):
+    """What was seen is not what has to be; `trace` is what a child wrote about it."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+class Skipped(Exception):
+    """This machine cannot try the step; the message says why."""
+
+
+class OutOfTime(Exception):
+    """A step has used its time."""
+
+
+def require(holds: object, otherwise: str) -> None:
+    """Raise Broken with `otherwise` unless the condition holds."""
+    if not holds:
+        raise Broken(otherwise)
+
+
+class Child:
+    """A process of a role, which says a line of JSON for each thing it has done."""
+
+    def __init__(self, role: str, arguments: Sequence[object], environment: dict[str, str]) -> None:
+        self._role = role
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        command = [sys.executable, __file__, "--role", role, str(os.getpid()), *map(str, arguments)]
+        path = [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process: Any = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            # A line that were read ahead would not be seen by select.
+            bufsize=0,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)} | environment,
+            # A group of its own, so that its children are killed with it.
+            start_new_session=True,
+        )
+
+    def hear(self, within_s: float = 120.0) -> Any:
+        """Wait for the next thing it says. Broken when it ends before that."""
+        if not select.select([self.process.stdout], [], [], within_s)[0]:
+            raise Broken(f"{self._role} said nothing for {within_s:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            status, written = self.process.wait(), self.errors()
+            last = written.rpartition("\n")[2]
+            raise Broken(f"{self._role} ended with {status}: {last}", written)
+        return json.loads(line)
+
+    def tell(self, word: str = "") -> None:
+        self.process.stdin.write(f"{word}\n".encode())
+
+    def errors(self) -> str:
+        """Return the end of what it wrote to standard error."""
+        self._errors.seek(0)
+        return self._errors.read()[-4000:].strip()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self._errors.close()
+
+
+class Run:
+    """What a step has: the options, the facts of the machine, and children."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.facts: dict[str, Any] = {}
+        self._children: list[Child] = []
+
+    @property
+    def device(self) -> dict[str, Any]:
+        """The first device."""
+        return self.facts["devices"][0]
+
+    def size(self, share: float, most: int) -> int:
+        """Return a share of the device in whole granules, and at most `most`."""
+        wanted = min(int(self.device["capacity"] * share), most)
+        return max(1, wanted // self.device["granularity"]) * self.device["granularity"]
+
+    def start(self, role: str, *arguments: object, **environment: str) -> Child:
+        child = Child(role, arguments, environment)
+        self._children.append(child)
+        return child
+
+    def ask(self, role: str, *arguments: object, **environment: str) -> Any:
+        """Run a role to its first answer."""
+        child = self.start(role, *arguments, **environment)
+        found = child.hear(self.options.limit_s)
+        self.kill(child)
+        return found
+
+    def kill(self, child: Child) -> None:
+        child.kill()
+        self._children.remove(child)
+
+    def kill_all(self) -> None:
+        while self._children:
+            self.kill(self._children[-1])
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[str]:
+        """Run the service on every device; yields the folder of its socket."""
+        child = self.start("serve")
+        yield child.hear()
+        with contextlib.suppress(BrokenPipeError):
+            child.process.stdin.close()
+        child.process.wait(SETTLES_S)
+        self.kill(child)
+
+    def used(self) -> int:
+        """Return how many bytes of the first device any process has. Skipped without a meter."""
+        found = self.ask("used", self.device["uuid"])
+        if found is None:
+            raise Skipped("neither NVML nor nvidia-smi tells the memory in use")
+        return int(found)
+
+    def settled(self, at_most: int) -> int:
+        """Return the memory in use once it is at most this, or after the time for that."""
+        end = time.monotonic() + SETTLES_S
+        while (used := self.used()) > at_most and time.monotonic() < end:
+            time.sleep(0.2)
+        return used
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What machine this is."""
+    run.facts = run.ask("facts", run.options.folder)
+    return run.facts
+
+
+def conformance(run: Run) -> dict[str, Any]:
+    """Every device keeps every rule."""
+    found = {each["uuid"]: run.ask("conformance", each["index"]) for each in run.facts["devices"]}
+    broken = [line for lines in found.values() for line in lines if line.startswith("BROKEN")]
+    require(not broken, "; ".join(broken))
+    return {
+        uuid: {
+            "holds": sum(line.startswith("holds") for line in lines),
+            "skipped": [line for line in lines if line.startswith("skipped")],
+        }
+        for uuid, lines in found.items()
+    }
+
+
+def footprint(run: Run) -> dict[str, Any]:
+    """An idle server costs nothing, and a sleeping client its context."""
+    uuid, size, before = run.device["uuid"], run.size(0.1, GIB), run.used()
+    with run.serving() as folder:
+        idle = run.used() - before
+        bare = run.start("context", uuid)
+        bare.hear()
+        context = run.used() - before - idle
+        run.kill(bare)
+        run.settled(before + idle + SLACK)
+        client = run.start("hold", folder, uuid, size, "asleep")
+        client.hear()
+        asleep = run.used() - before - size
+        run.kill(client)
+        gone = run.settled(before + size + SLACK) - before - size
+    found = {
+        "idle_server": idle,
+        "context": context,
+        "sleeping_client": asleep,
+        "client_gone": gone,
+        "server_gone": run.settled(before + SLACK) - before,
+    }
+    require(idle < SLACK, f"an idle server takes {idle} bytes: it has made a context")
+    require(
+        asleep - context < SLACK, f"a sleeping client takes {asleep} bytes, its context {context}"
+    )
+    require(gone < SLACK, f"{gone} bytes of a client stayed after its end")
+    require(
+        found["server_gone"] < SLACK, f"{found['server_gone']} bytes stayed after the server's end"
+    )
+    return found
+
+
+def addresses(run: Run) -> dict[str, Any]:
+    """Fresh processes get the addresses that they ask for, with PyTorch first in half of them."""
+    found: dict[str, list[Any]] = {"plain": [], "torch": []}
+    for number in range(run.options.processes):
+        kind = "torch" if number % 2 and run.facts["torch"] else "plain"
+        found[kind].append(run.ask("reserve", kind, run.device["uuid"]))
+    refused = [each for each in found["plain"] + found["torch"] if each != "exact"]
+    require(not refused, f"{len(refused)} processes got others: {refused[0] if refused else ''}")
+    return {kind: len(answers) for kind, answers in found.items()}
+
+
+def full_device(run: Run) -> dict[str, Any]:
+    """A full device refuses, gives back, and has room again when a foreign process is killed."""
+    uuid = run.device["uuid"]
+    found = dict(run.ask("fill", uuid))
+    with run.serving() as folder:
+        # It has its context before the device is full.
+        client = run.start("allocate", folder, uuid, run.size(0.3, 64 * GIB))
+        client.hear()
+        foreign = run.start("eat", uuid, 0.9)
+        found["foreign_bytes"] = foreign.hear()
+        client.tell()
+        # It is refused, or waits, meanwhile.
+        time.sleep(1.0)
+        killed = time.monotonic()
+        run.kill(foreign)
+        got = client.hear(2 * SETTLES_S)
+        require(got["at"] > killed, "a device that another process had filled gave memory")
+        found |= {"after_kill_s": round(got["at"] - killed, 3), "refusals": got["refusals"]}
+    return found
+
+
+def killed_processes(run: Run) -> dict[str, Any]:
+    """A reader that writes faults alone; what a killed reader or writer had is free again."""
+    uuid, size, found = run.device["uuid"], run.size(0.05, 512 * MIB), {}
+    with run.serving() as folder:
+        owner = run.start("hold", folder, uuid, size, "awake")
+        owner.hear()
+        reader = run.start("read", folder, uuid)
+        reader.hear()
+        vandal = run.start("vandal", folder, uuid)
+        require(vandal.hear() == "tries", "the reader that writes did not come so far")
+        found["vandal"] = vandal.hear()
+        require(found["vandal"] != "wrote", "a reader has written")
+        reader.tell()
+        require(reader.hear() == "read", "the fault of one process ended another")
+        run.kill(reader)
+        before = run.used()
+        writer = run.start("write", folder, uuid, size)
+        writer.hear()
+        during = run.used()
+        require(during >= before + size, "the writer has no memory")
+        begin = time.monotonic()
+        run.kill(writer)
+        run.ask("lock", folder, uuid)
+        found["next_lock_s"] = round(time.monotonic() - begin, 3)
+        stayed = run.settled(before + SLACK) - before
+        found["memory_back_s"] = round(time.monotonic() - begin, 3)
+        require(stayed < SLACK, f"{stayed} bytes of a killed writer stayed")
+    found["xid"] = [line[-120:] for line in output("dmesg").splitlines() if "Xid" in line][-3:]
+    return found
+
+
+def bandwidth(run: Run) -> dict[str, Any]:
+    """Saves and loads against the disk and PCIe alone, by the number of requests."""
+    free = shutil.disk_usage(run.options.folder).free
+    wanted = int(run.options.gib * GIB)
+    size = run.size(0.4, min(wanted, free // 3))
+    found: dict[str, Any] = {"bytes": size}
+    if size < wanted:
+        found["why_smaller"] = f"{free} bytes of disk, {run.device['capacity']} of the device"
+    with tempfile.TemporaryDirectory(prefix="accept-", dir=run.options.folder) as folder:
+        threads = run.options.threads
+        child = run.start("bandwidth", folder, run.device["index"], size, threads)
+        try:
+            while (said := child.hear(run.options.limit_s)) is not None:
+                found |= said
+        finally:
+            # Before the folder goes.
+            run.kill(child)
+    return found
+
+
+def pytorch(run: Run) -> dict[str, Any]:
+    """A model in a pool, with a captured CUDA graph, answers alike after ten sleeps."""
+    if not run.facts["torch"]:
+        raise Skipped("PyTorch is not installed")
+    if not run.facts["torch_cuda"]:
+        raise Skipped(f"PyTorch {run.facts['torch']} finds no CUDA device")
+    with run.serving() as folder:
+        writer = run.start("torch_writer", folder, run.device["uuid"], run.size(0.1, 2 * GIB))
+        found = dict(writer.hear(run.options.limit_s))
+        other = run.ask("torch_reader", folder, found.pop("state"))
+        require(other["sums"] == found.pop("sums"), "another process has other bytes")
+        # Outside of a graph the library may choose another order of the same sums.
+        is_alike = math.isclose(other["answer"], found["answer"], rel_tol=0.02)
+        require(is_alike, f"another process answers {other['answer']}, and not {found['answer']}")
+    return found
+
+
+def checkpoints(run: Run) -> dict[str, Any]:
+    """A process whose pool is asleep is locked, checkpointed, restored and unlocked."""
+    uuid, size, found = run.device["uuid"], run.size(0.05, 512 * MIB), {}
+    with run.serving() as folder:
+        owner = run.start("hold", folder, uuid, size, "awake")
+        owner.hear()
+        for state in ("asleep", "awake"):
+            worker = run.start("worker", folder, uuid, state)
+            first = worker.hear()
+            done = run.ask("checkpoint", worker.process.pid)
+            if "missing" in done:
+                raise Skipped(done["missing"])
+            found[state] = done
+            is_through = list(done["status"].values()) == [0] * 4
+            # Awake it has imports, which not every driver checkpoints: what it says is noted.
+            require(is_through or state == "awake", f"a process that sleeps: {done['status']}")
+            if is_through:
+                worker.tell()
+                done["same_bytes"] = worker.hear() == first
+                require(done["same_bytes"], f"{state}: other bytes after the checkpoint")
+            run.kill(worker)
+    return found
+
+
+def flags(run: Run) -> dict[str, Any]:
+    """Memory for RDMA and for fabric handles is granted where the device says that it has them."""
+    found = {each["uuid"]: run.ask("flags", each["index"]) for each in run.facts["devices"]}
+    for each in run.facts["devices"]:
+        granted = found[each["uuid"]]
+        require(granted["plain"] == 0, f"plain memory: {granted['plain']}")
+        has_rdma = each["capabilities"].get("gpu-direct-rdma")
+        require(granted["rdma"] == 0 or not has_rdma, f"it has RDMA, and says {granted['rdma']}")
+    return found
+
+
+def visible_devices(run: Run) -> dict[str, Any]:
+    """CUDA_VISIBLE_DEVICES reorders what a process sees, and uuids stay those of the devices."""
+    expected = [each["uuid"] for each in run.facts["devices"]][::-1]
+    if len(expected) < 2:
+        raise Skipped("there is one device")
+    by_index = run.ask("uuids", CUDA_VISIBLE_DEVICES=",".join(map(str, range(len(expected))[::-1])))
+    by_uuid = run.ask("uuids", CUDA_VISIBLE_DEVICES=",".join(expected))
+    # Indices may be in another order than that of this process (CUDA_DEVICE_ORDER, or set already).
+    require(by_uuid == expected, f"by uuid: {by_uuid} and not {expected}")
+    return {"by_index": by_index, "by_uuid": by_uuid}
+
+
+STEPS: tuple[Callable[[Run], dict[str, Any]], ...] = (
+    facts,
+    conformance,
+    footprint,
+    addresses,
+    full_device,
+    killed_processes,
+    bandwidth,
+    pytorch,
+    checkpoints,
+    flags,
+    visible_devices,
+)
+
+
+def say(what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def output(*command: str) -> str:
+    """Return what a program prints, or nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def role_facts(folder: str) -> None:
+    from gms.adapters.cuda import open_devices
+    from snapback_client.cuda import CudaDriver
+
+    settings = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    queried = (
+        "name,driver_version,persistence_mode,compute_mode,mig.mode.current,pcie.link.gen.current"
+    )
+    torch = version("torch")
+    say(
+        {
+            "devices": [
+                {
+                    "index": each.info.index,
+                    "uuid": each.info.uuid,
+                    "product": each.info.product,
+                    "capacity": each.info.capacity,
+                    "granularity": each.info.granularity,
+                    "capabilities": dict(each.info.capabilities),
+                }
+                for each in open_devices()
+            ],
+            "driver_api": CudaDriver().version,
+            "nvidia_smi": output("nvidia-smi", f"--query-gpu={queried}", "--format=csv,noheader"),
+            "cuda_bindings": version("cuda-bindings"),
+            "torch": torch,
+            "torch_cuda": bool(torch) and _torch_finds_a_device(),
+            "python": sys.version.split()[0],
+            "kernel": os.uname().release,
+            "processors": os.cpu_count(),
+            "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+            "disk_free": shutil.disk_usage(folder).free,
+            "environment": {name: os.environ.get(name) for name in settings},
+        }
+    )
+
+
+def _torch_finds_a_device() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def role_conformance(ordinal: str) -> None:
+    from gms.conformance.run import check, open_rig
+
+    lines: list[str] = []
+    with contextlib.closing(open_rig("cuda", int(ordinal))) as rig:
+        check(rig, lambda line: lines.append(line.strip()))
+    say(lines)
+
+
+def role_used(uuid: str) -> None:
+    with contextlib.suppress(Exception):
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
+        handle = nvml.device_get_handle_by_uuid(uuid)
+        say(int(nvml.device_get_memory_info_v2(handle).used))
+        return
+    found = output(
+        "nvidia-smi", "-i", uuid, "--query-gpu=memory.used", "--format=csv,noheader,nounits"
+    )
+    say(int(found) * MIB if found.isdigit() else None)
+
+
+class Service:
+    """The service on some devices, its loop in a thread."""
+
+    def __init__(self, devices: Sequence[Any], folder: Path) -> None:
+        from gms.adapters.lease_socket import LeaseServer
+        from gms.handlers.memory_server import MemoryServer
+        from gms.handlers.sessions import LeaseSessions
+
+        self.folder = folder
+        self.gms = MemoryServer(node="accept", incarnation=folder.name, devices=devices)
+        self._lease = LeaseServer(folder, LeaseSessions(self.gms))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.run(self._start())
+
+    async def _start(self) -> None:
+        self._lease.start()
+
+    async def _stop(self) -> None:
+        await self._lease.close()
+        await self.gms.drained()
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stop(self) -> None:
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def served(devices: Sequence[Any]) -> Iterator[Service]:
+    with tempfile.TemporaryDirectory(prefix="gms-") as folder:
+        service = Service(devices, Path(folder))
+        yield service
+        service.stop()
+    for each in devices:
+        each.close()
+
+
+def role_serve() -> None:
+    from gms.adapters.cuda import open_devices
+
+    with served(open_devices()) as service:
+        say(str(service.folder))
+        sys.stdin.read()
+
+
+def connected(folder: str, uuid: str, lock: str, **options: Any) -> Any:
+    import snapback_client
+
+    return snapback_client.connect(uuid, lock=lock, socket_dir=folder, deadline_s=30, **options)
+
+
+def role_context(uuid: str) -> None:
+    """Hold the context of a device, and a little memory that was filled as a client fills it."""
+    from snapback_client.cuda import CudaDriver, CudaRange
+
+    driver = CudaDriver()
+    prop = driver.allocation(driver.find(uuid))
+    size = int(driver.call("cuMemGetAllocationGranularity", prop, 0))
+    handle = driver.call("cuMemCreate", size, prop, 0)
+    descriptor = int(driver.call("cuMemExportToShareableHandle", handle, driver.posix, 0))
+    at = CudaRange(driver, uuid, size, address=None, exact=False)
+    at.map(descriptor, 0, size, writable=True)
+    at.clear(0, size)
+    say("held")
+    sys.stdin.read()
+
+
+def role_hold(folder: str, uuid: str, size: str, state: str) -> None:
+    """Commit memory, and hold it awake or asleep."""
+    import numpy as np
+
+    pool = connected(folder, uuid, "RW")
+    array = pool.allocate("weights", int(size), "uint8")
+    array.set(np.resize(np.arange(251, dtype="u1"), int(size)))
+    pool.commit()
+    if state == "asleep":
+        pool.sleep()
+    say(state)
+    sys.stdin.read()
+
+
+def role_read(folder: str, uuid: str) -> None:
+    """Read all the time, and say so when it is asked."""
+    pool = connected(folder, uuid, "RO")
+    say("reading")
+    while True:
+        pool["weights"].get()
+        if select.select([sys.stdin], [], [], 0)[0] and sys.stdin.readline():
+            say("read")
+
+
+def role_vandal(folder: str, uuid: str) -> None:
+    pool = connected(folder, uuid, "RO")
+    array = pool["weights"]
+    array.flags.writeable = True
+    say("tries")
+    try:
+        array.set(0)
+    except Exception as error:  # noqa: BLE001 - what the driver says of it is the finding
+        say(str(error))
+    else:
+        say("wrote")
+
+
+def role_write(folder: str, uuid: str, size: str) -> None:
+    """Write all the time what is never committed."""
+    pool = connected(folder, uuid, "RW", domain="kv")
+    array = pool.allocate("draft", int(size), "uint8")
+    array.set(1)
+    say("writing")
+    while True:
+        array.set(1)
+
+
+def role_lock(folder: str, uuid: str) -> None:
+    connected(folder, uuid, "RW", domain="kv").close()
+    say("locked")
+
+
+def role_reserve(kind: str, uuid: str) -> None:
+    from snapback_client.mappings import AddressTaken
+    from snapback_client.reservation import address_of, reserve
+
+    if kind == "torch":
+        import torch
+
+        torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    held = []
+    try:
+        for ordinal in (0, 1, 7):
+            for is_kv in (False, True):
+                address = address_of(ordinal, is_kv=is_kv)
+                held.append(reserve("cuda", uuid, 256 * GIB, address=address, exact=True))
+    except AddressTaken as error:
+        say(str(error))
+    else:
+        say("exact")
+
+
+def device_of(uuid: str) -> Any:
+    from gms.adapters.cuda import open_devices
+
+    return next(each for each in open_devices() if each.info.uuid == uuid)
+
+
+def role_fill(uuid: str) -> None:
+    """Take all of a device in 64 pieces, and give it back."""
+    from snapback_client.errors import OutOfDeviceMemory
+
+    device = device_of(uuid)
+    granule = device.info.granularity
+    made: list[int] = []
+    size = max(1, device.info.capacity // 64 // granule) * granule
+    begin = time.monotonic()
+    with contextlib.suppress(OutOfDeviceMemory):
+        while len(made) <= 2 * 64:
+            made.append(device.create(size))
+    taken = time.monotonic()
+    for handle in made:
+        device.release(handle)
+    freed = time.monotonic()
+    device.release(device.create(size))
+    say(
+        {
+            "filled_bytes": len(made) * size,
+            "create_gib_s": round(len(made) * size / GIB / (taken - begin), 1),
+            "release_gib_s": round(len(made) * size / GIB / max(freed - taken, 1e-6), 1),
+        }
+    )
+
+
+def role_eat(uuid: str, share: str) -> None:
+    """Hold a share of what is free, as a program does that knows nothing of the service."""
+    from snapback_client.cuda import CudaDriver
+
+    driver = CudaDriver()
+    device = driver.find(uuid)
+    driver.call("cuCtxPushCurrent", driver.call("cuDevicePrimaryCtxRetain", device))
+    free, _ = driver.call("cuMemGetInfo")
+    size = int(free * float(share)) // (2 * MIB) * 2 * MIB
+    driver.call("cuMemAlloc", size)
+    say(size)
+    sys.stdin.read()
+
+
+def role_allocate(folder: str, uuid: str, size: str) -> None:
+    """Ask for memory until there is enough, from the moment on when it is told to."""
+    from snapback_client.errors import OutOfDeviceMemory
+
+    with connected(folder, uuid, "RW", domain="kv") as pool:
+        pool.allocate("first", 1, "uint8")
+        say("connected")
+        sys.stdin.readline()
+        refusals = 0
+        while True:
+            try:
+                pool.allocate("second", int(size), "uint8")
+            except OutOfDeviceMemory:
+                refusals += 1
+            else:
+                say({"at": time.monotonic(), "refusals": refusals})
+                return
+            time.sleep(0.05)
+
+
+def role_uuids() -> None:
+    from snapback_client.cuda import CudaDriver
+
+    driver = CudaDriver()
+    say([driver.uuid_of(driver.call("cuDeviceGet", n)) for n in range(driver.devices)])
+
+
+def role_flags(ordinal: str) -> None:
+    from snapback_client.cuda import CudaDriver
+
+    driver, found = CudaDriver(), {}
+    device = driver.call("cuDeviceGet", int(ordinal))
+    kinds = {"plain": (1, 0), "rdma": (1, 1), "fabric": (9, 0), "fabric and rdma": (9, 1)}
+    for name, (handles, rdma) in kinds.items():
+        prop = driver.allocation(device)
+        prop.requestedHandleTypes = handles
+        prop.allocFlags.gpuDirectRDMACapable = rdma
+        status, handle = driver.api.cuMemCreate(2 * MIB, prop, 0)
+        found[name] = int(status)
+        if not found[name]:
+            driver.call("cuMemRelease", handle)
+    say(found)
+
+
+def role_worker(folder: str, uuid: str, state: str) -> None:
+    """Say the sum of the bytes, and again when it is asked."""
+    pool = connected(folder, uuid, "RO")
+    first = int(pool["weights"].get().sum())
+    if state == "asleep":
+        pool.sleep()
+    say(first)
+    sys.stdin.readline()
+    if pool.is_asleep:
+        pool.wake()
+    say(int(pool["weights"].get().sum()))
+
+
+def role_checkpoint(pid: str) -> None:
+    from snapback_client.cuda import CudaDriver
+
+    api = CudaDriver().api
+    if not hasattr(api, "cuCheckpointProcessCheckpoint"):
+        say({"missing": "these bindings have no calls for checkpoints of processes"})
+        return
+    lock = api.CUcheckpointLockArgs()
+    lock.timeoutMs = 10_000
+    status: dict[str, int] = {}
+    begin = time.monotonic()
+    for verb, arguments in (
+        ("Lock", lock),
+        ("Checkpoint", None),
+        ("Restore", None),
+        ("Unlock", None),
+    ):
+        (found,) = getattr(api, f"cuCheckpointProcess{verb}")(int(pid), arguments)
+        status[verb.lower()] = int(found)
+        if int(found):
+            break
+    say({"status": status, "seconds": round(time.monotonic() - begin, 3)})
+
+
+class Transfers:
+    """Saves and loads of the weights of a device, and what the disk and PCIe do alone."""
+
+    def __init__(self, service: Service, device: str, folder: Path) -> None:
+        from gms.adapters.transfer_process import TransferProcesses
+
+        self._service = service
+        self._device = device
+        self.folder = folder
+        self._processes = TransferProcesses()
+        self.generation: Any = None
+
+    def layout(self) -> Any:
+        committed = self._service.gms.table.device(self._device).weights.committed
+        return committed.ref
+
+    def seconds(self, task: Any) -> tuple[float, Any]:
+        from gms.domain.tasks import TransferDone
+
+        async def follow() -> Any:
+            async with contextlib.aclosing(self._processes.run(task)) as events:
+                async for event in events:
+                    if isinstance(event, TransferDone):
+                        return event
+            raise Broken("a transfer ended without a result")
+
+        begin = time.monotonic()
+        done = self._service.run(follow())
+        return time.monotonic() - begin, done
+
+    def place(self, threads: int) -> dict[str, Any]:
+        return {
+            "socket_dir": str(self._service.folder),
+            "root": str(self.folder),
+            "device": self._device,
+            "namespace": "default",
+            "content_uid": UID,
+            "generation": 1,
+            "part": "gpu-0",
+            "deadline_s": 300.0,
+            "threads": threads,
+        }
+
+    def save(self, threads: int) -> tuple[float, Any]:
+        from gms.domain.tasks import SaveTask
+
+        order = f"save-{UID}-gpu-0"
+        return self.seconds(SaveTask(**self.place(threads), order=order, layout=self.layout()))
+
+    def load(self, threads: int, saved: Any) -> float:
+        """Load beside what is committed, and drop it."""
+        from gms.domain.tasks import LoadTask
+
+        token = f"load-{threads}"
+        task = LoadTask(
+            **self.place(threads),
+            part_digest=saved.digest,
+            load_token=token,
+            layout_id=saved.layout.layout_id,
+            structure_hash=saved.layout.structure_hash,
+            if_match=self.generation,
+        )
+        spent, _ = self.seconds(task)
+        gms = self._service.gms
+        self._service.run(gms.drop_hidden_when_unused(self._device, token, wait_s=30))
+        return spent
+
+    def files(self) -> list[Path]:
+        return sorted(self.folder.rglob("shard-*"))
+
+
+def disk_gb_s(files: Sequence[Path], threads: int, most: int, *, write: bool) -> float:
+    """Return the rate of O_DIRECT requests of 8 MiB in some files; writing replaces their bytes."""
+    step, places = 8 * MIB, []
+    for path in files:
+        places += [(path, at) for at in range(0, path.stat().st_size // step * step, step)]
+    places = places[: max(threads, most // step)]
+    flags_ = os.O_DIRECT | (os.O_WRONLY if write else os.O_RDONLY)
+    handles = {path: os.open(path, flags_) for path in {path for path, _ in places}}
+    kept = threading.local()
+
+    def move(place: tuple[Path, int]) -> None:
+        if not hasattr(kept, "buffer"):
+            # Aligned to a page, as O_DIRECT wants it.
+            kept.buffer = mmap.mmap(-1, step)
+        path, at = place
+        moved = (os.pwritev if write else os.preadv)(handles[path], [kept.buffer], at)
+        require(moved == step, f"{moved} of {step} bytes at {at} of {path.name}")
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(move, places))
+    if write:
+        for handle in handles.values():
+            os.fsync(handle)
+    spent = time.monotonic() - begin
+    for handle in handles.values():
+        os.close(handle)
+    return len(places) * step / spent / 1e9
+
+
+def pcie_gb_s(uuid: str, granule: int) -> dict[str, float]:
+    """Return the rates of copies from and to pinned memory, two at a time."""
+    from snapback_client.cuda import CudaDriver, CudaRange
+    from snapback_client.frames import Access
+
+    device, size, found = device_of(uuid), 8 * granule, {}
+    at = CudaRange(CudaDriver(), uuid, size, address=None, exact=False)
+    handle = device.create(size)
+    descriptor = device.export(handle, Access.RW)
+    at.map(descriptor, 0, size, writable=True)
+    os.close(descriptor)
+    copiers = [at.copier(size) for _ in range(2)]
+    for name, is_read in (("to_device", False), ("to_host", True)):
+        begin, count = time.monotonic(), 0
+        while time.monotonic() - begin < 1.0:
+            for copier in copiers:
+                for _ in range(8):
+                    (copier.read if is_read else copier.write)(0, copier.buffer)
+            for copier in copiers:
+                copier.flush()
+            count += 8 * len(copiers)
+        found[name] = round(count * size / (time.monotonic() - begin) / 1e9, 2)
+    for copier in copiers:
+        copier.close()
+    at.release()
+    device.release(handle)
+    device.close()
+    return found
+
+
+def filled(pool: Any, size: int) -> None:
+    """Make arrays of so many bytes in all, no two of which are equal."""
+    import numpy as np
+
+    piece = min(256 * MIB, size)
+    block = np.random.default_rng(1).integers(0, 255, piece, dtype="u1")
+    for number in range(-(-size // piece)):
+        length = min(piece, size - number * piece)
+        block[:8] = number
+        pool.allocate(f"weights-{number}", length, "uint8").set(block[:length])
+
+
+def nodding(pool: Any, times: int, after: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Let a pool sleep and wake; calls `after` each time, and returns the medians."""
+    sleeps, wakes = [], []
+    for _ in range(times):
+        begin = time.monotonic()
+        pool.sleep()
+        slept = time.monotonic()
+        pool.wake()
+        wakes.append(time.monotonic() - slept)
+        sleeps.append(slept - begin)
+        after()
+    return {
+        "sleep_ms": round(1000 * statistics.median(sleeps), 1),
+        "wake_ms": round(1000 * statistics.median(wakes), 1),
+    }
+
+
+def role_bandwidth(folder: str, ordinal: str, size: str, threads: str) -> None:
+    from gms.adapters.cuda import open_devices
+
+    devices = open_devices()
+    info, probed = devices[int(ordinal)].info, min(int(size), 4 * GIB)
+    with served(devices) as service:
+        transfers = Transfers(service, info.uuid, Path(folder) / "parts")
+        pcie = pcie_gb_s(info.uuid, info.granularity)
+        say({"pcie_gb_s": pcie})
+        with connected(str(service.folder), info.uuid, "RW") as pool:
+            filled(pool, int(size))
+            transfers.generation = pool.commit()
+            say(nodding(pool, 5))
+        for count in map(int, threads.split(",")):
+            say({f"{count} requests": one_round(transfers, count, probed, pcie)})
+    say(None)
+
+
+def one_round(
+    transfers: Transfers, threads: int, probed: int, pcie: dict[str, float]
+) -> dict[str, float]:
+    """Save, read, load and write the files with so many requests at a time; rates in GB/s."""
+    transfers.folder.mkdir(parents=True)
+    saving, saved = transfers.save(threads)
+    raw_read = disk_gb_s(transfers.files(), threads, probed, write=False)
+    loading = transfers.load(threads, saved)
+    raw_write = disk_gb_s(transfers.files(), threads, probed, write=True)
+    shutil.rmtree(transfers.folder)
+    save, load = saved.moved / saving / 1e9, saved.moved / loading / 1e9
+    return {
+        "save": round(save, 2),
+        "load": round(load, 2),
+        "disk_write": round(raw_write, 2),
+        "disk_read": round(raw_read, 2),
+        "save_of_limit": round(save / min(raw_write, pcie["to_host"]), 2),
+        "load_of_limit": round(load / min(raw_read, pcie["to_device"]), 2),
+    }
+
+
+def role_torch_writer(folder: str, uuid: str, size: str) -> None:
+    """Commit a model, capture its answer in a graph, and replay that after each of ten sleeps."""
+    import torch
+
+    from snapback_client.torch import TorchMemory
+
+    torch.manual_seed(1)
+    with connected(folder, uuid, "RW") as pool:
+        memory = TorchMemory(pool)
+        # Few and large layers: each makes the answer smaller.
+        side = 8192
+        options = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        with memory.allocating():
+            layers = range(max(2, int(size) // (2 * side * side)))
+            model = torch.nn.Sequential(*(torch.nn.Linear(side, side, **options) for _ in layers))
+        model.requires_grad_(False)
+        memory.commit(model.state_dict())
+        given = torch.ones(1, side, device="cuda", dtype=torch.bfloat16)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            model(given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            answer = model(given)
+        graph.replay()
+        torch.cuda.synchronize()
+        before = answer.clone()
+        places = [each.data_ptr() for each in model.parameters()]
+
+        def same() -> None:
+            answer.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            require(torch.equal(answer, before), "the graph answers otherwise after a sleep")
+
+        times = nodding(pool, 10, same)
+        require(places == [each.data_ptr() for each in model.parameters()], "a tensor has moved")
+        parameters = sum(each.numel() * each.element_size() for each in model.parameters())
+        say(
+            times
+            | {
+                "parameter_bytes": parameters,
+                "committed_of_parameters": round(sum(pool.sizes().values()) / parameters, 3),
+                "state": pool.save_state().hex(),
+                "sums": [sum_of(each) for each in model.state_dict().values()],
+                "answer": before.float().abs().sum().item(),
+            }
+        )
+        sys.stdin.read()
+
+
+def sum_of(tensor: Any) -> int:
+    """Return the sum of the bytes of a tensor."""
+    import torch
+
+    return int(tensor.view(torch.uint8).sum(dtype=torch.int64).item())
+
+
+def role_torch_reader(folder: str, state: str) -> None:
+    """Answer as the model does whose tensors are committed, in their order."""
+    import torch
+
+    import snapback_client
+    from snapback_client.torch import TorchMemory
+
+    with snapback_client.restore(bytes.fromhex(state), socket_dir=folder) as pool:
+        tensors = TorchMemory(pool).tensors()
+        names = sorted(tensors, key=lambda name: int(name.partition(".")[0]))
+        value = torch.ones(1, tensors[names[0]].shape[1], device="cuda", dtype=torch.bfloat16)
+        for name in names:
+            value = torch.nn.functional.linear(value, tensors[name])
+        sums = [sum_of(tensors[name]) for name in names]
+        say({"sums": sums, "answer": value.float().abs().sum().item()})
+
+
+class Row(NamedTuple):
+    """How a step has ended."""
+
+    step: str
+    result: str
+    reason: str
+    seconds: float
+    found: dict[str, Any]
+    trace: str
+
+
+def attempt(step: Callable[[Run], dict[str, Any]], run: Run, limit_s: float) -> Row:
+    """Carry out a step within its time and kill all of its children."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime(f"it took longer than {limit_s:.0f} s")
+
+    begin, result, reason, trace, found = time.monotonic(), "ok", "", "", {}
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(limit_s, 0.01))
+    try:
+        if step is not facts and not run.facts:
+            raise Skipped("no device was found")
+        found = step(run)
+    except Skipped as skipped:
+        result, reason = "skipped", str(skipped)
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is a finding, and others follow
+        result, reason = "failed", str(error) or type(error).__name__
+        trace = getattr(error, "trace", "") or traceback.format_exc()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        run.kill_all()
+    return Row(step.__name__, result, reason, round(time.monotonic() - begin, 1), found, trace)
+
+
+def write_report(path: Path, options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Write the JSON, whole or not at all."""
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "result": "failed" if any(row.result == "failed" for row in rows) else "ok",
+        "gib": options.gib,
+        "steps": [row._asdict() for row in rows],
+    }
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(report, indent=1) + "\n")
+    new.rename(path)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    names = [step.__name__ for step in STEPS]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("accept.json"), help="where the JSON goes")
+    parser.add_argument("--gib", type=float, default=16.0, help="how much is saved and loaded (16)")
+    parser.add_argument("--folder", default=".", help="a folder of the disk that is measured (.)")
+    parser.add_argument("--threads", default="8,16,32", help="requests at a time (8,16,32)")
+    parser.add_argument("--processes", type=int, default=10, help="fresh processes (10)")
+    parser.add_argument("--limit-s", type=float, default=590.0, help="of all steps together (590)")
+    parser.add_argument("--only", default="", help=f"of {','.join(names)}")
+    options = parser.parse_args(arguments)
+    options.only = [name for name in options.only.split(",") if name]
+    if unknown := set(options.only) - set(names):
+        parser.error(f"no step is called {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parsed(arguments)
+    # As ctrl-C does, so that children are killed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    run, rows, end = Run(options), [], time.monotonic() + options.limit_s
+    for step in STEPS:
+        # Without the facts of the machine no step knows its devices.
+        if options.only and step.__name__ not in options.only and step is not facts:
+            continue
+        # One step that hangs must leave time to the others.
+        left = min(end - time.monotonic(), 0.4 * options.limit_s)
+        row = attempt(step, run, left)
+        rows.append(row)
+        about = row.reason or json.dumps(row.found)
+        print(f"{row.result:8}{row.step:18}{row.seconds:6.1f} s  {about[:200]}", flush=True)
+        write_report(options.out, options, rows)
+    return int(any(row.result == "failed" for row in rows))
+
+
+def play(role: str, parent: str, arguments: Sequence[str]) -> None:
+    """Be a child, which ends with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != int(parent):
+        sys.exit(1)
+    globals()[f"role_{role}"](*arguments)
+    sys.stdout.flush()
+    # Threads and handlers of the driver may hang at the end of the interpreter.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--role"]:
+        play(sys.argv[2], sys.argv[3], sys.argv[4:])
+    sys.exit(main(sys.argv[1:]))

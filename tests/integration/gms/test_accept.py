@@ -1,0 +1,148 @@
+"""The acceptance on a GPU, on the fake of the driver: its steps hold, and it says what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cuda_rig import UUIDS, CudaNode
+
+PROGRAM = Path(__file__).parents[2] / "gpu" / "accept.py"
+MIB = 1024 * 1024
+PLACED = [f"{uuid} bytes={512 * MIB} context={72 * MIB}" for uuid in UUIDS[:2]]
+"""A context is more than what may be lost on the way."""
+
+pytestmark = [pytest.mark.cpu(240), pytest.mark.timeout(400), pytest.mark.waits]
+
+
+def started(folder: Path, *words: str) -> subprocess.Popen[str]:
+    small = ["--gib", "0.0625", "--threads", "2", "--processes", "2"]
+    places = ["--folder", folder, "--out", folder / "accept.json"]
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, *places, *small, *words], stdout=subprocess.PIPE, text=True
+    )
+
+
+def accepted(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+    """Run it and return its status, its steps by name, and what it printed."""
+    process = started(folder, *words)
+    said, _ = process.communicate(timeout=380)
+    report = json.loads((folder / "accept.json").read_text())
+    assert report["result"] == ("failed" if process.returncode else "ok")
+    return process.returncode, {step["step"]: step for step in report["steps"]}, said
+
+
+def test_every_step_that_needs_no_pytorch_holds_on_the_fake(
+    cuda_node: CudaNode, tmp_path: Path
+) -> None:
+    cuda_node.place(PLACED[0])
+    status, steps, said = accepted(tmp_path)
+    assert {
+        name: step["reason"] for name, step in steps.items() if step["result"] == "failed"
+    } == {}
+    assert status == 0
+    skipped = [name for name, step in steps.items() if step["result"] == "skipped"]
+    assert skipped == ["pytorch", "visible_devices"]
+    assert len(said.splitlines()) == len(steps) == 11
+    found = {name: step["found"] for name, step in steps.items()}
+    assert [each["uuid"] for each in found["facts"]["devices"]] == [UUIDS[0]]
+    assert found["footprint"]["idle_server"] == 0
+    assert found["footprint"]["sleeping_client"] == 72 * MIB
+    assert found["full_device"]["filled_bytes"] == 512 * MIB
+    assert "ILLEGAL_ADDRESS" in found["killed_processes"]["vandal"]
+    assert found["bandwidth"]["bytes"] == 64 * MIB
+    assert found["bandwidth"]["2 requests"]["load"] > 0
+    assert found["checkpoints"]["asleep"]["same_bytes"]
+    assert found["checkpoints"]["awake"]["status"] == {"lock": 0, "checkpoint": 1}
+    # What was saved is gone, and so are all who had memory.
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("accept")] == [
+        "accept.json"
+    ]
+    assert cuda_node.foreign(400 * MIB).status == 0
+
+
+def test_each_of_several_devices_is_asked_for_what_it_can(
+    cuda_node: CudaNode, tmp_path: Path
+) -> None:
+    cuda_node.place(PLACED[0], f"{PLACED[1]} rdma=0 fabric=2")
+    status, steps, _ = accepted(tmp_path, "--only", "flags,visible_devices")
+    assert status == 0
+    assert steps["flags"]["found"][UUIDS[0]]["rdma"] == 0
+    found = steps["flags"]["found"][UUIDS[1]]
+    assert (found["rdma"], found["fabric"]) == (801, 800)
+    assert steps["visible_devices"]["found"]["by_index"] == [UUIDS[1], UUIDS[0]]
+
+
+def test_a_step_that_fails_is_named_with_its_reason_and_the_others_go_on(
+    cuda_node: CudaNode, tmp_path: Path
+) -> None:
+    cuda_node.place(*PLACED)
+    cuda_node.faults("cuMemAddressReserve 0 nohint")
+    status, steps, _ = accepted(tmp_path, "--only", "addresses,flags")
+    assert status == 1
+    assert {name: step["result"] for name, step in steps.items()} == {
+        "facts": "ok",
+        "addresses": "failed",
+        "flags": "ok",
+    }
+    assert "2 processes got others" in steps["addresses"]["reason"]
+
+
+def test_without_a_device_it_says_so_and_tries_nothing_else(
+    cuda_node: CudaNode, tmp_path: Path
+) -> None:
+    cuda_node.place()
+    status, steps, said = accepted(tmp_path)
+    assert status == 1
+    assert "CUDA_ERROR_NO_DEVICE" in steps["facts"]["reason"]
+    assert "Traceback" not in said
+    assert {step["reason"] for name, step in steps.items() if name != "facts"} == {
+        "no device was found"
+    }
+
+
+def test_a_call_of_the_driver_that_hangs_ends_its_step(cuda_node: CudaNode, tmp_path: Path) -> None:
+    cuda_node.place(*PLACED)
+    cuda_node.faults("cuMemAddressReserve 0 hang")
+    status, steps, _ = accepted(tmp_path, "--only", "addresses,flags", "--limit-s", "10")
+    assert status == 1
+    assert steps["addresses"]["reason"] == "it took longer than 4 s"
+    assert steps["flags"]["result"] == "ok"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_its_children_end_with_it(cuda_node: CudaNode, tmp_path: Path, number: int) -> None:
+    cuda_node.place(*PLACED)
+    cuda_node.faults("cuMemAddressReserve 0 hang")
+    process = started(tmp_path, "--only", "addresses")
+    assert process.stdout
+    assert process.stdout.readline().startswith("ok")
+    end = time.monotonic() + 30
+    while not (children := list(children_of(process.pid))) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert children
+    os.kill(process.pid, number)
+    process.communicate(timeout=30)
+    while any(alive(child) for child in children) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(alive(child) for child in children)
+
+
+def children_of(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
