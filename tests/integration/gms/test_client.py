@@ -433,6 +433,51 @@ def test_a_child_that_is_forked_inherits_no_import(service: Any) -> None:
     assert found.stdout == b"1 0\n", found.stderr.decode()
 
 
+def test_a_forked_child_may_close_a_pool_and_do_nothing_else_with_it(service: Any) -> None:
+    code = (
+        "import os, pathlib, socket\n"
+        "import snapback_client as client\n"
+        "pool = client.connect(lock='RW')\n"
+        "pool.allocate('w', 10, 'u1')[:] = 7\n"
+        "uses = [lambda: pool.allocate('x', 1, 'u1'), lambda: pool['w'], lambda: pool.free('w'),\n"
+        "        pool.arrays, pool.commit, pool.sleep, pool.wake, pool.save_state,\n"
+        "        pool._lease.allocations, pool._lease.detach]\n"
+        "def sockets():\n"
+        "    fds = [pathlib.Path('/proc/self/fd', fd) for fd in os.listdir('/proc/self/fd')]\n"
+        "    return sum(os.readlink(fd).startswith('socket:') for fd in fds if fd.is_symlink())\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    refused = 0\n"
+        "    for use in uses:\n"
+        "        try:\n"
+        "            use()\n"
+        "        except client.NotEligible as error:\n"
+        "            refused += error.values == {'owner': os.getppid(), 'pid': os.getpid()}\n"
+        "    pool.close()\n"
+        "    os._exit(100 + refused if not sockets() else 1)\n"
+        "status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "pool.commit()\n"
+        "print(status - 100 == len(uses), pool['w'].tolist() == [7] * 10, sockets())\n"
+    )
+    found = run_worker(code)
+    assert found.stdout == b"True True 1\n", found.stderr.decode()
+
+
+def test_a_child_that_leaves_the_block_of_a_pool_leaves_it_to_its_parent(service: Any) -> None:
+    code = (
+        "import os\n"
+        "import snapback_client as client\n"
+        "with client.connect(lock='RW') as pool:\n"
+        "    pool.allocate('w', 10, 'u1')[:] = 7\n"
+        "    pid = os.fork()\n"
+        "    if pid:\n"
+        "        assert os.waitpid(pid, 0)[1] == 0\n"
+        "        pool.commit()\n"
+        "        print(pool['w'].tolist())\n"
+    )
+    found = run_worker(code)
+    assert found.stdout.decode() == f"{[7] * 10}\n", found.stderr.decode()
+
+
 @pytest.mark.parametrize(
     ("visible", "device"), [("", 0), ("all", 0), ("GPU-1", 1), ("GPU-1,GPU-2", -1)]
 )

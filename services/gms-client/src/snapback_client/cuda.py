@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import math
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from snapback_client.errors import DeviceError, InvalidInput, UnknownDevice
+from snapback_client.forks import check_owner
 from snapback_client.mappings import AddressTaken, Mappings
 
 SYMBOLS = (
@@ -70,6 +72,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         """Load the bindings and the driver. CudaUnavailable names what is missing."""
+        self._owner = os.getpid()
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
@@ -101,7 +104,11 @@ class CudaDriver:
         return int(self.call("cuDeviceGetCount"))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver and return its values without the status. CudaFailed."""
+        """Call the driver and return its values without the status. CudaFailed.
+
+        NotEligible in a fork of the process, where CUDA cannot be used.
+        """
+        check_owner(self._owner, "the CUDA driver")
         status, *found = getattr(self.api, name)(*arguments)
         if int(status) != 0:
             raise CudaFailed(name, status)

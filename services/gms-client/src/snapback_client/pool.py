@@ -22,6 +22,7 @@ from snapback_client.errors import (
     StaleLayout,
     UnknownDevice,
 )
+from snapback_client.forks import check_owner
 from snapback_client.frames import (
     Access,
     AllocationSpec,
@@ -118,7 +119,8 @@ class MemoryPool:
     """Named arrays in the memory of one device. One thread at a time.
 
     A pool of the domain `weights` writes, commits and then reads. A pool of `kv` only writes: its
-    contents are dropped at `sleep` and zero after `wake`.
+    contents are dropped at `sleep` and zero after `wake`. It belongs to the process that opened it:
+    a fork can only close it.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class MemoryPool:
         socket_dir: str | None = None,
     ) -> None:
         """Use `connect`, `restore` or `from_state`."""
+        self._owner = os.getpid()
         self.device, self._ordinal = _resolve(device)
         self._domain = MemoryDomain(domain)
         self._name = name or f"pid-{os.getpid()}"
@@ -317,7 +320,9 @@ class MemoryPool:
 
     def close(self) -> None:
         """Release everything, also what was not committed. The arrays must not be used."""
-        if self._mode in (_Mode.WRITING, _Mode.READING):
+        if self._owner != os.getpid():
+            self._forget()
+        elif self._mode in (_Mode.WRITING, _Mode.READING):
             self._let_go()
         if self._reservation is not None:
             self._reservation.release()
@@ -446,6 +451,12 @@ class MemoryPool:
                 # A service that has ended charges nothing; the lease is closed either way.
                 lease.detach()
 
+    def _forget(self) -> None:
+        """Close what a fork has inherited. Its addresses and the driver are no business of it."""
+        if self._lease is not None:
+            self._lease.close()
+        self._lease = self._reservation = None
+
     def _check_same(self, attached: Attached) -> None:
         if (attached.device_kind or "simulated") != self._range.kind:
             raise Incompatible(
@@ -470,6 +481,7 @@ class MemoryPool:
         )
 
     def _require(self, *modes: _Mode) -> None:
+        check_owner(self._owner, "the pool")
         if self._mode not in modes:
             raise NotEligible(
                 f"the pool is {self._mode.value}, this needs it {' or '.join(modes)}",
