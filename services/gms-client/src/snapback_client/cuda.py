@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from snapback_client.devices import find_device
 from snapback_client.errors import DeviceError, InvalidInput, UnknownDevice
 from snapback_client.forks import check_owner
 from snapback_client.mappings import AddressTaken, Mappings
@@ -114,26 +115,40 @@ class CudaDriver:
             raise CudaFailed(name, status)
         return found[0] if len(found) == 1 else tuple(found)
 
+    @property
+    def uuids(self) -> list[str]:
+        """The uuids of the visible devices, in the order of CUDA in this process."""
+        return [self.uuid_of(self.call("cuDeviceGet", each)) for each in range(self.devices)]
+
     def uuid_of(self, device: Any) -> str:
-        """Return the uuid of a device as NVIDIA_VISIBLE_DEVICES has it."""
-        found = self.call("cuDeviceGetUuid", device)
-        return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+        """Return the uuid of a device as nvidia-smi, Kubernetes and the environment have it."""
+        # Before 13 the bindings have two, and the older one names the GPU of a MIG device.
+        newer = hasattr(self.api, "cuDeviceGetUuid_v2")
+        found = self.call("cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", device)
+        # No attribute says that a device is one of MIG; its name ends in " MIG 1g.10gb".
+        kind = "MIG" if " MIG " in self.name_of(device) else "GPU"
+        return f"{kind}-{uuid.UUID(bytes=bytes(found.bytes))}"
+
+    def name_of(self, device: Any) -> str:
+        """Return the name of the product."""
+        name = bytes(self.call("cuDeviceGetName", 128, device))
+        return name.partition(b"\0")[0].decode(errors="replace")
 
     def find(self, device: str) -> Any:
-        """Return the visible device with this uuid. UnknownDevice.
+        """Return the visible device with this uuid, or whose uuid begins so. UnknownDevice.
 
         Ordinals differ between processes: CUDA_VISIBLE_DEVICES leaves devices out and sorts them.
         """
-        visible = [self.call("cuDeviceGet", ordinal) for ordinal in range(self.devices)]
-        uuids = [self.uuid_of(each) for each in visible]
-        if device not in uuids:
+        uuids = self.uuids
+        found = find_device(device, {each: ordinal for ordinal, each in enumerate(uuids)})
+        if found is None:
             raise UnknownDevice(
                 f"{device} is not visible to CUDA in this process",
                 next_step="give this process the GPU: NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
                 device=device,
                 visible=uuids,
             )
-        return visible[uuids.index(device)]
+        return self.call("cuDeviceGet", uuids.index(found))
 
     def allocation(self, device: Any) -> Any:
         """Describe pinned memory of a device that can be exported as a descriptor."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec import UNSET, Struct, UnsetType
 
 from snapback_client.codec import decode_json
+from snapback_client.devices import names_of, ordinal_of, visible_names
 from snapback_client.errors import (
     Incompatible,
     InvalidInput,
@@ -81,7 +82,10 @@ def connect(
 ) -> MemoryPool:
     """Wait for a lock on a device's memory and open it as a pool.
 
-    `device` is a uuid, or an ordinal of NVIDIA_VISIBLE_DEVICES or of the devices of a claim.
+    `device` is the number that CUDA has for it in this process; without CUDA its place in
+    NVIDIA_VISIBLE_DEVICES or among the devices of a claim, and where these name none the index of
+    the service. Or it is a uuid, or the beginning of one. UnknownDevice.
+
     `lock` is "RW", "RO" or "RW_OR_RO": to write while nothing is committed, to read after. A
     writer names in `if_match` the generation that it replaces, and with `replace` gives it up
     before it begins. DeadlineExceeded names who holds the lock; GenerationMismatch has both values.
@@ -133,7 +137,9 @@ class MemoryPool:
     ) -> None:
         """Use `connect`, `restore` or `from_state`."""
         self._owner = os.getpid()
-        self.device, self._ordinal = _resolve(device)
+        self._cuda = _shown_by_cuda() if isinstance(device, int) else []
+        self._names = names_of(device, cuda=self._cuda, visible=_visible())
+        self._ordinal = device if isinstance(device, int) else -1
         self._domain = MemoryDomain(domain)
         self._name = name or f"pid-{os.getpid()}"
         self._folder = _folder(socket_dir)
@@ -169,6 +175,11 @@ class MemoryPool:
         )
         pool._mode = _Mode.ASLEEP
         return pool
+
+    @property
+    def device(self) -> str:
+        """The uuid of the device, or before the first lock the name under which it is asked for."""
+        return self._names[0]
 
     # Arrays.
 
@@ -283,7 +294,7 @@ class MemoryPool:
         lock = LockMode.RO if self._is_weights else LockMode.RW
         known: str | UnsetType = UNSET if await_layout else ""
         if device and device != self.device:
-            self.device, self.generation = device, None
+            self._names, self.generation = [device], None
         if self.generation is not None:
             known = self.generation.incarnation
         lease = self._attach(lock, deadline_s, known=known)
@@ -364,7 +375,13 @@ class MemoryPool:
             # The offsets of freed arrays are not used again, so leave room for four capacities.
             wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
             reserved = min(DOMAIN_BYTES, wanted)
-            address = address_of(self._ordinal, is_kv=not self._is_weights)
+            # The index and not the ordinal, which differs between processes.
+            address = address_of(attached.index, is_kv=not self._is_weights)
+            if self._ordinal < 0:
+                cuda = _shown_by_cuda() if attached.device_kind == "cuda" else []
+                self._ordinal = ordinal_of(
+                    attached.device, attached.index, cuda=cuda, visible=_visible()
+                )
             self._reservation = reserve(
                 attached.device_kind, self.device, reserved, address=address
             )
@@ -385,18 +402,29 @@ class MemoryPool:
         replace: bool = False,
         known: str | UnsetType = UNSET,
     ) -> Lease:
-        request = Attach(
-            device=self.device,
-            domain=self._domain,
-            lock=lock,
-            deadline_s=deadline_s,
-            if_match=if_match,
-            replace=replace,
-            client=self._name,
-            traceparent=os.environ.get("TRACEPARENT", ""),
-            incarnation=known,
-        )
-        return Lease.attach(self._folder, request)
+        while True:
+            request = Attach(
+                device=self.device,
+                domain=self._domain,
+                lock=lock,
+                deadline_s=deadline_s,
+                if_match=if_match,
+                replace=replace,
+                client=self._name,
+                traceparent=os.environ.get("TRACEPARENT", ""),
+                incarnation=known,
+            )
+            try:
+                lease = Lease.attach(self._folder, request)
+            except UnknownDevice as error:
+                # Another device than CUDA's is meant only where the service has none that CUDA has.
+                served = error.values.get("served", ())
+                if len(self._names) == 1 or not set(self._cuda).isdisjoint(served):
+                    raise
+                del self._names[0]
+            else:
+                self._names = [lease.attached.device]
+                return lease
 
     def _create(self, slots: Sequence[Slot]) -> None:
         specs = [AllocationSpec(id=slot.name, size=slot.size, tag="array") for slot in slots]
@@ -532,21 +560,20 @@ def _folder(socket_dir: str | None) -> str:
     return folder
 
 
-def _resolve(device: int | str) -> tuple[str, int]:
-    """Return uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
-    visible = [each.strip() for each in os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
-    if visible == ["void"]:
-        visible = _claimed()
-    if isinstance(device, str):
-        return device, visible.index(device) if device in visible else 0
-    if not 0 <= device < len(visible) or not visible[device].startswith("GPU-"):
-        raise UnknownDevice(
-            f"ordinal {device} is not in NVIDIA_VISIBLE_DEVICES",
-            next_step="set NVIDIA_VISIBLE_DEVICES to a comma list of GPU uuids, or name a uuid",
-            ordinal=device,
-            visible=[each for each in visible if each],
-        )
-    return visible[device], device
+def _shown_by_cuda() -> list[str]:
+    """Return the uuids of the devices that CUDA shows to this process; makes no context."""
+    # Not above: it takes numpy and looks for the driver.
+    from snapback_client.cuda import CudaDriver, CudaUnavailable  # noqa: PLC0415
+
+    try:
+        return CudaDriver().uuids
+    except CudaUnavailable:
+        return []
+
+
+def _visible() -> list[str]:
+    """Return the names of the devices that this process was given; none where nothing says it."""
+    return visible_names(os.environ.get("NVIDIA_VISIBLE_DEVICES", "")) or _claimed()
 
 
 def _claimed() -> list[str]:

@@ -30,6 +30,7 @@ from gms.domain.sessions import (
     Waiter,
 )
 from gms.ports import Device
+from snapback_client.devices import find_device
 from snapback_client.frames import AllocationInfo, AllocationSpec, Attach, Commit
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
@@ -94,6 +95,14 @@ class MemoryServer:
             (uuid,): max(device.info.capacity - device.used, 0)
             for uuid, device in self.devices.items()
         }
+
+    def uuid_of(self, name: str) -> str:
+        """Return the uuid of the device that a client means (`snapback_client.devices`).
+
+        A name of no device stays as it is, for the table to refuse.
+        """
+        indices = {uuid: device.info.index for uuid, device in self.devices.items()}
+        return find_device(name, indices) or name
 
     # Sessions.
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar, assert_never
 
+from msgspec.structs import replace
+
 from gms.domain.layout import Allocation
 from gms.domain.sessions import Peer, Session
 from gms.handlers.memory_server import MemoryServer
@@ -51,6 +53,7 @@ class LeaseSessions:
         self._tracer = tracer
 
     async def attach(self, request: Attach, peer: Peer) -> Session:
+        request = replace(request, device=self._gms.uuid_of(request.device))
         with self._span("attach", request):
             if request.load_token is not None:
                 # A loader compares its needs with what is free, so that has to be final.
