@@ -409,6 +409,8 @@ def test_all_allocations_are_made_or_none(service: Any) -> None:
         "needed": 80 * MIB,
         "free": 64 * MIB,
         "capacity": 64 * MIB,
+        "used": 0,
+        "holders": {},
     }
     assert service.device().used == 0
     assert lease.allocations() == []

@@ -25,6 +25,7 @@ from snapback_client.errors import (
 )
 from snapback_client.forks import check_owner
 from snapback_client.frames import (
+    MEMORY_S,
     Access,
     AllocationSpec,
     Attach,
@@ -194,15 +195,22 @@ class MemoryPool:
         """Whether nothing of the device is mapped."""
         return self._mode is _Mode.ASLEEP
 
-    def allocate(self, name: str, shape: Shape, dtype: DTypeLike) -> Array:
-        """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict."""
-        return self.allocate_many({name: (shape, dtype)})[name]
+    def allocate(
+        self, name: str, shape: Shape, dtype: DTypeLike, *, wait_s: float = MEMORY_S
+    ) -> Array:
+        """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict.
 
-    def allocate_many(self, arrays: Mapping[str, tuple[Shape, DTypeLike]]) -> dict[str, Array]:
+        Memory that others hold is waited for, up to `wait_s` seconds.
+        """
+        return self.allocate_many({name: (shape, dtype)}, wait_s=wait_s)[name]
+
+    def allocate_many(
+        self, arrays: Mapping[str, tuple[Shape, DTypeLike]], *, wait_s: float = MEMORY_S
+    ) -> dict[str, Array]:
         """Make arrays, all or none, in one exchange with the service."""
         self._require(_Mode.WRITING)
         slots, end = new_slots(arrays, start=self._end, granularity=self._granularity)
-        self._create(slots)
+        self._create(slots, wait_s)
         self._end = end
         self._slots |= {slot.name: slot for slot in slots}
         return {slot.name: self._arrays[slot.name] for slot in slots}
@@ -304,7 +312,7 @@ class MemoryPool:
                 self._check_same(lease.attached)
                 self._map(list(self._slots.values()), Access.RO)
             else:
-                self._create(list(self._slots.values()))
+                self._create(list(self._slots.values()), MEMORY_S)
         except BaseException:
             self._let_go()
             raise
@@ -426,9 +434,9 @@ class MemoryPool:
                 self._names = [lease.attached.device]
                 return lease
 
-    def _create(self, slots: Sequence[Slot]) -> None:
+    def _create(self, slots: Sequence[Slot], wait_s: float) -> None:
         specs = [AllocationSpec(id=slot.name, size=slot.size, tag="array") for slot in slots]
-        self._held.allocate(specs)
+        self._held.allocate(specs, wait_s=wait_s)
         # The service does not know which arrays this process has mapped: undo all after an error.
         try:
             self._map(slots, Access.RW)

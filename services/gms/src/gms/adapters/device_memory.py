@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,10 +67,18 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     id: int
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Say how much is free."""
+
+
 class Made(msgspec.Struct, frozen=True, tag="made"):
-    """The name of memory in this connection; 0 after a release."""
+    """The name of memory in this connection, 0 where none was made, and what is free now.
+
+    `free` is bytes; an older GMS does not say it.
+    """
 
     id: int = 0
+    free: int = -1
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -212,10 +221,12 @@ class _Client:
         send(self._socket, encode_msgpack(answer), beside)
         return True
 
-    def _carry_out(self, request: Create | Adopt | Release, descriptors: list[int]) -> Made:
+    def _carry_out(self, request: Create | Adopt | Release | Look, descriptors: list[int]) -> Made:
         match request:
             case Create(size):
                 return self._named(self._device.create(size))
+            case Look():
+                return self._made_of(0)
             case Adopt():
                 if len(descriptors) != 1:
                     raise InvalidMessage(f"{len(descriptors)} descriptors came, not 1")
@@ -226,12 +237,15 @@ class _Client:
                 if handle is None:
                     raise InvalidInput(f"nothing was made with the name {name}")
                 self._device.release(handle)
-                return Made()
+                return self._made_of(0)
 
     def _named(self, handle: int) -> Made:
         self._last += 1
         self._made[self._last] = handle
-        return Made(self._last)
+        return self._made_of(self._last)
+
+    def _made_of(self, name: int) -> Made:
+        return Made(name, self._device.free())
 
     def _release_all(self) -> None:
         while self._made:
@@ -247,7 +261,7 @@ class _Client:
             loop.remove_reader(self._socket.fileno())
 
 
-_REQUEST: Any = Create | Adopt | Release
+_REQUEST: Any = Create | Adopt | Release | Look
 _REPLY: Any = Made | Refused
 
 
@@ -263,6 +277,19 @@ class ClaimedMemory:
         self._inbox = Inbox()
         # Descriptors of ours to the names that they have in the connection.
         self._names: dict[int, int] = {}
+        self._free = -1
+
+    def free(self) -> int:
+        """Return the bytes that are free on the device; -1 when the node's GMS does not say it."""
+        # While memory is being made the host clears it: then what was said last has to do.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._exchange(self._socket or self._connected(), Look())
+            except SnapbackError:
+                self._free = -1
+            finally:
+                self._lock.release()
+        return self._free
 
     def create(self, size: int) -> int:
         with self._lock:
@@ -314,7 +341,10 @@ class ClaimedMemory:
         return sock
 
     def _exchange(
-        self, sock: socket.socket, request: Create | Adopt | Release, beside: tuple[int, ...] = ()
+        self,
+        sock: socket.socket,
+        request: Create | Adopt | Release | Look,
+        beside: tuple[int, ...] = (),
     ) -> tuple[int, list[int]]:
         """Send and receive. _Disconnected, and what the other end answers."""
         try:
@@ -333,6 +363,7 @@ class ClaimedMemory:
         except SnapbackError:
             close_all(descriptors)
             raise
+        self._free = reply.free
         return reply.id, descriptors
 
     def _hang_up(self) -> None:
@@ -370,7 +401,11 @@ class ClaimedDevice(MemfdDevice):
         found = decode_json(data, DeviceFile)
         info = simulated_info(found.uuid, ordinal, found.product, found.capacity, found.granularity)
         self._source = ClaimedMemory(folder / MEMORY_SOCKET)
-        super().__init__(info, self._source)
+        super().__init__(replace(info, is_shared=True), self._source)
+
+    def free(self) -> int:
+        free = self._source.free()
+        return super().free() if free < 0 else free
 
     def close(self) -> None:
         super().close()

@@ -173,7 +173,7 @@ class LeaseServer:
         unmapped = False
         try:
             with connection.ending_with_process():
-                await connection.send(Message(self._sessions.describe(session)))
+                await connection.send(Message(await self._sessions.describe(session)))
                 unmapped = await self._answer_all(connection, session)
         finally:
             if self._sessions.end(session, unmapped=unmapped):

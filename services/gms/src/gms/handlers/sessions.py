@@ -60,7 +60,7 @@ class LeaseSessions:
                 await self._gms.drained()
             return await self._gms.attach(request, peer)
 
-    def describe(self, session: Session) -> Attached:
+    async def describe(self, session: Session) -> Attached:
         device = self._device(session)
         info, base = device.info, session.base
         return Attached(
@@ -70,7 +70,7 @@ class LeaseSessions:
             index=info.index,
             product=info.product,
             capacity=info.capacity,
-            free=max(0, info.capacity - device.used),
+            free=await self._gms.free_on(info.uuid),
             granularity=info.granularity,
             device_kind=info.kind,
             incarnation=self._gms.incarnation,
