@@ -77,9 +77,12 @@ $(STAMP): $(SETUP_INPUTS)
 	@echo "$(CURDIR)" >$(STAMP).new && mv $(STAMP).new $(STAMP)
 endif
 
-lock: ## Resolve requirements.in again into requirements.lock (needs uv)
+lock: ## Resolve requirements.in again into requirements.lock, and requirements-cuda.in (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade requirements.in -o requirements.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --constraints requirements.lock requirements-cuda.in \
+		-o requirements-cuda.lock
 
 check: lint types imports docs-check ## Lint, types, imports and generated pages
 

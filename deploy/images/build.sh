@@ -4,6 +4,7 @@
 #   deploy/images/build.sh                 from an image that has Python: PYTHON_IMAGE of .env
 #   deploy/images/build.sh --no-registry   from Debian's packages, as root, with debootstrap; wheels
 #                                          come from pip here, and no build step needs the network
+#   deploy/images/build.sh --cuda          also gms and snapshot-agent with the CUDA bindings, as :TAG-cuda
 #
 # The agent's image gets CRIU from Debian's packages and a program in C, where this is a Debian with apt
 # and has a compiler.
@@ -13,14 +14,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 from_debian=
-case "${1:-}" in
-    '') ;;
-    --no-registry) from_debian=1 ;;
-    *)
-        echo "build.sh: unknown argument $1; it takes none, or --no-registry" >&2
-        exit 2
-        ;;
-esac
+cuda=
+for argument in "$@"; do
+    case "$argument" in
+        --no-registry) from_debian=1 ;;
+        --cuda) cuda=1 ;;
+        *)
+            echo "build.sh: unknown argument $argument; it takes --no-registry and --cuda" >&2
+            exit 2
+            ;;
+    esac
+done
 
 setting() { sed -n "s/^$1=//p" .env; }
 tag=${SNAPBACK_TAG:-$(setting SNAPBACK_TAG)}
@@ -90,13 +94,14 @@ fetch_native() {
 }
 
 build() {
-    local name=$1 file=$2 service=${3:-}
+    local name=$1 file=$2 service=${3:-} cuda=${4:-}
     echo "build.sh: $name"
     # Without the plugin buildx only the classic builder is there.
     local said
     said=$(DOCKER_BUILDKIT=$buildkit docker build --file "$file" --tag "$name" \
         --build-arg VERSION="$version" --build-arg REVISION="$revision" \
-        --build-arg PYTHON_IMAGE="$python_image" ${service:+--build-arg SERVICE="$service"} . 2>&1) || {
+        --build-arg PYTHON_IMAGE="$python_image" ${service:+--build-arg SERVICE="$service"} \
+        ${cuda:+--build-arg CUDA=1} . 2>&1) || {
         echo "$said" >&2
         exit 1
     }
@@ -123,6 +128,11 @@ fetch_native
 for service in operator gms snapshot-agent snapshotctl page; do
     build "snapback/$service:$tag" deploy/images/service.Dockerfile "$service"
 done
+if [[ $cuda ]]; then
+    for service in gms snapshot-agent; do
+        build "snapback/$service:$tag-cuda" deploy/images/service.Dockerfile "$service" 1
+    done
+fi
 build "snapback/nats:$tag" deploy/images/nats.Dockerfile
 docker image ls --filter dangling=false --filter label=org.opencontainers.image.licenses=Apache-2.0 \
     --format 'table {{.Repository}}:{{.Tag}}\t{{.Size}}'

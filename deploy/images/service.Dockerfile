@@ -1,4 +1,5 @@
-# The image of any service, and of snapshotctl: SERVICE is its folder below services/.
+# The image of any service, and of snapshotctl: SERVICE is its folder below services/. With CUDA=1 gms
+# and snapshot-agent can use GPUs: they have the CUDA bindings. The driver is that of the node.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS base
 COPY deploy/images/steps deploy/images/healthy deploy/images/keep-running /build/
@@ -8,7 +9,7 @@ WORKDIR /srv/snapback
 
 FROM base AS build
 WORKDIR /build
-COPY deploy/images/steps requirements.lock ./
+COPY deploy/images/steps requirements.lock requirements-cuda.lock ./
 COPY deploy/images/wheels wheels
 RUN ./steps wheels
 ARG SERVICE
@@ -17,7 +18,8 @@ COPY shared shared
 COPY services/${SERVICE} services/${SERVICE}
 # The pattern matches nothing where build.sh has made nothing; COPY wants one source at least.
 COPY deploy/images/steps .tools/nativ[e] native/
-RUN ./steps service "${SERVICE}"
+ARG CUDA=
+RUN CUDA="${CUDA}" ./steps service "${SERVICE}"
 
 FROM base
 COPY --from=build /opt/snapback /opt/snapback
@@ -28,6 +30,9 @@ ARG SERVICE
 RUN if [ "$SERVICE" = snapshotctl ]; then install -d -o 65532 -g 65532 -m 0700 /keys \
     /keys/nats-server /keys/operator /keys/snapshotctl /keys/viewer /keys/agent-node-1 \
     /keys/gms-node-1 /keys/agent-node-2 /keys/gms-node-2; fi
+# What NVIDIA's runtime brings along: libcuda, NVML and nvidia-smi.
+ARG CUDA=
+ENV NVIDIA_DRIVER_CAPABILITIES=${CUDA:+compute,utility}
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="snapback-$SERVICE" \

@@ -17,7 +17,7 @@ from tests.support.docker_engine import Engine, engine
 REPOSITORY = Path(__file__).parents[2]
 CACHE = REPOSITORY / ".tools" / "images"
 INPUTS = (
-    *(".dockerignore", ".env", ".tools/bin/nats", "requirements.lock"),
+    *(".dockerignore", ".env", ".tools/bin/nats", "requirements.lock", "requirements-cuda.lock"),
     *("deploy/examples", "deploy/images", "services", "shared"),
 )
 NOT_COPIED = {"__pycache__", "build", "dist", "wheels"}

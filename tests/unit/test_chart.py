@@ -216,6 +216,17 @@ def test_what_makes_keys_is_a_hook_that_may_touch_the_secrets_of_its_program_alo
 
 
 @needs_helm
+def test_images_with_the_cuda_bindings_are_named_where_they_are_asked_for() -> None:
+    documents = helm.rendered("--set", "image.cuda=true", *HELPER)
+    images = {name: container["image"] for name, container, _ in containers(documents)}
+    assert images["snapback-node/gms"] == f"snapback/gms:{VERSION}-cuda"
+    assert images["snapback-node/helper"] == f"snapback/snapshot-agent:{VERSION}-cuda"
+    assert images["snapback-operator/operator"] == f"snapback/operator:{VERSION}"
+    given = environment(documents, "snapback-operator/operator")
+    assert given["SNAPBACK_GMS_IMAGE"] == f"snapback/gms:{VERSION}-cuda"
+
+
+@needs_helm
 def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
     documents = helm.rendered(*SIMULATED, "--set-string", "operator.env.SNAPBACK_KEEP_COUNT=5")
     # The image names it.

@@ -29,7 +29,8 @@ helm.sh/chart: snapback-{{ (index . 0).Chart.Version }}
 {{/* The reference to an image: a list of the root, its name, and a whole reference or nothing. */}}
 {{- define "snapback.reference" -}}
 {{- $image := (index . 0).Values.image -}}
-{{ index . 2 | default (printf "%s/%s:%s" $image.repository (index . 1) ($image.tag | default (index . 0).Chart.AppVersion)) | quote }}
+{{- $variant := and $image.cuda (has (index . 1) (list "gms" "snapshot-agent")) | ternary "-cuda" "" -}}
+{{ index . 2 | default (printf "%s/%s:%s%s" $image.repository (index . 1) ($image.tag | default (index . 0).Chart.AppVersion) $variant) | quote }}
 {{- end -}}
 
 {{/* The image of a container, from the same. */}}

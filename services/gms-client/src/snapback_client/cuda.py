@@ -85,7 +85,7 @@ class CudaDriver:
         if missing:
             raise CudaUnavailable(
                 f"cuda-bindings has no {', '.join(missing)}",
-                next_step="install a version of cuda-bindings from 13.3.1 on",
+                next_step="install a version of cuda-bindings from 12.8 on",
                 missing=missing,
             )
         try:
