@@ -46,9 +46,13 @@ def names_of(device: int | str, *, cuda: Sequence[str], visible: Sequence[str]) 
     """
     if isinstance(device, str):
         return [device]
-    lists = [names for names in (cuda, visible) if names]
-    found = [names[device] for names in lists if 0 <= device < len(names)]
-    if not visible and device >= 0:
+    found: list[str] = []
+    if device >= 0 and cuda:
+        # A name of no device, where CUDA has no such number: the service then says which it has.
+        found.append(cuda[device] if device < len(cuda) else f"cuda:{device}")
+    if 0 <= device < len(visible):
+        found.append(visible[device])
+    elif device >= 0 and not visible:
         found.append(str(device))
     if not found:
         raise UnknownDevice(

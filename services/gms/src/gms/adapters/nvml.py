@@ -1,7 +1,7 @@
 """What NVML says of the memory of a GPU: what is free, and which processes hold the rest.
 
-The CUDA driver says how much is free only within a context, which the service never makes. The
-bindings of NVML are part of cuda-bindings from version 13 on; without them nothing is known.
+The CUDA driver says how much is free only within a context, which the service never makes. Older
+cuda-bindings have none of NVML, and without it nothing of this is known.
 """
 
 from __future__ import annotations
