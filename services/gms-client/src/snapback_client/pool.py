@@ -312,7 +312,7 @@ class MemoryPool:
                 self._check_same(lease.attached)
                 self._map(list(self._slots.values()), Access.RO)
             else:
-                self._create(list(self._slots.values()), MEMORY_S)
+                self._create(list(self._slots.values()), min(deadline_s, MEMORY_S))
         except BaseException:
             self._let_go()
             raise

@@ -41,7 +41,7 @@ _NO_ACCESS_MODE = "its descriptors have no access mode: every importer may map t
 def says_what_it_is(rig: Rig) -> None:
     """It has a uuid, a product, a capacity and whole granules."""
     info = rig.device.info
-    require(info.uuid.startswith("GPU-"), f"its uuid is {info.uuid!r}")
+    require(info.uuid.startswith(("GPU-", "MIG-")), f"its uuid is {info.uuid!r}")
     require(bool(info.product), "its product has no name")
     require(info.granularity > 0 and info.granularity % mmap.PAGESIZE == 0, "granules are odd")
     require(info.capacity >= 4 * info.granularity, f"its capacity is {info.capacity}")
