@@ -656,8 +656,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Others hold memory there. The message says how much is free and what GMS holds, and "
             "names the processes with the rest where NVML shows them. A fork of a process that was "
             "killed keeps its memory.",
-            "See who has the GPU: `nvidia-smi` on the node, `snapshotctl get pods -A`; end a process "
-            "or a pod, or choose another node.",
+            "See who has the GPU: `nvidia-smi` on the node, `snapshotctl get pods -A`; end a "
+            "process or a pod, or choose another node.",
         ),
         "StaleLayout": Reason(
             "The committed layout is not the one that the worker knew.",
@@ -674,8 +674,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "No such device is served on this node, or CUDA does not show it to the process.",
             "The order names a GPU of another node, the devices of the node changed, or "
             "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES of a worker name others.",
-            "Compare with the node: `snapshotctl describe node NAME`; look at these variables; make "
-            "the pod again.",
+            "Compare with the node: `snapshotctl describe node NAME`; look at these variables; "
+            "make the pod again.",
         ),
     },
     "Nodes, orders and time": {

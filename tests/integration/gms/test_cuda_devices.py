@@ -225,6 +225,16 @@ def test_memory_of_a_process_that_is_killed_is_had_also_where_nvml_is_missing(
         assert service.device().used == 100 * MIB
 
 
+def test_a_context_has_its_memory_when_another_process_frees_it_meanwhile(
+    cuda_node: CudaNode, launch: Any
+) -> None:
+    cuda_node.place(f"{UUIDS[0]} context={100 * MIB}")
+    launch(devices=open_devices())
+    foreign = cuda_node.foreign(100 * MIB)
+    with later(lambda: end(foreign)):
+        assert worker(OPEN, "0") == [f"{UUIDS[0]} {FIRST_ADDRESS:#x}"]
+
+
 def test_what_is_free_is_what_nvml_says_and_who_holds_the_rest_is_named(
     cuda_node: CudaNode, service: Any
 ) -> None:

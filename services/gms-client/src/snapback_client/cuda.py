@@ -12,6 +12,8 @@ import ctypes
 import importlib
 import math
 import os
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,8 +22,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from snapback_client.devices import find_device
-from snapback_client.errors import DeviceError, InvalidInput, UnknownDevice
+from snapback_client.errors import DeviceError, InvalidInput, OutOfDeviceMemory, UnknownDevice
 from snapback_client.forks import check_owner
+from snapback_client.frames import MEMORY_S
 from snapback_client.mappings import AddressTaken, Mappings
 
 SYMBOLS = (
@@ -62,6 +65,11 @@ SYMBOLS = (
 """What the driver has to offer."""
 
 KIND = "cuda"
+
+OUT_OF_MEMORY = 2
+"""The status CUDA_ERROR_OUT_OF_MEMORY."""
+
+_AGAIN_S = 0.25
 
 
 class CudaUnavailable(DeviceError):
@@ -197,7 +205,7 @@ class CudaRange:
         self._driver = driver
         self._device = driver.find(device)
         self._mappings = Mappings(size)
-        self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self._context = _retain(driver, self._device, device)
         self.size = size
         try:
             self.address = int(driver.call("cuMemAddressReserve", size, 0, address or 0, 0))
@@ -310,6 +318,28 @@ class CudaRange:
             yield self._driver
         finally:
             self._driver.call("cuCtxPopCurrent")
+
+
+def _retain(driver: CudaDriver, device: Any, name: str) -> Any:
+    """Retain the primary context of a device. OutOfDeviceMemory.
+
+    A new one takes memory, which a process that has just been killed may still hold.
+    """
+    end = time.monotonic() + MEMORY_S
+    while True:
+        try:
+            return driver.call("cuDevicePrimaryCtxRetain", device)
+        except CudaFailed as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            if time.monotonic() >= end:
+                raise OutOfDeviceMemory(
+                    f"{name} has no memory left for a context of this process",
+                    next_step="end the processes that hold it: look with `nvidia-smi`",
+                    device=name,
+                ) from error
+        # No event says that another process has freed memory.
+        threading.Event().wait(_AGAIN_S)
 
 
 class CudaCopier:

@@ -14,11 +14,9 @@ from typing import Any
 
 from gms.adapters.nvml import Nvml
 from gms.ports import DeviceInfo
-from snapback_client.cuda import KIND, CudaDriver, CudaFailed, CudaUnavailable
+from snapback_client.cuda import KIND, OUT_OF_MEMORY, CudaDriver, CudaFailed, CudaUnavailable
 from snapback_client.errors import Internal, InvalidInput, OutOfDeviceMemory
 from snapback_client.frames import Access
-
-_OUT_OF_MEMORY = 2
 
 
 class CudaDevice:
@@ -90,7 +88,7 @@ class CudaDevice:
         try:
             handle = self._driver.call("cuMemCreate", size, self._prop, 0)
         except CudaFailed as error:
-            if error.status != _OUT_OF_MEMORY:
+            if error.status != OUT_OF_MEMORY:
                 raise
             uuid, capacity, used = self._info.uuid, self._info.capacity, self._used
             # It is the driver that knows: what is said to be free may be others' by now.
