@@ -6,6 +6,7 @@ A claimed device is one whose memory other processes can take, as they can that 
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 
 import snapback_client as client
+from gms.adapters.device_memory import ClaimedMemory, Refused
 from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
 from snapback_client.lease import Lease
-from snapshot_shared.errors import OutOfDeviceMemory
+from snapshot_shared.codec import encode_msgpack
+from snapshot_shared.errors import Failure, OutOfDeviceMemory
 from tests.support.claimed_rig import ClaimedRig
 
 MIB = 1024 * 1024
@@ -133,3 +136,31 @@ def test_memory_that_no_other_can_give_up_is_refused_at_once(service: Any) -> No
         pool.allocate("a", 40 * MIB, "u1")
         with pytest.raises(OutOfDeviceMemory):
             pool.allocate("b", 40 * MIB, "u1", wait_s=86400)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"", encode_msgpack(Refused(Failure(reason="X", message="")))]
+)
+def test_a_node_that_is_silent_gone_or_too_old_does_not_say_what_is_free(
+    tmp_path: Path, answer: bytes | None
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "memory.sock"))
+        listener.listen()
+        memory = ClaimedMemory(tmp_path / "memory.sock")
+        if answer is None:
+            assert memory.free() is None
+            return
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(4096)
+                if answer:
+                    sock.send(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert memory.free() is None
+        thread.join()
+    assert memory.free() is None

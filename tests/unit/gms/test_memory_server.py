@@ -89,3 +89,28 @@ async def test_the_metric_of_free_memory_is_what_a_shared_device_has_said_last()
     assert shown() == 4096
     await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
     device.close()
+
+
+class HangingDevice(SimulatedDevice):
+    """A shared device that answers when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(node="n1", index=0, capacity=2**20, granularity=4096, is_shared=True)
+        self.may_answer = threading.Event()
+        self.asked = 0
+
+    def free(self) -> int:
+        self.asked += 1
+        assert self.may_answer.wait(10)
+        return 4096
+
+
+async def test_no_lock_waits_for_a_device_that_hangs_and_it_is_asked_once() -> None:
+    device = HangingDevice()
+    gms = MemoryServer(node="n1", incarnation="inc", devices=[device])
+    async with asyncio.timeout(5):
+        assert [await gms.free_on(device.info.uuid) for _ in range(3)] == [2**20] * 3
+    assert device.asked == 1
+    device.may_answer.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    device.close()

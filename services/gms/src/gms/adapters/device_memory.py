@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 120.0
 """How long the node's GMS may take to make memory, in seconds: the host clears every page."""
+LOOK_S = 1.0
+"""How long the node's GMS may take to say how much is free, in seconds."""
 MAX_CONNECTIONS = 16
 """How many processes may use one device of a claim at a time."""
 MAX_FILE_BYTES = 4096
@@ -72,13 +74,15 @@ class Look(msgspec.Struct, frozen=True, tag="look"):
 
 
 class Made(msgspec.Struct, frozen=True, tag="made"):
-    """The name of memory in this connection, 0 where none was made, and what is free now.
-
-    `free` is bytes; an older GMS does not say it.
-    """
+    """The name of memory in this connection; 0 after a release."""
 
     id: int = 0
-    free: int = -1
+
+
+class Free(msgspec.Struct, frozen=True, tag="free"):
+    """The bytes that are free now."""
+
+    size: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -207,12 +211,13 @@ class _Client:
             return True
         if not data:
             return False
-        answer: Made | Refused
+        answer: Made | Free | Refused
         beside: tuple[int, ...] = ()
         try:
             request = decode_msgpack(data, _REQUEST)
             answer = await in_thread(self._carry_out, request, descriptors)
-            beside = (self._made[answer.id],) if isinstance(request, Create) else ()
+            if isinstance(request, Create) and isinstance(answer, Made):
+                beside = (self._made[answer.id],)
         except SnapbackError as error:
             answer = Refused(failure_of(error))
         finally:
@@ -221,12 +226,14 @@ class _Client:
         send(self._socket, encode_msgpack(answer), beside)
         return True
 
-    def _carry_out(self, request: Create | Adopt | Release | Look, descriptors: list[int]) -> Made:
+    def _carry_out(
+        self, request: Create | Adopt | Release | Look, descriptors: list[int]
+    ) -> Made | Free:
         match request:
             case Create(size):
                 return self._named(self._device.create(size))
             case Look():
-                return self._made_of(0)
+                return Free(self._device.free())
             case Adopt():
                 if len(descriptors) != 1:
                     raise InvalidMessage(f"{len(descriptors)} descriptors came, not 1")
@@ -237,15 +244,12 @@ class _Client:
                 if handle is None:
                     raise InvalidInput(f"nothing was made with the name {name}")
                 self._device.release(handle)
-                return self._made_of(0)
+                return Made()
 
     def _named(self, handle: int) -> Made:
         self._last += 1
         self._made[self._last] = handle
-        return self._made_of(self._last)
-
-    def _made_of(self, name: int) -> Made:
-        return Made(name, self._device.free())
+        return Made(self._last)
 
     def _release_all(self) -> None:
         while self._made:
@@ -263,6 +267,7 @@ class _Client:
 
 _REQUEST: Any = Create | Adopt | Release | Look
 _REPLY: Any = Made | Refused
+_SAID: Any = Free | Refused
 
 
 class ClaimedMemory:
@@ -277,19 +282,20 @@ class ClaimedMemory:
         self._inbox = Inbox()
         # Descriptors of ours to the names that they have in the connection.
         self._names: dict[int, int] = {}
-        self._free = -1
 
-    def free(self) -> int:
-        """Return the bytes that are free on the device; -1 when the node's GMS does not say it."""
-        # While memory is being made the host clears it: then what was said last has to do.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._exchange(self._socket or self._connected(), Look())
-            except SnapbackError:
-                self._free = -1
-            finally:
-                self._lock.release()
-        return self._free
+    def free(self) -> int | None:
+        """Return the bytes that are free on the device; None when the node's GMS does not say it.
+
+        An older one cannot, and one that is busy or hangs is not waited for.
+        """
+        # In a connection of its own: the other may be waiting for memory that the host clears.
+        try:
+            with self._dialled(LOOK_S) as sock:
+                send(sock, encode_msgpack(Look()))
+                said = decode_msgpack(sock.recv(MAX_FILE_BYTES), _SAID)
+        except (OSError, SnapbackError):
+            return None
+        return said.size if isinstance(said, Free) else None
 
     def create(self, size: int) -> int:
         with self._lock:
@@ -323,12 +329,8 @@ class ClaimedMemory:
 
     def _connected(self) -> socket.socket:
         """Connect, and hand over what earlier connections have made."""
-        sock = socket.socket(socket.AF_UNIX, _KIND)
-        self._socket = sock
         try:
-            sock.settimeout(self._answer_s)
-            with opened(open_root(self._path.parent)) as directory:
-                sock.connect(f"/proc/self/fd/{directory}/{self._path.name}")
+            sock = self._socket = self._dialled(self._answer_s)
             for handle in self._names:
                 self._names[handle] = self._exchange(sock, Adopt(), (handle,))[0]
         except OSError as error:
@@ -340,11 +342,19 @@ class ClaimedMemory:
             raise
         return sock
 
+    def _dialled(self, timeout_s: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, _KIND)
+        try:
+            sock.settimeout(timeout_s)
+            with opened(open_root(self._path.parent)) as directory:
+                sock.connect(f"/proc/self/fd/{directory}/{self._path.name}")
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
     def _exchange(
-        self,
-        sock: socket.socket,
-        request: Create | Adopt | Release | Look,
-        beside: tuple[int, ...] = (),
+        self, sock: socket.socket, request: Create | Adopt | Release, beside: tuple[int, ...] = ()
     ) -> tuple[int, list[int]]:
         """Send and receive. _Disconnected, and what the other end answers."""
         try:
@@ -363,7 +373,6 @@ class ClaimedMemory:
         except SnapbackError:
             close_all(descriptors)
             raise
-        self._free = reply.free
         return reply.id, descriptors
 
     def _hang_up(self) -> None:
@@ -404,8 +413,8 @@ class ClaimedDevice(MemfdDevice):
         super().__init__(replace(info, is_shared=True), self._source)
 
     def free(self) -> int:
-        free = self._source.free()
-        return super().free() if free < 0 else free
+        said = self._source.free()
+        return super().free() if said is None else said
 
     def close(self) -> None:
         super().close()

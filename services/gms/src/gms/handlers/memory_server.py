@@ -46,12 +46,14 @@ from snapshot_shared.frames import EventKind, EventRecord
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import LayoutRef
-from snapshot_shared.tasks import in_thread
 
 log = logging.getLogger(__name__)
 
 RELEASE_S = 10.0
 """The least time for which an allocation waits for memory that is being released, in seconds."""
+
+LOOK_S = 1.0
+"""How long a device may take to say how much is free, in seconds."""
 
 AGAIN_S = (0.05, 0.5)
 """The first and the longest rest before memory that others may free is asked for again."""
@@ -79,6 +81,7 @@ class MemoryServer:
         self._releases: dict[str, set[asyncio.Future[None]]] = {}
         self._changed = asyncio.Event()
         self._said_free: dict[str, int] = {}
+        self._overdue: dict[str, asyncio.Future[int]] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
         self._metrics = metrics
         self._show()
@@ -116,12 +119,20 @@ class MemoryServer:
             del self._looking[uuid]
 
     async def free_on(self, uuid: str) -> int:
-        """Return the bytes that can be taken on a device now, as it says."""
+        """Return the bytes that can be taken on a device now, as it says, or as it said last."""
         device = self.devices[uuid]
         if not device.info.is_shared:
             return device.free()
-        self._said_free[uuid] = await in_thread(device.free)
-        return self._said_free[uuid]
+        asked = self._overdue.pop(uuid, None)
+        if asked is None or asked.done():
+            asked = asyncio.get_running_loop().run_in_executor(None, device.free)
+            # No lock waits for a device that hangs, and a device that hangs is asked once.
+            await asyncio.wait((asked,), timeout=LOOK_S)
+        if asked.done():
+            self._said_free[uuid] = asked.result()
+        else:
+            self._overdue[uuid] = asked
+        return self._said_free.get(uuid, device.info.capacity - device.used)
 
     def uuid_of(self, name: str) -> str:
         """Return the uuid of the device that a client means (`snapback_client.devices`).
