@@ -87,6 +87,12 @@ class SimDevice:
     def used(self) -> int:
         return sum(map(len, self.bytes.values()))
 
+    def free(self) -> int:
+        return self.info.capacity - self.used
+
+    def holders(self) -> dict[str, int]:
+        return {}
+
     def create(self, size: int) -> int:
         if size > self.info.capacity - self.used:
             raise OutOfDeviceMemory(f"{size} bytes are needed on {self.info.uuid}")
@@ -177,7 +183,7 @@ class SimLease:
                     raise _lost()
             server.live[session.id] = (session, client)
             client.at_exit(session, lambda: _hang_up(server, session))
-            return session, server.sessions.describe(session)
+            return session, await server.sessions.describe(session)
 
         session, told = await ask(server.process, admit, _lost)
         return cls(server, client, session, told)

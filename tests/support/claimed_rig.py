@@ -18,7 +18,7 @@ from gms.ports import Device
 
 
 class ClaimedRig:
-    """A claimed device of 64 MiB, and the node's device behind it."""
+    """A claimed device of 64 MiB, and the node's device behind it; `folder` is the claim's."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -53,7 +53,7 @@ class ClaimedRig:
         claimable = ClaimableDevice(
             index=0, uuid=info.uuid, product=info.product, capacity=info.capacity
         )
-        folder = Path(self._folder.name) / str(granularity)
+        folder = self.folder = Path(self._folder.name) / str(granularity)
         sockets = DeviceSockets({info.uuid: device})
         self._run(sockets.serve(folder, claimable))
         self._sockets.append(sockets)

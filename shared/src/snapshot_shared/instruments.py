@@ -525,7 +525,7 @@ MEMORY_FREE = Instrument(
     Shape.UP_DOWN,
     "By",
     Of.GMS,
-    "bytes of a device that are free",
+    "bytes of a device that are free, as the device says",
     "out of device memory",
     (DEVICE,),
 )

@@ -255,8 +255,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "NotEligible": Reason(
             "The object or the worker is not in a state in which this can be done.",
-            "For example: nothing is captured yet, the worker is being captured already, or it "
-            "was started on its own and does not wait for a restore.",
+            "For example: nothing is captured yet, the worker is being captured already, it was "
+            "started on its own and does not wait for a restore, or a pool is used in a fork.",
             "The message names the state; see all of it with `snapshotctl describe KIND NAME`.",
         ),
         "PlanMismatch": Reason(
@@ -657,9 +657,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Wait, it is loaded again; `snapshotctl explain pod/NAME` shows the restore.",
         ),
         "OutOfDeviceMemory": Reason(
-            "An allocation does not fit on the GPU now.",
-            "Others hold memory there; needed, free and capacity stand in the message.",
-            "See who has the GPU: `snapshotctl get pods -A`; end a pod or choose another node.",
+            "An allocation does not fit on the GPU, and no other gave up as much in time.",
+            "Others hold memory there. The message says how much is free and what GMS holds, and "
+            "names the processes with the rest where NVML shows them. A fork of a process that was "
+            "killed keeps its memory.",
+            "See who has the GPU: `nvidia-smi` on the node, `snapshotctl get pods -A`; end a "
+            "process or a pod, or choose another node.",
         ),
         "StaleLayout": Reason(
             "The committed layout is not the one that the worker knew.",
@@ -673,9 +676,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "End workers that are not needed on that node, then try again; it is retryable.",
         ),
         "UnknownDevice": Reason(
-            "No such device is served on this node.",
-            "The order names a GPU of another node, or the devices of the node changed.",
-            "Compare with the node: `snapshotctl describe node NAME`; make the pod again.",
+            "No such device is served on this node, or CUDA does not show it to the process.",
+            "The order names a GPU of another node, the devices of the node changed, or "
+            "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES of a worker name others.",
+            "Compare with the node: `snapshotctl describe node NAME`; look at these variables; "
+            "make the pod again.",
         ),
     },
     "Nodes, orders and time": {

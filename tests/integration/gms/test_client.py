@@ -16,10 +16,11 @@ import pytest
 import snapback_client as client
 from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
 from snapback_client.lease import Lease
-from snapback_client.reservation import FIRST_ADDRESS, Reservation
+from snapback_client.reservation import DEVICE_BYTES, FIRST_ADDRESS, Reservation
 from snapshot_shared.errors import InvalidInput, InvalidMessage
 
 MIB = 1024 * 1024
+POOLS = Path(__file__).parents[2] / "golden/data/pools"
 
 SHAPES: dict[str, tuple[Any, Any]] = {
     "embedding": ((1000, 64), np.float32),
@@ -433,16 +434,149 @@ def test_a_child_that_is_forked_inherits_no_import(service: Any) -> None:
     assert found.stdout == b"1 0\n", found.stderr.decode()
 
 
+def test_a_forked_child_may_close_a_pool_and_do_nothing_else_with_it(service: Any) -> None:
+    code = (
+        "import os, pathlib, socket\n"
+        "import snapback_client as client\n"
+        "pool = client.connect(lock='RW')\n"
+        "pool.allocate('w', 10, 'u1')[:] = 7\n"
+        "uses = [lambda: pool.allocate('x', 1, 'u1'), lambda: pool['w'], lambda: pool.free('w'),\n"
+        "        pool.arrays, pool.commit, pool.sleep, pool.wake, pool.save_state,\n"
+        "        pool._lease.allocations, pool._lease.detach]\n"
+        "def sockets():\n"
+        "    fds = [pathlib.Path('/proc/self/fd', fd) for fd in os.listdir('/proc/self/fd')]\n"
+        "    return sum(os.readlink(fd).startswith('socket:') for fd in fds if fd.is_symlink())\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    refused, inherited = 0, sockets()\n"
+        "    for use in uses:\n"
+        "        try:\n"
+        "            use()\n"
+        "        except client.NotEligible as error:\n"
+        "            refused += error.values == {'owner': os.getppid(), 'pid': os.getpid()}\n"
+        "    pool.close()\n"
+        "    os._exit(100 + refused if (inherited, sockets()) == (0, 0) else 1)\n"
+        "status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "pool.commit()\n"
+        "print(status - 100 == len(uses), pool['w'].tolist() == [7] * 10, sockets())\n"
+    )
+    found = run_worker(code)
+    assert found.stdout == b"True True 1\n", found.stderr.decode()
+
+
+def test_a_child_that_leaves_the_block_of_a_pool_leaves_it_to_its_parent(service: Any) -> None:
+    code = (
+        "import os\n"
+        "import snapback_client as client\n"
+        "with client.connect(lock='RW') as pool:\n"
+        "    pool.allocate('w', 10, 'u1')[:] = 7\n"
+        "    pid = os.fork()\n"
+        "    if pid:\n"
+        "        assert os.waitpid(pid, 0)[1] == 0\n"
+        "        pool.commit()\n"
+        "        print(pool['w'].tolist())\n"
+    )
+    found = run_worker(code)
+    assert found.stdout.decode() == f"{[7] * 10}\n", found.stderr.decode()
+
+
 @pytest.mark.parametrize(
-    ("visible", "device"), [("", 0), ("all", 0), ("GPU-1", 1), ("GPU-1,GPU-2", -1)]
+    ("visible", "device", "index"),
+    [
+        (None, 1, 1),
+        ("", 1, 1),
+        ("all", 0, 0),
+        ("all", 1, 1),
+        ("void", 1, 1),
+        ("none", 0, 0),
+        ("0,1", 1, 1),
+        ("1,0", 1, 0),
+        (" 1 ", 0, 1),
+        ("{1}", 0, 1),
+        ("{1},{0}", 1, 0),
+        ("{1:.13}", 0, 1),
+        ("void", "{1}", 1),
+        ("void", "{1:.13}", 1),
+    ],
 )
-def test_a_device_that_is_not_visible_is_named(
-    service: Any, monkeypatch: pytest.MonkeyPatch, visible: str, device: int
+def test_a_device_is_found_by_the_number_that_this_process_has_for_it_or_by_its_name(
+    service: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    device: int | str,
+    index: int,
 ) -> None:
-    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible)
-    with pytest.raises(client.UnknownDevice) as caught:
+    if visible is None:
+        monkeypatch.delenv("NVIDIA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible.format(*service.uuids))
+    name = device if isinstance(device, int) else device.format(*service.uuids)
+    with client.connect(name, lock="RW") as pool:
+        assert pool.device == service.uuids[index]
+        assert len(service.device(index).domains[0].sessions) == 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "named"),
+    [
+        ("{1}", 1, "1"),
+        ("{0},{1}", -1, "-1"),
+        ("{0},GPU-gone", 1, "GPU-gone"),
+        ("void", 2, "2"),
+        ("MIG-1", 0, "MIG-1"),
+        ("all", "GPU-", "GPU-"),
+        ("all", "cuda:0", "cuda:0"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(
+    service: Any, monkeypatch: pytest.MonkeyPatch, visible: str, device: int | str, named: str
+) -> None:
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible.format(*service.uuids))
+    with pytest.raises(client.UnknownDevice, match=f"(?<![0-9]){named}(?![0-9])"):
         client.connect(device)
-    assert caught.value.values["ordinal"] == device
+
+
+def test_pools_that_are_opened_by_uuid_have_the_addresses_of_their_devices_in_every_process(
+    service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
+    first, second = service.uuids
+    with client.connect(second, lock="RW") as b, client.connect(first, lock="RW") as a:
+        for pool, value in ((a, 1), (b, 2)):
+            pool.allocate("w", 10, "u1")[:] = value
+            pool.commit()
+        places = [pool.address("w") for pool in (a, b)]
+        assert places == [FIRST_ADDRESS, FIRST_ADDRESS + DEVICE_BYTES]
+        for name, pool in (("a", a), ("b", b)):
+            (tmp_path / name).write_bytes(pool.save_state())
+    code = (
+        "import pathlib, sys\n"
+        "import snapback_client as client\n"
+        "for state in sys.argv[1:]:\n"
+        "    pool = client.restore(pathlib.Path(state).read_bytes())\n"
+        "    print(pool.device, pool['w'].ctypes.data, pool['w'][0])\n"
+    )
+    found = run_worker(code, str(tmp_path / "b"), str(tmp_path / "a"))
+    wanted = [f"{second} {places[1]} 2", f"{first} {places[0]} 1"]
+    assert found.stdout.decode().splitlines() == wanted, found.stderr.decode()
+
+
+@pytest.mark.parametrize("name", [None, "{0}"])
+def test_a_state_that_was_saved_when_pools_were_placed_by_ordinal_is_restored(
+    service: Any, name: str | None
+) -> None:
+    """Recorded then, with ordinal 1; its address counts, also on a device of another index."""
+    state = (POOLS / "placed-by-ordinal.json").read_bytes()
+    device = None if name is None else name.format(*service.uuids)
+    with client.connect(1 if device is None else device, lock="RW") as pool:
+        pool.allocate("w", (3, 5), "f4")[:] = 7
+        pool.allocate("b", 7, "i2")
+        pool.commit(layout_id="golden")
+        pool.sleep()
+        if device is None:
+            pool.close()
+        with client.restore(state, device=device) as restored:
+            assert restored.address("w") == json.loads(state)["address"]
+            assert restored["w"].tolist() == [[7.0] * 5] * 3
 
 
 def test_a_device_of_a_claim_is_found_by_its_place_in_the_container(

@@ -466,7 +466,7 @@ def writes_and_reads(sockets: str, node_pid: int) -> None:
         client.connect(0, lock="RW", domain="kv", socket_dir=sockets) as pool,
         pytest.raises(client.OutOfDeviceMemory),
     ):
-        pool.allocate("b", 60 * MIB, "u1")
+        pool.allocate("b", 60 * MIB, "u1", wait_s=0)
 
 
 def memfds(pid: int) -> int:

@@ -235,6 +235,39 @@ def test_memory_of_a_killed_process_is_free_once_it_has_ended(service: Any) -> N
     assert service.device().domains[0].lock == "empty"
 
 
+@pytest.mark.parametrize("lock", ["RW", "RO"])
+def test_the_session_of_a_killed_process_ends_though_its_child_has_the_socket(
+    service: Any, lock: str
+) -> None:
+    if lock == "RO":
+        commit_one(service)
+    before = service.device().used
+    code = (
+        "import os, signal, sys\n"
+        "import snapback_client as client\n"
+        "pool = client.connect(device=0, lock=sys.argv[1])\n"
+        "if sys.argv[1] == 'RW':\n"
+        "    pool.allocate('a', 3_000_000, 'uint8')[:] = 1\n"
+        # As a child that another library forks: nothing of this process's own closes it there.
+        "os.dup(pool._lease._socket.fileno())\n"
+        "if (child := os.fork()) == 0:\n"
+        "    signal.pause()\n"
+        "print(child, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        child = int(worker.stdout.readline())
+        try:
+            assert len(service.device().domains[0].sessions) == 1
+            worker.kill()
+            until(lambda: service.device().domains[0].sessions == [])
+            assert service.device().used == before
+            os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_what_a_living_process_may_have_mapped_stays_charged(service: Any) -> None:
     first = commit_one(service)
     reader = attach(service, "RO")
@@ -376,6 +409,8 @@ def test_all_allocations_are_made_or_none(service: Any) -> None:
         "needed": 80 * MIB,
         "free": 64 * MIB,
         "capacity": 64 * MIB,
+        "used": 0,
+        "holders": {},
     }
     assert service.device().used == 0
     assert lease.allocations() == []

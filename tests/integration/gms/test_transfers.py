@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -405,12 +406,24 @@ def test_a_device_that_is_full_is_refused_with_all_values(capture: Capture) -> N
     with client.connect(1, lock="RW", domain="kv") as cache:
         cache.allocate("k", 50 * MIB, "u1")
         with pytest.raises(OutOfDeviceMemory) as caught:
-            capture.run(capture.load_task())
+            capture.run(capture.load_task(memory_wait_s=0))
     assert caught.value.values == {
         "needed": 26 * MIB,
         "free": 14 * MIB,
         "capacity": 64 * MIB,
+        "used": 50 * MIB,
+        "holders": {},
     }
+
+
+def test_a_load_waits_for_the_memory_that_an_engine_gives_up(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    with client.connect(1, lock="RW", domain="kv") as cache:
+        cache.allocate("k", 50 * MIB, "u1")
+        timer = threading.Timer(0.5, cache.sleep)
+        timer.start()
+        capture.run(capture.load_task())
+        timer.join()
 
 
 def test_a_second_load_under_one_token_is_refused_and_the_first_stays(capture: Capture) -> None:

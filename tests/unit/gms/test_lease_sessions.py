@@ -112,6 +112,12 @@ class OneFile:
         self._file = os.memfd_create("one", os.MFD_ALLOW_SEALING)
         self._handles = itertools.count()
 
+    def free(self) -> int:
+        return self.info.capacity - self.used
+
+    def holders(self) -> dict[str, int]:
+        return {}
+
     def create(self, size: int) -> int:
         self.used += size
         return next(self._handles)

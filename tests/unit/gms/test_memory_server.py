@@ -12,6 +12,7 @@ from gms.adapters.simulated import SimulatedDevice
 from gms.domain.sessions import Peer
 from gms.handlers.memory_server import MemoryServer
 from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from snapshot_shared.metrics import Metrics
 
 
 class SlowDevice(SimulatedDevice):
@@ -60,3 +61,56 @@ async def test_a_later_release_delays_no_caller_that_waits_for_earlier_ones(
     async with asyncio.timeout(5):
         await drained
     assert not second.is_set()
+
+
+class SharedDevice(SimulatedDevice):
+    """A device of which others have most, and which has to be asked in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__(node="n1", index=0, capacity=2**20, granularity=4096, is_shared=True)
+
+    def free(self) -> int:
+        assert threading.current_thread() is not threading.main_thread()
+        return 4096
+
+
+async def test_the_metric_of_free_memory_is_what_a_shared_device_has_said_last() -> None:
+    metrics = Metrics("snap-gms", "n1", "0", scraped=True)
+    device = SharedDevice()
+    MemoryServer(node="n1", incarnation="inc", devices=[device], metrics=metrics)
+
+    def shown() -> float:
+        text = metrics.text().decode().splitlines()
+        (line,) = [line for line in text if line.startswith("snapback_gms_memory_free")]
+        return float(line.rpartition(" ")[2])
+
+    assert shown() == 2**20
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+    assert shown() == 4096
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+    device.close()
+
+
+class HangingDevice(SimulatedDevice):
+    """A shared device that answers when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(node="n1", index=0, capacity=2**20, granularity=4096, is_shared=True)
+        self.may_answer = threading.Event()
+        self.asked = 0
+
+    def free(self) -> int:
+        self.asked += 1
+        assert self.may_answer.wait(10)
+        return 4096
+
+
+async def test_no_lock_waits_for_a_device_that_hangs_and_it_is_asked_once() -> None:
+    device = HangingDevice()
+    gms = MemoryServer(node="n1", incarnation="inc", devices=[device])
+    async with asyncio.timeout(5):
+        assert [await gms.free_on(device.info.uuid) for _ in range(3)] == [2**20] * 3
+    assert device.asked == 1
+    device.may_answer.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    device.close()

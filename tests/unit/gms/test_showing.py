@@ -69,7 +69,7 @@ STATUS = """\
 node n, incarnation i
 
 device 0  GPU-a  sim
-  2 KiB of 1 GiB used, 0 B wait for importers
+  2 KiB of 1 GiB used, 0 B free, 0 B wait for importers
   peer 1, pages 0
   fence held, ends in 4 s
   loaded and not published: m, 1 KiB
@@ -97,7 +97,7 @@ def test_a_status_of_little_is_short(fields: dict[str, Any]) -> None:
     reply = StatusReply(node="n", incarnation="i", devices=[device], **fields)
     assert status_text(reply).splitlines()[2:] == [
         "device 0  GPU-a  sim",
-        "  2 KiB of 1 GiB used, 0 B wait for importers",
+        "  2 KiB of 1 GiB used, 0 B free, 0 B wait for importers",
     ]
 
 

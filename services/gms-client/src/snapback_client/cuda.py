@@ -11,6 +11,9 @@ import contextlib
 import ctypes
 import importlib
 import math
+import os
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +22,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from snapback_client import dlpack
-from snapback_client.errors import DeviceError, InvalidInput, UnknownDevice
+from snapback_client.devices import find_device
+from snapback_client.errors import DeviceError, InvalidInput, OutOfDeviceMemory, UnknownDevice
+from snapback_client.forks import check_owner
+from snapback_client.frames import MEMORY_S
 from snapback_client.mappings import AddressTaken, Mappings
 
 SYMBOLS = (
@@ -61,6 +67,11 @@ SYMBOLS = (
 
 KIND = "cuda"
 
+OUT_OF_MEMORY = 2
+"""The status CUDA_ERROR_OUT_OF_MEMORY."""
+
+_AGAIN_S = 0.25
+
 
 class CudaUnavailable(DeviceError):
     """This machine or this environment cannot use CUDA; the message says what is missing."""
@@ -71,6 +82,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         """Load the bindings and the driver. CudaUnavailable names what is missing."""
+        self._owner = os.getpid()
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
@@ -102,32 +114,50 @@ class CudaDriver:
         return int(self.call("cuDeviceGetCount"))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver and return its values without the status. CudaFailed."""
+        """Call the driver and return its values without the status. CudaFailed.
+
+        NotEligible in a fork of the process, where CUDA cannot be used.
+        """
+        check_owner(self._owner, "the CUDA driver")
         status, *found = getattr(self.api, name)(*arguments)
         if int(status) != 0:
             raise CudaFailed(name, status)
         return found[0] if len(found) == 1 else tuple(found)
 
+    @property
+    def uuids(self) -> list[str]:
+        """The uuids of the visible devices, in the order of CUDA in this process."""
+        return [self.uuid_of(self.call("cuDeviceGet", each)) for each in range(self.devices)]
+
     def uuid_of(self, device: Any) -> str:
-        """Return the uuid of a device as NVIDIA_VISIBLE_DEVICES has it."""
-        found = self.call("cuDeviceGetUuid", device)
-        return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+        """Return the uuid of a device as nvidia-smi, Kubernetes and the environment have it."""
+        # Before 13 the bindings have two, and the older one names the GPU of a MIG device.
+        newer = hasattr(self.api, "cuDeviceGetUuid_v2")
+        found = self.call("cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", device)
+        # No attribute says that a device is one of MIG; its name ends in " MIG 1g.10gb".
+        kind = "MIG" if " MIG " in self.name_of(device) else "GPU"
+        return f"{kind}-{uuid.UUID(bytes=bytes(found.bytes))}"
+
+    def name_of(self, device: Any) -> str:
+        """Return the name of the product."""
+        name = bytes(self.call("cuDeviceGetName", 128, device))
+        return name.partition(b"\0")[0].decode(errors="replace")
 
     def find(self, device: str) -> Any:
-        """Return the visible device with this uuid. UnknownDevice.
+        """Return the visible device with this uuid, or whose uuid begins so. UnknownDevice.
 
         Ordinals differ between processes: CUDA_VISIBLE_DEVICES leaves devices out and sorts them.
         """
-        visible = [self.call("cuDeviceGet", ordinal) for ordinal in range(self.devices)]
-        uuids = [self.uuid_of(each) for each in visible]
-        if device not in uuids:
+        uuids = self.uuids
+        found = find_device(device, {each: ordinal for ordinal, each in enumerate(uuids)})
+        if found is None:
             raise UnknownDevice(
                 f"{device} is not visible to CUDA in this process",
                 next_step="give this process the GPU: NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
                 device=device,
                 visible=uuids,
             )
-        return visible[uuids.index(device)]
+        return self.call("cuDeviceGet", uuids.index(found))
 
     def allocation(self, device: Any) -> Any:
         """Describe pinned memory of a device that can be exported as a descriptor."""
@@ -176,7 +206,7 @@ class CudaRange:
         self._driver = driver
         self._device = driver.find(device)
         self._mappings = Mappings(size)
-        self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self._context = _retain(driver, self._device, device)
         self.size = size
         try:
             self.address = int(driver.call("cuMemAddressReserve", size, 0, address or 0, 0))
@@ -289,6 +319,28 @@ class CudaRange:
             yield self._driver
         finally:
             self._driver.call("cuCtxPopCurrent")
+
+
+def _retain(driver: CudaDriver, device: Any, name: str) -> Any:
+    """Retain the primary context of a device. OutOfDeviceMemory.
+
+    A new one takes memory, which a process that has just been killed may still hold.
+    """
+    end = time.monotonic() + MEMORY_S
+    while True:
+        try:
+            return driver.call("cuDevicePrimaryCtxRetain", device)
+        except CudaFailed as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            if time.monotonic() >= end:
+                raise OutOfDeviceMemory(
+                    f"{name} has no memory left for a context of this process",
+                    next_step="end the processes that hold it: look with `nvidia-smi`",
+                    device=name,
+                ) from error
+        # No event says that another process has freed memory.
+        threading.Event().wait(_AGAIN_S)
 
 
 class CudaCopier:

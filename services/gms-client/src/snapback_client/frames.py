@@ -53,6 +53,9 @@ Token = Annotated[str, Meta(min_length=1, max_length=256)]
 AllocationSize = Annotated[int, Meta(ge=1, le=2**50)]
 Count = Annotated[int, Meta(ge=0)]
 Wait = Annotated[float, Meta(ge=0, le=86400)]
+MEMORY_S = 30.0
+"""How long engines and loads wait for memory that others hold, in seconds: a process that was
+killed keeps its memory until the driver has torn its context down, which takes seconds."""
 
 
 class MemoryDomain(StrEnum):
@@ -139,7 +142,7 @@ class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
 
 
 class AllocateMany(_Frame, frozen=True, kw_only=True, tag="allocate_many"):
-    """Make all these allocations or none. Waits up to `wait_s` for memory that is being freed."""
+    """Make all these allocations or none. Waits up to `wait_s` for memory that others hold."""
 
     allocations: Annotated[list[AllocationSpec], Meta(min_length=1, max_length=MAX_BATCH)]
     wait_s: Wait = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, TypeVar
 
@@ -23,6 +24,7 @@ from snapback_client.errors import (
     NotFound,
     SnapbackError,
 )
+from snapback_client.forks import check_owner
 from snapback_client.frames import (
     LEASE_SOCKET,
     Access,
@@ -69,11 +71,16 @@ P = TypeVar("P", Allocated, Allocations, Metadata)
 
 
 class Lease:
-    """A granted session. One call at a time; any error of the connection ends it."""
+    """A granted session. One call at a time; any error of the connection ends it.
+
+    In a fork of the process every call is NotEligible, and its copy of the socket is closed.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         """Use `Lease.attach`."""
+        self._owner = os.getpid()
         self._socket = sock
+        _leases.add(self)
         self._inbox = Inbox()
         self._attached: Attached | None = None
 
@@ -210,6 +217,7 @@ class Lease:
         return _expect(reply, kind)
 
     def _send(self, request: Request) -> None:
+        check_owner(self._owner, "the session")
         try:
             # A server that does not read must not block the engine indefinitely.
             self._socket.settimeout(CALL_S)
@@ -257,6 +265,19 @@ class Lease:
             close_all(descriptors)
             self.close()
             raise
+
+
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    # The service sees the end of a process that it has no pidfd of by its socket alone, which an
+    # inherited copy would keep open.
+    for lease in _leases:
+        lease.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def _connect(sock: socket.socket, path: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec import UNSET, Struct, UnsetType
 
 from snapback_client.codec import decode_json
+from snapback_client.devices import names_of, ordinal_of, visible_names
 from snapback_client.errors import (
     Incompatible,
     InvalidInput,
@@ -22,7 +23,9 @@ from snapback_client.errors import (
     StaleLayout,
     UnknownDevice,
 )
+from snapback_client.forks import check_owner
 from snapback_client.frames import (
+    MEMORY_S,
     Access,
     AllocationSpec,
     Attach,
@@ -80,7 +83,10 @@ def connect(
 ) -> MemoryPool:
     """Wait for a lock on a device's memory and open it as a pool.
 
-    `device` is a uuid, or an ordinal of NVIDIA_VISIBLE_DEVICES or of the devices of a claim.
+    `device` is the number that CUDA has for it in this process; without CUDA its place in
+    NVIDIA_VISIBLE_DEVICES or among the devices of a claim, and where these name none the index of
+    the service. Or it is a uuid, or the beginning of one. UnknownDevice.
+
     `lock` is "RW", "RO" or "RW_OR_RO": to write while nothing is committed, to read after. A
     writer names in `if_match` the generation that it replaces, and with `replace` gives it up
     before it begins. DeadlineExceeded names who holds the lock; GenerationMismatch has both values.
@@ -118,7 +124,8 @@ class MemoryPool:
     """Named arrays in the memory of one device. One thread at a time.
 
     A pool of the domain `weights` writes, commits and then reads. A pool of `kv` only writes: its
-    contents are dropped at `sleep` and zero after `wake`.
+    contents are dropped at `sleep` and zero after `wake`. It belongs to the process that opened it:
+    a fork can only close it.
     """
 
     def __init__(
@@ -130,7 +137,10 @@ class MemoryPool:
         socket_dir: str | None = None,
     ) -> None:
         """Use `connect`, `restore` or `from_state`."""
-        self.device, self._ordinal = _resolve(device)
+        self._owner = os.getpid()
+        self._cuda = _shown_by_cuda() if isinstance(device, int) else []
+        self._names = names_of(device, cuda=self._cuda, visible=_visible())
+        self._ordinal = device if isinstance(device, int) else -1
         self._domain = MemoryDomain(domain)
         self._name = name or f"pid-{os.getpid()}"
         self._folder = _folder(socket_dir)
@@ -167,6 +177,11 @@ class MemoryPool:
         pool._mode = _Mode.ASLEEP
         return pool
 
+    @property
+    def device(self) -> str:
+        """The uuid of the device, or before the first lock the name under which it is asked for."""
+        return self._names[0]
+
     # Arrays.
 
     @property
@@ -180,15 +195,22 @@ class MemoryPool:
         """Whether nothing of the device is mapped."""
         return self._mode is _Mode.ASLEEP
 
-    def allocate(self, name: str, shape: Shape, dtype: DTypeLike) -> Array:
-        """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict."""
-        return self.allocate_many({name: (shape, dtype)})[name]
+    def allocate(
+        self, name: str, shape: Shape, dtype: DTypeLike, *, wait_s: float = MEMORY_S
+    ) -> Array:
+        """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict.
 
-    def allocate_many(self, arrays: Mapping[str, tuple[Shape, DTypeLike]]) -> dict[str, Array]:
+        Memory that others hold is waited for, up to `wait_s` seconds.
+        """
+        return self.allocate_many({name: (shape, dtype)}, wait_s=wait_s)[name]
+
+    def allocate_many(
+        self, arrays: Mapping[str, tuple[Shape, DTypeLike]], *, wait_s: float = MEMORY_S
+    ) -> dict[str, Array]:
         """Make arrays, all or none, in one exchange with the service."""
         self._require(_Mode.WRITING)
         slots, end = new_slots(arrays, start=self._end, granularity=self.granularity)
-        self._create(slots)
+        self._create(slots, wait_s)
         self._end = end
         self._slots |= {slot.name: slot for slot in slots}
         return {slot.name: self._arrays[slot.name] for slot in slots}
@@ -291,7 +313,7 @@ class MemoryPool:
         lock = LockMode.RO if self._is_weights else LockMode.RW
         known: str | UnsetType = UNSET if await_layout else ""
         if device and device != self.device:
-            self.device, self.generation = device, None
+            self._names, self.generation = [device], None
         if self.generation is not None:
             known = self.generation.incarnation
         lease = self._attach(lock, deadline_s, known=known)
@@ -301,7 +323,7 @@ class MemoryPool:
                 self._check_same(lease.attached)
                 self._map(list(self._slots.values()), Access.RO)
             else:
-                self._create(list(self._slots.values()))
+                self._create(list(self._slots.values()), min(deadline_s, MEMORY_S))
         except BaseException:
             self._let_go()
             raise
@@ -328,7 +350,9 @@ class MemoryPool:
 
     def close(self) -> None:
         """Release everything, also what was not committed. The arrays must not be used."""
-        if self._mode in (_Mode.WRITING, _Mode.READING):
+        if self._owner != os.getpid():
+            self._forget()
+        elif self._mode in (_Mode.WRITING, _Mode.READING):
             self._let_go()
         if self._reservation is not None:
             self._reservation.release()
@@ -370,7 +394,13 @@ class MemoryPool:
             # The offsets of freed arrays are not used again, so leave room for four capacities.
             wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
             reserved = min(DOMAIN_BYTES, wanted)
-            address = address_of(self._ordinal, is_kv=not self._is_weights)
+            # The index and not the ordinal, which differs between processes.
+            address = address_of(attached.index, is_kv=not self._is_weights)
+            if self._ordinal < 0:
+                cuda = _shown_by_cuda() if attached.device_kind == "cuda" else []
+                self._ordinal = ordinal_of(
+                    attached.device, attached.index, cuda=cuda, visible=_visible()
+                )
             self._reservation = reserve(
                 attached.device_kind, self.device, reserved, address=address
             )
@@ -391,22 +421,33 @@ class MemoryPool:
         replace: bool = False,
         known: str | UnsetType = UNSET,
     ) -> Lease:
-        request = Attach(
-            device=self.device,
-            domain=self._domain,
-            lock=lock,
-            deadline_s=deadline_s,
-            if_match=if_match,
-            replace=replace,
-            client=self._name,
-            traceparent=os.environ.get("TRACEPARENT", ""),
-            incarnation=known,
-        )
-        return Lease.attach(self._folder, request)
+        while True:
+            request = Attach(
+                device=self.device,
+                domain=self._domain,
+                lock=lock,
+                deadline_s=deadline_s,
+                if_match=if_match,
+                replace=replace,
+                client=self._name,
+                traceparent=os.environ.get("TRACEPARENT", ""),
+                incarnation=known,
+            )
+            try:
+                lease = Lease.attach(self._folder, request)
+            except UnknownDevice as error:
+                # Another device than CUDA's is meant only where the service has none that CUDA has.
+                served = error.values.get("served", ())
+                if len(self._names) == 1 or not set(self._cuda).isdisjoint(served):
+                    raise
+                del self._names[0]
+            else:
+                self._names = [lease.attached.device]
+                return lease
 
-    def _create(self, slots: Sequence[Slot]) -> None:
+    def _create(self, slots: Sequence[Slot], wait_s: float) -> None:
         specs = [AllocationSpec(id=slot.name, size=slot.size, tag="array") for slot in slots]
-        self._held.allocate(specs)
+        self._held.allocate(specs, wait_s=wait_s)
         # The service does not know which arrays this process has mapped: undo all after an error.
         try:
             self._map(slots, Access.RW)
@@ -457,6 +498,12 @@ class MemoryPool:
                 # A service that has ended charges nothing; the lease is closed either way.
                 lease.detach()
 
+    def _forget(self) -> None:
+        """Close what a fork has inherited. Its addresses and the driver are no business of it."""
+        if self._lease is not None:
+            self._lease.close()
+        self._lease = self._reservation = None
+
     def _check_same(self, attached: Attached) -> None:
         if (attached.device_kind or "simulated") != self._range.kind:
             raise Incompatible(
@@ -481,6 +528,7 @@ class MemoryPool:
         )
 
     def _require(self, *modes: _Mode) -> None:
+        check_owner(self._owner, "the pool")
         if self._mode not in modes:
             raise NotEligible(
                 f"the pool is {self._mode.value}, this needs it {' or '.join(modes)}",
@@ -527,21 +575,20 @@ def _folder(socket_dir: str | None) -> str:
     return folder
 
 
-def _resolve(device: int | str) -> tuple[str, int]:
-    """Return uuid and ordinal. A uuid that is not in the list of visible devices has ordinal 0."""
-    visible = [each.strip() for each in os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
-    if visible == ["void"]:
-        visible = _claimed()
-    if isinstance(device, str):
-        return device, visible.index(device) if device in visible else 0
-    if not 0 <= device < len(visible) or not visible[device].startswith("GPU-"):
-        raise UnknownDevice(
-            f"ordinal {device} is not in NVIDIA_VISIBLE_DEVICES",
-            next_step="set NVIDIA_VISIBLE_DEVICES to a comma list of GPU uuids, or name a uuid",
-            ordinal=device,
-            visible=[each for each in visible if each],
-        )
-    return visible[device], device
+def _shown_by_cuda() -> list[str]:
+    """Return the uuids of the devices that CUDA shows to this process; makes no context."""
+    # Not above: it takes numpy and looks for the driver.
+    from snapback_client.cuda import CudaDriver, CudaUnavailable  # noqa: PLC0415
+
+    try:
+        return CudaDriver().uuids
+    except CudaUnavailable:
+        return []
+
+
+def _visible() -> list[str]:
+    """Return the names of the devices that this process was given; none where nothing says it."""
+    return visible_names(os.environ.get("NVIDIA_VISIBLE_DEVICES", "")) or _claimed()
 
 
 def _claimed() -> list[str]:

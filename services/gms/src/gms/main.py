@@ -163,6 +163,7 @@ def _open_devices(settings: GmsSettings) -> Sequence[Device]:
             capacity=settings.device_bytes,
             huge_pages=settings.device_huge_pages,
             product=settings.device_product,
+            is_shared=settings.kubelet_plugin != "off",
         )
         for index in range(settings.devices)
     ]

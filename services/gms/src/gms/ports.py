@@ -43,7 +43,8 @@ from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
 class DeviceInfo:
     """One device. `capacity` and `granularity` are bytes; clients map its memory by its `kind`.
 
-    `capabilities` say by name what it can do (1) and cannot (0), and the version of its driver.
+    `is_shared`: others than this service take memory of it, too. `capabilities` say by name what
+    it can do (1) and cannot (0), and the version of its driver.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class DeviceInfo:
     capacity: int
     granularity: int
     capabilities: Mapping[str, int] = field(default_factory=dict)
+    is_shared: bool = False
 
 
 class Device(Protocol):
@@ -69,7 +71,15 @@ class Device(Protocol):
 
     @property
     def used(self) -> int:
-        """Bytes taken now."""
+        """Bytes that this service has taken now."""
+        ...
+
+    def free(self) -> int:
+        """Return the bytes that can be taken now, as the device says."""
+        ...
+
+    def holders(self) -> Mapping[str, int]:
+        """Return bytes by the names of other processes that hold them, as far as it is known."""
         ...
 
     def create(self, size: int) -> int:
@@ -126,7 +136,7 @@ class Sessions(Protocol):
         """Wait for the lock. Cancelled when the client is gone."""
         ...
 
-    def describe(self, session: Session) -> Attached:
+    async def describe(self, session: Session) -> Attached:
         """Return what was granted."""
         ...
 

@@ -7,28 +7,33 @@ the side of those who import the memory are `snapback_client.cuda`.
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+from gms.adapters.nvml import Nvml
 from gms.ports import DeviceInfo
-from snapback_client.cuda import KIND, CudaDriver, CudaFailed, CudaUnavailable
+from snapback_client.cuda import KIND, OUT_OF_MEMORY, CudaDriver, CudaFailed, CudaUnavailable
 from snapback_client.errors import Internal, InvalidInput, OutOfDeviceMemory
 from snapback_client.frames import Access
-
-_OUT_OF_MEMORY = 2
 
 
 class CudaDevice:
     """One GPU. The driver counts importers itself; `used` is what was made here.
+
+    What is free is what NVML says; without NVML it is what this service has not made, which is too
+    much where others hold memory.
 
     CUDA cannot export a descriptor for reading only, and cannot keep an importer from a new
     writable mapping, so `export` takes no notice of the access and `seal` only checks the handle:
     clients protect their own mappings. Nor does it say what new memory holds: clients clear it.
     """
 
-    def __init__(self, driver: CudaDriver, ordinal: int) -> None:
+    def __init__(self, driver: CudaDriver, ordinal: int, nvml: Nvml | None = None) -> None:
         """Use a visible device. CudaUnavailable when it has no virtual memory management."""
         self._driver = driver
+        self._nvml = nvml or Nvml()
         self._device = driver.call("cuDeviceGet", ordinal)
         capabilities = self._capabilities()
         lacking = [name for name in _NEEDED if not capabilities.get(name)]
@@ -41,12 +46,11 @@ class CudaDevice:
         self._prop = driver.allocation(self._device)
         api = driver.api
         minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        name = bytes(driver.call("cuDeviceGetName", 128, self._device))
         self._info = DeviceInfo(
             kind=KIND,
             uuid=driver.uuid_of(self._device),
             index=ordinal,
-            product=name.partition(b"\0")[0].decode(errors="replace"),
+            product=driver.name_of(self._device),
             capacity=int(driver.call("cuDeviceTotalMem", self._device)),
             granularity=int(driver.call("cuMemGetAllocationGranularity", self._prop, minimum)),
             capabilities={
@@ -55,6 +59,7 @@ class CudaDevice:
                 "zeroed": 0,
                 "driver": driver.version,
             },
+            is_shared=True,
         )
         self._lock = threading.Lock()
         self._handles: dict[int, tuple[Any, int]] = {}
@@ -68,6 +73,14 @@ class CudaDevice:
     def used(self) -> int:
         return self._used
 
+    def free(self) -> int:
+        ours = max(0, self._info.capacity - self._used)
+        said = self._nvml.free(self._info.uuid)
+        return ours if said is None else min(said, ours)
+
+    def holders(self) -> Mapping[str, int]:
+        return self._nvml.holders(self._info.uuid)
+
     def create(self, size: int) -> int:
         granularity = self._info.granularity
         if size <= 0 or size % granularity:
@@ -75,14 +88,19 @@ class CudaDevice:
         try:
             handle = self._driver.call("cuMemCreate", size, self._prop, 0)
         except CudaFailed as error:
-            if error.status != _OUT_OF_MEMORY:
+            if error.status != OUT_OF_MEMORY:
                 raise
-            free = max(0, self._info.capacity - self._used)
+            uuid, capacity, used = self._info.uuid, self._info.capacity, self._used
+            # It is the driver that knows: what is said to be free may be others' by now.
             raise OutOfDeviceMemory(
-                f"the driver has no {size} bytes left on {self._info.uuid}",
+                f"the driver has no {size} bytes left on {uuid}; this service holds {used} of "
+                f"{capacity}, others hold the rest",
+                next_step="end the processes that hold it: look with `nvidia-smi`",
                 needed=size,
-                free=free,
-                capacity=self._info.capacity,
+                free=min(self.free(), size - 1),
+                capacity=capacity,
+                used=used,
+                holders=dict(self.holders()),
             ) from error
         with self._lock:
             self._handles[int(handle)] = (handle, size)
@@ -141,7 +159,9 @@ _CAPABILITIES = {
 
 
 def open_devices() -> list[CudaDevice]:
-    """Open every visible device, in the order of CUDA. CudaUnavailable."""
+    """Open every visible device, in the order of nvidia-smi. CudaUnavailable."""
+    # By default CUDA has the fastest device first.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     driver = CudaDriver()
     try:
         count = driver.devices
@@ -151,7 +171,8 @@ def open_devices() -> list[CudaDevice]:
         ) from error
     if not count:
         raise CudaUnavailable("no CUDA device is visible", next_step=_SHOW_A_GPU)
-    return [CudaDevice(driver, ordinal) for ordinal in range(count)]
+    nvml = Nvml()
+    return [CudaDevice(driver, ordinal, nvml) for ordinal in range(count)]
 
 
 _SHOW_A_GPU = "look with `nvidia-smi`, and at NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES"

@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 120.0
 """How long the node's GMS may take to make memory, in seconds: the host clears every page."""
+LOOK_S = 1.0
+"""How long the node's GMS may take to say how much is free, in seconds."""
 MAX_CONNECTIONS = 16
 """How many processes may use one device of a claim at a time."""
 MAX_FILE_BYTES = 4096
@@ -66,10 +69,20 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     id: int
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Say how much is free."""
+
+
 class Made(msgspec.Struct, frozen=True, tag="made"):
     """The name of memory in this connection; 0 after a release."""
 
     id: int = 0
+
+
+class Free(msgspec.Struct, frozen=True, tag="free"):
+    """The bytes that are free now."""
+
+    size: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -198,12 +211,13 @@ class _Client:
             return True
         if not data:
             return False
-        answer: Made | Refused
+        answer: Made | Free | Refused
         beside: tuple[int, ...] = ()
         try:
             request = decode_msgpack(data, _REQUEST)
             answer = await in_thread(self._carry_out, request, descriptors)
-            beside = (self._made[answer.id],) if isinstance(request, Create) else ()
+            if isinstance(request, Create) and isinstance(answer, Made):
+                beside = (self._made[answer.id],)
         except SnapbackError as error:
             answer = Refused(failure_of(error))
         finally:
@@ -212,10 +226,14 @@ class _Client:
         send(self._socket, encode_msgpack(answer), beside)
         return True
 
-    def _carry_out(self, request: Create | Adopt | Release, descriptors: list[int]) -> Made:
+    def _carry_out(
+        self, request: Create | Adopt | Release | Look, descriptors: list[int]
+    ) -> Made | Free:
         match request:
             case Create(size):
                 return self._named(self._device.create(size))
+            case Look():
+                return Free(self._device.free())
             case Adopt():
                 if len(descriptors) != 1:
                     raise InvalidMessage(f"{len(descriptors)} descriptors came, not 1")
@@ -247,8 +265,9 @@ class _Client:
             loop.remove_reader(self._socket.fileno())
 
 
-_REQUEST: Any = Create | Adopt | Release
+_REQUEST: Any = Create | Adopt | Release | Look
 _REPLY: Any = Made | Refused
+_SAID: Any = Free | Refused
 
 
 class ClaimedMemory:
@@ -263,6 +282,20 @@ class ClaimedMemory:
         self._inbox = Inbox()
         # Descriptors of ours to the names that they have in the connection.
         self._names: dict[int, int] = {}
+
+    def free(self) -> int | None:
+        """Return the bytes that are free on the device; None when the node's GMS does not say it.
+
+        An older one cannot, and one that is busy or hangs is not waited for.
+        """
+        # In a connection of its own: the other may be waiting for memory that the host clears.
+        try:
+            with self._dialled(LOOK_S) as sock:
+                send(sock, encode_msgpack(Look()))
+                said = decode_msgpack(sock.recv(MAX_FILE_BYTES), _SAID)
+        except (OSError, SnapbackError):
+            return None
+        return said.size if isinstance(said, Free) else None
 
     def create(self, size: int) -> int:
         with self._lock:
@@ -296,12 +329,8 @@ class ClaimedMemory:
 
     def _connected(self) -> socket.socket:
         """Connect, and hand over what earlier connections have made."""
-        sock = socket.socket(socket.AF_UNIX, _KIND)
-        self._socket = sock
         try:
-            sock.settimeout(self._answer_s)
-            with opened(open_root(self._path.parent)) as directory:
-                sock.connect(f"/proc/self/fd/{directory}/{self._path.name}")
+            sock = self._socket = self._dialled(self._answer_s)
             for handle in self._names:
                 self._names[handle] = self._exchange(sock, Adopt(), (handle,))[0]
         except OSError as error:
@@ -310,6 +339,17 @@ class ClaimedMemory:
         except SnapbackError:
             # Of a connection that does not count all memory none is created.
             self._hang_up()
+            raise
+        return sock
+
+    def _dialled(self, timeout_s: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, _KIND)
+        try:
+            sock.settimeout(timeout_s)
+            with opened(open_root(self._path.parent)) as directory:
+                sock.connect(f"/proc/self/fd/{directory}/{self._path.name}")
+        except BaseException:
+            sock.close()
             raise
         return sock
 
@@ -370,7 +410,11 @@ class ClaimedDevice(MemfdDevice):
         found = decode_json(data, DeviceFile)
         info = simulated_info(found.uuid, ordinal, found.product, found.capacity, found.granularity)
         self._source = ClaimedMemory(folder / MEMORY_SOCKET)
-        super().__init__(info, self._source)
+        super().__init__(replace(info, is_shared=True), self._source)
+
+    def free(self) -> int:
+        said = self._source.free()
+        return super().free() if said is None else said
 
     def close(self) -> None:
         super().close()

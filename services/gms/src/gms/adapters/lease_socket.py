@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Hashable
+from collections.abc import Coroutine, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,8 +172,9 @@ class LeaseServer:
         session = await connection.while_connected(self._sessions.attach(request, peer))
         unmapped = False
         try:
-            await connection.send(Message(self._sessions.describe(session)))
-            unmapped = await self._answer_all(connection, session)
+            with connection.ending_with_process():
+                await connection.send(Message(await self._sessions.describe(session)))
+                unmapped = await self._answer_all(connection, session)
         finally:
             if self._sessions.end(session, unmapped=unmapped):
                 self._watch(session, process)
@@ -291,6 +292,24 @@ class _Connection:
         if not isinstance(request, Attach):
             raise InvalidMessage(f"the first frame must be Attach, not {type(request).__name__}")
         return request
+
+    @contextlib.contextmanager
+    def ending_with_process(self) -> Iterator[None]:
+        """Hang up when the process that connected ends: a fork of it keeps the socket open."""
+        if self._process.pidfd < 0:
+            yield
+            return
+        self._loop.add_reader(self._process.pidfd, self._hang_up)
+        try:
+            yield
+        finally:
+            self._loop.remove_reader(self._process.pidfd)
+
+    def _hang_up(self) -> None:
+        self._loop.remove_reader(self._process.pidfd)
+        # What the process had sent is still read.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     async def request(self) -> Request:
         """Wait for a frame. InvalidMessage, UnsupportedVersion; the next frame can be read."""

@@ -8,6 +8,8 @@ import os
 import resource
 import threading
 import uuid
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from gms.ports import DeviceInfo
@@ -91,6 +93,12 @@ class MemfdDevice:
     @property
     def used(self) -> int:
         return self._used
+
+    def free(self) -> int:
+        return self._info.capacity - self._used
+
+    def holders(self) -> Mapping[str, int]:
+        return {}
 
     def create(self, size: int) -> int:
         granularity = self._info.granularity
@@ -176,11 +184,16 @@ class SimulatedDevice(MemfdDevice):
         granularity: int = GRANULARITY,
         huge_pages: bool = False,
         product: str = PRODUCT,
+        is_shared: bool = False,
     ) -> None:
-        """Make an empty device of `capacity` bytes; `granularity` is whole pages."""
+        """Make an empty device of `capacity` bytes; `granularity` is whole pages.
+
+        `is_shared`: pods take its memory, too (`device_memory.DeviceSockets`).
+        """
         if huge_pages and granularity % HUGE_PAGE:
             raise InvalidInput(f"{granularity} bytes are no huge pages", granularity=granularity)
         info = simulated_info(simulated_uuid(node, index), index, product, capacity, granularity)
+        info = replace(info, is_shared=is_shared)
         super().__init__(info, HostMemory(huge_pages=huge_pages))
 
 

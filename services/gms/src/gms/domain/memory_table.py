@@ -147,6 +147,11 @@ class MemoryTable:
         room.vanished.pop(session.id, None)
         return device.let_go(session) + self._advance(device)
 
+    def has_others(self, session: Session) -> bool:
+        """Whether other sessions of the device, also ended ones, may give up memory."""
+        device, _ = self._place(session)
+        return any(user is not session for user in device.users)
+
     # What a session asks for.
 
     def check_allocate(self, session: Session, specs: Sequence[AllocationSpec]) -> list[int]:

@@ -80,6 +80,11 @@ class Session:
         return Access.RO if self.use is Use.READING else Access.RW
 
     @property
+    def charged(self) -> int:
+        """Bytes of what it writes: memory that no other session gives up."""
+        return self.layout.charged if self.layout and self.use is not Use.READING else 0
+
+    @property
     def name(self) -> str:
         """How a message names it."""
         return f"{self.request.client or 'unnamed client'} (pid {self.peer.pid})"

@@ -74,7 +74,7 @@ def _device_lines(device: DeviceStatus) -> Iterator[str]:
     yield f"device {device.index}  {device.uuid}  {device.product}"
     yield (
         f"  {size_text(device.used)} of {size_text(device.capacity)} used, "
-        f"{size_text(device.retired)} wait for importers"
+        f"{size_text(device.free)} free, {size_text(device.retired)} wait for importers"
     )
     if device.capabilities:
         able = ", ".join(f"{name} {value}" for name, value in device.capabilities.items())

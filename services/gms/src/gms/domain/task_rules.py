@@ -101,12 +101,11 @@ def check_shape(
 
 
 def check_room(allocations: Sequence[AllocationEntry], attached: Attached) -> None:
-    """Raise DeviceTooSmall or OutOfDeviceMemory unless the allocations fit."""
+    """Raise DeviceTooSmall for allocations that can never fit."""
     check_fits(
         [entry.size for entry in allocations],
         granularity=attached.granularity,
         capacity=attached.capacity,
-        free=attached.free,
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from gms.domain.transfer import PAGE, SHARD_BYTES
-from snapback_client.frames import DeviceUuid, GenerationRef, Token
+from snapback_client.frames import MEMORY_S, DeviceUuid, GenerationRef, Token, Wait
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import (
     ArtifactRef,
@@ -96,10 +96,12 @@ class SaveTask(_Task, frozen=True, kw_only=True, tag="save"):
 class LoadTask(_Task, frozen=True, kw_only=True, tag="load"):
     """Read a part into a device and leave it hidden under the load token.
 
-    With `staged` it is copied into that folder, for a loader.
+    With `staged` it is copied into that folder, for a loader. `memory_wait_s` is how long it waits
+    for memory of the device that others hold.
     """
 
     threads: Threads = LOAD_THREADS
+    memory_wait_s: Wait = MEMORY_S
     part_digest: Digest
     load_token: Token
     layout_id: ShortText

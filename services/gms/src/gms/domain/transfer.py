@@ -26,7 +26,6 @@ from snapshot_shared.errors import (
     DeviceTooSmall,
     Incompatible,
     InvalidInput,
-    OutOfDeviceMemory,
 )
 
 PAGE = 4096
@@ -204,24 +203,17 @@ def check_loadable(manifest: PartManifest, *, layout_id: str, wanted_hash: str) 
     return layout
 
 
-def check_fits(sizes: Sequence[int], *, granularity: int, capacity: int, free: int) -> int:
+def check_fits(sizes: Sequence[int], *, granularity: int, capacity: int) -> int:
     """Return the device bytes that allocations of these sizes need.
 
-    DeviceTooSmall when they can never fit, OutOfDeviceMemory when they do not fit now.
+    DeviceTooSmall when they can never fit. Whether they fit now is found out by allocating them,
+    which waits for memory that others hold.
     """
     needed = sum(aligned(size, granularity) for size in sizes)
     if needed > capacity:
         raise DeviceTooSmall(
             f"the layout needs {needed} bytes, the device has {capacity}",
             needed=needed,
-            capacity=capacity,
-        )
-    if needed > free:
-        raise OutOfDeviceMemory(
-            f"the layout needs {needed} bytes, {free} of {capacity} are free",
-            next_step="end what holds the memory of this device",
-            needed=needed,
-            free=free,
             capacity=capacity,
         )
     return needed

@@ -75,7 +75,7 @@ class GmsControl:
         return StatusReply(
             node=self._gms.node,
             incarnation=self._gms.incarnation,
-            devices=[self._device(table) for table in self._gms.table.devices.values()],
+            devices=[await self._device(table) for table in self._gms.table.devices.values()],
             events=self._gms.history.latest(request.events or 0),
             now_s=asyncio.get_running_loop().time(),
         )
@@ -88,8 +88,9 @@ class GmsControl:
                 status = await self.status(StatusRequest()) if request.status else None
                 yield WatchReply(events=events, missed=missed, status=status)
 
-    def _device(self, table: DeviceTable) -> DeviceStatus:
+    async def _device(self, table: DeviceTable) -> DeviceStatus:
         device = self._gms.devices[table.uuid]
+        free = await self._gms.free_on(table.uuid)
         info, used = device.info, device.used
         return DeviceStatus(
             uuid=info.uuid,
@@ -98,7 +99,7 @@ class GmsControl:
             endpoint=f"{self._gms.node}-gpu{info.index}",
             capacity=info.capacity,
             used=used,
-            free=max(0, info.capacity - used),
+            free=free,
             retired=sum(allocation.aligned for allocation in table.retired),
             capabilities=dict(info.capabilities),
             domains=[self._domain(table, room) for room in table.rooms.values()],

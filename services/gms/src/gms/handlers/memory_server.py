@@ -17,6 +17,7 @@ from gms.domain import usage
 from gms.domain.history import History
 from gms.domain.layout import PIECE
 from gms.domain.memory_table import MemoryTable
+from gms.domain.room import out_of_memory
 from gms.domain.sessions import (
     Effect,
     FenceEnded,
@@ -30,6 +31,7 @@ from gms.domain.sessions import (
     Waiter,
 )
 from gms.ports import Device
+from snapback_client.devices import find_device
 from snapback_client.frames import AllocationInfo, AllocationSpec, Attach, Commit
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
@@ -49,6 +51,12 @@ log = logging.getLogger(__name__)
 
 RELEASE_S = 10.0
 """The least time for which an allocation waits for memory that is being released, in seconds."""
+
+LOOK_S = 1.0
+"""How long a device may take to say how much is free, in seconds."""
+
+AGAIN_S = (0.05, 0.5)
+"""The first and the longest rest before memory that others may free is asked for again."""
 
 
 class MemoryServer:
@@ -72,6 +80,9 @@ class MemoryServer:
         self._fence_waits: dict[str, asyncio.TimerHandle] = {}
         self._releases: dict[str, set[asyncio.Future[None]]] = {}
         self._changed = asyncio.Event()
+        self._said_free: dict[str, int] = {}
+        self._overdue: dict[str, asyncio.Future[int]] = {}
+        self._looking: dict[str, asyncio.Future[None]] = {}
         self._metrics = metrics
         self._show()
 
@@ -87,13 +98,49 @@ class MemoryServer:
         )
         for instrument, read in reads:
             self._metrics.observe(instrument, functools.partial(read, self.table))
-        self._metrics.observe(instruments.MEMORY_FREE, self._free)
+        self._metrics.observe(instruments.MEMORY_FREE, self._show_free)
 
-    def _free(self) -> usage.Numbers:
-        return {
-            (uuid,): max(device.info.capacity - device.used, 0)
-            for uuid, device in self.devices.items()
-        }
+    def _show_free(self) -> usage.Numbers:
+        found: dict[tuple[str, ...], float] = {}
+        for uuid, device in self.devices.items():
+            if device.info.is_shared:
+                # It may take its time to answer: what it said last, and the next time a newer one.
+                found[uuid,] = self._said_free.get(uuid, device.info.capacity - device.used)
+                if uuid not in self._looking:
+                    self._looking[uuid] = asyncio.ensure_future(self._look(uuid))
+            else:
+                found[uuid,] = device.free()
+        return found
+
+    async def _look(self, uuid: str) -> None:
+        try:
+            await self.free_on(uuid)
+        finally:
+            del self._looking[uuid]
+
+    async def free_on(self, uuid: str) -> int:
+        """Return the bytes that can be taken on a device now, as it says, or as it said last."""
+        device = self.devices[uuid]
+        if not device.info.is_shared:
+            return device.free()
+        asked = self._overdue.pop(uuid, None)
+        if asked is None or asked.done():
+            asked = asyncio.get_running_loop().run_in_executor(None, device.free)
+            # No lock waits for a device that hangs, and a device that hangs is asked once.
+            await asyncio.wait((asked,), timeout=LOOK_S)
+        if asked.done():
+            self._said_free[uuid] = asked.result()
+        else:
+            self._overdue[uuid] = asked
+        return self._said_free.get(uuid, device.info.capacity - device.used)
+
+    def uuid_of(self, name: str) -> str:
+        """Return the uuid of the device that a client means (`snapback_client.devices`).
+
+        A name of no device stays as it is, for the table to refuse.
+        """
+        indices = {uuid: device.info.index for uuid, device in self.devices.items()}
+        return find_device(name, indices) or name
 
     # Sessions.
 
@@ -144,10 +191,13 @@ class MemoryServer:
     async def allocate(
         self, session: Session, specs: Sequence[AllocationSpec], *, wait_s: float
     ) -> list[AllocationInfo]:
-        """Allocate all or none; wait up to `wait_s` for memory that is being released."""
+        """Allocate all or none; wait up to `wait_s` for memory that others hold.
+
+        OutOfDeviceMemory, and at once where no other can give up as much.
+        """
         sizes = self.table.check_allocate(session, specs)
         device = self.devices[session.request.device]
-        handles = await self._create_patiently(device, sizes, wait_s)
+        handles = await self._create_patiently(session, sizes, wait_s)
         try:
             return self.table.allocate(session, specs, handles)
         except BaseException:
@@ -420,20 +470,27 @@ class MemoryServer:
     # Memory.
 
     async def _create_patiently(
-        self, device: Device, sizes: Sequence[int], wait_s: float
+        self, session: Session, sizes: Sequence[int], wait_s: float
     ) -> list[int]:
-        end = asyncio.get_running_loop().time() + wait_s
+        loop = asyncio.get_running_loop()
+        device = self.devices[session.request.device]
+        is_shared, uuid = device.info.is_shared, device.info.uuid
+        end, rest = loop.time() + wait_s, AGAIN_S[0]
         while True:
             # Read before the attempt, so that the wait below sees every later release.
             changed = self._changed
             try:
                 return await self._create(device, sizes)
             except OutOfDeviceMemory:
-                if sum(sizes) > device.info.capacity:
+                is_releasing = bool(self._releases.get(uuid))
+                others = is_shared or is_releasing or self.table.has_others(session)
+                if not others or sum(sizes) > device.info.capacity - session.charged:
                     raise
-                is_releasing = bool(self._releases.get(device.info.uuid))
-                limit = max(end, asyncio.get_running_loop().time() + RELEASE_S)
-                if not await _happens(changed, limit if is_releasing else end):
+                limit = max(end, loop.time() + RELEASE_S) if is_releasing else end
+                # No event of ours says that another process has freed memory.
+                again = min(limit, loop.time() + rest) if is_shared else limit
+                rest = min(2 * rest, AGAIN_S[1])
+                if not await _happens(changed, again) and again == limit:
                     raise
 
     async def _create(self, device: Device, sizes: Sequence[int]) -> list[int]:
@@ -490,15 +547,15 @@ async def _happens(event: asyncio.Event, end: float) -> bool:
 
 def create_all(device: Device, sizes: Sequence[int]) -> list[int]:
     """Allocate memory of all sizes or of none. OutOfDeviceMemory counts all of them."""
-    needed, info = sum(sizes), device.info
-    free = info.capacity - device.used
+    needed, info, free = sum(sizes), device.info, device.free()
     if needed > free:
-        raise OutOfDeviceMemory(
-            f"{needed} bytes are needed on {info.uuid}, {free} of {info.capacity} are free",
-            next_step="free memory of this device, or replace its layout instead of adding to it",
+        raise out_of_memory(
+            info.uuid,
             needed=needed,
             free=free,
             capacity=info.capacity,
+            used=device.used,
+            holders=device.holders(),
         )
     made: list[int] = []
     try:

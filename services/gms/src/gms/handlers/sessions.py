@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar, assert_never
 
+from msgspec.structs import replace
+
 from gms.domain.layout import Allocation
 from gms.domain.sessions import Peer, Session
 from gms.handlers.memory_server import MemoryServer
@@ -51,13 +53,14 @@ class LeaseSessions:
         self._tracer = tracer
 
     async def attach(self, request: Attach, peer: Peer) -> Session:
+        request = replace(request, device=self._gms.uuid_of(request.device))
         with self._span("attach", request):
             if request.load_token is not None:
                 # A loader compares its needs with what is free, so that has to be final.
                 await self._gms.drained()
             return await self._gms.attach(request, peer)
 
-    def describe(self, session: Session) -> Attached:
+    async def describe(self, session: Session) -> Attached:
         device = self._device(session)
         info, base = device.info, session.base
         return Attached(
@@ -67,7 +70,7 @@ class LeaseSessions:
             index=info.index,
             product=info.product,
             capacity=info.capacity,
-            free=max(0, info.capacity - device.used),
+            free=await self._gms.free_on(info.uuid),
             granularity=info.granularity,
             device_kind=info.kind,
             incarnation=self._gms.incarnation,

@@ -36,9 +36,8 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         with leased(Lease.attach(task.socket_dir, load_request(task))) as lease:
             check_room(allocations, lease.attached)
             emit(TransferLeased())
-            infos = lease.allocate(
-                [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
-            )
+            specs = [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
+            infos = lease.allocate(specs, wait_s=task.memory_wait_s)
             find = functools.partial(backend_of, task, backend_name)
             with mapped(lease, infos, Access.RW, find) as (buffers, backend):
                 meter = ProgressMeter(manifest.bytes, emit)

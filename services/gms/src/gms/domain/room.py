@@ -1,0 +1,36 @@
+"""What a device has no room for: the error that says how much is free and who holds the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from snapshot_shared.errors import OutOfDeviceMemory
+
+_NAMED = 4
+"""How many processes a message names."""
+
+
+def out_of_memory(
+    device: str, *, needed: int, free: int, capacity: int, used: int, holders: Mapping[str, int]
+) -> OutOfDeviceMemory:
+    """Return the error of an allocation that does not fit now; all numbers are bytes.
+
+    `used` is what the service has made, `holders` are other processes by name, as far as they are
+    known. What is neither is said to be of others.
+    """
+    others = max(0, capacity - free - used)
+    named = sorted(holders.items(), key=lambda each: -each[1])[:_NAMED]
+    who = ", ".join(f"{name} {size}" for name, size in named)
+    rest = f", others {others}" + (f": {who}" if who else "") if others else ""
+    return OutOfDeviceMemory(
+        f"{needed} bytes are needed on {device}, {free} of {capacity} are free; "
+        f"this service holds {used}{rest}",
+        next_step="end the processes that hold it"
+        if others
+        else "free memory of this device, or replace its layout instead of adding to it",
+        needed=needed,
+        free=free,
+        capacity=capacity,
+        used=used,
+        holders=dict(holders),
+    )

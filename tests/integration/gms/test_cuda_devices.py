@@ -1,0 +1,270 @@
+"""On GPUs: devices by the names that a process has for them, and memory that others hold.
+
+The driver and NVML are fakes with several devices and with processes that are none of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import snapback_client as client
+from gms.adapters.cuda import CudaDevice, open_devices
+from snapback_client.cuda import CudaDriver
+from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
+from snapback_client.reservation import DEVICE_BYTES, FIRST_ADDRESS
+from snapshot_shared.errors import DeadlineExceeded, OutOfDeviceMemory
+from tests.support.cuda_rig import UUIDS, CudaNode, Foreign
+
+MIB = 1024 * 1024
+FREED_S = 0.5
+MIG = tuple(f"MIG-{n}0000000-0000-4000-8000-00000000000{n}" for n in range(5, 7))
+
+OPEN = """
+import sys
+import snapback_client as client
+name = sys.argv[1]
+try:
+    with client.connect(int(name) if name.isdigit() else name, lock="RW") as pool:
+        pool.allocate("w", 10, "u1").set(7)
+        print(pool.device, hex(pool.address("w")))
+except client.UnknownDevice as error:
+    print("UnknownDevice")
+"""
+
+
+def worker(code: str, *arguments: str, **environment: str | None) -> list[str]:
+    """Run code in a process with some variables set, or left out, and return its lines."""
+    variables = {name: value for name, value in os.environ.items() if name not in environment}
+    variables |= {name: value for name, value in environment.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=variables,
+        capture_output=True,
+        check=False,
+        timeout=50,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def service(cuda_node: CudaNode, launch: Any) -> Any:
+    cuda_node.place(*UUIDS[:2])
+    return launch(devices=open_devices())
+
+
+@pytest.mark.parametrize("nvidia", ["void", "all", "in order"])
+@pytest.mark.parametrize(
+    ("cuda", "device", "found"),
+    [
+        (None, "0", 0),
+        ("1,0", "0", 1),
+        ("1,0", "1", 0),
+        ("1", "0", 1),
+        ("1", "1", None),
+        ("0", "1", None),
+        (f"{UUIDS[1]},{UUIDS[0]}", "0", 1),
+        ("1,0", UUIDS[0], 0),
+        ("1,0", UUIDS[0][:6], 0),
+    ],
+)
+def test_a_number_is_that_of_cuda_in_the_process(
+    service: Any, nvidia: str, cuda: str | None, device: str, found: int | None
+) -> None:
+    names = ",".join(UUIDS[:2]) if nvidia == "in order" else nvidia
+    said = worker(OPEN, device, NVIDIA_VISIBLE_DEVICES=names, CUDA_VISIBLE_DEVICES=cuda)
+    if found is None:
+        assert said == ["UnknownDevice"]
+    else:
+        assert said == [f"{UUIDS[found]} {FIRST_ADDRESS + found * DEVICE_BYTES:#x}"]
+
+
+def test_a_simulated_service_on_a_node_with_gpus_has_numbers_of_its_own(
+    cuda_node: CudaNode, launch: Any
+) -> None:
+    service = launch()
+    code = OPEN.replace(".set(7)", "[:] = 7")
+    for variables in ({}, {"NVIDIA_VISIBLE_DEVICES": "void"}):
+        for index in (0, 1):
+            place = FIRST_ADDRESS + index * DEVICE_BYTES
+            said = worker(code, str(index), CUDA_VISIBLE_DEVICES="0", **variables)
+            assert said == [f"{service.uuids[index]} {place:#x}"]
+
+
+def test_finding_a_device_makes_no_context(service: Any, cuda_node: CudaNode) -> None:
+    request = Attach(device=UUIDS[0], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5.0)
+    held = Lease.attach(str(service.folder), request)
+    with pytest.raises(DeadlineExceeded):
+        client.connect(0, lock="RW", deadline_s=0.2)
+    assert cuda_node.here.called("cuDeviceGetUuid") >= 2
+    assert cuda_node.here.called("cuDevicePrimaryCtxRetain") == 0
+    held.detach()
+
+
+def test_pools_that_are_opened_by_uuid_are_restored_at_their_addresses_in_any_order_of_devices(
+    service: Any, tmp_path: Path
+) -> None:
+    write = (
+        "import pathlib, sys\n"
+        "import snapback_client as client\n"
+        "pools = [client.connect(name, lock='RW') for name in sys.argv[2:]]\n"
+        "for value, pool in enumerate(pools):\n"
+        "    pool.allocate('w', 10, 'u1').set(value)\n"
+        "    pool.commit()\n"
+        "    pathlib.Path(sys.argv[1], str(value)).write_bytes(pool.save_state())\n"
+        "    print(pool.device, pool.address('w'))\n"
+    )
+    read = (
+        "import pathlib, sys\n"
+        "import snapback_client as client\n"
+        "for value in (1, 0):\n"
+        "    pool = client.restore(pathlib.Path(sys.argv[1], str(value)).read_bytes())\n"
+        "    print(pool.device, pool.address('w'))\n"
+        "    assert pool['w'].get().tolist() == [value] * 10\n"
+    )
+    order = {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": "1,0"}
+    written = worker(write, str(tmp_path), *UUIDS[:2], **order)
+    assert written == [f"{UUIDS[n]} {FIRST_ADDRESS + n * DEVICE_BYTES}" for n in (0, 1)]
+    assert worker(read, str(tmp_path), **order) == written[::-1]
+
+
+@pytest.mark.parametrize("device", ["0", MIG[1], "MIG-6"])
+def test_a_mig_device_is_named_as_kubernetes_names_it(
+    cuda_node: CudaNode, launch: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    cuda_node.place(UUIDS[0], *(f"{uuid} of={UUIDS[0]}" for uuid in MIG))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG[1])
+    service = launch(devices=open_devices())
+    assert service.uuids == [MIG[1]]
+    (said,) = worker(OPEN, device, NVIDIA_VISIBLE_DEVICES=None)
+    assert said.split()[0] == MIG[1]
+
+
+def test_the_devices_of_a_service_are_in_the_order_of_nvidia_smi_unless_another_is_asked_for(
+    cuda_node: CudaNode,
+) -> None:
+    code = (
+        "import os\n"
+        "from gms.adapters.cuda import open_devices\n"
+        "print([device.info.index for device in open_devices()], os.environ['CUDA_DEVICE_ORDER'])\n"
+    )
+    assert worker(code, CUDA_DEVICE_ORDER=None) == ["[0, 1, 2, 3] PCI_BUS_ID"]
+    assert worker(code, CUDA_DEVICE_ORDER="FASTEST_FIRST") == ["[0, 1, 2, 3] FASTEST_FIRST"]
+
+
+def test_a_fork_closes_a_pool_without_the_driver_which_is_dead_in_it(service: Any) -> None:
+    code = (
+        "import os\n"
+        "import snapback_client as client\n"
+        "pool = client.connect(0, lock='RW')\n"
+        "array = pool.allocate('w', 10, 'u1')\n"
+        "array.set(7)\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    try:\n"
+        "        array.get()\n"
+        "    except client.NotEligible:\n"
+        "        pool.close()\n"
+        "        os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "pool.commit()\n"
+        "print(array.get().tolist() == [7] * 10)\n"
+    )
+    assert worker(code) == ["7", "True"]
+
+
+# Memory of others.
+
+
+@contextmanager
+def later(work: Callable[[], object]) -> Iterator[None]:
+    timer = threading.Timer(FREED_S, work)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def end(foreign: Foreign) -> None:
+    foreign.process.kill()
+    foreign.process.wait()
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with cuda-bindings that have no NVML yet."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
+
+
+def test_memory_that_another_process_frees_meanwhile_is_had(
+    cuda_node: CudaNode, service: Any
+) -> None:
+    foreign = cuda_node.foreign(200 * MIB)
+    with client.connect(0, lock="RW") as pool, later(foreign.free):
+        pool.allocate("w", 100 * MIB, "u1")
+        assert service.device().used == 100 * MIB
+
+
+def test_memory_of_a_process_that_is_killed_is_had_also_where_nvml_is_missing(
+    blind: None, cuda_node: CudaNode, service: Any
+) -> None:
+    foreign = cuda_node.foreign(200 * MIB)
+    with client.connect(0, lock="RW") as pool, later(lambda: end(foreign)):
+        pool.allocate("w", 100 * MIB, "u1")
+        assert service.device().used == 100 * MIB
+
+
+def test_a_context_has_its_memory_when_another_process_frees_it_meanwhile(
+    cuda_node: CudaNode, launch: Any
+) -> None:
+    cuda_node.place(f"{UUIDS[0]} context={100 * MIB}")
+    launch(devices=open_devices())
+    foreign = cuda_node.foreign(100 * MIB)
+    with later(lambda: end(foreign)):
+        assert worker(OPEN, "0") == [f"{UUIDS[0]} {FIRST_ADDRESS:#x}"]
+
+
+def test_what_is_free_is_what_nvml_says_and_who_holds_the_rest_is_named(
+    cuda_node: CudaNode, service: Any
+) -> None:
+    foreign = cuda_node.foreign(200 * MIB)
+    pid = foreign.process.pid
+    request = Attach(device=UUIDS[0], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5.0)
+    lease = Lease.attach(str(service.folder), request)
+    assert lease.attached.free == 56 * MIB
+    assert (service.device().free, service.device(1).free) == (56 * MIB, 256 * MIB)
+    lease.allocate([AllocationSpec(id="a", size=6 * MIB)])
+    with pytest.raises(OutOfDeviceMemory, match=rf"python\S* \(pid {pid}\) {200 * MIB}") as caught:
+        lease.allocate([AllocationSpec(id="w", size=60 * MIB)], wait_s=0.1)
+    values = caught.value.values
+    (holder,) = values.pop("holders").items()
+    assert (f"(pid {pid})" in holder[0], holder[1]) == (True, 200 * MIB)
+    assert values == {
+        "needed": 60 * MIB,
+        "free": 50 * MIB,
+        "capacity": 256 * MIB,
+        "used": 6 * MIB,
+    }
+    lease.detach()
+    assert cuda_node.here.called("cuDevicePrimaryCtxRetain") == 0
+
+
+def test_without_nvml_a_refusal_says_what_the_service_holds_itself(
+    blind: None, cuda_node: CudaNode
+) -> None:
+    cuda_node.foreign(200 * MIB)
+    device = CudaDevice(CudaDriver(), 0)
+    assert (device.free(), device.holders()) == (256 * MIB, {})
+    with pytest.raises(OutOfDeviceMemory, match=r"service holds 0 of .*, others hold"):
+        device.create(60 * MIB)

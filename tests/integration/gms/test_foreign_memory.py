@@ -1,0 +1,166 @@
+"""Memory of a device that others hold: it is counted, named and waited for.
+
+A claimed device is one whose memory other processes can take, as they can that of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import snapback_client as client
+from gms.adapters.device_memory import ClaimedMemory, Refused
+from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client.lease import Lease
+from snapshot_shared.codec import encode_msgpack
+from snapshot_shared.errors import Failure, OutOfDeviceMemory
+from tests.support.claimed_rig import ClaimedRig
+
+MIB = 1024 * 1024
+FREED_S = 0.5
+
+FOREIGNER = """
+import pathlib, sys
+from gms.adapters.device_memory import ClaimedDevice
+device = ClaimedDevice(pathlib.Path(sys.argv[1]), 0)
+device.create(int(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class Foreigner:
+    """Another process that has memory of the device, without the service."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        command = [sys.executable, "-c", FOREIGNER, str(folder), str(size)]
+        pipe = subprocess.PIPE
+        self._process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[ClaimedRig]:
+    with contextlib.closing(ClaimedRig()) as rig:
+        yield rig
+
+
+@pytest.fixture
+def service(rig: ClaimedRig, launch: Any) -> Any:
+    return launch(devices=[rig.device])
+
+
+@pytest.fixture
+def foreigner(rig: ClaimedRig) -> Iterator[Foreigner]:
+    foreigner = Foreigner(rig.folder, 40 * MIB)
+    yield foreigner
+    foreigner.end()
+
+
+@contextlib.contextmanager
+def later(work: Callable[[], object]) -> Iterator[None]:
+    timer = threading.Timer(FREED_S, work)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def attached(service: Any) -> Lease:
+    request = Attach(
+        device=service.uuids[0], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5.0
+    )
+    return Lease.attach(str(service.folder), request)
+
+
+def test_an_engine_gets_the_memory_that_another_process_frees_meanwhile(
+    service: Any, foreigner: Foreigner
+) -> None:
+    with client.connect(lock="RW") as pool, later(foreigner.end):
+        pool.allocate("w", 50 * MIB, "u1")[-1] = 7
+        assert service.device().used == 50 * MIB
+
+
+def test_a_cache_wakes_into_the_memory_that_another_process_frees_meanwhile(
+    rig: ClaimedRig, service: Any
+) -> None:
+    with client.connect(lock="RW", domain="kv") as cache:
+        cache.allocate("k", 50 * MIB, "u1")
+        cache.sleep()
+        foreigner = Foreigner(rig.folder, 40 * MIB)
+        with later(foreigner.end):
+            cache.wake()
+        assert cache["k"].nbytes == 50 * MIB
+
+
+def test_what_is_free_is_what_the_device_says_and_not_what_the_service_has_left(
+    service: Any, foreigner: Foreigner
+) -> None:
+    lease = attached(service)
+    assert lease.attached.free == 24 * MIB
+    assert (service.device().used, service.device().free) == (0, 24 * MIB)
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        lease.allocate([AllocationSpec(id="w", size=30 * MIB)], wait_s=0.2)
+    assert caught.value.values == {
+        "needed": 30 * MIB,
+        "free": 24 * MIB,
+        "capacity": 64 * MIB,
+        "used": 0,
+        "holders": {},
+    }
+    assert f"others {40 * MIB}" in caught.value.message
+    assert caught.value.next_step == "end the processes that hold it"
+    foreigner.end()
+    lease.allocate([AllocationSpec(id="w", size=64 * MIB)], wait_s=5.0)
+    assert service.device().free == 0
+    lease.detach()
+
+
+def test_memory_that_no_other_can_give_up_is_refused_at_once(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 40 * MIB, "u1")
+        with pytest.raises(OutOfDeviceMemory):
+            pool.allocate("b", 40 * MIB, "u1", wait_s=86400)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"", encode_msgpack(Refused(Failure(reason="X", message="")))]
+)
+def test_a_node_that_is_silent_gone_or_too_old_does_not_say_what_is_free(
+    tmp_path: Path, answer: bytes | None
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "memory.sock"))
+        listener.listen()
+        memory = ClaimedMemory(tmp_path / "memory.sock")
+        if answer is None:
+            assert memory.free() is None
+            return
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(4096)
+                if answer:
+                    sock.send(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert memory.free() is None
+        thread.join()
+    assert memory.free() is None
