@@ -22,6 +22,7 @@ from gms.adapters.syscalls import (
     preallocate,
     punch_hole,
     read_at,
+    resident_bytes,
     write_at,
 )
 from gms.domain.transfer import ChunkPlan, FilePlan, all_chunks, cut_chunk, longest_chunk
@@ -96,7 +97,7 @@ class Posix:
                 advance(item[1].size)
                 return size
 
-            moved = for_all(all_chunks(plans), write, threads)
+            moved = sum(for_all(all_chunks(plans), write, threads))
             for_all(range(len(plans)), writing.finish, threads)
         except OSError as error:
             raise translated(error, "a part file") from error
@@ -130,7 +131,7 @@ class Posix:
             if not is_zero:
                 descriptor = cached[file]
                 # A direct read would go to the disk even for what the page cache has.
-                if bypassing and not is_resident(descriptor, chunk):
+                if bypassing and not (is_cached[file] and is_resident(descriptor, chunk)):
                     descriptor = direct[file]
                 state = xxhash.xxh3_128()
                 for request in cut_chunk(chunk, limit):
@@ -154,7 +155,11 @@ class Posix:
                 if self._direct:
                     direct.append(open_regular(directory, plan.name, size=plan.size, shared=True))
             bypassing.update(fd for fd in direct if bypass_cache(fd))
-            moved = for_all(all_chunks(plans), read, threads)
+            # Mostly the cache has nothing of a file, and then no chunk of it is looked for there.
+            is_cached = [
+                resident_bytes(fd, 0, plan.size) > 0 for fd, plan in zip(cached, plans, strict=True)
+            ]
+            moved = sum(for_all(all_chunks(plans), read, threads))
         finally:
             for descriptor in [*cached, *direct]:
                 os.close(descriptor)
@@ -226,11 +231,10 @@ class _Writing:
         except ArtifactCorrupt:
             return False
 
-    def finish(self, file: int) -> int:
+    def finish(self, file: int) -> None:
         # The last page of a direct request is whole; the file ends where its bytes do.
         os.ftruncate(self.descriptors[file], self._plans[file].size)
         os.fsync(self.descriptors[file])
-        return 0
 
     def entries(self) -> list[FileEntry]:
         return [

@@ -84,7 +84,8 @@ def mapped(
             yield views, find(in_place=page >= HUGE_PAGE)
         else:
             offsets = [places[info.id] for info in infos]
-            with BounceBuffered(find(), at, offsets, end) as bounced:
+            # The windows are page-locked, and as good for a disk as huge pages are.
+            with BounceBuffered(find(in_place=True), at, offsets, end) as bounced:
                 yield [], bounced
     finally:
         at.release()
