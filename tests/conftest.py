@@ -8,6 +8,9 @@ import pytest
 # Fixtures of all folders, as the contract of the store is kept by a cluster, too.
 from tests.cluster.target import definitions, kubeconfig, target  # noqa: F401
 from tests.support.cpu import CPU_S, cpu_limit
+from tests.support.cuda_rig import CudaNode
+from tests.support.cuda_rig import cuda_node as node_of_cuda
+from tests.support.cuda_rig import library as compiled
 from tests.support.nats_server import nats_server
 
 
@@ -37,6 +40,22 @@ def _shared_by(item: pytest.Item) -> set[str]:
         elif found[-1].scope in ("package", "session") and found[-1].baseid not in ("", "tests"):
             shared.add(found[-1].baseid)
     return shared
+
+
+@pytest.fixture(scope="session")
+def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake of the CUDA driver, compiled once."""
+    return compiled(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def cuda_node(
+    tmp_path: Path, cuda_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CudaNode]:
+    """A node of this test alone with a fake CUDA driver."""
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    yield from node_of_cuda(folder, cuda_library, monkeypatch)
 
 
 @pytest.fixture

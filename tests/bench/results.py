@@ -171,7 +171,7 @@ DEVICES = """
 ## Devices
 
 `gms conformance --device simulated`: all rules hold. `--device cuda` was not run on a
-GPU; service, client and transfers have only met a likeness of the driver, in the tests.
+GPU; service, client and transfers have only met a fake of the driver, in the tests.
 """
 """What is known of devices, which no benchmark on this machine finds out."""
 

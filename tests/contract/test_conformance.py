@@ -16,7 +16,6 @@ from gms.conformance.run import RULES, check
 from snapback_client.frames import Access
 from tests.bench.machine import huge_bytes_free
 from tests.support.claimed_rig import ClaimedRig
-from tests.support.likeness_rig import likeness
 
 
 class Leaking(SimulatedDevice):
@@ -62,7 +61,7 @@ CANNOT = {
     "seals",
     "hands_over_many",
 }
-"""What the likeness of a GPU has to skip; it is too small for the last."""
+"""What the fake GPU has to skip; it is too small for the last."""
 
 
 @pytest.fixture
@@ -72,16 +71,16 @@ def rig() -> Iterator[SimulatedRig]:
     rig.close()
 
 
-@pytest.fixture(params=["simulated", "simulated in huge pages", "claimed", "likeness of cuda"])
-def any_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+@pytest.fixture(params=["simulated", "simulated in huge pages", "claimed", "fake of cuda"])
+def any_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     if request.param == "claimed":
         with contextlib.closing(ClaimedRig()) as claimed:
             yield claimed
         return
-    if request.param == "likeness of cuda":
-        for _ in likeness(monkeypatch):
-            with contextlib.closing(CudaRig(0)) as cuda:
-                yield cuda
+    if request.param == "fake of cuda":
+        request.getfixturevalue("cuda_node")
+        with contextlib.closing(CudaRig(0)) as cuda:
+            yield cuda
         return
     is_huge = request.param != "simulated"
     if is_huge and huge_bytes_free() < CAPACITY:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.likeness_rig import FOLDER
+from tests.support.cuda_rig import UUIDS, CudaNode
 
 SERVICES = ("snapshot_operator.main", "snapshot_agent.main", "gms.main")
 
@@ -68,22 +67,34 @@ def test_an_http_address_that_is_none_is_refused_by_its_variable(
     assert "Traceback" not in ended.stderr
 
 
+def test_gms_without_the_bindings_of_cuda_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    # Before the package that is installed here.
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "cuda.py").touch()
+    ended = start(
+        "gms.main", tmp_path, SNAPBACK_GMS_DEVICE="cuda", PYTHONPATH=str(tmp_path / "hidden")
+    )
+    refused(ended, "the Python bindings of CUDA are missing")
+    assert "pip install" in ended.stderr
+
+
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("faults", "devices", "expected"),
     [
-        (None, "the Python bindings of CUDA are missing"),
-        ("init=100", "the CUDA driver does not start: cuInit: CUDA_ERROR_NO_DEVICE"),
-        ("devices=0", "no CUDA device is visible"),
-        ("novmm", "device 0 has no virtual-memory-management"),
+        (["cuInit 0 error 100"], UUIDS[0], "the CUDA driver does not start: cuInit: CUDA_ERROR_NO"),
+        ([], "", "the CUDA driver does not start: cuInit: CUDA_ERROR_NO_DEVICE"),
+        ([], f"{UUIDS[0]} vmm=0", "device 0 has no virtual-memory-management"),
     ],
 )
 def test_gms_without_what_cuda_needs_says_in_one_line_what_is_missing(
-    tmp_path: Path, options: str | None, expected: str
+    tmp_path: Path, cuda_node: CudaNode, faults: list[str], devices: str, expected: str
 ) -> None:
-    if options is None and importlib.util.find_spec("cuda") is not None:
-        pytest.skip("the bindings are installed here")
-    found = {} if options is None else {"PYTHONPATH": str(FOLDER), "CUDA_LIKENESS": options}
-    ended = start("gms.main", tmp_path, SNAPBACK_GMS_DEVICE="cuda", **found)
+    cuda_node.faults(*faults)
+    cuda_node.place(devices)
+    refused(start("gms.main", tmp_path, SNAPBACK_GMS_DEVICE="cuda"), expected)
+
+
+def refused(ended: subprocess.CompletedProcess[str], expected: str) -> None:
     assert ended.returncode == 1
     assert f"CudaUnavailable: {expected}" in ended.stderr
     assert "Next: " in ended.stderr

@@ -14,8 +14,7 @@ import pytest_asyncio
 from tests.process import node as nodes
 from tests.process.cuda_stage import Stage, staged
 from tests.process.node import Node
-from tests.support.cuda_rig import CudaNode, cuda_node
-from tests.support.cuda_rig import library as compiled
+from tests.support.cuda_rig import CudaNode
 
 CRIU = Path(__file__).parents[2] / ".tools" / "criu" / "criu"
 
@@ -32,27 +31,13 @@ def criu() -> Path:
     return CRIU
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake of the CUDA driver."""
-    return compiled(tmp_path_factory.mktemp("libcuda"))
-
-
 @pytest.fixture
-def cuda(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
-    """The CUDA driver of a node."""
-    folder = tmp_path / "cuda"
-    folder.mkdir()
-    yield from cuda_node(folder, library, monkeypatch)
-
-
-@pytest.fixture
-def stage(tmp_path: Path, criu: Path, cuda: CudaNode) -> Iterator[Stage]:
+def stage(tmp_path: Path, criu: Path, cuda_node: CudaNode) -> Iterator[Stage]:
     """A node of its own with a helper and a CUDA driver, without an agent."""
     if why := nodes.lacking():
         pytest.skip(why)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as layers:
-        yield from staged(tmp_path, Path(layers), cuda)
+        yield from staged(tmp_path, Path(layers), cuda_node)
 
 
 @pytest_asyncio.fixture

@@ -30,6 +30,7 @@ def main(library: str, *what: str) -> None:
     cuda, context = ctypes.CDLL(library), ctypes.c_void_p()
     assert cuda.cuInit(0) == 0
     assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert cuda.cuCtxPushCurrent_v2(context) == 0
     who = "child" if "of another" in what else "parent"
     heap = os.urandom(8 * 1024 * 1024)
     digest = hash(heap)

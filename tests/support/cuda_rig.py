@@ -1,13 +1,12 @@
-"""A node with a fake CUDA driver, and workers on it; see `fake_cuda/libcuda.c`.
+"""A node with a fake CUDA driver, and processes on it; see `fake_cuda/libcuda.c`.
 
-Programs that are started find the fake as libcuda.so.1. They call it by cuda-bindings where the
-package is installed, else by the stand-in in `fake_cuda/bindings`.
+The driver is called by the real cuda-bindings. Programs that are started find the fakes of
+libcuda.so.1 and libnvidia-ml.so.1 by LD_LIBRARY_PATH; this process has them loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,26 +22,25 @@ from snapshot_agent.domain.cuda import State
 HERE = Path(__file__).parent / "fake_cuda"
 UUIDS = tuple(f"GPU-{n}0000000-0000-4000-8000-00000000000{n}" for n in range(1, 5))
 _STATES = (State.RUNNING, State.LOCKED, State.CHECKPOINTED, State.FAILED, State.NONE)
+_LIBRARIES = {
+    "libcuda.so.1": ("libcuda.c", "memory.c", "node.c"),
+    "libnvidia-ml.so.1": ("nvml.c", "node.c"),
+}
+_FLAGS = (
+    "-shared -fPIC -O1 -pthread -fvisibility=hidden -Wall -Wextra -Wno-unused-parameter -Werror"
+)
 
 
 def library(folder: Path) -> Path:
-    """Compile the fake; skips where there is no compiler."""
+    """Compile the fakes and return libcuda.so.1; skips where there is no compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("the fake CUDA driver is compiled, and there is no C compiler (cc)")
-    made = folder / "libcuda.so.1"
-    flags = [
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-pthread",
-        "-Wall",
-        "-Wextra",
-        "-Wno-unused-parameter",
-        "-Werror",
-    ]
-    subprocess.run([compiler, *flags, "-o", made, HERE / "libcuda.c"], check=True)
-    return made
+    for name, sources in _LIBRARIES.items():
+        # The bindings find a library that is loaded by this name, wherever it lies.
+        flags = [*_FLAGS.split(), f"-Wl,-soname,{name}", "-o", folder / name]
+        subprocess.run([compiler, *flags, *(HERE / source for source in sources)], check=True)
+    return folder / "libcuda.so.1"
 
 
 class Call(NamedTuple):
@@ -80,23 +78,90 @@ class Worker:
         self.process.stdout.close()
 
 
+class Foreign(Worker):
+    """A process that is none of ours and holds memory; `status` is 2 when there is not so much."""
+
+    def __init__(self, library: Path, ordinal: int, size: int) -> None:
+        command = [sys.executable, str(HERE / "foreign.py"), str(library), str(ordinal), str(size)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.status = int(self.answer())
+        self.pids = [self.process.pid]
+
+    def free(self) -> None:
+        self.ping("free")
+        assert self.answer() == "freed"
+
+
+class ThisProcess:
+    """What this process has of the driver, without asking it."""
+
+    def __init__(self, fake: ctypes.CDLL) -> None:
+        self._fake = fake
+
+    def called(self, name: str) -> int:
+        """How often a call was made. Its name has no version."""
+        count = int(self._fake.fakeCount(name.encode()))
+        assert count >= 0, name
+        return count
+
+    @property
+    def handles(self) -> int:
+        return len(self._has("h"))
+
+    @property
+    def mapped(self) -> list[int]:
+        return self._has("m")
+
+    @property
+    def reserved(self) -> list[int]:
+        return self._has("r")
+
+    @property
+    def pinned(self) -> list[int]:
+        return self._has("p")
+
+    @property
+    def streams(self) -> int:
+        return len(self._has("s"))
+
+    @property
+    def contexts(self) -> list[int]:
+        """Those of this thread."""
+        return self._has("c")
+
+    def retained(self, device: int) -> int:
+        return int(self._fake.fakeRetained(device))
+
+    def _has(self, what: str) -> list[int]:
+        found = (ctypes.c_ulonglong * 8192)()
+        return list(found[: self._fake.fakeHas(ord(what), found, len(found))])
+
+
 class CudaNode:
     """The fake driver of a node, whose state is in a folder."""
 
-    def __init__(self, folder: Path, library: Path) -> None:
+    def __init__(self, folder: Path, library: Path, fake: ctypes.CDLL) -> None:
         self.folder = folder
         self.library = library
         self.workers: list[Worker] = []
         self.place(*UUIDS)
-        self._fake = ctypes.CDLL(str(library))
+        self._fake = fake
+        self.here = ThisProcess(fake)
 
-    def place(self, *uuids: str) -> None:
-        """Let the node have these devices."""
-        (self.folder / "devices").write_text("".join(f"{uuid}\n" for uuid in uuids))
+    def place(self, *devices: str) -> None:
+        """Let the node have these devices: uuids, and what `fake_cuda/node.h` lets be said."""
+        (self.folder / "devices").write_text("".join(f"{device}\n" for device in devices))
 
     def worker(self, ordinal: int = 0, *words: str) -> Worker:
         self.workers.append(Worker(self.library, ordinal, *words))
         return self.workers[-1]
+
+    def foreign(self, size: int, ordinal: int = 0) -> Foreign:
+        """Start a process that takes memory of a device."""
+        found = Foreign(self.library, ordinal, size)
+        self.workers.append(found)
+        return found
 
     def faults(self, *lines: str) -> None:
         (self.folder / "faults").write_text("".join(f"{line}\n" for line in lines))
@@ -126,18 +191,20 @@ class CudaNode:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        self._fake.fakeReset()
 
 
 def cuda_node(folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
     """Give a node; for a fixture."""
-    # A library is loaded once into a process, which has had other nodes before; a copy is another.
-    own = folder / "lib" / library.name
-    own.parent.mkdir()
-    shutil.copy(library, own)
+    # A worker of a container sees what is beneath the folder.
+    own = folder / "lib"
+    shutil.copytree(library.parent, own)
     monkeypatch.setenv("FAKE_CUDA", str(folder))
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(own.parent))
-    if importlib.util.find_spec("cuda") is None:
-        monkeypatch.setenv("PYTHONPATH", str(HERE / "bindings"))
-    node = CudaNode(folder, own)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(own))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    # Here they stay loaded, once for all nodes: the bindings keep what they have found.
+    fakes = [ctypes.CDLL(str(library.parent / name)) for name in _LIBRARIES]
+    node = CudaNode(folder, own / library.name, fakes[0])
+    fakes[0].fakeReset()
     yield node
     node.close()

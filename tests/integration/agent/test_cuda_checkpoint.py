@@ -12,8 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -28,8 +26,7 @@ from snapshot_agent.domain.cuda import (
 )
 from snapshot_agent.helper import cuda
 from snapshot_shared.errors import InvalidInput
-from tests.support.cuda_rig import UUIDS, CudaNode, Worker, cuda_node
-from tests.support.cuda_rig import library as compiled
+from tests.support.cuda_rig import UUIDS, CudaNode, Worker
 
 pytestmark = pytest.mark.waits
 
@@ -39,14 +36,9 @@ HANGS_S = 2.0
 SAME = {uuid: uuid for uuid in UUIDS}
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("libcuda"))
-
-
 @pytest.fixture
-def node(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
-    yield from cuda_node(tmp_path, library, monkeypatch)
+def node(cuda_node: CudaNode) -> CudaNode:
+    return cuda_node
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from snapshot_agent.domain.cuda import CudaStuck
 from snapshot_agent.helper import cuda
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.errors import Aborted, OutcomeUnknown
-from tests.support.cuda_rig import CudaNode, cuda_node
-from tests.support.cuda_rig import library as compiled
+from tests.support.cuda_rig import CudaNode
 
 NETWORK = 1
 """The inode of no network namespace."""
@@ -236,14 +235,9 @@ def test_a_pid_that_another_process_has_now_is_not_ended(records: Records, worke
     assert worker.runs()
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("libcuda"))
-
-
 @pytest.fixture
-def node(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
-    yield from cuda_node(tmp_path, library, monkeypatch)
+def node(cuda_node: CudaNode) -> CudaNode:
+    return cuda_node
 
 
 def killed_dump(records: Records, pid: int, *, at: str) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import Aborted, ArtifactCorrupt, ArtifactExists, InvalidInput
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage
-from tests.support.likeness_rig import likeness
+from tests.support.cuda_rig import CudaNode
 
 GRANULE = 2 * 1024 * 1024
 BUFFER = 8 * PAGE
@@ -33,7 +33,7 @@ SIZES = [GRANULE, 3 * PAGE + 17, 100, 11 * PAGE]
 
 
 class Layout:
-    """Allocations on a likeness of a GPU."""
+    """Allocations on a fake GPU."""
 
     def __init__(self, device: CudaDevice) -> None:
         self.places = [index * GRANULE for index in range(len(SIZES))]
@@ -67,17 +67,17 @@ class Layout:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+def device(cuda_node: CudaNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
     monkeypatch.setattr(bounce_buffers, "BUFFER_BYTES", BUFFER)
-    for _ in likeness(monkeypatch):
-        device = CudaDevice(CudaDriver(), 0)
-        yield device
-        device.close()
+    device = CudaDevice(CudaDriver(), 0)
+    yield device
+    device.close()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[int]:
-    with opened(open_root(tmp_path)) as directory:
+    (tmp_path / "parts").mkdir()
+    with opened(open_root(tmp_path / "parts")) as directory:
         yield directory
 
 
@@ -240,12 +240,12 @@ def test_files_that_are_longer_than_a_buffer_are_read_and_not_written(
 
 
 def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory(
-    device: CudaDevice, folder: int, tmp_path: Path
+    device: CudaDevice, folder: int, tmp_path: Path, cuda_node: CudaNode
 ) -> None:
     layout = Layout(device).fill(values())
     with layout.moved_by("posix-direct") as bounced:
         moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
-    damaged = tmp_path / plans()[3].name
+    damaged = tmp_path / "parts" / plans()[3].name
     data = bytearray(damaged.read_bytes())
     data[0] ^= 1
     damaged.write_bytes(data)
@@ -254,10 +254,8 @@ def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory
         bounced.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
     assert caught.value.values["file"] == plans()[3].name
     assert threading.active_count() == before
-    from cuda.bindings import driver  # type: ignore[import-not-found]
-
-    assert driver._pinned == {}
-    assert driver._streams == {}
+    assert cuda_node.here.pinned == []
+    assert cuda_node.here.streams == 0
     layout.range.release()
 
 

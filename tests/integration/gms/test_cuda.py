@@ -1,4 +1,4 @@
-"""Service, client and transfers on CUDA, on a likeness of its driver that keeps the written rules.
+"""Service, client and transfers on CUDA, on a fake of its driver that keeps the written rules.
 
 That a real GPU keeps them as well is for `make conformance DEVICE=cuda` to find out.
 """
@@ -9,10 +9,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ from snapshot_shared.errors import (
     UnsupportedVersion,
 )
 from snapshot_shared.orders import LayoutRef
-from tests.support.likeness_rig import likeness
+from tests.support.cuda_rig import UUIDS, CudaNode, ThisProcess
 
 MIB = 1024 * 1024
 GRANULE = 2 * MIB
@@ -44,18 +42,21 @@ UID = "11111111-2222-3333-4444-555555555555"
 
 
 @pytest.fixture
-def options() -> str:
-    return "devices=2"
+def faults() -> tuple[str, ...]:
+    return ()
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, options: str) -> Iterator[ModuleType]:
-    yield from likeness(monkeypatch, options)
+def driver(cuda_node: CudaNode, faults: tuple[str, ...]) -> ThisProcess:
+    """What this process has of the driver of a node with two devices."""
+    cuda_node.place(*UUIDS[:2])
+    cuda_node.faults(*faults)
+    return cuda_node.here
 
 
 @pytest.fixture
-def service(driver: ModuleType, launch: Any) -> Any:
-    """The service on every device that the likeness shows."""
+def service(driver: ThisProcess, launch: Any) -> Any:
+    """The service on every device of the node."""
     return launch(devices=open_devices())
 
 
@@ -71,12 +72,8 @@ def worker(code: str, *arguments: str) -> str:
     return found.stdout
 
 
-def mapped(driver: ModuleType) -> list[int]:
-    return sorted(driver._mappings)
-
-
 def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_a_context(
-    service: Any, driver: ModuleType
+    service: Any, driver: ThisProcess
 ) -> None:
     worker(
         "import snapback_client as client\n"
@@ -87,9 +84,10 @@ def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_
         "    pool.wake()\n"
         "    assert pool['w'].get().tolist() == [7.0] * 10\n"
     )
-    called = set(driver.calls)
-    assert {"cuMemCreate", "cuMemExportToShareableHandle"} <= called
-    assert not {name for name in called if "Ctx" in name or "Map" in name or "Address" in name}
+    assert driver.called("cuMemCreate") == 1
+    assert driver.called("cuMemExportToShareableHandle") == 2
+    for name in ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemMap", "cuMemAddressReserve"):
+        assert driver.called(name) == 0
     assert service.device().used == GRANULE
     assert service.device().capabilities["zeroed"] == 0
     assert service.device().capabilities["driver"] == 13000
@@ -119,10 +117,30 @@ def test_arrays_are_filled_copied_and_described_to_other_libraries(service: Any)
         assert matrix.__cuda_array_interface__["data"] == (FIRST_ADDRESS, True)
         with pytest.raises(InvalidInput, match="read-only"):
             matrix.set(0)
-        matrix.flags.writeable = True
-        with pytest.raises(CudaFailed, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-            matrix.set(0)
         assert (matrix.get() == wanted).all()
+
+
+def test_a_write_to_what_is_committed_breaks_the_writer_alone(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("a", 3, "u1").set(7)
+        pool.commit()
+        state = pool.save_state()
+    found = worker(
+        "import sys\n"
+        "import snapback_client as client\n"
+        "from snapback_client.cuda import CudaFailed\n"
+        "pool = client.restore(bytes.fromhex(sys.argv[1]))\n"
+        "pool['a'].flags.writeable = True\n"
+        "for call in (lambda: pool['a'].set(0), pool['a'].get):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except CudaFailed as error:\n"
+        "        print(error)\n",
+        state.hex(),
+    )
+    assert found.count("CUDA_ERROR_ILLEGAL_ADDRESS") == 2
+    with client.restore(state) as pool:
+        assert pool["a"].get().tolist() == [7, 7, 7]
 
 
 def test_a_cache_is_zero_at_first_and_after_every_wake_though_new_memory_is_not(
@@ -142,39 +160,40 @@ def test_a_cache_is_zero_at_first_and_after_every_wake_though_new_memory_is_not(
 
 
 def test_asleep_nothing_is_mapped_or_imported_and_the_addresses_stay_reserved(
-    service: Any, driver: ModuleType
+    service: Any, driver: ThisProcess
 ) -> None:
     with client.connect(lock="RW") as pool:
         pool.allocate("a", 10, "u1").set(1)
         pool.allocate("b", 3 * MIB, "u1").set(2)
         pool.commit()
-        ours = len(driver._handles)
-        assert mapped(driver) == [FIRST_ADDRESS, FIRST_ADDRESS + GRANULE]
+        ours = driver.handles
+        assert driver.mapped == [FIRST_ADDRESS, FIRST_ADDRESS + GRANULE]
         pool.sleep()
-        assert mapped(driver) == []
+        assert driver.mapped == []
         # Two of the server: every import was released.
-        assert len(driver._handles) == ours == 2
-        assert list(driver._reserved) == [FIRST_ADDRESS]
+        assert driver.handles == ours == 2
+        assert driver.reserved == [FIRST_ADDRESS]
         with pytest.raises(AddressTaken):
             reserve("cuda", service.uuids[0], GRANULE, address=FIRST_ADDRESS, exact=True)
         pool.wake()
-        assert mapped(driver) == [FIRST_ADDRESS, FIRST_ADDRESS + GRANULE]
+        assert driver.mapped == [FIRST_ADDRESS, FIRST_ADDRESS + GRANULE]
         assert pool["b"].get().sum() == 2 * 3 * MIB
-    assert mapped(driver) == []
-    assert driver._reserved == {}
+    assert driver.mapped == []
+    assert driver.reserved == []
 
 
-def test_what_an_engine_made_current_stays_current(service: Any, driver: ModuleType) -> None:
-    context = driver.cuDevicePrimaryCtxRetain(1)[1]
-    driver.cuCtxPushCurrent(context)
+def test_what_an_engine_made_current_stays_current(service: Any, driver: ThisProcess) -> None:
+    cuda = CudaDriver()
+    context = cuda.call("cuDevicePrimaryCtxRetain", 1)
+    cuda.call("cuCtxPushCurrent", context)
     with client.connect(lock="RW") as pool:
         pool.allocate("a", 10, "u1").set(1)
         pool.commit()
         pool.sleep()
         pool.wake()
-        assert driver._contexts() == [context]
-    assert driver._contexts() == [context]
-    assert driver._retained == {0: 0, 1: 1}
+        assert driver.contexts == [int(context)]
+    assert driver.contexts == [int(context)]
+    assert [driver.retained(device) for device in range(2)] == [0, 1]
 
 
 def test_another_process_restores_the_arrays_at_the_same_addresses(service: Any) -> None:
@@ -193,7 +212,7 @@ def test_another_process_restores_the_arrays_at_the_same_addresses(service: Any)
     assert found == f"{address:#x} [1, 2, 3, 4, 5] RO\n"
 
 
-@pytest.mark.parametrize("options", ["nohint"])
+@pytest.mark.parametrize("faults", [("cuMemAddressReserve 0 nohint",)])
 def test_where_the_driver_takes_no_hint_a_pool_sleeps_and_wakes_at_the_addresses_that_it_got(
     service: Any,
 ) -> None:
@@ -211,7 +230,9 @@ def test_where_the_driver_takes_no_hint_a_pool_sleeps_and_wakes_at_the_addresses
     assert caught.value.values["address"] == address
 
 
-def test_a_changed_layout_is_stale_and_the_pool_sleeps_on(service: Any, driver: ModuleType) -> None:
+def test_a_changed_layout_is_stale_and_the_pool_sleeps_on(
+    service: Any, driver: ThisProcess
+) -> None:
     with client.connect(lock="RW") as pool:
         pool.allocate("a", 5, "u1")
         generation = pool.commit()
@@ -230,11 +251,11 @@ def test_a_changed_layout_is_stale_and_the_pool_sleeps_on(service: Any, driver: 
         with pytest.raises(StaleLayout):
             pool.wake()
         assert pool.is_asleep
-        assert mapped(driver) == []
+        assert driver.mapped == []
 
 
 def test_a_pool_of_a_simulated_device_does_not_wake_on_another_kind(
-    service: Any, driver: ModuleType
+    service: Any, driver: ThisProcess
 ) -> None:
     with client.connect(lock="RW") as pool:
         pool.allocate("a", 5, "u1")
@@ -259,7 +280,7 @@ def test_a_device_that_cuda_does_not_show_here_is_named_with_those_it_does(
 
 
 def test_a_range_refuses_what_the_driver_would_and_stays_usable(
-    service: Any, driver: ModuleType
+    service: Any, driver: ThisProcess
 ) -> None:
     device = service.devices[0]
     handle = device.create(GRANULE)
@@ -272,23 +293,22 @@ def test_a_range_refuses_what_the_driver_would_and_stays_usable(
         with pytest.raises(CudaFailed, match="cuMemImportFromShareableHandle"):
             at.map(999_999, GRANULE, GRANULE, writable=True)
         at.map(file.fileno(), GRANULE, GRANULE, writable=False)
-        assert len(mapped(driver)) == 2
+        assert len(driver.mapped) == 2
         at.release()
-    assert mapped(driver) == []
+    assert driver.mapped == []
     device.release(handle)
 
 
 def test_what_a_broken_context_may_have_mapped_stays_charged(
-    service: Any, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+    service: Any, cuda_node: CudaNode
 ) -> None:
     pool = client.connect(lock="RW")
     pool.allocate("a", 5, "u1")
     pool.commit()
-    broken = (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "cuCtxSynchronize", lambda: broken)
-        with pytest.raises(CudaFailed, match="cuCtxSynchronize"):
-            pool.sleep()
+    cuda_node.faults("cuCtxSynchronize 0 error 700")
+    with pytest.raises(CudaFailed, match="cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        pool.sleep()
+    cuda_node.faults()
     # Reported as ended socket: this process may have the memory mapped, and lives.
     service.run(lingers(service))
     assert service.device().used == GRANULE
@@ -412,9 +432,9 @@ def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(saved: Sa
 
 
 def test_a_device_that_the_transfer_process_cannot_see_fails_the_transfer_with_what_to_do(
-    saved: Saved, monkeypatch: pytest.MonkeyPatch
+    saved: Saved, cuda_node: CudaNode
 ) -> None:
-    monkeypatch.setenv("CUDA_LIKENESS", "init=100")
+    cuda_node.faults("cuInit 0 error 100")
     with pytest.raises(SnapbackError, match="CUDA_ERROR_NO_DEVICE") as caught:
         saved.save()
     assert caught.value.to_failure().reason == "CudaUnavailable"

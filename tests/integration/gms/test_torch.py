@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from snapback_client.cuda import CudaUnavailable
 from snapback_client.tensors import PREFIX, View, place_tensors, read_tensors
 from snapback_client.torch import SegmentAllocator, TorchMemory, tensor_of
 from snapshot_shared.errors import OutOfDeviceMemory
-from tests.support.likeness_rig import likeness
+from tests.support.cuda_rig import UUIDS, CudaNode
 
 MIB = 1024 * 1024
 STREAM = 0xBEEF
@@ -47,12 +46,13 @@ def address_of(function: Any) -> int:
 
 
 @pytest.fixture(params=["simulated", "cuda"])
-def service(request: pytest.FixtureRequest, launch: Any, monkeypatch: Any) -> Iterator[Any]:
+def service(request: pytest.FixtureRequest) -> Any:
     if request.param == "simulated":
-        yield launch()
-    else:
-        for _ in likeness(monkeypatch, f"bytes={64 * MIB}"):
-            yield launch(devices=open_devices())
+        return request.getfixturevalue("launch")()
+    # Before `launch`, so that the driver goes after the service.
+    node: CudaNode = request.getfixturevalue("cuda_node")
+    node.place(f"{UUIDS[0]} bytes={64 * MIB}")
+    return request.getfixturevalue("launch")(devices=open_devices())
 
 
 def test_a_library_takes_segments_by_address_and_gives_them_back(service: Any) -> None:

@@ -1,19 +1,21 @@
-/* A fake of libcuda.so.1: process checkpointing alone, with the rules of its documentation and the
-   habits that were seen of drivers 580 and 595.
+/* A fake of libcuda.so.1: devices and process checkpointing, with the rules of its documentation and
+   the habits that were seen of drivers 580 and 595. Memory is in memory.c, the node in node.c.
 
    The state of a process lies in a memory file that it has open, so it outlives a caller that is
    killed, as it does in the driver, and CRIU carries it along: a checkpoint or restore that has
-   begun goes on without its caller, and a query of the state waits for its end. The folder FAKE_CUDA
-   is that of a node. A process that has called cuInit
-   is a CUDA process. `devices` lists the uuids of the node. Calls are written to `calls`. `faults`
-   has a line `VERB PID KIND VALUE` for each fault (PID may be 0 for all):
+   begun goes on without its caller, and a query of the state waits for its end. A process that has
+   called cuInit is a CUDA process. Calls are written to `calls` in the folder FAKE_CUDA. `faults`
+   there has a line `VERB PID KIND VALUE` for each fault (PID may be 0 for all):
      error N  return N, with no effect        fail N  return N, and the process has failed
      hang     never return, with no effect    late    take effect, and never return
      slow MS  take effect after MS            busy    the device is at work for ever (lock)
      oom      the first restore runs out of memory, and no later one works
    A process that is stopped lets its callers wait until it goes on, which `calls` has as `stopped`.
-   With FAKE_CUDA_DEVICE a process has that device file open, except while it is checkpointed. */
+   With FAKE_CUDA_DEVICE a process has that device file open, except while it is checkpointed.
+   Any other call can be a verb, by its name (cuMemCreate), with the kinds error, hang and slow; and
+   `cuMemAddressReserve 0 nohint` lets the driver choose all addresses itself. */
 #define _GNU_SOURCE
+#include "fake.h"
 #include <dirent.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -28,23 +30,16 @@
 #include <time.h>
 #include <unistd.h>
 
-#define API __attribute__((visibility("default")))
 #define NAME "fake-cuda"
-#define GPUS 8
 
 enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
-enum {
-	SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
-	OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600,
-};
-
-typedef struct { unsigned char bytes[16]; } Uuid;
 typedef struct { unsigned timeout_ms, reserved0; uint64_t reserved1[7]; } LockArgs;
 typedef struct { Uuid old, new; } Pair;
 typedef struct { Pair *pairs; unsigned count; char reserved[52]; } RestoreArgs;
 
 typedef struct {
 	int state, next, gpus, broken;
+	int imports;  /* of memory that other processes may have, too */
 	volatile int holds, open;  /* whether it has the device file open, when it has the device */
 	uint64_t due;  /* nanoseconds of the monotonic clock, 0 when nothing is under way */
 	Uuid gpu[GPUS];
@@ -54,12 +49,8 @@ typedef struct {
 static struct { int pid, fd; uint64_t start; Entry *entry; } at = {.fd = -1}, own = {.fd = -1};
 static int initialized;
 
-static int opened(const char *name, int flags)
-{
-	char path[4096];
-	snprintf(path, sizeof path, "%s/%s", getenv("FAKE_CUDA"), name);
-	return open(path, flags | O_CLOEXEC, 0666);
-}
+Device visible[GPUS];
+int visibles;
 
 static Entry *mapped(int fd)
 {
@@ -183,7 +174,7 @@ static void enter(void)
 static void note(const char *format, const char *verb, int pid, int value)
 {
 	char line[128];
-	int fd = opened("calls", O_WRONLY | O_CREAT | O_APPEND);
+	int fd = node_open("calls", O_WRONLY | O_CREAT | O_APPEND);
 	int size = snprintf(line, sizeof line, format, verb, pid, value);
 	if (write(fd, line, size) != size)
 		abort();
@@ -191,16 +182,16 @@ static void note(const char *format, const char *verb, int pid, int value)
 }
 
 /* The fault of a call, or an empty word. */
-static int fault(const char *verb, int pid, char *kind)
+int fault(const char *verb, int pid, char *kind)
 {
-	char line[128], its[16];
-	int who, value = 0, fd = opened("faults", O_RDONLY);
+	char line[128], its[64];
+	int who, value = 0, fd = node_open("faults", O_RDONLY);
 	FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
 	*kind = 0;
 	while (file && fgets(line, sizeof line, file)) {
 		char word[16] = "";
 		int number = 0;
-		if (sscanf(line, "%15s %d %15s %d", its, &who, word, &number) >= 3 &&
+		if (sscanf(line, "%63s %d %15s %d", its, &who, word, &number) >= 3 &&
 		    !strcmp(its, verb) && (!who || who == pid)) {
 			strcpy(kind, word);
 			value = number;
@@ -211,20 +202,13 @@ static int fault(const char *verb, int pid, char *kind)
 	return value;
 }
 
+/* The uuids of the node. */
 static int devices(Uuid *out)
 {
-	char line[64];
-	int count = 0, fd = opened("devices", O_RDONLY);
-	FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
-	while (file && count < GPUS && fgets(line, sizeof line, file)) {
-		int at = 0;
-		unsigned byte;
-		for (char *c = line + 4; at < 16 && sscanf(c, "%2x", &byte) == 1; c += 2 + (c[2] == '-'))
-			out[count].bytes[at++] = byte;
-		count += at == 16;
-	}
-	if (file)
-		fclose(file);
+	Device found[GPUS];
+	int count = node_devices(found);
+	for (int i = 0; i < count; i++)
+		out[i] = found[i].uuid;
 	return count;
 }
 
@@ -331,9 +315,12 @@ API int cuCheckpointProcessLock(int pid, LockArgs *args)
 	return NOT_READY;
 }
 
+/* Memory that is imported cannot be checkpointed, as NVIDIA says of cuda-checkpoint and IPC. */
+static Entry *alone(Entry *e, void *with) { return e->imports ? NULL : e; }
+
 API int cuCheckpointProcessCheckpoint(int pid, void *args)
 {
-	return move("checkpoint", pid, LOCKED, CHECKPOINTED, 0, NULL, NULL);
+	return move("checkpoint", pid, LOCKED, CHECKPOINTED, 0, alone, NULL);
 }
 
 static Entry *placed(Entry *e, void *with)
@@ -399,70 +386,205 @@ API int cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
 	return status;
 }
 
+static int copy_visible(const Device *here, int one)
+{
+	visible[visibles++] = here[one];
+	return visibles;
+}
+
+static int children(const Device *here, int count, int parent)
+{
+	for (int i = 0; i < count; i++)
+		if (here[i].is_mig && !memcmp(&here[i].of, &here[parent].uuid, sizeof(Uuid)))
+			return i;
+	return -1;
+}
+
+/* The device that an entry of CUDA_VISIBLE_DEVICES names: an index among GPUs, or a uuid whose
+   beginning is enough where it is that of one device alone. -1 for none. */
+static int named(const Device *here, int count, char *word)
+{
+	char *end;
+	int found = -1, is_mig = !strncmp(word, "MIG-", 4);
+	if (strncmp(word, "GPU-", 4) && !is_mig) {
+		long index = strtol(word, &end, 10);
+		for (int i = 0; end > word && index >= 0 && i < count; i++)
+			if (!here[i].is_mig && !index--)
+				return i;
+		return -1;
+	}
+	for (int i = 0; i < count; i++) {
+		char text[33] = "", wanted[64] = "";
+		for (int b = 0; b < 16; b++)
+			sprintf(text + 2 * b, "%02x", here[i].uuid.bytes[b]);
+		for (char *c = word + 4; *c && strlen(wanted) < 32; c++)
+			if (*c != '-')
+				strncat(wanted, c, 1);
+		if (here[i].is_mig == is_mig && *wanted && !strncmp(text, wanted, strlen(wanted))) {
+			if (found >= 0)
+				return -1;
+			found = i;
+		}
+	}
+	return found;
+}
+
+/* See the devices as CUDA_VISIBLE_DEVICES has them: what follows an entry that names none is not
+   seen, and nothing is when one is named twice. A process sees one MIG device, or whole GPUs. */
+static void look(void)
+{
+	Device here[GPUS];
+	char *setting = getenv("CUDA_VISIBLE_DEVICES"), words[1024], *rest, *word;
+	int count = node_devices(here), chosen[GPUS], n = 0, mig = -1;
+	visibles = 0;
+	if (setting) {
+		snprintf(words, sizeof words, "%s", setting);
+		for (word = strtok_r(words, ",", &rest); word && n < GPUS; word = strtok_r(NULL, ",", &rest)) {
+			int one = named(here, count, word + strspn(word, " "));
+			if (one < 0)
+				break;
+			for (int i = 0; i < n; i++)
+				if (chosen[i] == one)
+					return;
+			chosen[n++] = one;
+		}
+	} else {
+		for (int i = 0; i < count; i++)
+			if (!here[i].is_mig)
+				chosen[n++] = i;
+	}
+	for (int i = 0; i < n; i++) {
+		int child = here[chosen[i]].is_mig ? chosen[i] : children(here, count, chosen[i]);
+		if (child < 0)
+			copy_visible(here, chosen[i]);
+		else if (mig < 0)
+			mig = child;
+	}
+	if (mig >= 0 && (!visibles || here[chosen[0]].is_mig)) {
+		visibles = 0;
+		copy_visible(here, mig);
+	}
+}
+
 API int cuInit(unsigned flags)
 {
-	Uuid here[GPUS];
-	if (!devices(here))
-		return 100;
+	ENTER;
+	if (flags)
+		return INVALID_VALUE;
+	if (!initialized)
+		look();
+	if (!visibles)
+		return NO_DEVICE;
 	enter();
 	initialized = 1;
 	return SUCCESS;
 }
 
-API int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+API int cuDriverGetVersion(int *version)
+{
+	ENTER;
+	*version = 13000;
+	return SUCCESS;
+}
 
 API int cuDeviceGetCount(int *count)
 {
-	Uuid here[GPUS];
-	*count = devices(here);
+	ENTER;
+	*count = visibles;
 	return SUCCESS;
 }
 
 API int cuDeviceGet(int *device, int ordinal)
 {
-	Uuid here[GPUS];
+	ENTER;
 	*device = ordinal;
-	return ordinal >= 0 && ordinal < devices(here) ? SUCCESS : INVALID_DEVICE;
+	return ordinal >= 0 && ordinal < visibles ? SUCCESS : INVALID_DEVICE;
 }
 
+#define DEVICE ENTER; if (device < 0 || device >= visibles) return INVALID_DEVICE
+
+API int cuDeviceGetUuid_v2(Uuid *uuid, int device)
+{
+	DEVICE;
+	*uuid = visible[device].uuid;
+	return SUCCESS;
+}
+
+/* The older one has the uuid of the GPU for a MIG device. */
 API int cuDeviceGetUuid(Uuid *uuid, int device)
 {
-	Uuid here[GPUS];
-	if (device < 0 || device >= devices(here))
-		return INVALID_DEVICE;
-	*uuid = here[device];
+	DEVICE;
+	*uuid = visible[device].is_mig ? visible[device].of : visible[device].uuid;
 	return SUCCESS;
 }
 
 API int cuDeviceGetName(char *name, int size, int device)
 {
-	snprintf(name, size, "Fake GPU");
+	DEVICE;
+	snprintf(name, size, "%s", visible[device].name);
 	return SUCCESS;
 }
 
-API int cuDevicePrimaryCtxRetain(void **context, int device)
+API int cuDeviceTotalMem_v2(size_t *bytes, int device)
 {
-	Uuid here[GPUS];
-	if (device < 0 || device >= devices(here))
-		return INVALID_DEVICE;
+	DEVICE;
+	*bytes = visible[device].bytes;
+	return SUCCESS;
+}
+
+static int place_of(int device)
+{
+	Device here[GPUS];
+	int count = node_devices(here);
+	return node_find(here, count, visible[device].is_mig ? &visible[device].of : &visible[device].uuid);
+}
+
+API int cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+	DEVICE;
+	switch (attribute) {
+	case 33: *value = place_of(device) + 1; break;  /* the PCI bus */
+	case 75: *value = 9; break;  /* the compute capability is 9.0 */
+	case 102: *value = visible[device].vmm; break;
+	case 103: *value = visible[device].posix; break;
+	case 110: case 116: *value = visible[device].rdma; break;
+	case 128: *value = visible[device].fabric != 0; break;
+	default: *value = attribute == 41;  /* one address space with the host */
+	}
+	return SUCCESS;
+}
+
+API int cuDeviceGetPCIBusId(char *id, int size, int device)
+{
+	DEVICE;
+	snprintf(id, size, "0000:%02x:00.0", place_of(device) + 1);
+	return SUCCESS;
+}
+
+/* Of a device that this process makes a context on, its checkpoints have the memory. */
+void on_device(int device)
+{
 	Entry *e = take(getpid());
-	if (has(e->gpu, e->gpus, here + device) < 0)
-		e->gpu[e->gpus++] = here[device];
+	if (has(e->gpu, e->gpus, &visible[device].uuid) < 0)
+		e->gpu[e->gpus++] = visible[device].uuid;
 	leave();
-	*context = (void *)(intptr_t)(device + 1);
-	return SUCCESS;
 }
 
-/* Blocks while the process is locked, as calls of CUDA do. */
-API int cuCtxSynchronize(void)
+void tell_imports(int count)
 {
-	for (;;) {
-		Entry *e = take(getpid());
-		int state = e->due ? LOCKED : e->state;
-		leave();
+	if (own.entry)
+		own.entry->imports = count;
+}
+
+/* Wait while this process is locked; the status of a call when a restore of it has failed. Without
+   the lock of its state, for any thread may be here. */
+int while_locked(void)
+{
+	volatile Entry *e = own.entry;
+	for (;; nap()) {
+		int state = !e->due ? e->state : e->due <= now() ? e->next : LOCKED;
 		if (state == RUNNING || state == FAILED)
-			return state == RUNNING ? SUCCESS : 719;
-		nap();
+			return state == RUNNING ? SUCCESS : LAUNCH_FAILED;
 	}
 }
 
@@ -472,7 +594,9 @@ API int cuGetErrorName(int status, const char **name)
 		{SUCCESS, "CUDA_SUCCESS"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
 		{NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"}, {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE"},
 		{NOT_READY, "CUDA_ERROR_NOT_READY"}, {OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM"},
-		{OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"}, {0, NULL},
+		{OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"}, {NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
+		{INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+		{ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {0, NULL},
 	};
 	for (int i = 0; names[i].name; i++)
 		if (names[i].status == status) {
@@ -484,21 +608,49 @@ API int cuGetErrorName(int status, const char **name)
 
 API int cuGetErrorString(int status, const char **text) { return cuGetErrorName(status, text); }
 
+static Call calls[] = {
+#define CALL(name) {#name, name, NULL, 0, 0}
+	CALL(cuInit), CALL(cuDriverGetVersion), CALL(cuDeviceGetCount), CALL(cuDeviceGet),
+	{"cuDeviceGetUuid", cuDeviceGetUuid_v2, cuDeviceGetUuid, 11040, 0}, CALL(cuDeviceGetName),
+	{"cuDeviceTotalMem", cuDeviceTotalMem_v2, NULL, 0, 0}, CALL(cuDeviceGetAttribute),
+	CALL(cuDeviceGetPCIBusId), CALL(cuGetErrorName), CALL(cuGetErrorString),
+	CALL(cuCheckpointProcessLock), CALL(cuCheckpointProcessCheckpoint),
+	CALL(cuCheckpointProcessRestore), CALL(cuCheckpointProcessUnlock),
+	CALL(cuCheckpointProcessGetState), CALL(cuCheckpointProcessGetRestoreThreadId),
+	{NULL, NULL, NULL, 0, 0},
+};
+
+static Call *call_of(const char *name, size_t size)
+{
+	Call *tables[] = {calls, memory_calls};
+	for (int t = 0; t < 2; t++)
+		for (Call *each = tables[t]; each->name; each++)
+			if (strlen(each->name) == size && !strncmp(each->name, name, size))
+				return each;
+	return NULL;
+}
+
+int entered(const char *function)
+{
+	char kind[16], *suffix = strstr(function, "_v2");
+	Call *call = call_of(function, suffix ? (size_t)(suffix - function) : strlen(function));
+	if (!call)
+		abort();
+	__atomic_add_fetch(&call->count, 1, __ATOMIC_RELAXED);
+	if (!initialized && call->call != cuInit && call->call != cuDriverGetVersion)
+		return NOT_INITIALIZED;
+	int value = fault(call->name, getpid(), kind);
+	if (!strcmp(kind, "hang"))
+		for_ever();
+	if (!strcmp(kind, "slow"))
+		usleep(value * 1000);
+	return strcmp(kind, "error") ? SUCCESS : value;
+}
+
 API int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *symbol)
 {
-	static const struct { const char *name; void *call; } calls[] = {
-#define CALL(name) {#name, name}
-		CALL(cuInit), CALL(cuDriverGetVersion), CALL(cuDeviceGetCount), CALL(cuDeviceGet),
-		CALL(cuDeviceGetUuid), CALL(cuDeviceGetName), CALL(cuDevicePrimaryCtxRetain),
-		CALL(cuCtxSynchronize), CALL(cuGetErrorName), CALL(cuGetErrorString),
-		CALL(cuCheckpointProcessLock), CALL(cuCheckpointProcessCheckpoint),
-		CALL(cuCheckpointProcessRestore), CALL(cuCheckpointProcessUnlock),
-		CALL(cuCheckpointProcessGetState), CALL(cuCheckpointProcessGetRestoreThreadId), {0, 0},
-	};
-	*found = NULL;
-	for (int i = 0; calls[i].name; i++)
-		if (!strcmp(calls[i].name, name))
-			*found = calls[i].call;
+	Call *call = call_of(name, strlen(name));
+	*found = !call ? NULL : call->older && version < call->since ? call->older : call->call;
 	if (symbol)
 		*symbol = !*found;
 	return *found ? SUCCESS : NOT_FOUND;
@@ -507,6 +659,31 @@ API int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_
 API int cuGetProcAddress(const char *name, void **found, int version, uint64_t flags)
 {
 	return cuGetProcAddress_v2(name, found, version, flags, NULL);
+}
+
+/* For tests: how often this process has made a call. */
+API long fakeCount(const char *name)
+{
+	Call *call = call_of(name, strlen(name));
+	return call ? (long)call->count : -1;
+}
+
+/* For tests: this process is as if it had never used CUDA. */
+API void fakeReset(void)
+{
+	memory_reset();
+	for (Call *each = calls; each->name; each++)
+		each->count = 0;
+	for (Call *each = memory_calls; each->name; each++)
+		each->count = 0;
+	if (own.entry) {
+		munmap(own.entry, sizeof *own.entry);
+		close(own.fd);
+		own.entry = NULL;
+	}
+	if (at.entry && at.pid == getpid())
+		at.pid = 0;
+	initialized = visibles = 0;
 }
 
 /* For tests: the state of a process now, or -1. */

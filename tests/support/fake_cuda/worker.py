@@ -22,6 +22,7 @@ def main(library: str, ordinal: int) -> None:
     cuda, context = ctypes.CDLL(library), ctypes.c_void_p()
     assert cuda.cuInit(0) == 0
     assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) == 0
+    assert cuda.cuCtxPushCurrent_v2(context) == 0
     print(os.getpid(), others, flush=True)
     for line in sys.stdin:
         assert cuda.cuCtxSynchronize() == 0

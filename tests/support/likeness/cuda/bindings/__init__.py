@@ -1,1 +1,0 @@
-"""A likeness of `cuda-bindings`; see `driver`."""
