@@ -50,6 +50,7 @@ SYMBOLS = (
     "cuStreamCreate",
     "cuStreamDestroy",
     "cuStreamSynchronize",
+    "cuDevicePrimaryCtxSetFlags",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease",
     "cuCtxPushCurrent",
@@ -127,6 +128,19 @@ class CudaDriver:
                 visible=uuids,
             )
         return visible[uuids.index(device)]
+
+    def pci_address(self, device: Any) -> str:
+        """Return where a device is on the PCI bus, as the kernel names it: `0000:3b:00.0`."""
+        attributes = self.api.CUdevice_attribute
+        domain, bus, slot = (
+            int(self.call("cuDeviceGetAttribute", attribute, device))
+            for attribute in (
+                attributes.CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+                attributes.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
+                attributes.CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
+            )
+        )
+        return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
     def allocation(self, device: Any) -> Any:
         """Describe pinned memory of a device that can be exported as a descriptor."""

@@ -135,7 +135,11 @@ async def serve(stop: asyncio.Event) -> None:
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
     # The bytes of a memory server in a pod are moved by processes of its node.
-    processes = TransferProcesses(spares=len(devices) if settings.nats_url else 0)
+    infos = [device.info for device in devices]
+    processes = TransferProcesses(
+        spares=len(devices) if settings.nats_url else 0,
+        gpus=[info.uuid for info in infos if info.kind == "cuda"],
+    )
     transfers = GmsTransfers(
         gms,
         processes,

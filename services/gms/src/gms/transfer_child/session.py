@@ -72,6 +72,11 @@ def mapped(
         places[info.id] = end
         end += info.aligned
     attached = lease.attached
+    if attached.device_kind == "cuda":
+        # Only here: the transfers of simulated devices need nothing of it.
+        from gms.transfer_child import gpu  # noqa: PLC0415
+
+        gpu.prepare(attached.device)
     at = reserve(attached.device_kind, attached.device, end, address=None)
     try:
         for run in lease.export([info.id for info in infos], access):
