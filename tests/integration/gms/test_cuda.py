@@ -285,6 +285,35 @@ def test_a_device_that_cuda_does_not_show_here_is_named_with_those_it_does(
     assert caught.value.values["visible"] == service.uuids
 
 
+def counted(driver: ThisProcess, work: Callable[[], object]) -> dict[str, int]:
+    """How often calls were made that take long, whatever the number of arrays."""
+    names = ("cuMemSetAccess", "cuMemsetD8", "cuCtxSynchronize")
+    before = {name: driver.called(name) for name in names}
+    work()
+    return {name: driver.called(name) - before[name] for name in names}
+
+
+def test_neighbours_are_given_access_cleared_and_waited_for_at_once(
+    service: Any, driver: ThisProcess
+) -> None:
+    with client.connect(lock="RW") as pool:
+        found = counted(
+            driver, lambda: pool.allocate_many({f"a{n}": (n + 1, "u1") for n in range(60)})
+        )
+        assert found == {"cuMemSetAccess": 1, "cuMemsetD8": 1, "cuCtxSynchronize": 1}
+        assert all(not array.get().any() for array in pool.arrays().values())
+        for n, array in enumerate(pool.arrays().values()):
+            array.set(n)
+        pool.free("a7")
+        # Two runs are left: before what was freed, and after it.
+        found = counted(driver, pool.commit)
+        assert found == {"cuMemSetAccess": 2, "cuMemsetD8": 0, "cuCtxSynchronize": 2}
+        pool.sleep()
+        found = counted(driver, pool.wake)
+        assert found == {"cuMemSetAccess": 2, "cuMemsetD8": 0, "cuCtxSynchronize": 0}
+        assert [pool[f"a{n}"].get()[n] for n in (0, 6, 8, 59)] == [0, 6, 8, 59]
+
+
 def test_a_range_refuses_what_the_driver_would_and_stays_usable(
     service: Any, driver: ThisProcess
 ) -> None:

@@ -12,14 +12,14 @@ import ctypes
 import importlib
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from snapback_client.errors import DeviceError, InvalidInput, UnknownDevice
-from snapback_client.mappings import AddressTaken, Mappings
+from snapback_client.mappings import AddressTaken, Mappings, neighbours
 
 SYMBOLS = (
     "cuInit",
@@ -210,24 +210,38 @@ class CudaRange:
 
         The descriptor may be closed afterwards: the mapping alone holds the memory.
         """
-        self._mappings.add(offset, size)
-        driver, at = self._driver, self.address + offset
+        self.map_all([(fd, offset, size)], writable=writable)
+        return self.address + offset
+
+    def map_all(self, places: Iterable[tuple[int, int, int]], *, writable: bool) -> None:
+        """Map each descriptor at an offset: (descriptor, offset, size).
+
+        Access is given at the end, to all neighbours in one call, which the driver takes long for.
+        """
+        done: list[tuple[int, int]] = []
         with self._current():
+            for fd, offset, size in places:
+                self._map(fd, offset, size)
+                done.append((offset, size))
+            for offset, size in neighbours(done):
+                self._allow(offset, size, writable=writable)
+
+    def _map(self, fd: int, offset: int, size: int) -> None:
+        self._mappings.add(offset, size)
+        driver = self._driver
+        try:
+            handle = driver.call("cuMemImportFromShareableHandle", fd, driver.posix)
             try:
-                handle = driver.call("cuMemImportFromShareableHandle", fd, driver.posix)
-                try:
-                    driver.call("cuMemMap", at, size, 0, handle, 0)
-                finally:
-                    # Each import is paired with a release; a handle may go before its mappings.
-                    driver.call("cuMemRelease", handle)
-            except BaseException:
-                self._mappings.remove(offset)
-                raise
-            self._allow(offset, size, writable=writable)
-        return at
+                driver.call("cuMemMap", self.address + offset, size, 0, handle, 0)
+            finally:
+                # Each import is paired with a release; a handle may go before its mappings.
+                driver.call("cuMemRelease", handle)
+        except BaseException:
+            self._mappings.remove(offset)
+            raise
 
     def protect(self, offset: int, size: int, *, writable: bool) -> None:
-        """Change what the device may do with a mapping, once all that was begun has ended."""
+        """Change what the device may do with mappings, once all that was begun has ended."""
         with self._current():
             # Access must not change under kernels that were launched before.
             self._driver.call("cuCtxSynchronize")
