@@ -32,7 +32,7 @@ class Turns:
 
     def is_free(self) -> bool:
         """Whether one more piece of work may be done at once."""
-        return not self._waiting and self._has_time()
+        return self._has_time() and not self._waiting
 
     def _has_time(self) -> bool:
         if self._ends is None:
