@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from gms.adapters.buffers import digest_in_memory
-from gms.adapters.parallel import for_all
+from gms.adapters.parallel import results_of
 from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, Piece, runs_of
 from gms.ports import (
     Advance,
@@ -115,7 +115,7 @@ class BounceBuffered:
                 single = replace(plan, chunks=_in_one(plan.chunks))
                 return write_files(directory, [single], [view], threads=each, advance=advance)
 
-        found = for_all(plans, write, streams)
+        found = results_of(plans, write, streams)
         return self._moved(found, [entry for moved in found for entry in moved.files])
 
     def read_files(
@@ -153,7 +153,7 @@ class BounceBuffered:
                     file=plan.name,
                     chunk=chunk.index,
                 )
-        return self._moved(for_all(items, read, streams), [])
+        return self._moved(results_of(items, read, streams), [])
 
     def digest_of(self, chunk: ChunkPlan) -> str:
         """Return the digest that a chunk has when it is written."""

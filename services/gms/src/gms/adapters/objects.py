@@ -76,7 +76,7 @@ class Objects:
             return 0 if is_there else chunk.size
 
         self._begin(directory)
-        moved = sum(for_all(all_chunks(plans), write, threads))
+        moved = for_all(all_chunks(plans), write, threads)
         for plan in plans:
             # Not the whole part: other bounce buffers write other files of it at the same time.
             self._storage.secure(f"{self._prefix}/{plan.name}")
@@ -132,5 +132,5 @@ class Objects:
             advance(chunk.size)
             return 0 if is_zero else chunk.size
 
-        moved = sum(for_all(all_chunks(plans), read, threads))
+        moved = for_all(all_chunks(plans), read, threads)
         return Moved(backend="object", bytes=moved)

@@ -11,7 +11,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def for_all(items: Iterable[T], work: Callable[[T], R], threads: int) -> list[R]:
+def for_all(items: Iterable[T], work: Callable[[T], int], threads: int) -> int:
+    """Return the sum of `work` over all items, done in threads. The first error stops the rest."""
+    return sum(results_of(items, work, threads))
+
+
+def results_of(items: Iterable[T], work: Callable[[T], R], threads: int) -> list[R]:
     """Return the results of `work` in the order of the items. The first error stops the rest."""
     if threads == 1:
         return [work(item) for item in items]

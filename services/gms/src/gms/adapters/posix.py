@@ -97,7 +97,7 @@ class Posix:
                 advance(item[1].size)
                 return size
 
-            moved = sum(for_all(all_chunks(plans), write, threads))
+            moved = for_all(all_chunks(plans), write, threads)
             for_all(range(len(plans)), writing.finish, threads)
         except OSError as error:
             raise translated(error, "a part file") from error
@@ -159,7 +159,7 @@ class Posix:
             is_cached = [
                 resident_bytes(fd, 0, plan.size) > 0 for fd, plan in zip(cached, plans, strict=True)
             ]
-            moved = sum(for_all(all_chunks(plans), read, threads))
+            moved = for_all(all_chunks(plans), read, threads)
         finally:
             for descriptor in [*cached, *direct]:
                 os.close(descriptor)
@@ -231,10 +231,11 @@ class _Writing:
         except ArtifactCorrupt:
             return False
 
-    def finish(self, file: int) -> None:
+    def finish(self, file: int) -> int:
         # The last page of a direct request is whole; the file ends where its bytes do.
         os.ftruncate(self.descriptors[file], self._plans[file].size)
         os.fsync(self.descriptors[file])
+        return 0
 
     def entries(self) -> list[FileEntry]:
         return [

@@ -70,11 +70,9 @@ class TransferOptions(NamedTuple):
         return self._fields_of_task(self.load_threads)
 
     def _fields_of_task(self, threads: int) -> dict[str, Any]:
-        return {
-            "backend": self.backend,
-            "object_storage": self.object_storage,
-            "threads": threads,
-        }
+        fields = self._asdict()
+        del fields["save_threads"], fields["load_threads"]
+        return {**fields, "threads": threads}
 
 
 DEFAULT_OPTIONS = TransferOptions()
