@@ -122,7 +122,8 @@ def test_a_device_that_breaks_a_rule_is_found(
     rig: SimulatedRig, kind: type[SimulatedDevice], broken: set[str]
 ) -> None:
     rig.close()
-    rig.device = kind(node="n1", index=0, capacity=CAPACITY)
+    # The last kind loses what it makes.
+    rig.device = kind(node="n1", index=0, capacity=2 * CAPACITY)
     said: list[str] = []
     assert not check(rig, said.append)
     found = {

@@ -60,7 +60,7 @@ class Layout:
         return found
 
     def moved_by(self, backend: str) -> BounceBuffered:
-        return self.through(find_backend(backend))
+        return self.through(find_backend(backend, in_place=True))
 
     def through(self, backend: TransferBackend) -> BounceBuffered:
         return BounceBuffered(backend, self.range, self.places, self.range.size)

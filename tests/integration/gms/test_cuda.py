@@ -9,6 +9,9 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ import snapback_client as client
 from gms.adapters.cuda import open_devices
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
+from gms.transfer_child import gpu
+from gms.transfer_child.save import save
 from snapback_client.cuda import CudaDriver, CudaFailed, CudaRange
 from snapback_client.frames import Access
 from snapback_client.mappings import AddressTaken
@@ -38,6 +43,7 @@ from tests.support.cuda_rig import UUIDS, CudaNode, ThisProcess
 
 MIB = 1024 * 1024
 GRANULE = 2 * MIB
+BLOCKING_SYNC = 4
 UID = "11111111-2222-3333-4444-555555555555"
 
 
@@ -279,6 +285,35 @@ def test_a_device_that_cuda_does_not_show_here_is_named_with_those_it_does(
     assert caught.value.values["visible"] == service.uuids
 
 
+def counted(driver: ThisProcess, work: Callable[[], object]) -> dict[str, int]:
+    """How often calls were made that take long, whatever the number of arrays."""
+    names = ("cuMemSetAccess", "cuMemsetD8", "cuCtxSynchronize")
+    before = {name: driver.called(name) for name in names}
+    work()
+    return {name: driver.called(name) - before[name] for name in names}
+
+
+def test_neighbours_are_given_access_cleared_and_waited_for_at_once(
+    service: Any, driver: ThisProcess
+) -> None:
+    with client.connect(lock="RW") as pool:
+        found = counted(
+            driver, lambda: pool.allocate_many({f"a{n}": (n + 1, "u1") for n in range(60)})
+        )
+        assert found == {"cuMemSetAccess": 1, "cuMemsetD8": 1, "cuCtxSynchronize": 1}
+        assert all(not array.get().any() for array in pool.arrays().values())
+        for n, array in enumerate(pool.arrays().values()):
+            array.set(n)
+        pool.free("a7")
+        # Two runs are left: before what was freed, and after it.
+        found = counted(driver, pool.commit)
+        assert found == {"cuMemSetAccess": 2, "cuMemsetD8": 0, "cuCtxSynchronize": 2}
+        pool.sleep()
+        found = counted(driver, pool.wake)
+        assert found == {"cuMemSetAccess": 2, "cuMemsetD8": 0, "cuCtxSynchronize": 0}
+        assert [pool[f"a{n}"].get()[n] for n in (0, 6, 8, 59)] == [0, 6, 8, 59]
+
+
 def test_a_range_refuses_what_the_driver_would_and_stays_usable(
     service: Any, driver: ThisProcess
 ) -> None:
@@ -369,9 +404,12 @@ class Saved:
             **fields,
         }
 
-    def save(self, attempt: int = 1, **fields: Any) -> TransferDone:
+    def save_task(self, attempt: int = 1, **fields: Any) -> SaveTask:
         order = f"save-{UID}-gpu-0"
-        return self.run(SaveTask(**self.place(attempt, **fields), order=order, layout=self.layout))
+        return SaveTask(**self.place(attempt, **fields), order=order, layout=self.layout)
+
+    def save(self, attempt: int = 1, **fields: Any) -> TransferDone:
+        return self.run(self.save_task(attempt, **fields))
 
     def load(self, saved: TransferDone, token: str, attempt: int = 1) -> TransferDone:
         return self.run(
@@ -439,3 +477,69 @@ def test_a_device_that_the_transfer_process_cannot_see_fails_the_transfer_with_w
         saved.save()
     assert caught.value.to_failure().reason == "CudaUnavailable"
     assert not saved.folder().exists()
+
+
+def flags_and_contexts(device: int) -> tuple[int, int]:
+    """What the driver says of the context of a device in this process."""
+    flags, active = CudaDriver().call("cuDevicePrimaryCtxGetState", device)
+    return int(flags), int(active)
+
+
+def test_a_process_that_waits_for_a_gpu_has_started_its_driver_and_holds_nothing_of_it(
+    saved: Saved, cuda_node: CudaNode
+) -> None:
+    uuids = list(UUIDS[:2])
+    cuda_node.place(UUIDS[0], f"{UUIDS[1]} context={64 * MIB}")
+
+    async def ready(processes: TransferProcesses) -> dict[str, int]:
+        def pids() -> dict[str, int]:
+            return {
+                gpu: process.pid
+                for gpu, process in processes._spares
+                if "libcuda.so.1" in Path(f"/proc/{process.pid}/maps").read_text()
+            }
+
+        async with asyncio.timeout(20):
+            while len(pids()) < len(uuids):  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+        return pids()
+
+    async def run() -> None:
+        async with TransferProcesses(spares=2, gpus=uuids) as processes:
+            waiting = await ready(processes)
+            assert sorted(waiting) == uuids
+            for gpu, pid in waiting.items():
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                assert f"CUDA_VISIBLE_DEVICES={gpu}".encode() in environment
+            # With another context there would not be room for this one and so much memory.
+            assert cuda_node.foreign(192 * MIB, ordinal=1).status == 0
+            last = [event async for event in processes.run(saved.save_task())][-1]
+            assert isinstance(last, TransferDone)
+            again = await ready(processes)
+            assert again[uuids[0]] != waiting[uuids[0]]
+            assert again[uuids[1]] == waiting[uuids[1]]
+
+    saved.service.run(run())
+
+
+def alone(work: Callable[[], object]) -> None:
+    """Work in a thread, which alone stays near the device."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+def test_the_context_of_a_transfer_is_made_beside_its_other_work_and_sleeps_while_it_waits(
+    driver: ThisProcess,
+) -> None:
+    alone(lambda: gpu.make_context(CudaDriver(), UUIDS[1]))
+    for thread in threading.enumerate():
+        if thread.name == "context":
+            thread.join()
+    assert flags_and_contexts(1) == (BLOCKING_SYNC, 1)
+    assert flags_and_contexts(0) == (0, 0)
+    alone(lambda: gpu.make_context(CudaDriver(), "GPU-of-another-node"))
+
+
+def test_a_transfer_that_was_not_waited_for_sleeps_while_it_waits_too(saved: Saved) -> None:
+    alone(lambda: save(saved.save_task(), lambda _: None))
+    assert flags_and_contexts(0)[0] == BLOCKING_SYNC

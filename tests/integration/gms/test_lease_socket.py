@@ -32,6 +32,7 @@ from snapback_client.frames import (
     DESCRIPTORS_PER_MESSAGE,
     Access,
     AllocateMany,
+    Allocations,
     AllocationSpec,
     Attach,
     Attached,
@@ -531,6 +532,88 @@ def test_a_client_that_does_not_read_its_answers_is_dropped(launch: Any) -> None
             for _ in range(200):
                 send(sock, listing)
         until(lambda: service.device().domains[0].sessions == [])
+
+
+@pytest.mark.parametrize("turn_s", [0.0, 0.001])
+def test_frames_that_were_sent_ahead_are_answered_in_their_order(
+    launch: Any, turn_s: float
+) -> None:
+    service = launch(granularity=4096, policy=LeasePolicy(turn_s=turn_s))
+    item = MetadataItem(key="k", allocation="a0", offset=0, value=b"1")
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0], domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0
+        )
+        assert isinstance(ask(sock, request), Attached)
+        requests: list[Request] = []
+        for _ in range(5):
+            requests += [
+                AllocateMany(allocations=specs(1, 1)),
+                MetadataPut(entries=[item]),
+                ListAllocations(),
+                MetadataGet(keys=["k"]),
+                ExportMany(ids=["a0"], access=Access.RW),
+                FreeMany(ids=["missing"]),
+                FreeMany(ids=["a0", "a1"]),
+                ListAllocations(),
+            ]
+        for each in [*requests, Detach()]:
+            send(sock, encode_frame(each))
+        kinds = [type(answer(sock)).__name__ for _ in requests]
+        assert (
+            kinds
+            == [
+                "Allocated",
+                "Done",
+                "Allocations",
+                "Metadata",
+                "Exported",
+                "ErrorReply",
+                "Done",
+                "Allocations",
+            ]
+            * 5
+        )
+        assert type(answer(sock)).__name__ == "Done"
+        assert answer(sock) is None
+
+
+def test_a_client_that_reads_late_gets_every_answer_whole(launch: Any) -> None:
+    service = launch(granularity=4096)
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0], domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0
+        )
+        assert isinstance(ask(sock, request), Attached)
+        ask(sock, AllocateMany(allocations=specs(*[1] * 2000)))
+        asked = 100
+        for _ in range(asked):
+            send(sock, encode_frame(ListAllocations()))
+        send(sock, encode_frame(Detach()))
+        listed = [answer(sock) for _ in range(asked)]
+        assert all(isinstance(each, Allocations) for each in listed)
+        assert [len(each.allocations) for each in listed] == [2000] * asked  # type: ignore[union-attr]
+
+
+def test_the_loop_does_not_turn_for_a_frame_that_has_to_wait(service: Any) -> None:
+    async def watched() -> int:
+        return len(asyncio.get_running_loop()._selector.get_map())  # type: ignore[attr-defined]
+
+    cache = attach(service, domain=MemoryDomain.KV)
+    cache.allocate(specs(60 * MIB))
+    with raw(service) as sock:
+        request = Attach(
+            device=service.uuids[0], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5.0
+        )
+        ask(sock, request)
+        assert isinstance(ask(sock, ListAllocations()), Allocations)
+        before = service.run(watched())
+        send(sock, encode_frame(AllocateMany(allocations=specs(30 * MIB), wait_s=600.0)))
+        send(sock, encode_frame(ListAllocations()))
+        until(lambda: service.run(watched()) < before)
+        cache.detach()
+        assert not isinstance(answer(sock), ErrorReply)
+        assert isinstance(answer(sock), Allocations)
 
 
 def test_a_client_too_many_is_refused_by_name(launch: Any) -> None:

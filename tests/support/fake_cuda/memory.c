@@ -753,6 +753,7 @@ void memory_reset(void)
 			close(context_fd[i]);
 	memset(retained, 0, sizeof retained);
 	memset(broken, 0, sizeof broken);
+	memset(flags_of, 0, sizeof flags_of);
 	n_pinned = 0;
 	generation++;
 	pthread_mutex_unlock(&lock);

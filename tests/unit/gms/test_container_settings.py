@@ -6,9 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from gms.domain.containers import Settings, container_load, container_save, read_settings
-from gms.domain.tasks import SHARD_BYTES, TransferOptions
+from gms.domain.tasks import SHARD_BYTES, TransferOptions, save_task
+from gms.main import GmsSettings
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
+from snapshot_shared.settings import load
 
 UID = "00000000-0000-4000-8000-000000000001"
 DIGEST = "sha256:" + "0" * 64
@@ -19,11 +21,9 @@ PLAIN = {
     "order_file": "/store/order.json",
     "order_dir": "",
     "traceparent": "",
-    "save_workers": 4,
-    "load_workers": 8,
     "shard_bytes": None,
     "lock_s": None,
-    "options": TransferOptions("posix-direct", ""),
+    "options": TransferOptions("posix-direct", "", 4, 16),
 }
 
 
@@ -35,11 +35,11 @@ PLAIN = {
         ({"GMS_ORDER_DIR": "/orders"}, {"order_dir": "/orders"}),
         (
             {"GMS_SAVE_WORKERS": "64", "GMS_LOAD_WORKERS": "1"},
-            {"save_workers": 64, "load_workers": 1},
+            {"options": TransferOptions(save_threads=64, load_threads=1)},
         ),
         (
             {"GMS_SAVE_WORKERS": "65", "GMS_LOAD_WORKERS": "65"},
-            {"save_workers": 64, "load_workers": 64},
+            {"options": TransferOptions(save_threads=64, load_threads=64)},
         ),
         ({"GMS_SHARD_SIZE_BYTES": str(2**50 - 1)}, {"shard_bytes": 2**50 - 1}),
         ({"GMS_SAVE_LOCK_TIMEOUT_MS": "1500"}, {"lock_s": 1.5}),
@@ -128,7 +128,22 @@ def test_a_load_is_what_its_order_and_the_environment_say(trace: str, expected: 
     )
     assert (task.device, task.part, task.part_digest) == ("GPU-2", "gpu-0", DIGEST)
     assert (task.layout_id, task.structure_hash, task.load_token) == ("l", "h", "t")
-    assert (task.deadline_s, task.threads, task.traceparent) == (60.0, 8, expected)
+    assert (task.deadline_s, task.threads, task.traceparent) == (60.0, 16, expected)
+
+
+def test_the_threads_of_the_service_are_those_of_its_orders() -> None:
+    environment = {
+        "SNAPBACK_STATE_DIR": "/state",
+        "SNAPBACK_NODE": "node-1",
+        "SNAPBACK_ARTIFACT_ROOT": "/store",
+        "SNAPBACK_SOCKET_DIR": "/run/gms",
+    }
+    plain = load(GmsSettings, environment).transfer_options
+    assert (plain.of_save()["threads"], plain.of_load()["threads"]) == (4, 16)
+    numbers = {"SNAPBACK_SAVE_THREADS": "6", "SNAPBACK_LOAD_THREADS": "32"}
+    given = load(GmsSettings, environment | numbers).transfer_options
+    saved = save_task(save_order(), given, socket_dir="/run/gms", root="/store", deadline_s=1.0)
+    assert (saved.threads, given.of_load()["threads"]) == (6, 32)
 
 
 def test_an_order_about_another_generation_is_refused() -> None:

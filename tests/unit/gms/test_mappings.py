@@ -8,7 +8,7 @@ import mmap
 import pytest
 
 from snapback_client.errors import LayoutError
-from snapback_client.mappings import AddressTaken, Mappings
+from snapback_client.mappings import AddressTaken, Mappings, neighbours
 from snapback_client.reservation import HUGE_PAGE, Reservation
 
 PAGE = mmap.PAGESIZE
@@ -39,3 +39,18 @@ def test_a_reservation_for_a_simulated_device_begins_at_a_huge_page(pages: int) 
         for each in found:
             with pytest.raises(AddressTaken):
                 Reservation(PAGE, address=each.address + size - PAGE)
+
+
+@pytest.mark.parametrize(
+    ("places", "joined"),
+    [
+        ([], []),
+        ([(4, 4)], [(4, 4)]),
+        ([(8, 2), (0, 4), (4, 4)], [(0, 10)]),
+        ([(0, 4), (5, 1), (6, 2), (9, 1)], [(0, 4), (5, 3), (9, 1)]),
+    ],
+)
+def test_places_that_touch_are_joined(
+    places: list[tuple[int, int]], joined: list[tuple[int, int]]
+) -> None:
+    assert neighbours(places) == joined

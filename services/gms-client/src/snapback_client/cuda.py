@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from snapback_client.devices import find_device
 from snapback_client.errors import DeviceError, InvalidInput, OutOfDeviceMemory, UnknownDevice
 from snapback_client.forks import check_owner
 from snapback_client.frames import MEMORY_S
-from snapback_client.mappings import AddressTaken, Mappings
+from snapback_client.mappings import AddressTaken, Mappings, neighbours
 
 SYMBOLS = (
     "cuInit",
@@ -57,6 +57,7 @@ SYMBOLS = (
     "cuStreamCreate",
     "cuStreamDestroy",
     "cuStreamSynchronize",
+    "cuDevicePrimaryCtxSetFlags",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease",
     "cuCtxPushCurrent",
@@ -159,6 +160,19 @@ class CudaDriver:
             )
         return self.call("cuDeviceGet", uuids.index(found))
 
+    def pci_address(self, device: Any) -> str:
+        """Return where a device is on the PCI bus, as the kernel names it: `0000:3b:00.0`."""
+        attributes = self.api.CUdevice_attribute
+        domain, bus, slot = (
+            int(self.call("cuDeviceGetAttribute", attribute, device))
+            for attribute in (
+                attributes.CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+                attributes.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
+                attributes.CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
+            )
+        )
+        return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
     def allocation(self, device: Any) -> Any:
         """Describe pinned memory of a device that can be exported as a descriptor."""
         api = self.api
@@ -227,24 +241,38 @@ class CudaRange:
 
         The descriptor may be closed afterwards: the mapping alone holds the memory.
         """
-        self._mappings.add(offset, size)
-        driver, at = self._driver, self.address + offset
+        self.map_all([(fd, offset, size)], writable=writable)
+        return self.address + offset
+
+    def map_all(self, places: Iterable[tuple[int, int, int]], *, writable: bool) -> None:
+        """Map each descriptor at an offset: (descriptor, offset, size).
+
+        Access is given at the end, to all neighbours in one call, which the driver takes long for.
+        """
+        done: list[tuple[int, int]] = []
         with self._current():
+            for fd, offset, size in places:
+                self._map(fd, offset, size)
+                done.append((offset, size))
+            for offset, size in neighbours(done):
+                self._allow(offset, size, writable=writable)
+
+    def _map(self, fd: int, offset: int, size: int) -> None:
+        self._mappings.add(offset, size)
+        driver = self._driver
+        try:
+            handle = driver.call("cuMemImportFromShareableHandle", fd, driver.posix)
             try:
-                handle = driver.call("cuMemImportFromShareableHandle", fd, driver.posix)
-                try:
-                    driver.call("cuMemMap", at, size, 0, handle, 0)
-                finally:
-                    # Each import is paired with a release; a handle may go before its mappings.
-                    driver.call("cuMemRelease", handle)
-            except BaseException:
-                self._mappings.remove(offset)
-                raise
-            self._allow(offset, size, writable=writable)
-        return at
+                driver.call("cuMemMap", self.address + offset, size, 0, handle, 0)
+            finally:
+                # Each import is paired with a release; a handle may go before its mappings.
+                driver.call("cuMemRelease", handle)
+        except BaseException:
+            self._mappings.remove(offset)
+            raise
 
     def protect(self, offset: int, size: int, *, writable: bool) -> None:
-        """Change what the device may do with a mapping, once all that was begun has ended."""
+        """Change what the device may do with mappings, once all that was begun has ended."""
         with self._current():
             # Access must not change under kernels that were launched before.
             self._driver.call("cuCtxSynchronize")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from snapback_client.errors import LayoutError
@@ -66,6 +66,17 @@ class Mappings:
         del self._sizes[offset]
 
 
+def neighbours(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join places (offset, size) that stand one after another, none over another."""
+    joined: list[tuple[int, int]] = []
+    for offset, size in sorted(places):
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((offset, size))
+    return joined
+
+
 class AddressRange(Protocol):
     """A reserved range of addresses, parts of which are mapped.
 
@@ -84,8 +95,16 @@ class AddressRange(Protocol):
         """
         ...
 
+    def map_all(self, places: Iterable[tuple[int, int, int]], *, writable: bool) -> None:
+        """Map the whole of each descriptor at an offset: (descriptor, offset, size).
+
+        A descriptor has to be open until the next place is asked for. After an error, which may be
+        that of `places`, what was mapped before it stays mapped.
+        """
+        ...
+
     def protect(self, offset: int, size: int, *, writable: bool) -> None:
-        """Change what may be done with a mapping."""
+        """Change what may be done with mappings that stand one after another."""
         ...
 
     def unmap(self, offset: int = 0, size: int | None = None) -> None:
@@ -96,7 +115,7 @@ class AddressRange(Protocol):
         ...
 
     def clear(self, offset: int, size: int) -> None:
-        """Fill new memory with zeros where the device does not."""
+        """Fill new memory with zeros where the device does not; mappings as for `protect`."""
         ...
 
     def array(self, offset: int, shape: Sequence[int], dtype: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ from snapback_client.frames import (
     aligned,
 )
 from snapback_client.lease import Lease
-from snapback_client.mappings import AddressRange
+from snapback_client.mappings import AddressRange, neighbours
 from snapback_client.reservation import DOMAIN_BYTES, address_of, reserve
 from snapback_client.slots import (
     PoolState,
@@ -451,8 +451,8 @@ class MemoryPool:
         # The service does not know which arrays this process has mapped: undo all after an error.
         try:
             self._map(slots, Access.RW)
-            for slot in slots:
-                self._range.clear(slot.at, slot.size)
+            for offset, size in _places(slots):
+                self._range.clear(offset, size)
         except BaseException:
             for slot in slots:
                 self._range.unmap(slot.at, slot.aligned)
@@ -461,6 +461,14 @@ class MemoryPool:
 
     def _map(self, slots: Sequence[Slot], access: Access) -> None:
         writable = access is Access.RW
+        self._range.map_all(self._exported(slots, access), writable=writable)
+        for slot in slots:
+            if slot.name not in self._arrays:
+                self._arrays[slot.name] = slot.array(self._range)
+            self._arrays[slot.name].flags.writeable = writable
+
+    def _exported(self, slots: Sequence[Slot], access: Access) -> Iterator[tuple[int, int, int]]:
+        """Yield a descriptor of each array, its offset and its size. StaleLayout."""
         places = {slot.name: slot for slot in slots}
         for run in self._held.export(list(places), access):
             for info, descriptor in run:
@@ -471,16 +479,13 @@ class MemoryPool:
                         expected=slot.size,
                         found=info.size,
                     )
-                self._range.map(descriptor, slot.at, slot.aligned, writable=writable)
-        for slot in slots:
-            if slot.name not in self._arrays:
-                self._arrays[slot.name] = slot.array(self._range)
-            self._arrays[slot.name].flags.writeable = writable
+                yield descriptor, slot.at, slot.aligned
 
     def _protect(self, *, writable: bool) -> None:
-        for slot in self._slots.values():
-            self._range.protect(slot.at, slot.aligned, writable=writable)
-            self._arrays[slot.name].flags.writeable = writable
+        for offset, size in _places(self._slots.values()):
+            self._range.protect(offset, size, writable=writable)
+        for name in self._slots:
+            self._arrays[name].flags.writeable = writable
 
     def _let_go(self) -> None:
         """Unmap everything, and only then detach."""
@@ -564,6 +569,11 @@ _NEXT = {
     _Mode.WRITING: "call commit() first",
     _Mode.CLOSED: "connect again",
 }
+
+
+def _places(slots: Iterable[Slot]) -> list[tuple[int, int]]:
+    """Return the places of arrays, offset and size, neighbours as one."""
+    return neighbours((slot.at, slot.aligned) for slot in slots)
 
 
 def _folder(socket_dir: str | None) -> str:

@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UnsetType
@@ -100,8 +100,13 @@ class Reservation:
         _check(_libc.madvise(at, size, _MADV_DONTFORK))
         return at
 
+    def map_all(self, places: Iterable[tuple[int, int, int]], *, writable: bool) -> None:
+        """Map each descriptor at an offset: (descriptor, offset, size)."""
+        for fd, offset, size in places:
+            self.map(fd, offset, size, writable=writable)
+
     def protect(self, offset: int, size: int, *, writable: bool) -> None:
-        """Change what the process may do with a mapping."""
+        """Change what the process may do with mappings that stand one after another."""
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         _check(_libc.mprotect(self.address + offset, size, prot))
 

@@ -32,7 +32,7 @@ from gms.adapters.pod_memory import PodMemories
 from gms.adapters.simulated import PRODUCT, SimulatedDevice, allow_many_descriptors
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.claims import DEVICE_DIR, DRIVER, ClaimableDevice
-from gms.domain.tasks import TransferOptions
+from gms.domain.tasks import LOAD_THREADS, SAVE_THREADS, Threads, TransferOptions
 from gms.handlers.claims import Claims, patiently
 from gms.handlers.control import GmsControl
 from gms.handlers.memory_server import MemoryServer
@@ -79,6 +79,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     those that a pod has claimed of such a GMS, which are in `device_dir`. With `kubelet_plugin`
     the pods of a node can have its simulated devices: `dra` by resource claims, `device-plugin` by
     limits of nvidia.com/gpu, `auto` by claims where the cluster has them.
+    A save has `save_threads` and a load `load_threads` for each device.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
     """
@@ -95,7 +96,19 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     kubelet_dir: Path = Path("/var/lib/kubelet")
     cdi_dir: Path = Path("/var/run/cdi")
     kubeconfig: Path | None = None
+    save_threads: Threads = SAVE_THREADS
+    load_threads: Threads = LOAD_THREADS
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+    @property
+    def transfer_options(self) -> TransferOptions:
+        """How saves and loads move bytes."""
+        return TransferOptions(
+            self.transfer_backend,
+            self.object_storage,
+            save_threads=self.save_threads,
+            load_threads=self.load_threads,
+        )
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -122,13 +135,17 @@ async def serve(stop: asyncio.Event) -> None:
     policy = LeasePolicy(group=settings.lease_group)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
     # The bytes of a memory server in a pod are moved by processes of its node.
-    processes = TransferProcesses(spares=len(devices) if settings.nats_url else 0)
+    infos = [device.info for device in devices]
+    processes = TransferProcesses(
+        spares=len(devices) if settings.nats_url else 0,
+        gpus=[info.uuid for info in infos if info.kind == "cuda"],
+    )
     transfers = GmsTransfers(
         gms,
         processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
-        options=TransferOptions(settings.transfer_backend, settings.object_storage),
+        options=settings.transfer_options,
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -290,7 +307,7 @@ async def _serve_orders(
         transfers,
         book,
         root=settings.artifact_root,
-        options=TransferOptions(settings.transfer_backend, settings.object_storage),
+        options=settings.transfer_options,
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None

@@ -349,7 +349,10 @@ class TransferBackend(Protocol):
         threads: int,
         advance: Advance,
     ) -> Moved:
-        """Fill every buffer, each of which is all zeros yet, and compare each chunk's digest.
+        """Fill every buffer, and compare each chunk's digest.
+
+        The memory of a chunk whose digest is that of zeros is zero already; any other has to be
+        filled as a whole, without its padding.
 
         A plan may have only some chunks of its file: the others are not read.
 

@@ -11,12 +11,12 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from gms.adapters.buffers import digest_in_memory
+from gms.adapters.parallel import results_of
 from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, Piece, runs_of
 from gms.ports import (
     Advance,
@@ -31,14 +31,12 @@ from gms.ports import (
 )
 from snapshot_shared.artifact import MAX_CHUNK_BYTES, FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
+from snapshot_shared.object_storage import zeros_digest
 
 BUFFER_BYTES = MAX_CHUNK_BYTES
 """The longest file that can be written and the most that is read at a time, in bytes."""
 
 STREAMS = 2
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class BounceBuffered:
@@ -117,7 +115,7 @@ class BounceBuffered:
                 single = replace(plan, chunks=_in_one(plan.chunks))
                 return write_files(directory, [single], [view], threads=each, advance=advance)
 
-        found = _in_streams(write, plans, streams)
+        found = results_of(plans, write, streams)
         return self._moved(found, [entry for moved in found for entry in moved.files])
 
     def read_files(
@@ -135,7 +133,7 @@ class BounceBuffered:
         def read(item: tuple[FilePlan, FileEntry, Sequence[ChunkPlan]]) -> Moved:
             plan, entry, chunks = item
             with self._stream() as stream:
-                view = stream.cleared(sum(chunk.size for chunk in chunks))
+                view = stream.prepared(chunks, [entry.chunks[chunk.index] for chunk in chunks])
                 single = replace(plan, chunks=_in_one(chunks))
                 moved = self._backend.read_files(
                     directory, [single], [entry], [view], threads=each, advance=advance
@@ -155,7 +153,7 @@ class BounceBuffered:
                     file=plan.name,
                     chunk=chunk.index,
                 )
-        return self._moved(_in_streams(read, items, streams), [])
+        return self._moved(results_of(items, read, streams), [])
 
     def digest_of(self, chunk: ChunkPlan) -> str:
         """Return the digest that a chunk has when it is written."""
@@ -220,11 +218,14 @@ class _Stream:
         self.copier.flush()
         return view
 
-    def cleared(self, size: int) -> memoryview:
-        """Return `size` zero bytes of the buffer, which is what a backend expects to fill."""
-        view = self.copier.buffer[:size]
-        _clear(view)
-        return view
+    def prepared(self, chunks: Sequence[ChunkPlan], digests: Sequence[str]) -> memoryview:
+        """Return the place of chunks in the buffer: zeros where a backend fills in nothing."""
+        at = 0
+        for chunk, digest in zip(chunks, digests, strict=True):
+            if digest == zeros_digest(chunk.size):
+                _clear(self.copier.buffer[at : at + chunk.size])
+            at += chunk.size
+        return self.copier.buffer[:at]
 
     def bring(self, chunks: Sequence[ChunkPlan]) -> None:
         """Copy chunks that lie one after another in the buffer into the device."""
@@ -253,16 +254,3 @@ def _in_one(chunks: Sequence[ChunkPlan]) -> tuple[ChunkPlan, ...]:
     return tuple(
         replace(chunk, pieces=(Piece(0, chunk.offset - first, chunk.size),)) for chunk in chunks
     )
-
-
-def _in_streams(work: Callable[[T], R], items: Sequence[T], streams: int) -> list[R]:
-    """Return the results of work done in threads. The first error stops the rest."""
-    with ThreadPoolExecutor(streams, thread_name_prefix="stream") as pool:
-        running = [pool.submit(work, item) for item in items]
-        try:
-            wait(running, return_when=FIRST_EXCEPTION)
-        finally:
-            for future in running:
-                future.cancel()
-    failed = [f for f in running if not f.cancelled() and f.exception() is not None]
-    return [future.result() for future in failed or running]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,10 @@ from snapback_client.frames import (
     Detach,
     Done,
     ErrorReply,
+    FreeMany,
+    ListAllocations,
+    MetadataGet,
+    MetadataPut,
     Request,
     decode_request,
     encode_frame,
@@ -49,7 +54,13 @@ log = logging.getLogger(__name__)
 _BACKLOG = 512
 _SO_PEERPIDFD = 77
 
+_AT_ONCE = (FreeMany, ListAllocations, MetadataGet, MetadataPut)
+"""Requests whose answers wait for nothing and carry no descriptors."""
+
 T = TypeVar("T")
+
+AtOnce = Callable[[Request], Answer]
+"""Answers one of those."""
 
 
 class _ClientGone(Exception):
@@ -164,7 +175,7 @@ class LeaseServer:
             log.exception("a lease session failed")
             await connection.try_send(error)
         finally:
-            sock.close()
+            connection.close()
             process.close()
 
     async def _session(self, connection: _Connection, peer: Peer, process: _Process) -> None:
@@ -182,9 +193,10 @@ class LeaseServer:
 
     async def _answer_all(self, connection: _Connection, session: Session) -> bool:
         """Answer requests until Detach."""
+        at_once = functools.partial(self._sessions.call, session)
         while True:
             try:
-                request = await connection.request()
+                request = await connection.request(at_once)
                 if isinstance(request, Detach):
                     return True
                 answer = await self._answer(connection, session, request)
@@ -194,7 +206,11 @@ class LeaseServer:
             except SnapbackError as error:
                 await connection.send(Message(ErrorReply.of(error.to_failure())))
 
-    async def _answer(self, connection: _Connection, session: Session, request: Request) -> Answer:
+    async def _answer(
+        self, connection: _Connection, session: Session, request: Request | Answer
+    ) -> Answer:
+        if isinstance(request, Generator):
+            return request
         if isinstance(request, AllocateMany):
             return await connection.while_connected(self._sessions.allocate(session, request))
         return self._sessions.call(session, request)
@@ -278,6 +294,9 @@ class _Connection:
         self._process = process
         self._common = common
         self._loop = asyncio.get_running_loop()
+        self._is_reading = False
+        self._waiting: asyncio.Future[Request | Answer | None] | None = None
+        self._at_once: AtOnce | None = None
 
     async def handshake(self) -> Attach:
         """Wait for the first frame, which must be Attach."""
@@ -311,23 +330,96 @@ class _Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    async def request(self) -> Request:
-        """Wait for a frame. InvalidMessage, UnsupportedVersion; the next frame can be read."""
+    async def request(self, at_once: AtOnce | None = None) -> Request | Answer:
+        """Wait for a frame. InvalidMessage, UnsupportedVersion; the next frame can be read.
+
+        Meanwhile `at_once` answers those that wait for nothing. What could not be sent of such an
+        answer is returned in place of a request.
+        """
         while True:
+            await self.turn()
             try:
-                await self.turn()
-                data, descriptors = self._common.inbox.receive(self._socket)
+                return self._receive()
             except BlockingIOError:
-                await self._ready(self._loop.add_reader, self._loop.remove_reader)
-                continue
-            except OSError as error:
-                raise _ClientGone from error
-            close_all(descriptors)
-            if not data:
-                raise _ClientGone
-            if descriptors:
-                raise InvalidMessage("a request carries no descriptors")
-            return decode_request(data)
+                found = await self._readable(at_once)
+            if found is not None:
+                return found
+
+    def _receive(self) -> Request:
+        """Return the next frame. BlockingIOError without one."""
+        try:
+            data, descriptors = self._common.inbox.receive(self._socket)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise _ClientGone from error
+        close_all(descriptors)
+        if not data:
+            raise _ClientGone
+        if descriptors:
+            raise InvalidMessage("a request carries no descriptors")
+        return decode_request(data)
+
+    async def _readable(self, at_once: AtOnce | None) -> Request | Answer | None:
+        """Wait until a frame can be read, or is read already, or for the rest of an answer."""
+        self._waiting, self._at_once = self._loop.create_future(), at_once
+        # It stays registered from one frame to the next: to change that takes two system calls.
+        if not self._is_reading:
+            self._loop.add_reader(self._socket.fileno(), self._handle_readable)
+            self._is_reading = True
+        try:
+            return await self._waiting
+        finally:
+            self._waiting = None
+
+    def _handle_readable(self) -> None:
+        waiting = self._waiting
+        if waiting is None or waiting.done():
+            # While no frame is waited for, it would be called in every turn of the loop.
+            self._stop_reading()
+        elif self._at_once is None or not self._common.turns.is_free():
+            waiting.set_result(None)
+        else:
+            try:
+                found = self._answered(self._at_once)
+            except BlockingIOError:
+                return
+            except Exception as error:  # noqa: BLE001 - raised where the frame is waited for
+                waiting.set_exception(error)
+                return
+            if found is not None:
+                waiting.set_result(found)
+
+    def _answered(self, at_once: AtOnce) -> Request | Answer | None:
+        """Read a frame and answer it, as far as that waits for nothing; return what is left."""
+        request = self._receive()
+        if not isinstance(request, _AT_ONCE):
+            return request
+        answer = at_once(request)
+        for message in answer:
+            if not (self._common.turns.is_free() if message is None else self._sent(message)):
+                return _from(message, answer)
+        return None
+
+    def _sent(self, message: Message) -> bool:
+        """Send a message without descriptors. False when the client has to read others first."""
+        try:
+            send(self._socket, encode_frame(message.frame))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _ClientGone from error
+        return True
+
+    def _stop_reading(self) -> None:
+        if self._is_reading:
+            self._loop.remove_reader(self._socket.fileno())
+            self._is_reading = False
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._stop_reading()
+        self._socket.close()
 
     async def turn(self) -> None:
         """Wait until this client may have its next piece of work done."""
@@ -342,7 +434,7 @@ class _Connection:
                     return send(self._socket, data, message.descriptors)
                 except BlockingIOError:
                     async with asyncio.timeout(self._common.policy.send_s):
-                        await self._ready(self._loop.add_writer, self._loop.remove_writer)
+                        await self._writable()
         except (OSError, TimeoutError) as error:
             raise _ClientGone from error
         finally:
@@ -368,14 +460,19 @@ class _Connection:
                 pending.cancel()
             await asyncio.gather(hangup, task, return_exceptions=True)
 
-    async def _ready(self, add: Any, remove: Any) -> None:
+    async def _writable(self) -> None:
         future = self._loop.create_future()
         descriptor = self._socket.fileno()
-        add(descriptor, _wake, future)
+        self._loop.add_writer(descriptor, _wake, future)
         try:
             await future
         finally:
-            remove(descriptor)
+            self._loop.remove_writer(descriptor)
+
+
+def _from(first: Message | None, answer: Answer) -> Answer:
+    yield first
+    yield from answer
 
 
 def _wake(future: asyncio.Future[None]) -> None:

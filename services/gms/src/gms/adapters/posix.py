@@ -22,6 +22,7 @@ from gms.adapters.syscalls import (
     preallocate,
     punch_hole,
     read_at,
+    resident_bytes,
     write_at,
 )
 from gms.domain.transfer import ChunkPlan, FilePlan, all_chunks, cut_chunk, longest_chunk
@@ -130,7 +131,7 @@ class Posix:
             if not is_zero:
                 descriptor = cached[file]
                 # A direct read would go to the disk even for what the page cache has.
-                if bypassing and not is_resident(descriptor, chunk):
+                if bypassing and not (is_cached[file] and is_resident(descriptor, chunk)):
                     descriptor = direct[file]
                 state = xxhash.xxh3_128()
                 for request in cut_chunk(chunk, limit):
@@ -154,6 +155,10 @@ class Posix:
                 if self._direct:
                     direct.append(open_regular(directory, plan.name, size=plan.size, shared=True))
             bypassing.update(fd for fd in direct if bypass_cache(fd))
+            # Mostly the cache has nothing of a file, and then no chunk of it is looked for there.
+            is_cached = [
+                resident_bytes(fd, 0, plan.size) > 0 for fd, plan in zip(cached, plans, strict=True)
+            ]
             moved = for_all(all_chunks(plans), read, threads)
         finally:
             for descriptor in [*cached, *direct]:

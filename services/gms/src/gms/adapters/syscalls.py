@@ -107,12 +107,17 @@ class _Range(ctypes.Structure):
 
 def is_resident(descriptor: int, chunk: ChunkPlan) -> bool:
     """Whether the page cache has all of a chunk; False where the kernel (before 6.5) cannot say."""
-    wanted = _Range(chunk.offset, chunk.size)
+    return resident_bytes(descriptor, chunk.offset, chunk.size) >= chunk.size
+
+
+def resident_bytes(descriptor: int, offset: int, size: int) -> int:
+    """Return how much of a part of a file the page cache has, in whole pages; 0 as above."""
+    wanted = _Range(offset, size)
     counts = (ctypes.c_uint64 * 5)()
     number = ctypes.c_long(_CACHESTAT)
     if _libc.syscall(number, descriptor, ctypes.byref(wanted), ctypes.byref(counts), 0) != 0:
-        return False
-    return counts[0] * mmap.PAGESIZE >= chunk.size
+        return 0
+    return int(counts[0]) * mmap.PAGESIZE
 
 
 def preallocate(descriptors: Iterable[int]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from typing import Self
 
 import msgspec
@@ -19,6 +21,9 @@ from snapshot_shared.errors import Internal, InvalidMessage, TransferKilled
 
 log = logging.getLogger(__name__)
 
+_ANY = ""
+"""In place of the uuid of a GPU: any device that is none."""
+
 _DECODER: msgspec.json.Decoder[TransferEvent] = msgspec.json.Decoder(TransferEvent)
 
 
@@ -28,12 +33,16 @@ class TransferProcesses:
     As a context manager it keeps `spares` of them waiting for a task: a worker that is captured is
     held until every save has its lease, and an interpreter takes longer to start than all the rest.
     Spares are made while nothing is transferred.
+
+    `gpus` are the uuids of the devices that are GPUs: a process for one sees no other. Each has a
+    spare of its own then, in which the driver is started.
     """
 
-    def __init__(self, *, spares: int = 0) -> None:
-        self._most = spares
-        self._wanted = 0
-        self._spares: list[Process] = []
+    def __init__(self, *, spares: int = 0, gpus: Sequence[str] = ()) -> None:
+        self._gpus = gpus
+        self._most = (list(gpus) or [_ANY] * spares) if spares else []
+        self._wanted: list[str] = []
+        self._spares: list[tuple[str, Process]] = []
         self._running = 0
         self._filling: asyncio.Task[None] | None = None
 
@@ -43,19 +52,20 @@ class TransferProcesses:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._wanted = 0
+        self._wanted = []
         if self._filling is not None:
             await self._filling
         while self._spares:
-            await _ended(self._spares.pop())
+            await _ended(self._spares.pop()[1])
 
     async def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
         verb = "save" if isinstance(task, SaveTask) else "load"
+        gpu = task.device if task.device in self._gpus else _ANY
         self._running += 1
         try:
             while True:
-                spare = self._spares.pop() if self._spares else None
-                process = spare or await _started(verb)
+                spare = self._taken(gpu)
+                process = spare or await _started(verb, gpu)
                 has_answered = False
                 try:
                     async with contextlib.aclosing(_carried_out(process, verb, task)) as events:
@@ -72,26 +82,43 @@ class TransferProcesses:
             self._running -= 1
             self._fill()
 
+    def _taken(self, gpu: str) -> Process | None:
+        """Take a spare for a GPU, or for any other device."""
+        for number, (its_gpu, process) in enumerate(self._spares):
+            if its_gpu == gpu:
+                del self._spares[number]
+                return process
+        return None
+
     def _fill(self) -> None:
         if self._filling is None or self._filling.done():
             self._filling = asyncio.ensure_future(self._filled())
 
     async def _filled(self) -> None:
-        while len(self._spares) < self._wanted and not self._running:
+        while not self._running:
+            missing = list(
+                (Counter(self._wanted) - Counter(gpu for gpu, _ in self._spares)).elements()
+            )
+            if not missing:
+                return
             try:
-                self._spares.append(await _started("either"))
+                self._spares.append((missing[0], await _started("either", missing[0])))
             except OSError as error:
                 log.warning("no process can be kept for the next transfer: %s", error)
                 return
 
 
-async def _started(verb: str) -> Process:
+async def _started(verb: str, gpu: str) -> Process:
+    # Before the driver starts: it starts every device that is visible, and each takes its time.
+    visible = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",  # The working directory is no place to import from.
         "-m",
         "gms.transfer_child",
         verb,
+        *(["cuda"] if gpu else []),
+        env=os.environ | visible,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_FRAME_BYTES,

@@ -24,11 +24,15 @@ class Turns:
 
     async def take(self, owner: Hashable) -> None:
         """Wait until one more piece of work may be done."""
-        if self._has_time() and not self._waiting:
+        if self.is_free():
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         await turn
+
+    def is_free(self) -> bool:
+        """Whether one more piece of work may be done at once."""
+        return self._has_time() and not self._waiting
 
     def _has_time(self) -> bool:
         if self._ends is None:

@@ -255,6 +255,24 @@ def changes_access(rig: Rig) -> None:
         require(read(at, 0, 5) == b"again", "a write was lost")
 
 
+def takes_neighbours_as_one(rig: Rig) -> None:
+    """Mappings side by side are given access, and cleared, in one call (cuMemSetAccess)."""
+    granule = rig.device.info.granularity
+    ends = (0, 2 * granule - len(WORDS))
+    with exported(rig) as one, exported(rig) as two, reserved(rig, 4) as at:
+        at.map_all([(two, granule, granule), (one, 0, granule)], writable=True)
+        for end in ends:
+            write(at, end, WORDS)
+        for writable in (False, True):
+            at.protect(0, 2 * granule, writable=writable)
+            found = [read(at, end, len(WORDS)) for end in ends]
+            require(found == [WORDS] * 2, "the bytes changed with the access")
+        at.clear(0, 2 * granule)
+        if not rig.device.info.capabilities.get("zeroed"):
+            found = [read(at, end, len(WORDS)) for end in ends]
+            require(found == [bytes(len(WORDS))] * 2, "not all of it is cleared")
+
+
 def outlives_its_handle(rig: Rig) -> None:
     """A mapping keeps its bytes after the release of the memory (cuMemRelease)."""
     handle = rig.device.create(rig.device.info.granularity)
@@ -292,6 +310,7 @@ DEVICE_RULES = (
     unmaps_whole_mappings,
     keeps_addresses,
     changes_access,
+    takes_neighbours_as_one,
     outlives_its_handle,
     outlives_its_descriptor,
 )

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from gms.domain.tasks import (
     DEFAULT_BACKEND,
     LOAD_THREADS,
+    MAX_THREADS,
+    SAVE_THREADS,
     LoadTask,
     SaveTask,
     TransferOptions,
@@ -63,8 +65,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     order_file: str
     order_dir: str
     traceparent: str
-    save_workers: int
-    load_workers: int
     shard_bytes: int | None
     lock_s: float | None
     options: TransferOptions
@@ -105,13 +105,13 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         order_file=environment.get("GMS_ORDER_FILE") or str(PurePath(folder) / ORDER_FILE),
         order_dir=environment.get("GMS_ORDER_DIR", ""),
         traceparent=environment.get("TRACEPARENT", ""),
-        save_workers=min(64, numbers.get("GMS_SAVE_WORKERS", 4)),
-        load_workers=min(64, numbers.get("GMS_LOAD_WORKERS", LOAD_THREADS)),
         shard_bytes=numbers.get("GMS_SHARD_SIZE_BYTES"),
         lock_s=lock_ms / 1000 if lock_ms is not None else None,
         options=TransferOptions(
             environment.get("SNAPBACK_TRANSFER_BACKEND") or DEFAULT_BACKEND,
             environment.get("SNAPBACK_OBJECT_STORAGE", ""),
+            save_threads=min(MAX_THREADS, numbers.get("GMS_SAVE_WORKERS", SAVE_THREADS)),
+            load_threads=min(MAX_THREADS, numbers.get("GMS_LOAD_WORKERS", LOAD_THREADS)),
         ),
     )
 
@@ -139,7 +139,6 @@ def container_save(settings: Settings, order: SaveOrder) -> SaveTask:
         socket_dir=settings.socket_dir,
         root=_root(settings, order.namespace, order.content_uid, order.attempt),
         deadline_s=min(order.deadline_s, settings.lock_s or order.deadline_s),
-        threads=settings.save_workers,
         traceparent=settings.traceparent or order.traceparent,
         # Without a fence the save reads beside the others: a committed layout does not change.
         fence_token=order.fence_token or None,
@@ -157,7 +156,6 @@ def container_load(settings: Settings, order: LoadOrder, *, load_token: str) -> 
         socket_dir=settings.socket_dir,
         root=_root(settings, artifact.namespace, artifact.content_uid, artifact.generation),
         deadline_s=order.deadline_s,
-        threads=settings.load_workers,
         traceparent=settings.traceparent or order.traceparent,
         load_token=load_token,
     )

@@ -40,17 +40,39 @@ CONTAINER = "container"
 NOTE_BYTES = 256 * 1024 * 1024
 """What a killed save may have to write again, about: each note costs an fsync of two files."""
 
-LOAD_THREADS = 8
-"""While some digest and copy, the others keep the disk at work."""
+SAVE_THREADS = 4
 
-Threads = Annotated[int, Meta(ge=1, le=64)]
+LOAD_THREADS = 16
+"""While some digest and copy, the others keep the disk at work: 8 are too few for that."""
+
+MAX_THREADS = 64
+
+Threads = Annotated[int, Meta(ge=1, le=MAX_THREADS)]
 
 
 class TransferOptions(NamedTuple):
-    """How bytes are moved: by which backend, and the URL of the object storage that it may use."""
+    """How bytes are moved: by which backend, and the URL of the object storage that it may use.
+
+    Each device has as many threads as are given here: so many requests are in flight.
+    """
 
     backend: str = DEFAULT_BACKEND
     object_storage: str = ""
+    save_threads: int = SAVE_THREADS
+    load_threads: int = LOAD_THREADS
+
+    def of_save(self) -> dict[str, Any]:
+        """Return the fields of a SaveTask."""
+        return self._fields_of_task(self.save_threads)
+
+    def of_load(self) -> dict[str, Any]:
+        """Return the fields of a LoadTask."""
+        return self._fields_of_task(self.load_threads)
+
+    def _fields_of_task(self, threads: int) -> dict[str, Any]:
+        fields = self._asdict()
+        del fields["save_threads"], fields["load_threads"]
+        return {**fields, "threads": threads}
 
 
 DEFAULT_OPTIONS = TransferOptions()
@@ -65,7 +87,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     generation: Attempt
     part: PartStr
     deadline_s: Seconds
-    threads: Threads = 4
+    threads: Threads = SAVE_THREADS
     attempt: int = 0
     backend: ShortText = DEFAULT_BACKEND
     object_storage: Text = ""
@@ -118,7 +140,7 @@ def order_folder(order: str, attempt: int) -> str:
 def save_task(order: SaveOrder, options: TransferOptions, /, **fields: Any) -> SaveTask:
     """Return the task of an order. `fields` are what the order does not say."""
     return SaveTask(
-        **options._asdict(),
+        **options.of_save(),
         device=order.layout.device,
         namespace=order.namespace,
         content_uid=order.content_uid,
@@ -134,7 +156,7 @@ def save_task(order: SaveOrder, options: TransferOptions, /, **fields: Any) -> S
 def load_task(order: LoadOrder, options: TransferOptions, /, **fields: Any) -> LoadTask:
     """Return the task of an order. `fields` are what the order does not say."""
     return LoadTask(
-        **options._asdict(),
+        **options.of_load(),
         namespace=order.artifact.namespace,
         content_uid=order.artifact.content_uid,
         generation=order.artifact.generation,

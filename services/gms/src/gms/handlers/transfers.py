@@ -86,7 +86,7 @@ class GmsTransfers:
         root = request.root or self._root
         task = SaveTask(
             socket_dir=self._socket_dir,
-            **self._options._asdict(),
+            **self._options.of_save(),
             root=root,
             device=request.device,
             namespace=request.namespace,
@@ -123,7 +123,7 @@ class GmsTransfers:
             return
         task = LoadTask(
             socket_dir=self._socket_dir,
-            **self._options._asdict(),
+            **self._options.of_load(),
             root=request.root or self._root,
             device=request.device,
             namespace=request.namespace,

@@ -1,1 +1,1 @@
-"""The process that moves the bytes of one part: `python -m gms.transfer_child save|load|either`."""
+"""The process that moves the bytes of one part; `__main__` says how it is started."""

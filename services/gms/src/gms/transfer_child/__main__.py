@@ -1,5 +1,6 @@
 """The entry point: one task on standard input, its events on standard output, as JSON lines.
 
+With `cuda` as second argument the task is about a GPU, and the driver starts before it comes.
 The process ends when standard input closes, because then the process that started it is gone. It is
 on the critical path of every restore, so it imports little.
 """
@@ -40,8 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     emit = _emitter()
     try:
-        if len(arguments) != 1 or arguments[0] not in _KINDS:
-            raise InvalidInput("usage: python -m gms.transfer_child save|load|either")
+        if not arguments or arguments[0] not in _KINDS or arguments[1:] not in ([], ["cuda"]):
+            raise InvalidInput("usage: python -m gms.transfer_child save|load|either [cuda]")
+        with_gpu = _started_driver() if arguments[1:] else None
         task: SaveTask | LoadTask = decode_json(_read_line(), _KINDS[arguments[0]])
     except Exception as error:  # noqa: BLE001 - whatever it is, reported as a failed transfer
         # The parent may have ended while this spare process waited for its task.
@@ -49,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
             emit(TransferFailed.of(failure_of(error)))
         return 2
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if with_gpu and not task.staged:
+        with_gpu(task.device)
     verb = "save" if isinstance(task, SaveTask) else "load"
     try:
         done = _work_of(task)(emit)
@@ -60,6 +64,15 @@ def main(arguments: Sequence[str]) -> int:
     _log(task, "INFO", f"{verb} of {task.part} is done: {done.bytes} bytes")
     emit(done)
     return 0
+
+
+def _started_driver() -> Callable[[str], None] | None:
+    """Start CUDA, where it can be. Return what has the context of a device made."""
+    # Only here: the transfers of simulated devices need nothing of it.
+    from gms.transfer_child import gpu  # noqa: PLC0415
+
+    driver = gpu.started()
+    return functools.partial(gpu.make_context, driver) if driver else None
 
 
 def _work_of(task: SaveTask | LoadTask) -> Callable[[Emit], TransferDone]:

@@ -68,23 +68,34 @@ def mapped(
     """
     places: dict[str, int] = {}
     end, page = 0, 0
+
+    def exported() -> Iterator[tuple[int, int, int]]:
+        nonlocal page
+        for run in lease.export([info.id for info in infos], access):
+            for info, descriptor in run:
+                # All memory of a device is in pages of one size.
+                page = page or os.fstat(descriptor).st_blksize
+                yield descriptor, places[info.id], info.aligned
+
     for info in infos:
         places[info.id] = end
         end += info.aligned
     attached = lease.attached
+    if attached.device_kind == "cuda":
+        # Only here: the transfers of simulated devices need nothing of it.
+        from gms.transfer_child import gpu  # noqa: PLC0415
+
+        gpu.prepare(attached.device)
     at = reserve(attached.device_kind, attached.device, end, address=None)
     try:
-        for run in lease.export([info.id for info in infos], access):
-            for info, descriptor in run:
-                at.map(descriptor, places[info.id], info.aligned, writable=access is Access.RW)
-                # All memory of a device is in pages of one size.
-                page = page or os.fstat(descriptor).st_blksize
+        at.map_all(exported(), writable=access is Access.RW)
         if isinstance(at, Reservation):
             views = [at.view(places[info.id], info.size) for info in infos]
             yield views, find(in_place=page >= HUGE_PAGE)
         else:
             offsets = [places[info.id] for info in infos]
-            with BounceBuffered(find(), at, offsets, end) as bounced:
+            # The windows are page-locked, and as good for a disk as huge pages are.
+            with BounceBuffered(find(in_place=True), at, offsets, end) as bounced:
                 yield [], bounced
     finally:
         at.release()

@@ -216,6 +216,8 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
         "SNAPBACK_REQUIRE_SIGNATURE",
         "SNAPBACK_QUARANTINE",
         "SNAPBACK_TRANSFER_BACKEND",
+        "SNAPBACK_SAVE_THREADS",
+        "SNAPBACK_LOAD_THREADS",
     )
     environment = {
         name: value
