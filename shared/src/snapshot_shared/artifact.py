@@ -206,8 +206,14 @@ class RootManifest(
 
 
 def generation_path(namespace: str, content_uid: str, generation: int) -> tuple[str, ...]:
-    """Return the path components of a generation below the artifact root, each checked."""
-    return (check_label(namespace), check_uid(content_uid), f"gen-{int(generation)}")
+    """Return the path components of a generation below the artifact root. InvalidName."""
+    if type(generation) is not int or not 1 <= generation <= MAX_ATTEMPT:
+        raise InvalidName(
+            f"generation {generation!r} is none: they are numbered 1 to {MAX_ATTEMPT}",
+            next_step="name a generation by the attempt that wrote it",
+            value=generation,
+        )
+    return (check_label(namespace), check_uid(content_uid), f"gen-{generation}")
 
 
 def generation_of(namespace: str, content_uid: str, folder: str) -> int | None:

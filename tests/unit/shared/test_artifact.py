@@ -18,6 +18,7 @@ from snapshot_shared.artifact import (
     SavedObjects,
     check_part_manifest,
     generation_of,
+    generation_path,
     part_path,
 )
 from snapshot_shared.codec import decode_json, encode_json
@@ -169,6 +170,13 @@ def test_a_part_has_one_of_the_known_names(part: str) -> None:
 def test_a_generation_has_one_name(folder: str, number: int | None) -> None:
     assert generation_of("default", UID, folder) == number
     assert generation_of("A b", UID, folder) is None
+
+
+@pytest.mark.parametrize("generation", [0, -1, 1_000_001, True])
+def test_a_generation_that_no_attempt_can_have_makes_no_path(generation: int) -> None:
+    with pytest.raises(InvalidName, match="1 to 1000000") as caught:
+        generation_path("default", UID, generation)
+    assert repr(generation) in caught.value.message
 
 
 def test_objects_of_a_part_have_its_own_path_for_prefix() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from gms.domain.sessions import Peer
 from gms.domain.shares import Shares
 from snapshot_shared.errors import Forbidden
+from snapshot_shared.proc import stat_words
 
 _SO_PEERGROUPS = 59
 _UCRED = struct.Struct("3i")
@@ -94,9 +95,8 @@ def pod_in(cgroup: str) -> str:
 
 def parent_of(pid: int) -> int:
     """Return the parent of a process, 0 when it cannot be seen."""
-    # The second field, the name in brackets, may have blanks and brackets itself.
-    fields = _proc(pid, "stat").rpartition(")")[2].split()
-    return int(fields[1]) if fields else 0
+    line = _proc(pid, "stat").encode()
+    return int(stat_words(line, f"/proc/{pid}/stat")[1]) if line else 0
 
 
 def _proc(pid: int, what: str) -> str:
