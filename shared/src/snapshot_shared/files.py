@@ -29,7 +29,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def check_component(name: str) -> str:
     """Return one path component: printable ASCII without slashes, not `.` or `..`, at most 128.
 
-    Other names could be opened as well, but people could not tell them apart where they are shown.
+    Other names exist, but people could not distinguish them where they are shown.
     """
     if not (name.isascii() and name.isprintable()) or "\\" in name:
         raise InvalidName(

@@ -76,6 +76,8 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     `sim` (`SNAPBACK_SIM=1`) gives a service the fault switch of the simulation.
     `transfer_backend` moves the bytes of GPU memory. `object_storage` (a URL without credentials)
     is where the backend `object` has them; agents that know of it can seal, verify and delete.
+    `artifact_keys` is a folder with the keys of artifacts, as `snapshot_shared.keys` reads it;
+    `kms_command` encrypts in place of the one in it that does.
     """
 
     node: str
@@ -84,3 +86,5 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     sim: bool = False
     transfer_backend: str = "posix-direct"
     object_storage: str = ""
+    artifact_keys: Path | None = None
+    kms_command: str = ""

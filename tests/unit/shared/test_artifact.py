@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from snapshot_shared.artifact import (
     AllocationEntry,
+    Encryption,
     Extent,
+    FileEncryption,
     FileEntry,
     MetadataEntry,
     PartManifest,
@@ -54,6 +56,22 @@ def manifest(**changes: Any) -> PartManifest:
         layout=layout,
     )
     return replace(base, **changes)
+
+
+def test_each_chunk_of_an_encrypted_layout_has_a_tag_and_no_other_chunk_has_one() -> None:
+    (plain,) = manifest().files
+    tagged = [replace(plain, encryption=FileEncryption([bytes(28)] * 2))]
+    key = Encryption(key="k", data_key=b"")
+    assert check_part_manifest(manifest(files=tagged, encryption=key)).encryption == key
+    short = [replace(plain, encryption=FileEncryption([bytes(28)]))]
+    for bad in (
+        manifest(files=tagged),
+        manifest(encryption=key),
+        manifest(files=short, encryption=key),
+        manifest(files=tagged, encryption=key, kind="process"),
+    ):
+        with pytest.raises(ArtifactCorrupt, match=r"files\.shard-0: tags"):
+            check_part_manifest(bad)
 
 
 def with_extents(*extents: Extent) -> PartManifest:

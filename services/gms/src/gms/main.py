@@ -81,6 +81,8 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     limits of nvidia.com/gpu, `auto` by claims where the cluster has them.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
+    With `encrypt_memory` what is saved is encrypted by the keys of artifacts. What is encrypted is
+    decrypted in any case.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -96,6 +98,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     cdi_dir: Path = Path("/var/run/cdi")
     kubeconfig: Path | None = None
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    encrypt_memory: bool = False
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -128,7 +131,7 @@ async def serve(stop: asyncio.Event) -> None:
         processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
-        options=TransferOptions(settings.transfer_backend, settings.object_storage),
+        options=_options(settings),
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -146,6 +149,24 @@ async def serve(stop: asyncio.Event) -> None:
         await gms.drained()
         for device in devices:
             device.close()
+
+
+def _options(settings: GmsSettings) -> TransferOptions:
+    """Return how bytes are moved. InvalidInput when the keys are not as they should be."""
+    if settings.artifact_keys or settings.kms_command or settings.encrypt_memory:
+        # Few have keys, and all would wait for it.
+        from snapshot_shared.keys import ArtifactKeys  # noqa: PLC0415
+
+        keys = ArtifactKeys(settings.artifact_keys, settings.kms_command)
+        if settings.encrypt_memory:
+            keys.require_encryption("SNAPBACK_ENCRYPT_MEMORY")
+    return TransferOptions(
+        settings.transfer_backend,
+        settings.object_storage,
+        str(settings.artifact_keys or ""),
+        settings.kms_command,
+        settings.encrypt_memory,
+    )
 
 
 def _open_devices(settings: GmsSettings) -> Sequence[Device]:
@@ -289,7 +310,7 @@ async def _serve_orders(
         transfers,
         book,
         root=settings.artifact_root,
-        options=TransferOptions(settings.transfer_backend, settings.object_storage),
+        options=_options(settings),
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None

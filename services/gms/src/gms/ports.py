@@ -265,8 +265,15 @@ class ChunkNotes(Protocol):
         """Return the digests of the chunks of a file that an earlier process has noted."""
         ...
 
-    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
-        """Note file, index and digest of chunks that were fsynced. From any thread."""
+    def tags(self, name: str) -> Mapping[int, bytes]:
+        """Return nonce and tag of the chunks of a file that are noted and encrypted."""
+        ...
+
+    def note(self, chunks: Sequence[tuple[str, int, str]], tags: Sequence[bytes] = ()) -> None:
+        """Note file, index and digest of chunks that were fsynced. From any thread.
+
+        `tags` has the nonce and tag of each, where they are encrypted.
+        """
         ...
 
 

@@ -47,10 +47,17 @@ Threads = Annotated[int, Meta(ge=1, le=64)]
 
 
 class TransferOptions(NamedTuple):
-    """How bytes are moved: by which backend, and the URL of the object storage that it may use."""
+    """How bytes are moved: by which backend, and the URL of the object storage that it may use.
+
+    `artifact_keys` is a folder with keys and `kms_command` a command that has some. What they have
+    encrypted is decrypted in any case, and with `encrypt` what is saved is encrypted.
+    """
 
     backend: str = DEFAULT_BACKEND
     object_storage: str = ""
+    artifact_keys: str = ""
+    kms_command: str = ""
+    encrypt: bool = False
 
 
 DEFAULT_OPTIONS = TransferOptions()
@@ -69,6 +76,9 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     attempt: int = 0
     backend: ShortText = DEFAULT_BACKEND
     object_storage: Text = ""
+    artifact_keys: Text = ""
+    kms_command: Text = ""
+    encrypt: bool = False
     traceparent: ShortText = ""
     staged: Text = ""
 

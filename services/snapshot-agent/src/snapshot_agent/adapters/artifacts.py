@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from snapshot_agent.adapters.copying import ROOT, ByteCounter, read_checked
-from snapshot_agent.domain.signing import NO_SIGNATURES, Signing
 from snapshot_agent.ports import GenerationRef, Progress
 from snapshot_shared.artifact import (
     PART_MANIFEST,
@@ -57,6 +56,7 @@ from snapshot_shared.object_storage import (
     verify_objects,
 )
 from snapshot_shared.orders import ArtifactRef
+from snapshot_shared.signing import NO_SIGNATURES, Signing
 
 log = logging.getLogger(__name__)
 
