@@ -37,6 +37,7 @@ from snapshot_shared.frames import (
     WatchRequest,
 )
 from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
+from snapshot_shared.spans import SpanKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,6 +395,7 @@ class Tracer(Protocol):
         self,
         name: str,
         *,
+        kind: SpanKind = "internal",
         parent: str = "",
         attributes: Mapping[str, str | int | float | bool] | None = None,
     ) -> AbstractContextManager[str]:

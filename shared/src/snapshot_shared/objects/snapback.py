@@ -460,6 +460,7 @@ class SnapshotRestoreStatus(
     obligations: list[str] = []
     failure: Failure | None = None
     traceparent: str = ""
+    capture_traceparent: str = ""
     conditions: list[Condition] = []
 
 

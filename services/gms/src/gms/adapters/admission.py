@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gms.domain.sessions import Peer
 from gms.domain.shares import Shares
+from snapback_client.frames import PROTOCOL_VERSIONS, Versions
 from snapshot_shared.errors import Forbidden
 from snapshot_shared.proc import stat_words
 
@@ -31,7 +32,8 @@ class LeasePolicy:
     A session counts for its process, pod and user until the process has ended or has said that
     nothing is mapped.
     `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer. In one
-    turn of the event loop all of them together are answered for `turn_s`.
+    turn of the event loop all of them together are answered for `turn_s`. `versions` are the lowest
+    and the highest of the protocol that it speaks.
     """
 
     group: int | None = None
@@ -42,6 +44,7 @@ class LeasePolicy:
     handshake_s: float = 2.0
     send_s: float = 10.0
     turn_s: float = 0.001
+    versions: Versions = PROTOCOL_VERSIONS
 
 
 class Admission:

@@ -23,6 +23,8 @@ from gms.adapters.turns import Turns
 from gms.domain.sessions import Peer, Session
 from gms.ports import Answer, Message, Sessions
 from snapback_client.frames import (
+    FIRST_VERSION,
+    LEASE_PROTOCOL,
     LEASE_SOCKET,
     AllocateMany,
     Attach,
@@ -32,6 +34,8 @@ from snapback_client.frames import (
     Request,
     decode_request,
     encode_frame,
+    negotiated,
+    offered_in,
 )
 from snapback_client.wire import Inbox, close_all, prepare, send
 from snapshot_shared import instruments
@@ -277,6 +281,8 @@ class _Connection:
         self._process = process
         self._common = common
         self._loop = asyncio.get_running_loop()
+        self._versions = common.policy.versions
+        self._version = FIRST_VERSION
 
     async def handshake(self) -> Attach:
         """Wait for the first frame, which must be Attach."""
@@ -290,6 +296,8 @@ class _Connection:
             ) from None
         if not isinstance(request, Attach):
             raise InvalidMessage(f"the first frame must be Attach, not {type(request).__name__}")
+        self._version = negotiated(offered_in(request), self._versions, LEASE_PROTOCOL)
+        self._versions = (self._version, self._version)
         return request
 
     async def request(self) -> Request:
@@ -308,7 +316,7 @@ class _Connection:
                 raise _ClientGone
             if descriptors:
                 raise InvalidMessage("a request carries no descriptors")
-            return decode_request(data)
+            return decode_request(data, self._versions)
 
     async def turn(self) -> None:
         """Wait until this client may have its next piece of work done."""
@@ -317,7 +325,7 @@ class _Connection:
     async def send(self, message: Message) -> None:
         """Send a message and close its descriptors. A client that does not read is dropped."""
         try:
-            data = encode_frame(message.frame)
+            data = encode_frame(message.frame, self._version)
             while True:
                 try:
                     return send(self._socket, data, message.descriptors)
