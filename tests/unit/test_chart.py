@@ -372,6 +372,7 @@ def test_the_keys_of_artifacts_are_those_of_the_agent_and_of_gms_alone() -> None
     gms = load(GmsSettings, environment(documents, "snapback-node/gms"))
     assert gms.artifact_keys == agent.artifact_keys
     assert mounts == [(name, str(agent.artifact_keys), True) for name in ("agent", "gms")]
+    assert gms.require_signature
     assert not gms.encrypt_memory
     encrypting = helm.rendered(*words, "--set", "storage.keys.encryptMemory=true")
     assert load(GmsSettings, environment(encrypting, "snapback-node/gms")).encrypt_memory

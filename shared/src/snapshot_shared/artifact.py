@@ -43,6 +43,7 @@ MAX_ALLOCATIONS = 100_000
 MAX_CHUNKS = 1_000_000
 MAX_WRAPPED_BYTES = 8192
 """The longest data key, as it was encrypted by whatever a KMS is."""
+MAX_SIGNATURE_BYTES = 4096
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 """The longest chunk that is read: a few of them are in memory at once."""
 

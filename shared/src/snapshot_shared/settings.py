@@ -77,7 +77,8 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     `transfer_backend` moves the bytes of GPU memory. `object_storage` (a URL without credentials)
     is where the backend `object` has them; agents that know of it can seal, verify and delete.
     `artifact_keys` is a folder with the keys of artifacts, as `snapshot_shared.keys` reads it;
-    `kms_command` encrypts in place of the one in it that does.
+    `kms_command` encrypts in place of the one in it that does. With `require_signature` nothing is
+    restored that no trusted key has signed.
     """
 
     node: str
@@ -88,3 +89,4 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     object_storage: str = ""
     artifact_keys: Path | None = None
     kms_command: str = ""
+    require_signature: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -21,14 +22,23 @@ from gms.adapters.part_files import read_part, verify_part
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.resume import note_of, read_notes
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
-from snapshot_shared.artifact import ROOT_MANIFEST, FileEntry, PartManifest
+from gms.main import GmsSettings, _options
+from snapshot_shared.artifact import (
+    ROOT_MANIFEST,
+    SIGNATURE,
+    FileEntry,
+    PartManifest,
+    RootManifest,
+    RootPart,
+)
 from snapshot_shared.codec import digest, encode_json, encode_pretty
 from snapshot_shared.encrypting import key_id
-from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable
+from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable, NotTrusted
 from snapshot_shared.frames import FenceRequest
+from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.object_storage import zeros_digest
-from snapshot_shared.orders import LayoutRef
-from tests.support.artifact_keys import put_encryption
+from snapshot_shared.orders import LayoutRef, PodRef
+from tests.support.artifact_keys import put_encryption, put_signing
 
 MIB = 1024 * 1024
 CHUNK = 8 * MIB
@@ -475,3 +485,97 @@ def test_a_saver_of_a_pod_that_does_not_encrypt_is_refused(weights: Weights) -> 
     weights.save()
     with pytest.raises(InvalidInput, match="no loader in a pod has keys"):
         weights.run(weights.load_task(staged=os.fspath(weights.root)))
+
+
+# What is signed.
+
+
+def sealed(weights: Weights, keys: Path) -> None:
+    """Save a generation, and seal and sign it as an agent with these keys does."""
+    done = weights.run(weights.save_task(1))
+    manifest = weights.manifest()
+    layout = manifest.layout
+    assert layout is not None
+    root = encode_pretty(
+        RootManifest(
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            source=PodRef(namespace="default", name="p", uid=UID, container="main"),
+            bytes=done.bytes,
+            parts=[RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)],
+        )
+    )
+    (weights.path().parent / ROOT_MANIFEST).write_bytes(root)
+    sign(weights, keys)
+
+
+def sign(weights: Weights, keys: Path) -> None:
+    folder = weights.path().parent
+    signature = ArtifactKeys(keys).signing.sign(digest((folder / ROOT_MANIFEST).read_bytes()))
+    (folder / SIGNATURE).write_bytes(encode_pretty(signature))
+
+
+def test_only_what_a_trusted_key_has_signed_is_loaded_where_that_is_asked_for(
+    weights: Weights, tmp_path: Path
+) -> None:
+    signer, other = tmp_path / "signer", tmp_path / "other"
+    put_signing(signer, trusted=weights.keys)
+    put_signing(other)
+    sealed(weights, other)
+    with pytest.raises(NotTrusted, match="this node trusts"):
+        weights.run(weights.load_task(require_signature=True))
+    (weights.path().parent / SIGNATURE).unlink()
+    with pytest.raises(NotTrusted, match="has no signature"):
+        weights.run(weights.load_task(require_signature=True))
+    sign(weights, signer)
+    assert weights.loaded(require_signature=True) == weights.bytes
+
+
+def test_a_part_is_not_loaded_beside_the_signed_manifest_of_another(
+    weights: Weights, tmp_path: Path
+) -> None:
+    put_signing(tmp_path / "signer", trusted=weights.keys)
+    sealed(weights, tmp_path / "signer")
+    weights.rewrite(*weights.manifest().files)
+    path = weights.path() / "part.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ArtifactCorrupt, match="not about this gpu-0"):
+        weights.run(weights.load_task(require_signature=True))
+    (weights.path().parent / ROOT_MANIFEST).unlink()
+    with pytest.raises(NotTrusted, match=r"no root\.json above it"):
+        weights.run(weights.load_task(require_signature=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"encrypt_memory": True}, "SNAPBACK_ENCRYPT_MEMORY=1, and there is no encryption.key"),
+        ({"require_signature": True}, "SNAPBACK_REQUIRE_SIGNATURE=1, and no signature would be"),
+        ({"artifact_keys": Path("/nowhere")}, "SNAPBACK_ARTIFACT_KEYS=/nowhere is no folder"),
+    ],
+)
+def test_a_service_whose_keys_are_not_as_they_should_be_does_not_start(
+    settings: dict[str, Any], said: str
+) -> None:
+    folder = Path("/tmp")
+    given = GmsSettings(
+        node="n1", state_dir=folder, artifact_root=folder, socket_dir=folder, **settings
+    )
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        _options(given)
+
+
+def test_a_service_gives_its_keys_to_those_who_move_bytes(weights: Weights) -> None:
+    folder = Path("/tmp")
+    given = GmsSettings(
+        node="n1",
+        state_dir=folder,
+        artifact_root=folder,
+        socket_dir=folder,
+        artifact_keys=weights.keys,
+        encrypt_memory=True,
+    )
+    options = _options(given)
+    assert (options.artifact_keys, options.encrypt) == (str(weights.keys), True)
+    assert replace(weights.save_task(), **options._asdict()).encrypt

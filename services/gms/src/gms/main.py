@@ -153,11 +153,16 @@ async def serve(stop: asyncio.Event) -> None:
 
 def _options(settings: GmsSettings) -> TransferOptions:
     """Return how bytes are moved. InvalidInput when the keys are not as they should be."""
-    if settings.artifact_keys or settings.kms_command or settings.encrypt_memory:
+    has_keys = settings.artifact_keys or settings.kms_command
+    if has_keys or settings.encrypt_memory or settings.require_signature:
         # Few have keys, and all would wait for it.
         from snapshot_shared.keys import ArtifactKeys  # noqa: PLC0415
 
-        keys = ArtifactKeys(settings.artifact_keys, settings.kms_command)
+        keys = ArtifactKeys(
+            settings.artifact_keys,
+            settings.kms_command,
+            require_signature=settings.require_signature,
+        )
         if settings.encrypt_memory:
             keys.require_encryption("SNAPBACK_ENCRYPT_MEMORY")
     return TransferOptions(
@@ -166,6 +171,7 @@ def _options(settings: GmsSettings) -> TransferOptions:
         str(settings.artifact_keys or ""),
         settings.kms_command,
         settings.encrypt_memory,
+        settings.require_signature,
     )
 
 

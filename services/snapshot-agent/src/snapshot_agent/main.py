@@ -75,9 +75,8 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     `criu+cuda`. Workers that the agent starts itself have `criu` alone, for which `init` is the
     program that waits for their restore.
 
-    With `require_signature` no artifact is restored that no trusted key has signed. CRIU works in
-    `scratch_dir`, a folder that the helper has as well, where artifacts are encrypted or on NFS;
-    `scratch=always` has it work there in any case.
+    CRIU works in `scratch_dir`, a folder that the helper has as well, where artifacts are encrypted
+    or on NFS; `scratch=always` has it work there in any case.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -87,7 +86,6 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     guard_starter: Path | None = None
     helper: Path | None = None
     init: Path = Path("/opt/snapback/snapback-init")
-    require_signature: bool = False
     scratch_dir: Path | None = None
     scratch: Literal["auto", "always"] = "auto"
 

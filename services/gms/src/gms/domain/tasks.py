@@ -50,7 +50,8 @@ class TransferOptions(NamedTuple):
     """How bytes are moved: by which backend, and the URL of the object storage that it may use.
 
     `artifact_keys` is a folder with keys and `kms_command` a command that has some. What they have
-    encrypted is decrypted in any case, and with `encrypt` what is saved is encrypted.
+    encrypted is decrypted in any case, and with `encrypt` what is saved is encrypted. With
+    `require_signature` nothing is loaded that no key which is trusted has signed.
     """
 
     backend: str = DEFAULT_BACKEND
@@ -58,6 +59,7 @@ class TransferOptions(NamedTuple):
     artifact_keys: str = ""
     kms_command: str = ""
     encrypt: bool = False
+    require_signature: bool = False
 
 
 DEFAULT_OPTIONS = TransferOptions()
@@ -79,6 +81,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     artifact_keys: Text = ""
     kms_command: Text = ""
     encrypt: bool = False
+    require_signature: bool = False
     traceparent: ShortText = ""
     staged: Text = ""
 

@@ -102,7 +102,7 @@ def hand_out(task: LoadTask, emit: Emit) -> TransferDone:
         opened(open_artifact(root, where)) as source,
         opened(open_root(task.staged)) as above,
     ):
-        manifest = read_manifest(source, task)
+        manifest = read_manifest(root, source, task)
         if manifest.objects:
             raise InvalidInput(
                 f"{task.part} is in object storage, which no loader in a pod is given",

@@ -27,7 +27,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         opened(open_root(task.root)) as root,
         opened(open_artifact(root, path_of(task))) as directory,
     ):
-        manifest = read_manifest(directory, task)
+        manifest = read_manifest(root, directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
         allocations, files = layout.allocations, manifest.files
         backend_name = backend_for(task, manifest)
@@ -78,8 +78,16 @@ def _ciphers_of(task: LoadTask, manifest: PartManifest) -> Ciphers | None:
     return ciphers_for_load(task, manifest)
 
 
-def read_manifest(directory: int, task: LoadTask) -> PartManifest:
-    """Return the manifest that was sealed. Raise ArtifactCorrupt for any other."""
+def read_manifest(root: int, directory: int, task: LoadTask) -> PartManifest:
+    """Return the manifest that was sealed. Raise ArtifactCorrupt for any other.
+
+    `root` is a descriptor of the artifact root. NotTrusted where the artifact has to be signed.
+    """
+    if task.require_signature:
+        # Every restore waits for this import, and few artifacts are signed.
+        from gms.adapters.signed import check_signed  # noqa: PLC0415
+
+        check_signed(root, task)
     data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
     if (found := digest(data)) != task.part_digest:
         raise ArtifactCorrupt(
