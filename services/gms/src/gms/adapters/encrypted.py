@@ -178,6 +178,8 @@ class Encrypted:
         self._backend = backend
         self._ciphers = ciphers
         self._copies = False
+        self._beginning = threading.Lock()
+        self._noting = _Noting(None)
 
     def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
         """Let later writes copy whole files of an older part within the storage, if it can."""
@@ -209,7 +211,7 @@ class Encrypted:
         notes: ChunkNotes | None,
     ) -> Moved:
         streams = _Streams(plans, threads)
-        noting = _Noting(notes)
+        noting = self._noting_of(notes)
         done: list[Moved] = []
 
         def write(plan: FilePlan) -> int:
@@ -225,6 +227,13 @@ class Encrypted:
         total = for_all(plans, write, streams.count)
         files = [entry for moved in done for entry in moved.files]
         return Moved(backend=_ways(done), bytes=total, files=files)
+
+    def _noting_of(self, notes: ChunkNotes | None) -> _Noting:
+        """Return what notes files; bounce buffers bring one file at a time, for the same notes."""
+        with self._beginning:
+            if self._noting.notes is not notes:
+                self._noting = _Noting(notes)
+            return self._noting
 
     def _written(
         self,
@@ -352,31 +361,31 @@ class _Noting:
     every_bytes = _NEVER
 
     def __init__(self, notes: ChunkNotes | None) -> None:
-        self._notes = notes
+        self.notes = notes
         self._adding = threading.Lock()
         self._rows: list[tuple[str, int, str]] = []
         self._tags: list[bytes] = []
         self._bytes = 0
 
     def written(self, name: str) -> Mapping[int, str]:
-        return self._notes.written(name) if self._notes else {}
+        return self.notes.written(name) if self.notes else {}
 
     def tags(self, name: str) -> Mapping[int, bytes]:
-        return self._notes.tags(name) if self._notes else {}
+        return self.notes.tags(name) if self.notes else {}
 
     def note(self, chunks: Sequence[tuple[str, int, str]], tags: Sequence[bytes] = ()) -> None:
         pass
 
     def add(self, plan: FilePlan, entry: FileEntry, tags: Sequence[bytes]) -> None:
         """Note a file that was written and fsynced, with others if it is a short one."""
-        if self._notes is None:
+        if self.notes is None:
             return
         with self._adding:
             self._rows += [(plan.name, index, found) for index, found in enumerate(entry.chunks)]
             self._tags += tags
             self._bytes += plan.size
-            if self._bytes >= self._notes.every_bytes:
-                self._notes.note(self._rows, self._tags)
+            if self._bytes >= self.notes.every_bytes:
+                self.notes.note(self._rows, self._tags)
                 self._rows, self._tags, self._bytes = [], [], 0
 
 
