@@ -395,6 +395,26 @@ def test_a_save_shares_the_files_that_have_not_changed_and_writes_the_others_ane
     assert weights.loaded(4) == weights.bytes
 
 
+def test_a_damaged_key_of_an_older_part_costs_no_save(weights: Weights) -> None:
+    weights.save(1)
+    weights.save(2)
+    shared = weights.manifest(2).files
+    assert all(entry.encryption and entry.encryption.part for entry in shared)
+    broken = [
+        replace(entry, encryption=replace(entry.encryption, data_key=b"?"))
+        if entry.encryption
+        else entry
+        for entry in shared
+    ]
+    data = encode_pretty(replace(weights.manifest(2), files=broken))
+    (weights.path(2) / "part.json").write_bytes(data)
+    done = weights.save(3)
+    assert done.moved > 0
+    assert weights.loaded(3) == weights.bytes
+    with pytest.raises(ArtifactCorrupt, match="no data key"):
+        weights.run(weights.load_task(2))
+
+
 def test_nothing_is_shared_between_what_is_encrypted_and_what_is_not(weights: Weights) -> None:
     weights.save(1, encrypt=False)
     weights.save(2)

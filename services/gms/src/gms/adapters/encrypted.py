@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,6 +52,18 @@ STREAMS = 2
 _NEVER = 2**62
 
 
+class _Older(NamedTuple):
+    """A file that an older part has: how the part and its chunks are encrypted."""
+
+    part: PartCipher
+    entry: FileEntry
+    cipher: ChunkCipher
+
+    @property
+    def tags(self) -> Sequence[bytes]:
+        return self.entry.encryption.tags if self.entry.encryption else ()
+
+
 class Ciphers:
     """The keys of a part that is saved or loaded, and what is known of its chunks."""
 
@@ -60,7 +73,7 @@ class Ciphers:
         self._place = (task.namespace, task.content_uid, task.generation)
         self._part = task.part
         self._cipher: PartCipher | None = None
-        self._older: dict[str, tuple[PartCipher, FileEntry]] = {}
+        self._older: dict[str, _Older] = {}
         self._tags: dict[str, list[bytes]] = {}
 
     # A save.
@@ -79,14 +92,13 @@ class Ciphers:
 
     def follow(self, older: PartManifest) -> bool:
         """Have files of an older part shared. False where this node lacks the key of that part."""
-        try:
-            cipher = asyncio.run(self._keys.cipher_of(older))
-        except (KeyUnavailable, ArtifactCorrupt):
-            return False
-        if cipher is None:
-            return False
-        self._older = {entry.name: (cipher, entry) for entry in older.files}
-        return True
+        with contextlib.suppress(KeyUnavailable, ArtifactCorrupt):
+            part = asyncio.run(self._keys.cipher_of(older))
+            if part is not None:
+                self._older = {
+                    entry.name: _Older(part, entry, part.chunks_in(entry)) for entry in older.files
+                }
+        return bool(self._older)
 
     def older_digest(self, chunk: ChunkPlan, buffers: Buffers) -> str:
         """Return the digest that a chunk would have in the older part; none when it has no place.
@@ -94,30 +106,23 @@ class Ciphers:
         What is encrypted here is compared and dropped, for its nonce is that of the older chunk.
         """
         found = self._older.get(shard_name(chunk.file))
-        if found is None:
-            return ""
-        part, entry = found
-        tags = entry.encryption.tags if entry.encryption else []
-        if chunk.index >= len(tags):
+        if found is None or chunk.index >= len(found.tags):
             return ""
         if (digest := _zeros_in(chunk, buffers)) is not None:
             return digest
         pages = memoryview(bytearray(chunk.size))
         pieces = pieces_of(chunk, buffers)
-        nonce = tags[chunk.index][:NONCE_BYTES]
-        part.chunks_in(entry).encrypt(chunk.index, pieces, pages, nonce)
+        nonce = found.tags[chunk.index][:NONCE_BYTES]
+        found.cipher.encrypt(chunk.index, pieces, pages, nonce)
         return digest_of([pages], chunk.size)
 
-    def older_entry(self, plan: FilePlan) -> FileEntry | None:
+    def older(self, plan: FilePlan) -> _Older | None:
         """Return the file of the older part that has the same name, length and chunks."""
-        _, entry = self._older.get(plan.name, (None, None))
-        if entry is None or (entry.size, entry.chunk_bytes) != (plan.size, plan.chunk_bytes):
+        found = self._older.get(plan.name)
+        if found is None:
             return None
-        return entry
-
-    def older_cipher(self, entry: FileEntry) -> ChunkCipher:
-        """Return the cipher of a file of the older part."""
-        return self._older[entry.name][0].chunks_in(entry)
+        is_same = (found.entry.size, found.entry.chunk_bytes) == (plan.size, plan.chunk_bytes)
+        return found if is_same else None
 
     def wrote(self, name: str, tags: Sequence[bytes]) -> None:
         """Remember the nonces and tags of a file that is written. From any thread."""
@@ -128,8 +133,8 @@ class Ciphers:
         tags = self._tags.get(entry.name)
         if tags is not None:
             return msgspec.structs.replace(entry, encryption=FileEncryption(tags))
-        older, known = self._older[entry.name]
-        return self.cipher.shared_from(older, known, os.urandom(NONCE_BYTES))
+        older = self._older[entry.name]
+        return self.cipher.shared_from(older.part, older.entry, os.urandom(NONCE_BYTES))
 
     # A load.
 
@@ -268,16 +273,14 @@ class Encrypted:
 
     def _encrypt_as_older(self, plan: FilePlan, buffers: Buffers, pages: memoryview) -> bool:
         """Encrypt a file as the older part has it, if that is of the same content."""
-        entry = self._ciphers.older_entry(plan)
-        if entry is None:
+        older = self._ciphers.older(plan)
+        if older is None:
             return False
-        for chunk, wanted in zip(plan.chunks, entry.chunks, strict=True):
-            if self._ciphers.older_digest(chunk, buffers) != wanted:
+        for chunk, tag, wanted in zip(plan.chunks, older.tags, older.entry.chunks, strict=True):
+            view = _pages_of(chunk, pages)
+            _encrypted(older.cipher, chunk, buffers, view, tag)
+            if digest_of([view], chunk.size) != wanted:
                 return False
-        cipher = self._ciphers.older_cipher(entry)
-        assert entry.encryption  # noqa: S101 - a chunk of it has been compared
-        for chunk, tag in zip(plan.chunks, entry.encryption.tags, strict=True):
-            _encrypted(cipher, chunk, buffers, _pages_of(chunk, pages), tag)
         return True
 
     def read_files(

@@ -76,7 +76,9 @@ def write_part(
 
     A failure leaves no directory. NoSpace; ArtifactExists when the part exists.
     """
-    backend = backend or backend_of(task, task.backend)
+    if backend is None:
+        ciphers = ciphers_of(task)
+        backend = backend_of(task, task.backend, ciphers=ciphers)
     bounced = backend if isinstance(backend, BounceBuffered) else None
     longest = min(
         task.shard_bytes,
