@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.domain.signing import Signing
 from snapshot_shared import files
 from snapshot_shared.artifact import ROOT_MANIFEST, SIGNATURE, RootManifest
 from snapshot_shared.errors import ArtifactExists, ArtifactMissing
 from snapshot_shared.orders import ArtifactRef
+from snapshot_shared.signing import Signing
 from tests.scenario.crash_rig import mounted, run
 from tests.scenario.crash_stories import UID, Capture
 from tests.scenario.disk import SimDisk

@@ -316,10 +316,47 @@ def test_an_unknown_field_is_ignored(name: str) -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_another_version_is_refused_by_name(name: str) -> None:
-    raw = msgspec.msgpack.decode(_recorded(name)) | {"v": 2}
+    raw = msgspec.msgpack.decode(_recorded(name)) | {"v": 3}
     with pytest.raises(UnsupportedVersion) as caught:
         frames.decode_request(msgspec.msgpack.encode(raw))
-    assert caught.value.values == {"version": 2, "supported": 1}
+    assert caught.value.values == {"offered": [3, 3], "supported": [1, 2]}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_frame_of_the_second_version_is_that_of_the_first_but_for_its_number(name: str) -> None:
+    frame = REQUESTS[name]
+    data = frames.encode_frame(frame, 2)
+    assert msgspec.msgpack.decode(data) == msgspec.msgpack.decode(_recorded(name)) | {"v": 2}
+    assert frames.decode_request(data) == msgspec.structs.replace(frame, v=2)
+
+
+@pytest.mark.parametrize(
+    ("offered", "spoken", "found"),
+    [
+        ((1, 1), (1, 2), 1),
+        ((1, 2), (1, 1), 1),
+        ((1, 2), (1, 2), 2),
+        ((2, 9), (1, 3), 3),
+        ((1, 1), (2, 3), None),
+        ((4, 5), (1, 3), None),
+    ],
+)
+def test_the_highest_version_that_both_sides_speak_is_used(
+    offered: frames.Versions, spoken: frames.Versions, found: int | None
+) -> None:
+    if found is not None:
+        assert frames.negotiated(offered, spoken, "the protocol") == found
+        return
+    with pytest.raises(UnsupportedVersion) as caught:
+        frames.negotiated(offered, spoken, "the protocol")
+    assert caught.value.values == {"offered": list(offered), "supported": list(spoken)}
+
+
+def test_a_first_frame_that_does_not_decode_is_refused_for_the_versions_that_it_offers() -> None:
+    data = msgspec.msgpack.encode({"type": "attach_v9", "v": 8, "versions": [8, 9]})
+    with pytest.raises(UnsupportedVersion, match="8 to 9, and here 1 to 2") as caught:
+        frames.decode_request(data)
+    assert caught.value.values == {"offered": [8, 9], "supported": [1, 2]}
 
 
 def test_a_frame_of_a_later_version_that_does_not_decode_is_refused_for_its_version() -> None:

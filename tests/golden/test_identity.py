@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from snapshot_shared.identity import canonical_json, identity_hash
+from snapshot_shared.manifests import parse_identity
 from snapshot_shared.objects.snapback import IdentitySpec
 
 VECTORS: list[dict[str, Any]] = msgspec.json.decode(
@@ -34,6 +35,18 @@ def test_what_is_unset_and_what_is_zero_are_one_identity() -> None:
         LLAMA, tensor_parallel_size=0, pipeline_parallel_size=0, max_model_len=0
     )
     assert identity_hash(zeros) == identity_hash(LLAMA)
+
+
+@pytest.mark.parametrize("field", ["tensorParallelSize", "pipelineParallelSize", "maxModelLen"])
+def test_a_manifest_may_say_zero_for_a_size_as_the_reference_does(field: str) -> None:
+    identity = {"model": LLAMA.model, "backendFramework": LLAMA.backend_framework, field: 0}
+    document = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoCheckpoint",
+        "metadata": {"name": "c"},
+        "spec": {"identity": identity},
+    }
+    assert identity_hash(parse_identity(document)) == identity_hash(LLAMA)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import msgspec
 
 from gms.domain import tasks, transfer
 from snapback_client import codec as client_codec
+from snapback_client import control as client_control
 from snapback_client import frames as client_frames
 from snapshot_agent.domain import control
 from snapshot_shared import (
@@ -31,7 +32,7 @@ from snapshot_shared import (
 FILE = Path(__file__).parent / "data" / "numbers.json"
 MODULES = (
     *(artifact, codec, frames, identity, ledger, manifests, orders, validation),
-    *(client_codec, client_frames),
+    *(client_codec, client_control, client_frames),
     *(control, tasks, transfer),
 )
 

@@ -20,7 +20,6 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
-from snapshot_agent.adapters.keys import ArtifactKeys
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
@@ -48,6 +47,7 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import PodRef, Presence, PresenceDevice
 from snapshot_shared.runner import Runner

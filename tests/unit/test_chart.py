@@ -366,7 +366,7 @@ def test_criu_has_a_scratch_folder_that_the_helper_reads_and_the_agent_writes() 
 
 
 @needs_helm
-def test_the_keys_of_artifacts_are_those_of_the_agent_alone() -> None:
+def test_the_keys_of_artifacts_are_those_of_the_agent_and_of_gms_alone() -> None:
     bare = load(AgentSettings, environment(helm.rendered(), "snapback-node/agent"))
     assert (bare.artifact_keys, bare.require_signature) == (None, False)
     words = ("--set", "storage.keys.secret=ours,storage.keys.requireSignature=true", *HELPER)
@@ -380,7 +380,13 @@ def test_the_keys_of_artifacts_are_those_of_the_agent_alone() -> None:
         for mount in container["volumeMounts"]
         if mount["name"] == "artifact-keys"
     ]
-    assert mounts == [("agent", str(agent.artifact_keys), True)]
+    gms = load(GmsSettings, environment(documents, "snapback-node/gms"))
+    assert gms.artifact_keys == agent.artifact_keys
+    assert mounts == [(name, str(agent.artifact_keys), True) for name in ("agent", "gms")]
+    assert gms.require_signature
+    assert not gms.encrypt_memory
+    encrypting = helm.rendered(*words, "--set", "storage.keys.encryptMemory=true")
+    assert load(GmsSettings, environment(encrypting, "snapback-node/gms")).encrypt_memory
     [volume] = [each for each in pod["volumes"] if each["name"] == "artifact-keys"]
     assert volume["secret"] == {"secretName": "ours", "defaultMode": 0o400}
 

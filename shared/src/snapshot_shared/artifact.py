@@ -43,13 +43,27 @@ MAX_ALLOCATIONS = 100_000
 MAX_CHUNKS = 1_000_000
 MAX_WRAPPED_BYTES = 8192
 """The longest data key, as it was encrypted by whatever a KMS is."""
+MAX_SIGNATURE_BYTES = 4096
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 """The longest chunk that is read: a few of them are in memory at once."""
 
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 FileName = Annotated[str, Meta(pattern=_FILE_NAME.pattern, max_length=128)]
+ChunkTag = Annotated[bytes, Meta(min_length=28, max_length=28)]
 ChunkDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
+class FileEncryption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the chunks of a file are encrypted: `tags` has nonce and tag of each, in order.
+
+    A file that is shared with an older part keeps the key of the part at `part`, where it was
+    written; `data_key` is that key, encrypted by the one of this part.
+    """
+
+    tags: Annotated[list[ChunkTag], Meta(max_length=MAX_CHUNKS)]
+    part: Annotated[str, Meta(max_length=512)] = ""
+    data_key: Annotated[bytes, Meta(max_length=MAX_WRAPPED_BYTES)] = b""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +76,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size: Bytes
     chunk_bytes: Annotated[int, Meta(ge=4096, le=2**30)]
     chunks: Annotated[list[ChunkDigest], Meta(max_length=MAX_CHUNKS)]
+    encryption: FileEncryption | UnsetType = UNSET
 
 
 class Extent(
@@ -206,8 +221,14 @@ class RootManifest(
 
 
 def generation_path(namespace: str, content_uid: str, generation: int) -> tuple[str, ...]:
-    """Return the path components of a generation below the artifact root, each checked."""
-    return (check_label(namespace), check_uid(content_uid), f"gen-{int(generation)}")
+    """Return the path components of a generation below the artifact root. InvalidName."""
+    if type(generation) is not int or not 1 <= generation <= MAX_ATTEMPT:
+        raise InvalidName(
+            f"generation {generation!r} is none: they are numbered 1 to {MAX_ATTEMPT}",
+            next_step="name a generation by the attempt that wrote it",
+            value=generation,
+        )
+    return (check_label(namespace), check_uid(content_uid), f"gen-{generation}")
 
 
 def generation_of(namespace: str, content_uid: str, folder: str) -> int | None:
@@ -243,6 +264,7 @@ def check_part_manifest(manifest: PartManifest) -> PartManifest:
         _require(is_short, f"files.{entry.name}: chunk_bytes", entry.chunk_bytes)
         wanted = -(-entry.size // entry.chunk_bytes)
         _require(len(entry.chunks) == wanted, f"files.{entry.name}: chunks", len(entry.chunks))
+        _check_encryption(manifest, entry)
     _require(sum(e.size for e in manifest.files) == manifest.bytes, "bytes", manifest.bytes)
     if manifest.objects:
         place = (manifest.namespace, manifest.content_uid, manifest.generation, manifest.part)
@@ -251,6 +273,13 @@ def check_part_manifest(manifest: PartManifest) -> PartManifest:
     if manifest.layout is not None:
         _check_layout(manifest.layout, manifest.files)
     return manifest
+
+
+def _check_encryption(manifest: PartManifest, entry: FileEntry) -> None:
+    # The files of a process part have their tags in them.
+    wanted = bool(manifest.encryption) and manifest.kind == "gms"
+    found = len(entry.encryption.tags) if entry.encryption else None
+    _require(found == (len(entry.chunks) if wanted else None), f"files.{entry.name}: tags", found)
 
 
 def _check_layout(layout: SavedLayout, files: list[FileEntry]) -> None:

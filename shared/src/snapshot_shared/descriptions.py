@@ -266,6 +266,7 @@ EXACT = {
     "SnapshotRestoreStatus.source_lost": (
         "whether a content that the source led to was gone before this restore could read it"
     ),
+    "SnapshotRestoreStatus.capture_traceparent": "the span of the capture of the artifact",
     "SnapshotRestoreStatus.content_name": (
         "the SnapshotContent that is to register this as a reader"
     ),

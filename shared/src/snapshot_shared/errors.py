@@ -28,6 +28,7 @@ SnapbackError
 ├── TransferKilled            a process that moved bytes was killed from outside
 ├── NoSpace                   needed and free bytes
 ├── StorageFailed             the disk does not read or write any more
+├── ProcMalformed             a line of /proc that is not as the kernel writes it
 ├── BusUnavailable            NATS does not answer
 │   └── NotPermitted          NATS refuses this user: names the subject
 ├── InjectedFault             a step that fails on request, in the simulation
@@ -197,6 +198,12 @@ class StorageFailed(SnapbackError):
     """The disk does not read or write any more; `values`: errno, and path where it is known."""
 
     default_next_step = "look at the kernel's log of this node, and at its disk"
+
+
+class ProcMalformed(SnapbackError):
+    """A line of a file of /proc is not as the kernel writes it; `values`: path, line."""
+
+    default_next_step = "look at the file; what is mounted at /proc may be no procfs"
 
 
 class BusUnavailable(SnapbackError):

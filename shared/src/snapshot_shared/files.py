@@ -27,8 +27,28 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def check_component(name: str) -> str:
-    """Return one path component: no slash, no NUL, not `.` or `..`, at most 128 bytes."""
-    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 128:
+    """Return one path component: printable ASCII without slashes, not `.` or `..`, at most 128.
+
+    Other names exist, but people could not distinguish them where they are shown.
+    """
+    if not (name.isascii() and name.isprintable()) or "\\" in name:
+        raise InvalidName(
+            f"{name[:80]!r} is not a plain file name",
+            next_step="use printable ASCII characters without slashes and backslashes",
+            value=name[:80],
+        )
+    return _check_step(name)
+
+
+def _check_step(name: str) -> str:
+    """Return a name that leads one step down, whatever characters others have put into it."""
+    if (
+        not name
+        or name in (".", "..")
+        or "/" in name
+        or "\0" in name
+        or len(os.fsencode(name)) > 128
+    ):
         raise InvalidName(f"{name[:80]!r} is not a plain file name", value=name[:80])
     return name
 
@@ -92,12 +112,16 @@ def open_root(path: str | os.PathLike[str], *, create: bool = False) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def open_dir(root: int, parts: Sequence[str]) -> int:
-    """Open the directory `parts` beneath `root`, following no link. The caller closes it."""
+def open_dir(root: int, parts: Sequence[str], *, foreign: bool = False) -> int:
+    """Open the directory `parts` beneath `root`, following no link. The caller closes it.
+
+    `foreign` is for folders that others have named, which may have any characters.
+    """
+    check = _check_step if foreign else check_component
     current = os.dup(root)
     try:
         for part in parts:
-            following = _openat(current, check_component(part), _DIRECTORY)
+            following = _openat(current, check(part), _DIRECTORY)
             os.close(current)
             current = following
     except BaseException:
@@ -332,7 +356,7 @@ def own_by(fd: int, owner: tuple[int, int], mode: int) -> None:
 def remove_tree(parent: int, name: str, *, durable: bool = True) -> None:
     """Remove a directory tree beneath `parent`, following no link. Absent is success."""
     try:
-        directory = os.open(check_component(name), _DIRECTORY, dir_fd=parent)
+        directory = os.open(_check_step(name), _DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
         pass
     else:

@@ -5,6 +5,8 @@ The frames of its lease socket are those of its client, `snapback_client.frames`
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
@@ -19,8 +21,11 @@ from snapback_client.frames import (
     LockMode,
     MemoryDomain,
     Token,
+    Versions,
     Wait,
+    negotiated,
 )
+from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.orders import (
     Attempt,
     Bytes,
@@ -34,9 +39,22 @@ from snapshot_shared.orders import (
     UidStr,
 )
 
+_VERSIONS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+
 GRPC_SOCKET = "gms-grpc.sock"
 
 GRPC_SERVICE = "snapback.gms.v1.Gms"
+
+GRPC_PROTOCOL = "GMS calls of version"
+GRPC_VERSIONS: Versions = (1, 2)
+"""The versions of calls that are spoken here. Version 2 differs from 1 only in that it is named."""
+
+VERSIONS_HEADER = "snapback-versions"
+"""Metadata of a call: the lowest and the highest version that the caller speaks, as `1-2`. A call
+without it is of version 1."""
+
+VERSION_HEADER = "snapback-version"
+"""Initial metadata of an answer: its version. An answer without it is of version 1."""
 
 FAILURE_TRAILER = "snapback-failure-bin"
 """Trailing metadata of a call that failed: a msgpack `Failure`."""
@@ -45,6 +63,31 @@ FAILURE_TRAILER = "snapback-failure-bin"
 def grpc_method(name: str) -> str:
     """Give the path of a gRPC method, such as `Fence`."""
     return f"/{GRPC_SERVICE}/{name}"
+
+
+def call_metadata(versions: Versions, traceparent: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call, which belongs to this trace if it belongs to one."""
+    offered = (VERSIONS_HEADER, f"{versions[0]}-{versions[1]}")
+    return (offered, ("traceparent", traceparent)) if traceparent else (offered,)
+
+
+def version_of_call(metadata: Mapping[str, str | bytes], spoken: Versions) -> int:
+    """Return the version in which a call is answered. UnsupportedVersion, InvalidMessage."""
+    text = metadata.get(VERSIONS_HEADER, "1-1")
+    found = _VERSIONS.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise InvalidMessage(f"{VERSIONS_HEADER}={text!r:.80} is no range of versions, as 1-2")
+    return negotiated((int(found[1]), int(found[2])), spoken, GRPC_PROTOCOL)
+
+
+def check_answer(metadata: Mapping[str, str | bytes], versions: Versions) -> None:
+    """Raise UnsupportedVersion unless an answer is of one of these versions.
+
+    A server that names none speaks version 1 alone.
+    """
+    text = metadata.get(VERSION_HEADER, "1")
+    version = int(text) if isinstance(text, str) and text.isdigit() and len(text) < 6 else 0
+    negotiated((version, version), versions, GRPC_PROTOCOL)
 
 
 class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):

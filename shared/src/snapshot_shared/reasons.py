@@ -517,6 +517,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Set `SNAPBACK_OBJECT_STORAGE` of GMS and agents to the same URL, or install the "
             "extra: `pip install 'snapback-gms[object]'`.",
         ),
+        "ProcMalformed": Reason(
+            "A line of a file below `/proc` is not as the kernel writes it.",
+            "What is mounted at `/proc` is no procfs, or a program stands in for it; the message "
+            "shows the file and the line.",
+            "Look at what is mounted there: `findmnt /proc`.",
+        ),
         "StorageFailed": Reason(
             "The disk does not read or write any more.",
             "The kernel answered with an input/output error, or the file system is read-only.",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.ids import check_folder
+
+Folder = Annotated[Path, Meta(description="An absolute path, as `check_folder` wants it.")]
+"""The type of a setting that several processes are given: it may depend on none of them."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -27,9 +32,13 @@ def load(type_: type[T], environment: Mapping[str, str] | None = None) -> T:
         variable = "SNAPBACK_" + field.name.upper()
         if variable in source:
             try:
+                if field.type == Folder:
+                    check_folder(variable, source[variable])
                 raw[field.name] = msgspec.convert(
                     source[variable], field.type, strict=False, dec_hook=_decode
                 )
+            except InvalidInput as error:
+                problems.append(f"{error.message}: {error.next_step}")
             except msgspec.ValidationError as error:
                 problems.append(f"{variable}={source[variable]!r}: {error}")
         elif field.required:
@@ -54,7 +63,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: str | None = None
-    state_dir: Path
+    state_dir: Folder
     run: str = ""
     log_level: str = "INFO"
     otlp_endpoint: str | None = None
@@ -67,11 +76,17 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     `sim` (`SNAPBACK_SIM=1`) gives a service the fault switch of the simulation.
     `transfer_backend` moves the bytes of GPU memory. `object_storage` (a URL without credentials)
     is where the backend `object` has them; agents that know of it can seal, verify and delete.
+    `artifact_keys` is a folder with the keys of artifacts, as `snapshot_shared.keys` reads it;
+    `kms_command` encrypts in place of the one in it that does. With `require_signature` nothing is
+    restored that no trusted key has signed.
     """
 
     node: str
-    artifact_root: Path
-    socket_dir: Path
+    artifact_root: Folder
+    socket_dir: Folder
     sim: bool = False
     transfer_backend: str = "posix-direct"
     object_storage: str = ""
+    artifact_keys: Path | None = None
+    kms_command: str = ""
+    require_signature: bool = False

@@ -52,6 +52,15 @@ OPERATOR_STEPS: tuple[str, ...] = ("apply", "capture", "restoration")
 GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout", "transfer")
 """Spans of sessions that carry a traceparent, and of the processes that move bytes."""
 
+GMS_CALLS: tuple[str, ...] = tuple(
+    f"gms-{call}"
+    for call in (
+        *("fence", "unfence", "drop-layout", "publish", "forget"),
+        *("status", "watch", "save", "load"),
+    )
+)
+"""Spans of calls over gRPC that carry a traceparent."""
+
 
 def table(verb: str, driver: Driver | None = None) -> tuple[str, ...]:
     """Return the steps of a verb in their order, as this driver carries it out."""
@@ -110,7 +119,7 @@ def find(step: str, *, verb: str = "", service: str = "") -> list[Place]:
 
 def all_names() -> frozenset[str]:
     """Return every name that a span of the product may have: steps, orders and the rest."""
-    found = set(OPERATOR_STEPS) | set(GMS_STEPS)
+    found = {*OPERATOR_STEPS, *GMS_STEPS, *GMS_CALLS}
     found.update(order_span(verb) for verb in STEPS)
     for service, verbs in VERBS_OF.items():
         for operation in ("publish", "process"):

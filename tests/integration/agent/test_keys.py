@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from snapshot_agent.adapters.keys import KMS, ArtifactKeys
-from snapshot_agent.domain.encrypting import key_id
 from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import MAX_WRAPPED_BYTES, PartManifest
+from snapshot_shared.encrypting import key_id
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable
+from snapshot_shared.keys import KMS, ArtifactKeys
 from tests.support.artifact_keys import put, put_encryption, put_signing
 
 PLACE = GenerationRef("default", "00000000-0000-4000-8000-000000000001", 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 
 import snapback_client as client
+from gms.adapters.grpc_client import GmsCaller
 from snapback_client.frames import GenerationRef
+from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import (
@@ -27,6 +31,8 @@ from snapshot_shared.frames import (
     WatchRequest,
     grpc_method,
 )
+from snapshot_shared.steps import all_names
+from snapshot_shared.telemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -281,6 +287,55 @@ def test_a_call_is_a_span_of_the_trace_in_its_metadata(
     (outer,) = (record for record in found if record.name == "gms-save")
     assert outer.parent_id == "00f067aa0ba902b7"
     assert all(r.parent_id == outer.span_id for r in found if r.name == "attach")
+
+
+async def calls_of_tools(service: Any, parents: dict[str, str]) -> None:
+    """Make every kind of call, each in a span of its own; note the spans."""
+    tracer, device = Telemetry("tool", "n1", "0"), service.uuids[0]
+    async with GmsCaller(service.folder) as gms:
+        with tracer.span("tool") as parents["gms-status"]:
+            await gms.status()
+        with tracer.span("tool") as parents["gms-watch"]:
+            async with aclosing(gms.watch(WatchRequest(status=True))) as answers:
+                await anext(answers)
+        with tracer.span("tool") as parents["gms-save"]:
+            updates = [each async for each in gms.save(SaveRequest(device=device, content_uid=UID))]
+        with tracer.span("tool") as parents["gms-load"]:
+            async for _ in gms.load(load_request(service, updates[-1])):
+                pass
+        await gms.status()
+
+
+def test_calls_are_in_the_trace_of_the_span_around_them(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    parents: dict[str, str] = {}
+    asyncio.run(calls_of_tools(service, parents))
+    until(lambda: {record.name for record in service.spans()} >= parents.keys())
+    found = [record for record in service.spans() if record.name.startswith("gms-")]
+    assert sorted(record.name for record in found) == sorted(parents), "one has no span around it"
+    for record in found:
+        assert record.kind == "server"
+        assert parents[record.name].split("-")[1:3] == [record.trace_id, record.parent_id]
+        assert record.name in all_names()
+
+
+def test_a_fence_of_an_agent_is_a_span_of_its_trace(service: Any, sums: dict[str, int]) -> None:
+    async def fence() -> str:
+        gms = GmsClient(service.folder)
+        try:
+            with Telemetry("agent", "n1", "0").span("prepare") as around:
+                await gms.fence("f", service.uuids[:1], wait_s=5.0, deadline_s=5.0)
+                await gms.unfence("f")
+        finally:
+            await gms.close()
+        return around
+
+    around = asyncio.run(fence())
+    found = {record.name: record for record in service.spans() if record.name.startswith("gms-")}
+    assert found.keys() == {"gms-fence", "gms-unfence"}
+    for record in found.values():
+        assert around.split("-")[1:3] == [record.trace_id, record.parent_id]
 
 
 def test_watch_shows_what_happens_and_begins_with_the_past(service: Any, call: Caller) -> None:

@@ -123,7 +123,7 @@ def content(task: SaveTask) -> dict[str, bytes]:
 def noted(task: SaveTask) -> int:
     """Return the bytes of the chunks that a killed save has noted."""
     notes = part(task) / ".notes"
-    written, _ = read_notes(notes.read_bytes() if notes.exists() else b"", note_of(task))
+    written = read_notes(notes.read_bytes() if notes.exists() else b"", note_of(task)).written
     return sum(
         min(CHUNK_BYTES, (part(task) / name).stat().st_size - index * CHUNK_BYTES)
         for name, chunks in written.items()

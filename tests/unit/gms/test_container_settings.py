@@ -55,6 +55,15 @@ def test_a_number_that_is_none_is_named(text: str) -> None:
         read_settings(NEEDED | {"GMS_SAVE_WORKERS": text})
 
 
+@pytest.mark.parametrize("name", ["GMS_SOCKET_DIR", "GMS_CHECKPOINT_DIR", "GMS_ORDER_DIR"])
+@pytest.mark.parametrize("value", ["store", "/a/../b", "/a/./b", " /a", "/a "])
+def test_a_folder_that_depends_on_something_else_is_named(name: str, value: str) -> None:
+    with pytest.raises(InvalidInput, match=name) as caught:
+        read_settings(NEEDED | {name: value})
+    assert repr(value) in caught.value.message
+    assert f"set {name} to the absolute path" in caught.value.message
+
+
 def save_order() -> SaveOrder:
     return SaveOrder(
         order=f"save-{UID}-gpu-0",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gms.domain.resume import ChunksNote, SaveNote, read_notes
+from gms.domain.resume import ChunksNote, KeyNote, SaveNote, read_notes
+from snapshot_shared.artifact import Encryption
 from snapshot_shared.codec import encode_json
 from snapshot_shared.orders import LayoutRef
 
@@ -32,19 +33,19 @@ NOTES = b"".join(LINES)
 
 
 def test_what_is_noted_is_read_again() -> None:
-    assert read_notes(NOTES, SAVE) == ({"s0": {0: D1, 1: D2}, "s1": {3: D1}}, len(NOTES))
+    assert read_notes(NOTES, SAVE)[:2] == ({"s0": {0: D1, 1: D2}, "s1": {3: D1}}, len(NOTES))
 
 
 @pytest.mark.parametrize("cut", [1, 5, len(LINES[2]) - 1])
 def test_a_torn_end_counts_for_nothing(cut: int) -> None:
     whole = len(LINES[0]) + len(LINES[1])
-    assert read_notes(NOTES[: whole + cut], SAVE) == ({"s0": {0: D1}, "s1": {3: D1}}, whole)
+    assert read_notes(NOTES[: whole + cut], SAVE)[:2] == ({"s0": {0: D1}, "s1": {3: D1}}, whole)
 
 
 @pytest.mark.parametrize("noise", [b"\0" * 40 + b"\n", b"\xff\n", b"{}\n", LINES[0]])
 def test_nothing_after_a_line_that_is_no_note_counts(noise: bytes) -> None:
     data = LINES[0] + noise + LINES[1]
-    assert read_notes(data, SAVE) == ({}, len(LINES[0]))
+    assert read_notes(data, SAVE)[:2] == ({}, len(LINES[0]))
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,23 @@ def test_nothing_after_a_line_that_is_no_note_counts(noise: bytes) -> None:
     ],
 )
 def test_notes_of_another_save_count_for_nothing(change: dict[str, object]) -> None:
-    assert read_notes(NOTES, msgspec.structs.replace(SAVE, **change)) == ({}, 0)
+    assert read_notes(NOTES, msgspec.structs.replace(SAVE, **change))[:2] == ({}, 0)
 
 
 def test_no_notes_are_those_of_no_save() -> None:
-    assert read_notes(b"", SAVE) == ({}, 0)
-    assert read_notes(b"".join(LINES[1:]), SAVE) == ({}, 0)
+    assert read_notes(b"", SAVE)[:2] == ({}, 0)
+    assert read_notes(b"".join(LINES[1:]), SAVE)[:2] == ({}, 0)
+
+
+def test_the_key_of_an_encrypted_save_and_what_its_chunks_have_is_noted_too() -> None:
+    key = Encryption(key="k", data_key=b"wrapped")
+    save = msgspec.structs.replace(SAVE, encrypted=True)
+    notes = (
+        save,
+        KeyNote(encryption=key),
+        ChunksNote(chunks=[("s0", 0, D1), ("s0", 1, D2)], tags=[b"1" * 28, b"2" * 28]),
+    )
+    data = b"".join(encode_json(note) + b"\n" for note in notes)
+    found = read_notes(data, save)
+    assert found == ({"s0": {0: D1, 1: D2}}, len(data), {"s0": {0: b"1" * 28, 1: b"2" * 28}}, key)
+    assert read_notes(data, SAVE) == ({}, 0, {}, None), "it would go on with what is not encrypted"

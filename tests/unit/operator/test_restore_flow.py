@@ -40,6 +40,16 @@ async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World)
     assert (await world.content()).status.readers == []
 
 
+async def test_the_span_of_a_restore_is_linked_to_that_of_its_capture(world: World) -> None:
+    await world.apply(restore_document())
+    await world.answer_all()
+    records = list(world.spans._telemetry._outbox.records)
+    (capture,) = (record for record in records if record.name == "capture")
+    (restoration,) = (record for record in records if record.name == "restoration")
+    (link,) = restoration.links
+    assert link.split("-")[1:3] == [capture.trace_id, capture.span_id]
+
+
 async def test_the_driver_of_a_checkpoint_is_that_of_every_order_of_its_capture_and_restore(
     world: World,
 ) -> None:

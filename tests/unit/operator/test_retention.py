@@ -344,7 +344,7 @@ async def test_the_answer_says_what_goes_and_can_have_it_done() -> None:
 
 
 def test_limits_are_read_from_the_environment_and_are_off_without() -> None:
-    unset = {"SNAPBACK_STATE_DIR": "x"}
+    unset = {"SNAPBACK_STATE_DIR": "/x"}
     assert load(OperatorSettings, unset).limits.is_off
     given = unset | {
         "SNAPBACK_KEEP_COUNT": "3",

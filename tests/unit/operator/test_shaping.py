@@ -216,6 +216,20 @@ def of_gms(target: dict[str, Any] | None = None, **gms: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "count"),
+    [({}, 1), ({"tensorParallelSize": 0}, 1), ({"pipelineParallelSize": 2}, 2)],
+)
+def test_a_parallel_size_of_zero_is_one_rank(sizes: dict[str, int], count: int) -> None:
+    document = of_gms({"resources": {}})
+    document["spec"]["identity"].pop("tensorParallelSize", None)
+    document["spec"]["identity"] |= {"pipelineParallelSize": 0} | sizes
+    claimed = devices_template(_job(checkpoint("llm")), document)
+    assert claimed is not None
+    [request] = claimed["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"]["count"] == count
+
+
+@pytest.mark.parametrize(
     ("resources", "count"),
     [({}, 2), ({"limits": {"nvidia.com/gpu": "4"}}, 4), ({"limits": {"nvidia.com/gpu": 1}}, 1)],
 )

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from snapshot_shared.artifact import (
     AllocationEntry,
+    Encryption,
     Extent,
+    FileEncryption,
     FileEntry,
     MetadataEntry,
     PartManifest,
@@ -18,6 +20,7 @@ from snapshot_shared.artifact import (
     SavedObjects,
     check_part_manifest,
     generation_of,
+    generation_path,
     part_path,
 )
 from snapshot_shared.codec import decode_json, encode_json
@@ -53,6 +56,22 @@ def manifest(**changes: Any) -> PartManifest:
         layout=layout,
     )
     return replace(base, **changes)
+
+
+def test_each_chunk_of_an_encrypted_layout_has_a_tag_and_no_other_chunk_has_one() -> None:
+    (plain,) = manifest().files
+    tagged = [replace(plain, encryption=FileEncryption([bytes(28)] * 2))]
+    key = Encryption(key="k", data_key=b"")
+    assert check_part_manifest(manifest(files=tagged, encryption=key)).encryption == key
+    short = [replace(plain, encryption=FileEncryption([bytes(28)]))]
+    for bad in (
+        manifest(files=tagged),
+        manifest(encryption=key),
+        manifest(files=short, encryption=key),
+        manifest(files=tagged, encryption=key, kind="process"),
+    ):
+        with pytest.raises(ArtifactCorrupt, match=r"files\.shard-0: tags"):
+            check_part_manifest(bad)
 
 
 def with_extents(*extents: Extent) -> PartManifest:
@@ -169,6 +188,13 @@ def test_a_part_has_one_of_the_known_names(part: str) -> None:
 def test_a_generation_has_one_name(folder: str, number: int | None) -> None:
     assert generation_of("default", UID, folder) == number
     assert generation_of("A b", UID, folder) is None
+
+
+@pytest.mark.parametrize("generation", [0, -1, 1_000_001, True])
+def test_a_generation_that_no_attempt_can_have_makes_no_path(generation: int) -> None:
+    with pytest.raises(InvalidName, match="1 to 1000000") as caught:
+        generation_path("default", UID, generation)
+    assert repr(generation) in caught.value.message
 
 
 def test_objects_of_a_part_have_its_own_path_for_prefix() -> None:

@@ -78,7 +78,9 @@ def test_an_order_id_tells_its_verb_and_owner() -> None:
     assert (ids.verb_of(order), ids.owner_of(order)) == ("save", UID)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\0b", "x" * 129])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "a\0b", "x" * 129, "a\\b", "a\nb", "a\x7f", "ä", "a\u2028"]
+)
 def test_a_path_component_is_one_plain_name(name: str) -> None:
     with pytest.raises(InvalidName):
         check_component(name)

@@ -73,7 +73,7 @@ def test_a_wrong_field_hides_no_rule_that_does_not_read_it() -> None:
             "checkpoint": {"loader": {}},
         }
     )
-    document["spec"]["identity"]["tensorParallelSize"] = 0
+    document["spec"]["identity"]["tensorParallelSize"] = -1
     job = document["spec"]["job"]
     job |= {"backoffLimit": "x", "targetContainerName": "engine", "extra": 1}
     job["sharedMemory"] = {"disabled": True, "size": "1Gi"}

@@ -408,8 +408,8 @@ def test_the_identity_of_each_checkpoint_of_a_file_is_printed_without_a_server(
             ["two.yaml:1: spec.identity.backend"],
         ),
         (
-            ("tensorParallelSize: 1", "tensorParallelSize: 0, maxModelLen: x, seed: 1"),
-            ["Size: 0 is less than", "maxModelLen: expected integer or null", "identity.seed: "],
+            ("tensorParallelSize: 1", "tensorParallelSize: -1, maxModelLen: x, seed: 1"),
+            ["Size: -1 is less than", "maxModelLen: expected integer or null", "identity.seed: "],
         ),
         (("identity: {model: m", "identities: {model: m"), ["two.yaml:9: spec.identity: expected"]),
         (("v1alpha1", "v2"), ["two.yaml:1: apiVersion: ", "two.yaml:9: apiVersion: "]),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.errors import BusUnavailable, InvalidInput
 from snapshotctl.adapters import folders
 from snapshotctl.adapters.folders import Folders
 from snapshotctl.domain.cluster import MARKER, ClusterRecord
@@ -37,6 +37,22 @@ def _context(environment: dict[str, str], name: str, url: str, *, selected: bool
     (folder / "context" / f"{name}.json").write_text(json.dumps({"url": url}))
     if selected:
         (folder / "context.txt").write_text(f"{name}\n")
+
+
+@pytest.mark.parametrize("value", ["/a/../b", "/a/./b", "/a "])
+@pytest.mark.parametrize("name", ["XDG_STATE_HOME", "XDG_CONFIG_HOME"])
+def test_a_folder_that_no_service_would_take_is_refused_by_name(
+    environment: dict[str, str], name: str, value: str
+) -> None:
+    with pytest.raises(InvalidInput, match=name) as refused:
+        Folders(environment | {name: value})
+    assert repr(value) in refused.value.message
+
+
+def test_a_relative_folder_is_ignored_as_its_specification_says(
+    environment: dict[str, str],
+) -> None:
+    assert Folders(environment | {"XDG_STATE_HOME": "state"}).states.is_relative_to(Path.home())
 
 
 def test_nothing_to_find_says_what_to_start(environment: dict[str, str]) -> None:

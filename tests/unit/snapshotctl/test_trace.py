@@ -72,6 +72,16 @@ def test_no_line_is_wider_than_the_terminal() -> None:
         assert {len(line) for line in trace.lines(layout(spans), width)} == {width}
 
 
+def test_a_restore_names_the_trace_of_the_capture_that_it_is_from() -> None:
+    link = f"00-{'a' * 32}-{'b' * 16}-01"
+    spans = [_span("restoration", "", 0, 1, links=[link]), _span("other", "", 0, 1, links=[link])]
+    assert trace.lines(layout(spans), 90)[-1] == (
+        f"  restored from what trace {'a' * 32} captured: snapshotctl trace {'a' * 32}"
+    )
+    own = f"00-{'t' * 32}-{'b' * 16}-01"
+    assert len(trace.lines(layout([_span("restoration", "", 0, 1, links=[own])]), 90)) == 1
+
+
 def test_errors_and_links_stand_below() -> None:
     link = f"00-{'a' * 32}-{'b' * 16}-01"
     lines = trace.lines(layout([_span("r", "", 0, 1, error="boom", links=[link])]), 90)

@@ -3,7 +3,11 @@
 A frame is one SEQPACKET message: one msgpack map with `type` and `v`, at most `MAX_FRAME_BYTES`,
 descriptors beside it. A request is answered by one reply, or by several that number themselves
 (`part` of `parts`) when entries or descriptors do not fit into one message. Unknown fields are
-ignored; another `v` is refused by name.
+ignored.
+
+The first frame offers a range of versions, and is itself in the lowest of them. All that follow, in
+both directions, have the highest version that both sides speak as their `v`; another is refused by
+name. Who offers no range speaks version 1 alone. Version 2 differs by nothing but that.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from snapback_client.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
 from snapback_client.errors import (
@@ -27,7 +32,11 @@ from snapback_client.errors import (
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]
 Seconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
 ShortText = Annotated[str, Meta(max_length=256)]
-PROTOCOL_VERSION = 1
+Versions = tuple[Annotated[int, Meta(ge=1, le=2**15)], Annotated[int, Meta(ge=1, le=2**15)]]
+"""The lowest and the highest version of a protocol that one side speaks."""
+
+FIRST_VERSION = 1
+PROTOCOL_VERSIONS: Versions = (FIRST_VERSION, 2)
 LEASE_SOCKET = "gms.sock"
 DESCRIPTORS_PER_MESSAGE = 128
 """Descriptors beside one message. The kernel takes 253."""
@@ -115,7 +124,7 @@ class MetadataItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class _Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    v: int = PROTOCOL_VERSION
+    v: int = FIRST_VERSION
 
 
 class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
@@ -125,7 +134,7 @@ class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
     frees that generation before the writer begins, for devices too small for two. `fence_token`
     makes the session the save of a fence, `load_token` a loader that builds a hidden layout.
     `incarnation` is said by a reader that comes back and waits for no layout that is lost: that of
-    the server which held it, "" for one that is not known.
+    the server which held it, "" for one that is not known. `versions` are offered to the server.
     """
 
     device: DeviceUuid
@@ -139,6 +148,7 @@ class Attach(_Frame, frozen=True, kw_only=True, tag="attach"):
     client: ShortText = ""
     traceparent: ShortText = ""
     incarnation: ShortText | msgspec.UnsetType = msgspec.UNSET
+    versions: Versions | msgspec.UnsetType = msgspec.UNSET
 
 
 class AllocateMany(_Frame, frozen=True, kw_only=True, tag="allocate_many"):
@@ -297,7 +307,8 @@ Reply = Attached | Allocated | Exported | Allocations | Metadata | Done | Commit
 
 
 class _Head(msgspec.Struct, frozen=True):
-    v: int = PROTOCOL_VERSION
+    v: int = FIRST_VERSION
+    versions: Versions | msgspec.UnsetType = msgspec.UNSET
 
 
 _NUMBERS_BYTES = 40
@@ -307,9 +318,33 @@ E = TypeVar("E")
 F = TypeVar("F", bound=Request | Reply)
 
 
-def encode_frame(frame: Request | Reply) -> bytes:
-    """Encode one frame. InvalidMessage when it is longer than a frame may be."""
-    data = encode_msgpack(frame)
+def negotiated(offered: Versions, spoken: Versions, protocol: str) -> int:
+    """Return the highest version in both ranges. UnsupportedVersion names both."""
+    version = min(offered[1], spoken[1])
+    if version < max(offered[0], spoken[0]):
+        raise UnsupportedVersion(
+            f"the other side speaks {protocol} {_range(offered)}, and here {_range(spoken)} is "
+            "spoken",
+            next_step="update the older of the two",
+            offered=list(offered),
+            supported=list(spoken),
+        )
+    return version
+
+
+def _range(versions: Versions) -> str:
+    low, high = versions
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def offered_in(request: Attach) -> Versions:
+    """Return the versions that a client offers."""
+    return request.versions or (request.v, request.v)
+
+
+def encode_frame(frame: Request | Reply, version: int = FIRST_VERSION) -> bytes:
+    """Encode one frame in a version. InvalidMessage when it is longer than a frame may be."""
+    data = encode_msgpack(frame if frame.v == version else replace(frame, v=version))
     if len(data) > MAX_FRAME_BYTES:
         raise InvalidMessage(
             f"a frame of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}",
@@ -319,15 +354,15 @@ def encode_frame(frame: Request | Reply) -> bytes:
     return data
 
 
-def decode_request(data: bytes) -> Request:
-    """Decode what a client sent. UnsupportedVersion or InvalidMessage."""
-    request: Request = _decode(data, Request)
+def decode_request(data: bytes, versions: Versions = PROTOCOL_VERSIONS) -> Request:
+    """Decode what a client sent, in one of these versions. UnsupportedVersion or InvalidMessage."""
+    request: Request = _decode(data, Request, versions)
     return request
 
 
-def decode_reply(data: bytes) -> Reply:
+def decode_reply(data: bytes, versions: Versions = PROTOCOL_VERSIONS) -> Reply:
     """Decode what the server sent. UnsupportedVersion or InvalidMessage."""
-    reply: Reply = _decode(data, Reply)
+    reply: Reply = _decode(data, Reply, versions)
     return reply
 
 
@@ -382,31 +417,29 @@ def _known_errors() -> dict[str, type[SnapbackError]]:
     return known
 
 
-def _decode(data: bytes, kind: Any) -> Any:
+LEASE_PROTOCOL = "lease-socket protocol"
+
+
+def _decode(data: bytes, kind: Any, versions: Versions) -> Any:
     try:
         frame = decode_msgpack(data, kind)
     except InvalidMessage:
         # A later version may not decode at all; its number is then the more helpful answer.
-        _check_version(_version_of(data))
+        negotiated(_versions_of(data) or versions, versions, LEASE_PROTOCOL)
         raise
-    _check_version(frame.v)
+    # An error is an answer to what was offered, and may be in a version of the server's choice.
+    if not isinstance(frame, ErrorReply):
+        offered = offered_in(frame) if isinstance(frame, Attach) else (frame.v, frame.v)
+        negotiated(offered, versions, LEASE_PROTOCOL)
     return frame
 
 
-def _version_of(data: bytes) -> int:
+def _versions_of(data: bytes) -> Versions | None:
     try:
-        return decode_msgpack(data, _Head).v
+        head = decode_msgpack(data, _Head)
     except InvalidMessage:
-        return PROTOCOL_VERSION
-
-
-def _check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise UnsupportedVersion(
-            f"lease-socket protocol {version} is not spoken here, {PROTOCOL_VERSION} is",
-            version=version,
-            supported=PROTOCOL_VERSION,
-        )
+        return None
+    return head.versions or (head.v, head.v)
 
 
 def aligned(size: int, granularity: int) -> int:

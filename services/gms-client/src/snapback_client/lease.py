@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from snapback_client.errors import (
     Aborted,
@@ -27,6 +28,7 @@ from snapback_client.errors import (
 from snapback_client.forks import check_owner
 from snapback_client.frames import (
     LEASE_SOCKET,
+    PROTOCOL_VERSIONS,
     Access,
     Allocated,
     AllocateMany,
@@ -51,6 +53,7 @@ from snapback_client.frames import (
     MetadataPut,
     Reply,
     Request,
+    Versions,
     batches,
     cost_of_allocation,
     cost_of_metadata,
@@ -76,25 +79,33 @@ class Lease:
     In a fork of the process every call is NotEligible, and its copy of the socket is closed.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, versions: Versions) -> None:
         """Use `Lease.attach`."""
         self._owner = os.getpid()
         self._socket = sock
+        self._versions = versions
         _leases.add(self)
         self._inbox = Inbox()
         self._attached: Attached | None = None
 
     @classmethod
-    def attach(cls, socket_dir: str, request: Attach) -> Lease:
-        """Connect and wait for the lock. DeadlineExceeded, GenerationMismatch, Fenced, NotFound."""
+    def attach(
+        cls, socket_dir: str, request: Attach, versions: Versions = PROTOCOL_VERSIONS
+    ) -> Lease:
+        """Connect and wait for the lock. DeadlineExceeded, GenerationMismatch, Fenced, NotFound.
+
+        `versions` are offered to the server. UnsupportedVersion when it speaks none of them.
+        """
         path = os.path.join(socket_dir, LEASE_SOCKET)  # noqa: PTH118 - pathlib costs import time
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             prepare(sock)
             sock.settimeout(GRACE_S)
             _connect(sock, path)
-            lease = cls(sock)
-            lease._attached = lease._call(request, Attached, timeout=request.deadline_s + GRACE_S)
+            lease = cls(sock, versions)
+            offer = replace(request, versions=versions)
+            lease._attached = lease._call(offer, Attached, timeout=request.deadline_s + GRACE_S)
+            lease._versions = (lease.version, lease.version)
         except BaseException:
             sock.close()
             raise
@@ -106,6 +117,11 @@ class Lease:
         if self._attached is None:
             raise NotEligible("the lock is not granted yet")
         return self._attached
+
+    @property
+    def version(self) -> int:
+        """The version of the protocol that this session speaks."""
+        return self.attached.v
 
     def allocate(
         self, specs: Sequence[AllocationSpec], *, wait_s: float = 0.0
@@ -221,7 +237,7 @@ class Lease:
         try:
             # A server that does not read must not block the engine indefinitely.
             self._socket.settimeout(CALL_S)
-            send(self._socket, encode_frame(request))
+            send(self._socket, encode_frame(request, self._versions[0]))
         except (BrokenPipeError, ConnectionResetError) as error:
             self._explain(error)
         except OSError as error:
@@ -234,7 +250,7 @@ class Lease:
         with contextlib.suppress(OSError, InvalidMessage):
             data, descriptors = self._inbox.receive(self._socket)
             close_all(descriptors)
-            reply = decode_reply(data) if data else None
+            reply = decode_reply(data, self._versions) if data else None
         self.close()
         if isinstance(reply, ErrorReply):
             raise error_of(reply.to_failure()) from error
@@ -260,7 +276,7 @@ class Lease:
             self.close()
             raise _lost(None)
         try:
-            return decode_reply(data), descriptors
+            return decode_reply(data, self._versions), descriptors
         except BaseException:
             close_all(descriptors)
             self.close()

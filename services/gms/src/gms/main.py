@@ -82,6 +82,8 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     A save has `save_threads` and a load `load_threads` for each device.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
+    With `encrypt_memory` what is saved is encrypted by the keys of artifacts. What is encrypted is
+    decrypted in any case.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -99,16 +101,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     save_threads: Threads = SAVE_THREADS
     load_threads: Threads = LOAD_THREADS
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-
-    @property
-    def transfer_options(self) -> TransferOptions:
-        """How saves and loads move bytes."""
-        return TransferOptions(
-            self.transfer_backend,
-            self.object_storage,
-            save_threads=self.save_threads,
-            load_threads=self.load_threads,
-        )
+    encrypt_memory: bool = False
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -145,7 +138,7 @@ async def serve(stop: asyncio.Event) -> None:
         processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
-        options=settings.transfer_options,
+        options=_options(settings),
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -163,6 +156,32 @@ async def serve(stop: asyncio.Event) -> None:
         await gms.drained()
         for device in devices:
             device.close()
+
+
+def _options(settings: GmsSettings) -> TransferOptions:
+    """Return how bytes are moved. InvalidInput when the keys are not as they should be."""
+    has_keys = settings.artifact_keys or settings.kms_command
+    if has_keys or settings.encrypt_memory or settings.require_signature:
+        # Few have keys, and all would wait for it.
+        from snapshot_shared.keys import ArtifactKeys  # noqa: PLC0415
+
+        keys = ArtifactKeys(
+            settings.artifact_keys,
+            settings.kms_command,
+            require_signature=settings.require_signature,
+        )
+        if settings.encrypt_memory:
+            keys.require_encryption("SNAPBACK_ENCRYPT_MEMORY")
+    return TransferOptions(
+        backend=settings.transfer_backend,
+        object_storage=settings.object_storage,
+        save_threads=settings.save_threads,
+        load_threads=settings.load_threads,
+        artifact_keys=str(settings.artifact_keys or ""),
+        kms_command=settings.kms_command,
+        encrypt=settings.encrypt_memory,
+        require_signature=settings.require_signature,
+    )
 
 
 def _open_devices(settings: GmsSettings) -> Sequence[Device]:
@@ -307,7 +326,7 @@ async def _serve_orders(
         transfers,
         book,
         root=settings.artifact_root,
-        options=settings.transfer_options,
+        options=_options(settings),
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None

@@ -37,6 +37,7 @@ from snapshot_shared.frames import (
     WatchRequest,
 )
 from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
+from snapshot_shared.spans import SpanKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,8 +276,15 @@ class ChunkNotes(Protocol):
         """Return the digests of the chunks of a file that an earlier process has noted."""
         ...
 
-    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
-        """Note file, index and digest of chunks that were fsynced. From any thread."""
+    def tags(self, name: str) -> Mapping[int, bytes]:
+        """Return nonce and tag of the chunks of a file that are noted and encrypted."""
+        ...
+
+    def note(self, chunks: Sequence[tuple[str, int, str]], tags: Sequence[bytes] = ()) -> None:
+        """Note file, index and digest of chunks that were fsynced. From any thread.
+
+        `tags` has the nonce and tag of each, where they are encrypted.
+        """
         ...
 
 
@@ -400,6 +408,7 @@ class Tracer(Protocol):
         self,
         name: str,
         *,
+        kind: SpanKind = "internal",
         parent: str = "",
         attributes: Mapping[str, str | int | float | bool] | None = None,
     ) -> AbstractContextManager[str]:

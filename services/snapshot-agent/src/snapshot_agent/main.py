@@ -22,7 +22,6 @@ from snapshot_agent.adapters.criu import Criu, PlainCriu
 from snapshot_agent.adapters.criu_cuda import CriuCuda
 from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
-from snapshot_agent.adapters.keys import ArtifactKeys
 from snapshot_agent.adapters.kubelet import KubeletPods
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.adapters.node_gpus import NodeGpus
@@ -46,6 +45,7 @@ from snapshot_shared.faults import FaultPlan
 from snapshot_shared.http import http_port
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
+from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import ArtifactRef, Driver, Presence, PresenceDevice, UnreadyDriver
@@ -76,11 +76,8 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     `criu+cuda`. Workers that the agent starts itself have `criu` alone, for which `init` is the
     program that waits for their restore.
 
-    `artifact_keys` is a folder with the keys that encrypt, decrypt and sign artifacts and with
-    those that are trusted; `kms_command` encrypts in place of the first. With `require_signature`
-    no artifact is restored that no trusted key has signed. CRIU works in `scratch_dir`, a folder
-    that the helper has as well, where artifacts are encrypted or on NFS; `scratch=always` has it
-    work there in any case.
+    CRIU works in `scratch_dir`, a folder that the helper has as well, where artifacts are encrypted
+    or on NFS; `scratch=always` has it work there in any case.
     """
 
     world: Literal["standalone", "kubernetes"] = "standalone"
@@ -90,9 +87,6 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     guard_starter: Path | None = None
     helper: Path | None = None
     init: Path = Path("/opt/snapback/snapback-init")
-    artifact_keys: Path | None = None
-    kms_command: str = ""
-    require_signature: bool = False
     scratch_dir: Path | None = None
     scratch: Literal["auto", "always"] = "auto"
 

@@ -12,12 +12,12 @@ import msgspec
 
 from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.driving import AS_BEFORE, Phase, Phases, Release
-from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.gate import ObservedPod
 from snapshot_agent.domain.spec import ProcessSpec
 from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.clocks import Clocks
+from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import Failure, NotEligible, StalePodReference
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from snapshot_shared.ids import check_folder
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.formats import OutputFormat
 
@@ -240,11 +241,12 @@ class Tools:
                 "--on needs SNAPBACK_RUN in the environment",
                 next_step="set it to what the services have, for what they start is found by it",
             )
+        root = os.environ.get("SNAPBACK_ARTIFACT_ROOT")
         before = f"{via} " if via else ""
         access = ClusterAccess(
             snapshotctl=f"{before}snapshotctl",
             nats=f"{before}nats",
-            artifacts=Path(os.environ.get("SNAPBACK_ARTIFACT_ROOT", "artifacts")),
+            artifacts=Path(check_folder("SNAPBACK_ARTIFACT_ROOT", root) if root else "artifacts"),
             logs="the logs of the services",
             page=os.environ.get("SNAPBACK_PAGE_URL", ""),
             end="The cluster goes on; another demo removes what this one made.",

@@ -100,15 +100,18 @@ Framework = Literal["vllm", "sglang", "trtllm"]
 class IdentitySpec(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, dict=True
 ):
-    """What makes two checkpoints interchangeable; `snapshot_shared.identity` hashes it."""
+    """What makes two checkpoints interchangeable; `snapshot_shared.identity` hashes it.
+
+    A parallel size of 0 is 1, and a length of 0 is none, as a manifest written for Dynamo has it.
+    """
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     backend_framework: Framework
     dynamo_version: Annotated[str, Meta(max_length=64)] = ""
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
-    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=0, le=4096)] = 1
+    pipeline_parallel_size: Annotated[int, Meta(ge=0, le=4096)] = 1
     dtype: Annotated[str, Meta(max_length=64)] = ""
-    max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_model_len: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     extra_parameters: Annotated[
         dict[str, Annotated[str, Meta(extra_json_schema={"maxLength": 4096})]],
         Meta(extra_json_schema={"maxProperties": 256}),
@@ -457,6 +460,7 @@ class SnapshotRestoreStatus(
     obligations: list[str] = []
     failure: Failure | None = None
     traceparent: str = ""
+    capture_traceparent: str = ""
     conditions: list[Condition] = []
 
 

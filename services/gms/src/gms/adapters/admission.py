@@ -12,7 +12,9 @@ from pathlib import Path
 
 from gms.domain.sessions import Peer
 from gms.domain.shares import Shares
+from snapback_client.frames import PROTOCOL_VERSIONS, Versions
 from snapshot_shared.errors import Forbidden
+from snapshot_shared.proc import stat_words
 
 _SO_PEERGROUPS = 59
 _UCRED = struct.Struct("3i")
@@ -30,7 +32,8 @@ class LeasePolicy:
     A session counts for its process, pod and user until the process has ended or has said that
     nothing is mapped.
     `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer. In one
-    turn of the event loop all of them together are answered for `turn_s`.
+    turn of the event loop all of them together are answered for `turn_s`. `versions` are the lowest
+    and the highest of the protocol that it speaks.
     """
 
     group: int | None = None
@@ -41,6 +44,7 @@ class LeasePolicy:
     handshake_s: float = 2.0
     send_s: float = 10.0
     turn_s: float = 0.001
+    versions: Versions = PROTOCOL_VERSIONS
 
 
 class Admission:
@@ -94,9 +98,8 @@ def pod_in(cgroup: str) -> str:
 
 def parent_of(pid: int) -> int:
     """Return the parent of a process, 0 when it cannot be seen."""
-    # The second field, the name in brackets, may have blanks and brackets itself.
-    fields = _proc(pid, "stat").rpartition(")")[2].split()
-    return int(fields[1]) if fields else 0
+    line = _proc(pid, "stat").encode()
+    return int(stat_words(line, f"/proc/{pid}/stat")[1]) if line else 0
 
 
 def _proc(pid: int, what: str) -> str:

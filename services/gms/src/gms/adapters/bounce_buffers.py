@@ -155,11 +155,13 @@ class BounceBuffered:
                 )
         return self._moved(results_of(items, read, streams), [])
 
-    def digest_of(self, chunk: ChunkPlan) -> str:
-        """Return the digest that a chunk has when it is written."""
+    def digest_of(
+        self, chunk: ChunkPlan, compute: Callable[[ChunkPlan, Buffers], str] = digest_in_memory
+    ) -> str:
+        """Return the digest that a chunk has when it is written, as `compute` has it."""
         with self._stream() as stream:
             (single,) = _in_one([chunk])
-            return digest_in_memory(single, [stream.fetch([chunk])])
+            return compute(single, [stream.fetch([chunk])])
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[_Stream]:

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from gms.ports import Control, Tracer, TransferControl
+from snapback_client.frames import Versions
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
 from snapshot_shared.errors import (
     DeadlineExceeded,
@@ -30,6 +31,8 @@ from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SERVICE,
     GRPC_SOCKET,
+    GRPC_VERSIONS,
+    VERSION_HEADER,
     DropLayoutRequest,
     FenceRequest,
     ForgetRequest,
@@ -39,6 +42,7 @@ from snapshot_shared.frames import (
     StatusRequest,
     UnfenceRequest,
     WatchRequest,
+    version_of_call,
 )
 
 log = logging.getLogger(__name__)
@@ -69,11 +73,14 @@ class GrpcServer:
         control: Control,
         transfers: TransferControl,
         tracer: Tracer | None = None,
+        versions: Versions = GRPC_VERSIONS,
     ) -> None:
         """Prepare to serve `<folder>/gms-grpc.sock`, for our own user alone.
 
-        Calls whose metadata has a `traceparent` are spans of that trace.
+        Calls whose metadata has a `traceparent` are spans of that trace. Each is answered in the
+        highest of the `versions` that its caller speaks as well.
         """
+        self._versions = versions
         self.path = folder / GRPC_SOCKET
         self._control = control
         self._transfers = transfers
@@ -131,6 +138,7 @@ class GrpcServer:
         async def call(data: bytes, context: Context) -> bytes:
             try:
                 with self._span(name, context):
+                    await self._agree(context)
                     return encode_msgpack(await answer(decode_msgpack(data, kind)))
             except asyncio.CancelledError:
                 raise
@@ -146,6 +154,7 @@ class GrpcServer:
 
         async def send(data: bytes, context: Context) -> None:
             with self._span(name, context):
+                await self._agree(context)
                 async with aclosing(answer(decode_msgpack(data, kind))) as answers:
                     async for each in answers:
                         await context.write(encode_msgpack(each))
@@ -165,12 +174,17 @@ class GrpcServer:
 
         return grpc.unary_stream_rpc_method_handler(call)
 
+    async def _agree(self, context: Context) -> None:
+        """Say in which version the call is answered. UnsupportedVersion names both ranges."""
+        version = version_of_call(dict(context.invocation_metadata() or ()), self._versions)
+        await context.send_initial_metadata(((VERSION_HEADER, str(version)),))
+
     def _span(self, name: str, context: Context) -> AbstractContextManager[object]:
         found = dict(context.invocation_metadata() or ())
         parent = found.get("traceparent")
         if self._tracer is None or not isinstance(parent, str):
             return contextlib.nullcontext()
-        return self._tracer.span(f"gms-{name}", parent=parent)
+        return self._tracer.span(f"gms-{name}", kind="server", parent=parent)
 
 
 async def _fail(context: Context, error: Exception) -> NoReturn:

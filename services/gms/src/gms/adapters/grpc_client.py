@@ -11,13 +11,14 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from snapback_client.frames import error_of
+from snapback_client.frames import Versions, error_of
 from snapback_client.wire import pinned
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
 from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, SnapbackError
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SOCKET,
+    GRPC_VERSIONS,
     MAX_EVENTS,
     ForgetReply,
     ForgetRequest,
@@ -30,9 +31,12 @@ from snapshot_shared.frames import (
     TransferUpdate,
     WatchReply,
     WatchRequest,
+    call_metadata,
+    check_answer,
     grpc_method,
 )
 from snapshot_shared.orders import LayoutRef
+from snapshot_shared.telemetry import current_traceparent
 
 T = TypeVar("T")
 
@@ -54,10 +58,16 @@ class GmsUnavailable(NotFound):
 class GmsCaller:
     """Calls one service. An async context manager, which closes the channel."""
 
-    def __init__(self, socket_dir: Path, *, traceparent: str = "") -> None:
-        """Use `<socket_dir>/gms-grpc.sock`; every call is part of the trace `traceparent`."""
+    def __init__(
+        self, socket_dir: Path, *, traceparent: str = "", versions: Versions = GRPC_VERSIONS
+    ) -> None:
+        """Use `<socket_dir>/gms-grpc.sock`, and offer these versions.
+
+        Every call is part of the trace `traceparent`, else of the span around it.
+        """
         self._path = socket_dir / GRPC_SOCKET
-        self._metadata = (("traceparent", traceparent),) if traceparent else ()
+        self._traceparent = traceparent
+        self._versions = versions
         self._channel: grpc.aio.Channel | None = None
         self._pinned = contextlib.ExitStack()
 
@@ -111,9 +121,11 @@ class GmsCaller:
         self, method: str, request: object, kind: type[T], within_s: float = CALL_S
     ) -> T:
         """Send a request and return the reply."""
-        call: Any = self._open.unary_unary(grpc_method(method))
+        opening: Any = self._open.unary_unary(grpc_method(method))
+        call = opening(encode_msgpack(request), timeout=within_s, metadata=self._metadata())
         try:
-            data = await call(encode_msgpack(request), timeout=within_s, metadata=self._metadata)
+            data = await call
+            check_answer(dict(await call.initial_metadata()), self._versions)
         except grpc.aio.AioRpcError as error:
             raise self._translated(method, error) from error
         return decode_msgpack(data, kind, limit=8 * MAX_FRAME_BYTES)
@@ -122,14 +134,21 @@ class GmsCaller:
         self, method: str, request: object, kind: type[T], within_s: float | None
     ) -> AsyncGenerator[T, None]:
         opening: Any = self._open.unary_stream(grpc_method(method))
-        call = opening(encode_msgpack(request), timeout=within_s, metadata=self._metadata)
+        call = opening(encode_msgpack(request), timeout=within_s, metadata=self._metadata())
+        is_checked = False
         try:
             async for data in call:
+                if not is_checked:
+                    check_answer(dict(await call.initial_metadata()), self._versions)
+                    is_checked = True
                 yield decode_msgpack(data, kind, limit=8 * MAX_FRAME_BYTES)
         except grpc.aio.AioRpcError as error:
             raise self._translated(method, error) from error
         finally:
             call.cancel()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return call_metadata(self._versions, self._traceparent or current_traceparent())
 
     @property
     def _open(self) -> grpc.aio.Channel:

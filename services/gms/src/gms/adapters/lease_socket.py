@@ -24,6 +24,8 @@ from gms.adapters.turns import Turns
 from gms.domain.sessions import Peer, Session
 from gms.ports import Answer, Message, Sessions
 from snapback_client.frames import (
+    FIRST_VERSION,
+    LEASE_PROTOCOL,
     LEASE_SOCKET,
     AllocateMany,
     Attach,
@@ -37,6 +39,8 @@ from snapback_client.frames import (
     Request,
     decode_request,
     encode_frame,
+    negotiated,
+    offered_in,
 )
 from snapback_client.wire import Inbox, close_all, prepare, send
 from snapshot_shared import instruments
@@ -297,6 +301,8 @@ class _Connection:
         self._is_reading = False
         self._waiting: asyncio.Future[Request | Answer | None] | None = None
         self._at_once: AtOnce | None = None
+        self._versions = common.policy.versions
+        self._version = FIRST_VERSION
 
     async def handshake(self) -> Attach:
         """Wait for the first frame, which must be Attach."""
@@ -310,6 +316,8 @@ class _Connection:
             ) from None
         if not isinstance(request, Attach):
             raise InvalidMessage(f"the first frame must be Attach, not {type(request).__name__}")
+        self._version = negotiated(offered_in(request), self._versions, LEASE_PROTOCOL)
+        self._versions = (self._version, self._version)
         return request
 
     @contextlib.contextmanager
@@ -358,7 +366,7 @@ class _Connection:
             raise _ClientGone
         if descriptors:
             raise InvalidMessage("a request carries no descriptors")
-        return decode_request(data)
+        return decode_request(data, self._versions)
 
     async def _readable(self, at_once: AtOnce | None) -> Request | Answer | None:
         """Wait until a frame can be read, or is read already, or for the rest of an answer."""
@@ -404,7 +412,7 @@ class _Connection:
     def _sent(self, message: Message) -> bool:
         """Send a message without descriptors. False when the client has to read others first."""
         try:
-            send(self._socket, encode_frame(message.frame))
+            send(self._socket, encode_frame(message.frame, self._version))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -428,7 +436,7 @@ class _Connection:
     async def send(self, message: Message) -> None:
         """Send a message and close its descriptors. A client that does not read is dropped."""
         try:
-            data = encode_frame(message.frame)
+            data = encode_frame(message.frame, self._version)
             while True:
                 try:
                     return send(self._socket, data, message.descriptors)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import NamedTuple
 
-from msgspec import UnsetType
-
 from gms.domain.tasks import OBJECT, SaveTask
 from gms.domain.transfer import ChunkPlan, FilePlan, without_memory
 from gms.ports import Advance, CopyingBackend, TransferBackend
@@ -23,7 +21,6 @@ from snapshot_shared.artifact import (
     ROOT_MANIFEST,
     FileEntry,
     PartManifest,
-    SavedObjects,
     check_part_manifest,
     generation_of,
     generation_path,
@@ -39,11 +36,10 @@ LOOKED_AT = 16
 
 
 class Parent(NamedTuple):
-    """A part to share with: its directory, its files, and where its bytes are, if in objects."""
+    """A part to share with: its directory and its manifest."""
 
     directory: int
-    files: Sequence[FileEntry]
-    objects: SavedObjects | UnsetType
+    manifest: PartManifest
 
 
 @contextlib.contextmanager
@@ -68,8 +64,8 @@ def parent_of(root: int, task: SaveTask) -> Iterator[Parent | None]:
             layout = manifest.layout
             is_near = bool(manifest.objects) is (task.backend == OBJECT)
             is_same = layout and layout.source.structure_hash == task.layout.structure_hash
-            if is_near and is_same:
-                yield Parent(directory, manifest.files, manifest.objects)
+            if is_near and is_same and bool(manifest.encryption) is task.encrypt:
+                yield Parent(directory, manifest)
                 return
     yield None
 
@@ -89,11 +85,11 @@ def share(
     `digest_of` gives the digest that a chunk of a plan has in memory now.
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
     """
-    if parent.objects:
+    if objects := parent.manifest.objects:
         if isinstance(backend, CopyingBackend):
-            backend.take_from(parent.objects.prefix, parent.files)
+            backend.take_from(objects.prefix, parent.manifest.files)
         return {}
-    known = {entry.name: entry for entry in parent.files}
+    known = {entry.name: entry for entry in parent.manifest.files}
     shared: dict[str, FileEntry] = {}
     for plan in plans:
         entry = known.get(plan.name)

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET
 
-from gms.domain.resume import ChunksNote, SaveNote, Written, read_notes
-from snapshot_shared.artifact import PART_MANIFEST
+from gms.domain.resume import ChunksNote, KeyNote, SaveNote, Written, read_notes
+from snapshot_shared.artifact import PART_MANIFEST, Encryption
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import ArtifactExists, ArtifactMissing, SnapbackError
 from snapshot_shared.files import (
@@ -47,19 +48,28 @@ class Staging:
         self._notes = notes
         self._lock = threading.Lock()
         self._is_secure = False
-        self._written, length = read_notes(read_all(notes), save)
+        found = read_notes(read_all(notes), save)
+        self._written, self._tags, self.encryption = found.written, found.tags, found.encryption
         self._tidy()
-        os.ftruncate(notes, length)
+        os.ftruncate(notes, found.length)
         os.lseek(notes, 0, os.SEEK_END)
-        if not length:
+        if not found.length:
             self._append(save)
 
     def written(self, name: str) -> Mapping[int, str]:
         return self._written.get(name, {})
 
-    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
+    def tags(self, name: str) -> Mapping[int, bytes]:
+        return self._tags.get(name, {})
+
+    def note_key(self, encryption: Encryption) -> None:
+        """Note the key of all that will be noted."""
+        self.encryption = encryption
+        self._append(KeyNote(encryption=encryption))
+
+    def note(self, chunks: Sequence[tuple[str, int, str]], tags: Sequence[bytes] = ()) -> None:
         with self._lock:
-            self._append(ChunksNote(chunks=list(chunks)))
+            self._append(ChunksNote(chunks=list(chunks), tags=list(tags) or UNSET))
             secure(self._notes, NOTES)
             if not self._is_secure:
                 # The names of the files, too: all of them are made before any is written.

@@ -22,6 +22,7 @@ from gms.domain.tasks import (
 )
 from snapshot_shared.artifact import generation_path
 from snapshot_shared.errors import Failure, InvalidInput
+from snapshot_shared.ids import check_folder
 from snapshot_shared.orders import Bytes, LayoutRef, LoadOrder, PartStr, SaveOrder
 
 ORDER_FILE = "order.json"
@@ -70,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     options: TransferOptions
 
 
+_FOLDERS = ("GMS_SOCKET_DIR", "GMS_CHECKPOINT_DIR", "GMS_ORDER_DIR")
 _NUMBERS = (
     "GMS_SAVE_WORKERS",
     "GMS_LOAD_WORKERS",
@@ -86,6 +88,11 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         if not environment.get(name)
         and not (name == "GMS_CHECKPOINT_DIR" and environment.get("GMS_ORDER_DIR"))
     ]
+    for name in _FOLDERS:
+        try:
+            check_folder(name, environment.get(name) or "/")
+        except InvalidInput as error:
+            problems.append(f"{error.message}: {error.next_step}")
     numbers: dict[str, int] = {}
     for name in _NUMBERS:
         text = environment.get(name)

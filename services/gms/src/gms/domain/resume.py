@@ -5,15 +5,15 @@ Notes are hints: a chunk is taken over only when memory and file both have the d
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from gms.domain.tasks import SaveTask
 from gms.domain.transfer import CHUNK_BYTES
 from snapback_client.frames import Token
-from snapshot_shared.artifact import MAX_CHUNKS, ChunkDigest, FileName
+from snapshot_shared.artifact import MAX_CHUNKS, ChunkDigest, ChunkTag, Encryption, FileName
 from snapshot_shared.orders import Attempt, LayoutRef, OrderIdStr, ShortText
 
 ChunkIndex = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
@@ -36,15 +36,37 @@ class SaveNote(_Note, frozen=True, kw_only=True, tag="save"):
     backend: ShortText
     shard_bytes: int
     chunk_bytes: int
+    encrypted: bool | UnsetType = UNSET
+
+
+class KeyNote(_Note, frozen=True, kw_only=True, tag="key"):
+    """The key by which all chunks are encrypted that are noted after this."""
+
+    encryption: Encryption
 
 
 class ChunksNote(_Note, frozen=True, kw_only=True, tag="chunks"):
-    """File, index and digest of chunks that were fsynced before this was written."""
+    """File, index and digest of chunks that were fsynced before this was written.
+
+    `tags` has the nonce and tag of each, where they are encrypted.
+    """
 
     chunks: list[tuple[FileName, ChunkIndex, ChunkDigest]]
+    tags: list[ChunkTag] | UnsetType = UNSET
 
 
-_DECODER: msgspec.json.Decoder[SaveNote | ChunksNote] = msgspec.json.Decoder(SaveNote | ChunksNote)
+class Noted(NamedTuple):
+    """What the notes of a save say, and the length of those that are valid."""
+
+    written: Written
+    length: int
+    tags: dict[str, dict[int, bytes]]
+    encryption: Encryption | None
+
+
+_DECODER: msgspec.json.Decoder[SaveNote | KeyNote | ChunksNote] = msgspec.json.Decoder(
+    SaveNote | KeyNote | ChunksNote
+)
 
 
 def note_of(task: SaveTask) -> SaveNote:
@@ -57,15 +79,18 @@ def note_of(task: SaveTask) -> SaveNote:
         backend=task.backend,
         shard_bytes=task.shard_bytes,
         chunk_bytes=CHUNK_BYTES,
+        encrypted=task.encrypt or UNSET,
     )
 
 
-def read_notes(data: bytes, wanted: SaveNote) -> tuple[Written, int]:
-    """Return the chunks that the notes of this save name, and the length of valid notes.
+def read_notes(data: bytes, wanted: SaveNote) -> Noted:
+    """Return what the notes of this save name.
 
     What follows is torn and counts for nothing. All of it, when it is the notes of another save.
     """
     written: Written = {}
+    tags: dict[str, dict[int, bytes]] = {}
+    encryption: Encryption | None = None
     length = 0
     for line in data.splitlines(keepends=True):
         try:
@@ -77,7 +102,11 @@ def read_notes(data: bytes, wanted: SaveNote) -> tuple[Written, int]:
         if isinstance(note, ChunksNote):
             for name, index, digest in note.chunks:
                 written.setdefault(name, {})[index] = digest
+            for (name, index, _), tag in zip(note.chunks, note.tags or (), strict=False):
+                tags.setdefault(name, {})[index] = tag
+        elif isinstance(note, KeyNote):
+            encryption = note.encryption
         elif note != wanted:
             break
         length += len(line)
-    return written, length
+    return Noted(written, length, tags, encryption)

@@ -26,6 +26,7 @@ from snapback_client.frames import (
 )
 from snapshot_shared.artifact import (
     AllocationEntry,
+    Encryption,
     Facts,
     FileEntry,
     PartManifest,
@@ -141,6 +142,7 @@ def part_manifest(
     allocations: list[AllocationEntry],
     files: list[FileEntry],
     metadata: Sequence[MetadataItem],
+    encryption: Encryption | None = None,
 ) -> PartManifest:
     """Return the manifest of a part that was written."""
     return PartManifest(
@@ -159,4 +161,5 @@ def part_manifest(
         objects=SavedObjects(prefix="/".join(path_of(task)))
         if task.backend == OBJECT
         else msgspec.UNSET,
+        encryption=encryption or msgspec.UNSET,
     )

@@ -54,12 +54,19 @@ class TransferOptions(NamedTuple):
     """How bytes are moved: by which backend, and the URL of the object storage that it may use.
 
     Each device has as many threads as are given here: so many requests are in flight.
+    `artifact_keys` is a folder with keys and `kms_command` a command that has some. What they have
+    encrypted is decrypted in any case, and with `encrypt` what is saved is encrypted. With
+    `require_signature` nothing is loaded that no key which is trusted has signed.
     """
 
     backend: str = DEFAULT_BACKEND
     object_storage: str = ""
     save_threads: int = SAVE_THREADS
     load_threads: int = LOAD_THREADS
+    artifact_keys: str = ""
+    kms_command: str = ""
+    encrypt: bool = False
+    require_signature: bool = False
 
     def of_save(self) -> dict[str, Any]:
         """Return the fields of a SaveTask."""
@@ -91,6 +98,10 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     attempt: int = 0
     backend: ShortText = DEFAULT_BACKEND
     object_storage: Text = ""
+    artifact_keys: Text = ""
+    kms_command: Text = ""
+    encrypt: bool = False
+    require_signature: bool = False
     traceparent: ShortText = ""
     staged: Text = ""
 

@@ -33,6 +33,9 @@ CHUNK_BYTES = 8 * 1024 * 1024
 SHARD_BYTES = 256 * 1024 * 1024
 """The longest shard. A later save shares whole ones, so long ones are seldom shared."""
 
+ENCRYPTED_SHARD_BYTES = 32 * 1024 * 1024
+"""The longest shard that is encrypted: all of it is in memory at once."""
+
 PADDING = -1
 """The allocation of a piece that belongs to none: zeros between allocations."""
 

@@ -33,6 +33,11 @@ from snapshot_shared.files import (
 
 def take(task: SaveTask, emit: Emit) -> TransferDone:
     """Copy the part that a saver has written into the artifact root. ArtifactCorrupt."""
+    if task.encrypt:
+        raise InvalidInput(
+            "SNAPBACK_ENCRYPT_MEMORY=1, and the saver of the pod does not encrypt",
+            next_step="leave the container gms-saver out of the template of the pod",
+        )
     where = path_of(task)
     with opened(open_root(task.root, create=True)) as root:
         if (known := saved_before(root, task)) is not None:
@@ -97,10 +102,15 @@ def hand_out(task: LoadTask, emit: Emit) -> TransferDone:
         opened(open_artifact(root, where)) as source,
         opened(open_root(task.staged)) as above,
     ):
-        manifest = read_manifest(source, task)
+        manifest = read_manifest(root, source, task)
         if manifest.objects:
             raise InvalidInput(
                 f"{task.part} is in object storage, which no loader in a pod is given",
+                next_step="leave the container gms-loader out of the template of the pod",
+            )
+        if manifest.encryption:
+            raise InvalidInput(
+                f"{task.part} is encrypted, and no loader in a pod has keys",
                 next_step="leave the container gms-loader out of the template of the pod",
             )
         meter = ProgressMeter(manifest.bytes, emit)

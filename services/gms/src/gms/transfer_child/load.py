@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from gms.domain.task_rules import backend_for, check_room, load_request, path_of
 from gms.domain.tasks import LoadTask, TransferDone, TransferLeased
@@ -16,6 +17,9 @@ from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import open_artifact, open_root, opened, read_bounded
 from snapshot_shared.orders import LayoutRef
 
+if TYPE_CHECKING:
+    from gms.adapters.encrypted import Ciphers
+
 
 def load(task: LoadTask, emit: Emit) -> TransferDone:
     """Read a part into memory, verified, and leave it hidden under the load token."""
@@ -23,10 +27,11 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
         opened(open_root(task.root)) as root,
         opened(open_artifact(root, path_of(task))) as directory,
     ):
-        manifest = read_manifest(directory, task)
+        manifest = read_manifest(root, directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
         allocations, files = layout.allocations, manifest.files
         backend_name = backend_for(task, manifest)
+        ciphers = _ciphers_of(task, manifest)
         plans = plan_files(
             allocations,
             [entry.size for entry in files],
@@ -38,7 +43,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             emit(TransferLeased())
             specs = [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
             infos = lease.allocate(specs, wait_s=task.memory_wait_s)
-            find = functools.partial(backend_of, task, backend_name)
+            find = functools.partial(backend_of, task, backend_name, ciphers=ciphers)
             with mapped(lease, infos, Access.RW, find) as (buffers, backend):
                 meter = ProgressMeter(manifest.bytes, emit)
                 moved = backend.read_files(
@@ -63,8 +68,25 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
     )
 
 
-def read_manifest(directory: int, task: LoadTask) -> PartManifest:
-    """Return the manifest that was sealed. Raise ArtifactCorrupt for any other."""
+def _ciphers_of(task: LoadTask, manifest: PartManifest) -> Ciphers | None:
+    if not manifest.encryption:
+        return None
+    # Every restore waits for this import, and few artifacts are encrypted.
+    from gms.adapters.encrypted import ciphers_for_load  # noqa: PLC0415
+
+    return ciphers_for_load(task, manifest)
+
+
+def read_manifest(root: int, directory: int, task: LoadTask) -> PartManifest:
+    """Return the manifest that was sealed. Raise ArtifactCorrupt for any other.
+
+    `root` is a descriptor of the artifact root. NotTrusted where the artifact has to be signed.
+    """
+    if task.require_signature:
+        # Every restore waits for this import, and few artifacts are signed.
+        from gms.adapters.signed import check_signed  # noqa: PLC0415
+
+        check_signed(root, task)
     data = read_bounded(directory, PART_MANIFEST, MAX_MANIFEST_BYTES)
     if (found := digest(data)) != task.part_digest:
         raise ArtifactCorrupt(

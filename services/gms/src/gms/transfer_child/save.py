@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gms.adapters.bounce_buffers import BUFFER_BYTES, BounceBuffered
 from gms.adapters.buffers import digest_in_memory
-from gms.adapters.sharing import parent_of, share
+from gms.adapters.sharing import DigestOf, parent_of, share
 from gms.adapters.staging import drop_notes, staged
 from gms.domain.resume import note_of
 from gms.domain.task_rules import check_fenced, check_shape, part_manifest, path_of, save_request
 from gms.domain.tasks import OBJECT, SaveTask, TransferDone, TransferLeased
-from gms.domain.transfer import place, plan_files
+from gms.domain.transfer import ENCRYPTED_SHARD_BYTES, place, plan_files
 from gms.ports import ResumableBackend, TransferBackend
 from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationInfo, MetadataItem
@@ -33,6 +34,9 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.object_storage import ObjectStorage, check_objects
 
+if TYPE_CHECKING:
+    from gms.adapters.encrypted import Ciphers
+
 
 def save(task: SaveTask, emit: Emit) -> TransferDone:
     """Write the fenced layout as a part: files, digests, the manifest last."""
@@ -44,9 +48,12 @@ def save(task: SaveTask, emit: Emit) -> TransferDone:
             emit(TransferLeased())
             infos, metadata = lease.allocations(), lease.metadata()
             check_shape(infos, metadata, task.layout)
-            find = functools.partial(backend_of, task, task.backend)
+            ciphers = ciphers_of(task)
+            find = functools.partial(backend_of, task, task.backend, ciphers=ciphers)
             with mapped(lease, infos, Access.RO, find) as (buffers, backend):
-                return write_part(root, task, infos, metadata, buffers, emit, backend=backend)
+                return write_part(
+                    root, task, infos, metadata, buffers, emit, backend=backend, ciphers=ciphers
+                )
 
 
 def write_part(
@@ -58,29 +65,39 @@ def write_part(
     emit: Emit,
     *,
     backend: TransferBackend | None = None,
+    ciphers: Ciphers | None = None,
 ) -> TransferDone:
     """Write the bytes of every allocation beneath an artifact root, and the manifest last.
 
     Files that a sealed artifact of the same namespace holds already are shared with it. What a
     killed process of the same save has written is kept, where memory and file prove it. `backend`
-    is that of the task by default; one with bounce buffers needs no `buffers`.
+    is that of the task by default; one with bounce buffers needs no `buffers`. `ciphers` are those
+    of a backend that encrypts.
 
     A failure leaves no directory. NoSpace; ArtifactExists when the part exists.
     """
-    backend = backend or backend_of(task, task.backend)
+    if backend is None:
+        ciphers = ciphers_of(task)
+        backend = backend_of(task, task.backend, ciphers=ciphers)
     bounced = backend if isinstance(backend, BounceBuffered) else None
-    shard_bytes = task.shard_bytes if bounced is None else min(task.shard_bytes, BUFFER_BYTES)
-    entries, sizes = place(infos, shard_bytes=shard_bytes)
-    plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
-    digest_of = (
-        bounced.digest_of if bounced else functools.partial(digest_in_memory, buffers=buffers)
+    longest = min(
+        task.shard_bytes,
+        BUFFER_BYTES if bounced else task.shard_bytes,
+        ENCRYPTED_SHARD_BYTES if ciphers else task.shard_bytes,
     )
+    entries, sizes = place(infos, shard_bytes=longest)
+    plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
+    compute = ciphers.older_digest if ciphers else digest_in_memory
+    digest_of: DigestOf = functools.partial(compute, buffers=buffers)
+    if bounced:
+        digest_of = functools.partial(bounced.digest_of, compute=compute)
     note, every, storage = note_of(task), task.note_bytes, task.object_storage
     with staged(root, path_of(task), note, every_bytes=every, storage=storage) as staging:
         directory = staging.directory
+        encryption = ciphers.begin(staging) if ciphers else None
         meter = ProgressMeter(sum(sizes), emit)
         with parent_of(root, task) as parent:
-            if parent is not None:
+            if parent is not None and (ciphers is None or ciphers.follow(parent.manifest)):
                 shared = share(
                     parent,
                     directory,
@@ -102,7 +119,9 @@ def write_part(
         moved = write(directory, missing, buffers, threads=task.threads, advance=meter.advance)
         files = shared | {entry.name: entry for entry in moved.files}
         in_order = [files[plan.name] for plan in plans]
-        data = encode_pretty(part_manifest(task, entries, in_order, metadata))
+        if ciphers:
+            in_order = [ciphers.finished(entry) for entry in in_order]
+        data = encode_pretty(part_manifest(task, entries, in_order, metadata, encryption))
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput("the manifest would be too long", size=len(data))
         write_new(directory, PART_MANIFEST, data)
@@ -114,6 +133,16 @@ def write_part(
         moved=moved.bytes,
         backend=moved.backend,
     )
+
+
+def ciphers_of(task: SaveTask) -> Ciphers | None:
+    """Return the keys by which a part is to be encrypted; None where it is not."""
+    if not task.encrypt:
+        return None
+    # Every save waits for this import, and few artifacts are encrypted.
+    from gms.adapters.encrypted import ciphers_for_save  # noqa: PLC0415
+
+    return ciphers_for_save(task)
 
 
 def saved_before(root: int, task: SaveTask) -> TransferDone | None:

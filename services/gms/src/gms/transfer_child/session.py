@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from gms.adapters.backends import find_backend
 from gms.adapters.bounce_buffers import BounceBuffered
@@ -16,6 +17,9 @@ from gms.ports import TransferBackend
 from snapback_client.frames import Access, AllocationInfo
 from snapback_client.lease import Lease
 from snapback_client.reservation import HUGE_PAGE, Reservation, reserve
+
+if TYPE_CHECKING:
+    from gms.adapters.encrypted import Ciphers
 
 Emit = Callable[[TransferEvent], None]
 
@@ -101,7 +105,20 @@ def mapped(
         at.release()
 
 
-def backend_of(task: SaveTask | LoadTask, name: str, *, in_place: bool = False) -> TransferBackend:
-    """Return a backend for the part of a task."""
+def backend_of(
+    task: SaveTask | LoadTask,
+    name: str,
+    *,
+    in_place: bool = False,
+    ciphers: Ciphers | None = None,
+) -> TransferBackend:
+    """Return a backend for the part of a task, which is encrypted if there are ciphers."""
     prefix = "/".join(path_of(task))
-    return find_backend(name, storage=task.object_storage, prefix=prefix, in_place=in_place)
+    if ciphers is None:
+        return find_backend(name, storage=task.object_storage, prefix=prefix, in_place=in_place)
+    # Every restore waits for this import, and few artifacts are encrypted.
+    from gms.adapters.encrypted import Encrypted  # noqa: PLC0415
+
+    # What moves is in buffers of ours, which are in huge pages.
+    found = find_backend(name, storage=task.object_storage, prefix=prefix, in_place=True)
+    return Encrypted(found, ciphers)

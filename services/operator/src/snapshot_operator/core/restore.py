@@ -13,6 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
+from snapshot_operator.core.capture import capture_span
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.nodes import known, node, without_agent
 from snapshot_operator.core.plan import (
@@ -405,7 +406,8 @@ def _pending(view: RestoreView, now: float) -> Plan:
     if view.is_full:
         return _waits(restore, backpressure.REASON, backpressure.MESSAGE, now)
     artifact = ordering.artifact_ref(content, committed)
-    return _begin(restore, pod, artifact, committed, now)
+    traced = capture_span(content, committed.generation)
+    return _begin(restore, pod, artifact, committed, traced, now)
 
 
 def _unreadable(view: RestoreView, now: float) -> Plan | None:
@@ -421,8 +423,14 @@ def _unreadable(view: RestoreView, now: float) -> Plan | None:
 
 
 def _begin(
-    restore: SnapshotRestore, pod: Pod, artifact: ArtifactRef, committed: Committed, now: float
+    restore: SnapshotRestore,
+    pod: Pod,
+    artifact: ArtifactRef,
+    committed: Committed,
+    captured: str,
+    now: float,
 ) -> Plan:
+    """Begin an attempt; `captured` is the span of the capture of the artifact."""
     status = restore.status
     attempt = max([status.attempt, *(item.attempt for item in status.orders)]) + 1
     trace = restoration_span(restore)
@@ -435,6 +443,7 @@ def _begin(
         devices=_devices(pod, committed),
         started_at=status.started_at or time_of(now),
         traceparent=trace,
+        capture_traceparent=captured,
         failure=None,
         orders=[item for item in status.orders if not is_answered(item)],
     )

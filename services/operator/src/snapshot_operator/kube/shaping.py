@@ -7,6 +7,7 @@ the order in which they wrote it, whether this program knows the field or not.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import msgspec
@@ -163,7 +164,8 @@ def devices_template(job: Job, checkpoint: Document) -> Document | None:
     if not has_memory_server(checkpoint) or resources.get("claims"):
         return None
     identity = spec["identity"]
-    ranks = identity.get("tensorParallelSize", 1) * identity.get("pipelineParallelSize", 1)
+    sizes = (identity.get(name) or 1 for name in ("tensorParallelSize", "pipelineParallelSize"))
+    ranks = math.prod(sizes)
     count = int(resources.get("limits", {}).get(GPU_RESOURCE, ranks))
     device_class = spec["gpuMemoryService"].get("deviceClassName", "gpu.nvidia.com")
     meta = new_meta(job.metadata)

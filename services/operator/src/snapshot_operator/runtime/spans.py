@@ -115,6 +115,7 @@ class Spans:
             identity=parse_traceparent(after.traceparent),
             start_ns=_ns(began),
             end_ns=_ns(self._now()),
+            links=[after.capture_traceparent],
             error=after.failure.message if after.failure else "",
             attributes={
                 "snapback.pod": new.spec.pod_ref.name,

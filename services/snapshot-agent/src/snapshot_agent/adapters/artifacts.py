@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from snapshot_agent.adapters.copying import ROOT, ByteCounter, read_checked
-from snapshot_agent.domain.signing import NO_SIGNATURES, Signing
 from snapshot_agent.ports import GenerationRef, Progress
 from snapshot_shared.artifact import (
+    MAX_SIGNATURE_BYTES,
     PART_MANIFEST,
     ROOT_MANIFEST,
     SIGNATURE,
@@ -57,12 +57,12 @@ from snapshot_shared.object_storage import (
     verify_objects,
 )
 from snapshot_shared.orders import ArtifactRef
+from snapshot_shared.signing import NO_SIGNATURES, Signing
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_SIGNATURE_BYTES = 4096
 
 MEASURED_WITHIN_S = 1.0
 """How long to wait for a measurement of the free space before the last one is used, in seconds."""

@@ -18,9 +18,9 @@ import msgspec
 import xxhash
 
 from snapshot_agent.adapters.control_dir import workers_own
-from snapshot_agent.domain.encrypting import PLAIN_BYTES, SEGMENT_BYTES, FileCipher, PartCipher
 from snapshot_agent.ports import Progress
 from snapshot_shared.artifact import MAX_FILES, PART_MANIFEST, FileEntry, FileName
+from snapshot_shared.encrypting import PLAIN_BYTES, SEGMENT_BYTES, FileCipher, PartCipher
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
 from snapshot_shared.files import create_file, open_regular, opened, translated, write_all
 from snapshot_shared.tasks import Threads, over

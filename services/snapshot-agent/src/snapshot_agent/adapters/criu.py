@@ -26,7 +26,6 @@ from snapshot_agent.adapters.copying import (
 from snapshot_agent.adapters.kubelet import restored_below
 from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.domain.driving import Phase, Phases, Release
-from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.helping import (
     MAX_MESSAGE_BYTES,
     RESTORED,
@@ -45,6 +44,7 @@ from snapshot_agent.domain.spec import INSIDE, nodes_mounts
 from snapshot_agent.ports import DriverState, Dump, Process, RestoreSource, Stage, Worker
 from snapshot_agent.ports import Progress as Report
 from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
 from snapshot_shared.orders import Driver
 from snapshot_shared.tasks import in_thread

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from snapback_client.frames import error_of
+from snapback_client.frames import Versions, error_of
 from snapback_client.wire import pinned
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import (
@@ -27,12 +27,15 @@ from snapshot_shared.errors import (
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SOCKET,
+    GRPC_VERSIONS,
     FenceReply,
     FenceRequest,
     StatusReply,
     StatusRequest,
     UnfenceReply,
     UnfenceRequest,
+    call_metadata,
+    check_answer,
     grpc_method,
 )
 from snapshot_shared.ids import check_uid
@@ -67,9 +70,13 @@ class GmsUnavailable(SnapbackError):
 class GmsClient:
     """The `GpuMemory` port. Connects at its first call and again whenever it must."""
 
-    def __init__(self, socket_dir: Path) -> None:
-        """Use `<socket_dir>/gms-grpc.sock`; nothing is opened before the first call."""
+    def __init__(self, socket_dir: Path, versions: Versions = GRPC_VERSIONS) -> None:
+        """Use `<socket_dir>/gms-grpc.sock`; nothing is opened before the first call.
+
+        `versions` are offered to the service with each call.
+        """
         self._socket_dir = socket_dir
+        self._versions = versions
         self._target = f"unix:{socket_dir / GRPC_SOCKET}"
         self._channel: grpc.aio.Channel | None = None
 
@@ -127,9 +134,14 @@ class GmsClient:
     ) -> T:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
-        call: Any = self._channel.unary_unary(grpc_method(method))
+        opening: Any = self._channel.unary_unary(grpc_method(method))
+        metadata = call_metadata(self._versions, current_traceparent())
+        call = opening(
+            encode_msgpack(body), timeout=within_s, wait_for_ready=patiently, metadata=metadata
+        )
         try:
-            data = await call(encode_msgpack(body), timeout=within_s, wait_for_ready=patiently)
+            data = await call
+            check_answer(dict(await call.initial_metadata()), self._versions)
         except grpc.aio.AioRpcError as error:
             raise _translated(method, error) from error
         return decode_msgpack(data, reply)

@@ -52,8 +52,13 @@ def _stat(path: str, pid: int) -> Stat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command is in parentheses and may contain any character, parentheses included.
-    fields = line[line.rindex(b")") + 2 :].split()
-    return Stat(pid, fields[0].decode(), *(int(fields[at]) for at in (1, 3, 19)))
+    try:
+        fields = line[line.rindex(b")") + 2 :].split()
+        return Stat(pid, fields[0].decode(), *(int(fields[at]) for at in (1, 3, 19)))
+    except (ValueError, IndexError):
+        from snapshot_shared.proc import malformed  # noqa: PLC0415 - the guard imports little
+
+        malformed(path, line.decode(errors="replace"))
 
 
 def is_alive(pid: int, start: int) -> bool:

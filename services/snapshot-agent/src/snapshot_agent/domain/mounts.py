@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from snapshot_shared.proc import malformed
+
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -37,11 +39,14 @@ def mounts_in(mountinfo: str) -> list[Mount]:
 def _mount(line: str) -> Mount:
     # The optional fields before the dash are as many as the kernel likes.
     own, _, shared = line.partition(" - ")
-    number, parent, device, root, path, options, *_ = own.split(" ")
-    fs_type, source, super_options = shared.split(" ", 2)
+    try:
+        number, parent, device, root, path, options, *_ = own.split(" ")
+        fs_type, source, super_options = shared.split(" ", 2)
+        ids = int(number), int(parent)
+    except ValueError:
+        malformed("mountinfo", line)
     return Mount(
-        int(number),
-        int(parent),
+        *ids,
         device,
         unescaped(root),
         unescaped(path),

@@ -8,7 +8,6 @@ import contextlib
 import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
-from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.gate import DUMP_CHECKS, DumpRequest, refuse
 from snapshot_agent.handlers.background import HANGS_S, compensated, while_alive
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
@@ -16,6 +15,7 @@ from snapshot_agent.handlers.prepare import Prepare, facts_of
 from snapshot_agent.ports import Dump, GenerationRef, Machine, Orders, Stage, Workers
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.courier import OrderContext, Result
+from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import Aborted, Internal, InvalidMessage
 from snapshot_shared.ids import OrderId, Uid, order_id, verb_of
 from snapshot_shared.ledger import Entry

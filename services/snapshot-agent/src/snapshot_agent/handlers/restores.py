@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import device_map
-from snapshot_agent.domain.encrypting import PartCipher
 from snapshot_agent.domain.gate import COMPATIBILITY_CHECKS, RESTORE_CHECKS, Target, refuse
 from snapshot_agent.handlers.artifacts import naming, proven_parts
 from snapshot_agent.handlers.background import compensated, while_alive
@@ -25,6 +24,7 @@ from snapshot_agent.ports import (
 )
 from snapshot_shared.artifact import PartManifest, RootManifest, part_path
 from snapshot_shared.courier import OrderContext, Result
+from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import (
     Aborted,
     DeadlineExceeded,

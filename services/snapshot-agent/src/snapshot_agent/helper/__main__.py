@@ -46,7 +46,7 @@ from snapshot_shared.errors import (
     NotEligible,
     SnapbackError,
 )
-from snapshot_shared.settings import Common, load
+from snapshot_shared.settings import Common, Folder, load
 from snapshot_shared.telemetry import log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class HelperSettings(Common, frozen=True, kw_only=True):
 
     node: str
     helper: Path
-    artifact_root: Path
+    artifact_root: Folder
     criu: Path = Path("/opt/snapback/criu/criu")
     cgroup_dir: Path = Path("/sys/fs/cgroup")
     scratch_dir: Path | None = None

@@ -111,7 +111,7 @@ def open_inside(pid: int, path: str) -> int:
     except (FileNotFoundError, ProcessLookupError) as error:
         raise SourceExited(f"process {pid} has ended", pid=pid) from error
     with opened(found) as root:
-        return open_dir(root, PurePosixPath(path).parts[1:])
+        return open_dir(root, PurePosixPath(path).parts[1:], foreign=True)
 
 
 def open_folder(folder: int, path: str) -> int:

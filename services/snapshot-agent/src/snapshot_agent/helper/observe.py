@@ -32,6 +32,7 @@ from snapshot_agent.domain.criu_seen import (
 )
 from snapshot_agent.domain.mounts import Mount, mounts_in, unescaped, upper_of
 from snapshot_shared.errors import SourceExited
+from snapshot_shared.proc import cgroups_in, stat_words
 
 _NAMESPACES = ("user", "pid", "mnt", "net", "uts", "ipc", "time", "cgroup")
 _GONE = (FileNotFoundError, ProcessLookupError)
@@ -176,8 +177,8 @@ def _process(found: procfs.Stat) -> SeenProcess | None:
 
 
 def _tty(here: str) -> int:
-    line = _text(f"{here}/stat")
-    return int(line[line.rindex(")") + 2 :].split()[4])
+    path = f"{here}/stat"
+    return int(stat_words(_text(path).encode(errors="surrogateescape"), path)[4])
 
 
 def _memory_of(here: str, status: Mapping[str, str]) -> tuple[int, int, int]:
@@ -369,8 +370,8 @@ def memory(pid: int, listed: str, cgroups: Path) -> Memory | None:
     `cgroups` is where the cgroup file system of the node is mounted, of version 1 or 2. None when
     the cgroup is not found there.
     """
-    rows = [line.split(":", 2) for line in listed.splitlines()]
-    paths = {name: path for _, names, path in rows for name in names.split(",")}
+    rows = cgroups_in(listed, f"/proc/{pid}/cgroup")
+    paths = {name: path for names, path in rows for name in names.split(",")}
     if "memory" in paths:
         top, path = cgroups / "memory", paths["memory"]
         limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
@@ -391,8 +392,7 @@ def memory(pid: int, listed: str, cgroups: Path) -> Memory | None:
 def cgroup_folders(pid: int, listed: str, cgroups: Path) -> list[Path]:
     """Return the folders of the cgroups of a process, one a hierarchy; arguments as of `memory`."""
     found = []
-    for line in listed.splitlines():
-        _, names, path = line.split(":", 2)
+    for names, path in cgroups_in(listed, f"/proc/{pid}/cgroup"):
         # Version 2 has no name; beside those of version 1 it is in a folder of its own.
         top = cgroups / (names.removeprefix("name=") or "unified")
         folder = _cgroup(pid, top if top.is_dir() else cgroups, path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from snapshot_shared.errors import BusUnavailable, Conflict
+from snapshot_shared.ids import check_folder
 from snapshotctl.adapters import processes
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord, Inventory
@@ -42,9 +43,13 @@ class Folders:
         self.nats = self._base("XDG_CONFIG_HOME", ".config") / "nats"
 
     def _base(self, variable: str, below_home: str) -> Path:
+        return self._given(variable) or Path.home() / below_home
+
+    def _given(self, variable: str) -> Path | None:
+        """Return the folder that a variable names. InvalidInput when services would refuse it."""
+        value = self._environment.get(variable) or ""
         # The specification has relative values ignored.
-        value = Path(self._environment.get(variable) or "")
-        return value if value.is_absolute() else Path.home() / below_home
+        return Path(check_folder(variable, value)) if value.startswith("/") else None
 
     # Servers.
 
@@ -138,14 +143,15 @@ class Folders:
 
     def new_sockets(self) -> Path:
         """Create a private folder for sockets, with a short path, and return it."""
-        runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
+        runtime = self._given("XDG_RUNTIME_DIR")
         is_usable = (
-            runtime.is_absolute()
+            runtime is not None
             # mkdtemp adds a prefix and 8 random characters.
             and len(str(runtime)) < plans.MAX_SOCKET_FOLDER - 20
             and os.access(runtime, os.W_OK)
         )
-        folder = runtime if is_usable else Path("/tmp")  # noqa: S108 - mkdtemp makes it private
+        # mkdtemp makes it private.
+        folder = runtime if runtime and is_usable else Path("/tmp")  # noqa: S108
         return Path(tempfile.mkdtemp(prefix=plans.SOCKETS_PREFIX, dir=folder))
 
     def inventory(self) -> Inventory:
@@ -173,8 +179,8 @@ class Folders:
         return Inventory(clusters, frozenset(owners), processes.members(), marked, broken)
 
     def _socket_folders(self) -> Iterator[tuple[Path, str, Path | None]]:
-        runtime = Path(self._environment.get("XDG_RUNTIME_DIR") or "")
-        bases = {Path("/tmp"), *([runtime] if runtime.is_absolute() else [])}  # noqa: S108 - as above
+        runtime = self._given("XDG_RUNTIME_DIR")
+        bases = {Path("/tmp"), *([runtime] if runtime else [])}  # noqa: S108 - as above
         for base in sorted(bases):
             for folder in sorted(base.glob(f"{plans.SOCKETS_PREFIX}*")):
                 marker = folder / plans.MARKER

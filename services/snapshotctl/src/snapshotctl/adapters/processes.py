@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any
 
+from snapshot_shared.proc import stat_words
 from snapshotctl.domain.cluster import ProcessRecord, RunProcess
 
 RUN_VARIABLE = "SNAPBACK_RUN"
@@ -58,12 +59,11 @@ def spawn(
 def started(pid: int) -> int | None:
     """Return a process's start time in ticks since boot; None if it ended or is a zombie."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
+        line = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:
         return None
-    # The name in brackets may itself hold brackets and blanks.
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    words = stat_words(line, f"/proc/{pid}/stat")
+    return None if words[0] in (b"Z", b"X") else int(words[19])
 
 
 def is_alive(record: ProcessRecord) -> bool:
@@ -137,10 +137,10 @@ def _ancestors() -> Iterator[int]:
     while pid > 0:
         yield pid
         try:
-            text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
+            line = (_PROC / str(pid) / "stat").read_bytes()
         except OSError:
             return
-        pid = int(text.rpartition(")")[2].split()[1])
+        pid = int(stat_words(line, f"/proc/{pid}/stat")[1])
 
 
 class ProcessHandle:

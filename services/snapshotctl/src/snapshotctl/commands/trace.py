@@ -9,7 +9,7 @@ import msgspec
 
 from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.spans import Bar, SpanRecord, Waterfall, layout
+from snapshot_shared.spans import Bar, SpanRecord, Waterfall, layout, parse_traceparent
 from snapshotctl.command import Namespace, Traced, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.targets import Target
@@ -118,7 +118,19 @@ def lines(found: Waterfall, width: int) -> list[str]:
     ]
     for bar in found.bars:
         drawn += _remarks(bar)
-    return drawn + [f"  linked to trace {trace}" for trace in found.links]
+    captures = _captures(found.bars)
+    return drawn + [
+        f"  restored from what trace {trace} captured: snapshotctl trace {trace}"
+        if trace in captures
+        else f"  linked to trace {trace}"
+        for trace in found.links
+    ]
+
+
+def _captures(bars: Sequence[Bar]) -> set[str]:
+    """Return the traces of the captures of what was restored."""
+    links = (link for bar in bars if bar.span.name == "restoration" for link in bar.span.links)
+    return {context.trace_id for link in links if (context := parse_traceparent(link))}
 
 
 def _remarks(bar: Bar) -> list[str]:

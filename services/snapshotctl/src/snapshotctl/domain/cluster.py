@@ -207,6 +207,7 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
     kept = (
         "SNAPBACK_ARTIFACT_KEYS",
         "SNAPBACK_DEVICE_HUGE_PAGES",
+        "SNAPBACK_ENCRYPT_MEMORY",
         "SNAPBACK_OTLP_ENDPOINT",
         "SNAPBACK_HTTP_ADDRESS",
         "SNAPBACK_LOG_LEVEL",

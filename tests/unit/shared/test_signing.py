@@ -4,9 +4,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 
-from snapshot_agent.domain.signing import NO_SIGNATURES, Signing, name_of
 from snapshot_shared.artifact import Signature
 from snapshot_shared.errors import NotTrusted
+from snapshot_shared.signing import NO_SIGNATURES, Signing, name_of
 
 OURS, THEIRS = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
 DIGEST, OTHER = (f"sha256:{digit * 64}" for digit in "12")

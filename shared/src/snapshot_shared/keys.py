@@ -22,7 +22,8 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
-from snapshot_agent.domain.encrypting import (
+from snapshot_shared.artifact import MAX_WRAPPED_BYTES, Encryption, PartManifest, part_path
+from snapshot_shared.encrypting import (
     KEY_BYTES,
     NONCE_BYTES,
     PartCipher,
@@ -31,11 +32,9 @@ from snapshot_agent.domain.encrypting import (
     unwrap,
     wrap,
 )
-from snapshot_agent.domain.signing import Signing, name_of
-from snapshot_agent.ports import GenerationRef
-from snapshot_shared.artifact import MAX_WRAPPED_BYTES, Encryption, PartManifest, part_path
 from snapshot_shared.errors import InvalidInput, KeyUnavailable
 from snapshot_shared.files import opened
+from snapshot_shared.signing import Signing, name_of
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class ArtifactKeys:
-    """The `PartKeys` port over keys that were read at the start."""
+    """The keys of a node, as they were at the start."""
 
     def __init__(
         self, folder: Path | None, kms_command: str = "", *, require_signature: bool = False
@@ -110,7 +109,17 @@ class ArtifactKeys:
         """Whether what is captured will be encrypted."""
         return self._writing is not None or bool(self._kms)
 
-    async def new_cipher(self, place: GenerationRef, part: str) -> PartCipher | None:
+    def require_encryption(self, setting: str) -> None:
+        """Raise InvalidInput when `setting` asks for encryption, and there is no key for it."""
+        if not self.encrypts:
+            raise InvalidInput(
+                f"{setting}=1, and there is no {_WRITING} in the folder of SNAPBACK_ARTIFACT_KEYS "
+                "and no SNAPBACK_KMS_COMMAND",
+                next_step=f"{_MAKE}, or unset {setting}",
+            )
+
+    async def new_cipher(self, place: tuple[str, str, int], part: str) -> PartCipher | None:
+        """Return a cipher for a new part; None where parts are not encrypted. KeyUnavailable."""
         data_key, path = os.urandom(KEY_BYTES), "/".join(part_path(*place, part))
         if self._writing is not None:
             name = key_id(self._writing)
@@ -122,11 +131,17 @@ class ArtifactKeys:
         return PartCipher(data_key, path, Encryption(key=name, data_key=wrapped))
 
     async def cipher_of(self, manifest: PartManifest) -> PartCipher | None:
-        encryption = manifest.encryption
-        if not encryption:
+        """Return the cipher of a part, None where it is not encrypted. KeyUnavailable."""
+        if not manifest.encryption:
             return None
-        place = (manifest.namespace, manifest.content_uid, manifest.generation, manifest.part)
-        path = "/".join(part_path(*place))
+        place = (manifest.namespace, manifest.content_uid, manifest.generation)
+        return await self.cipher_at(place, manifest.part, manifest.encryption)
+
+    async def cipher_at(
+        self, place: tuple[str, str, int], part: str, encryption: Encryption
+    ) -> PartCipher:
+        """Return the cipher of the part in a place. KeyUnavailable, ArtifactCorrupt."""
+        path = "/".join(part_path(*place, part))
         if encryption.key == KMS and self._kms:
             found = await self._ask_kms("unwrap", encryption.data_key)
             return PartCipher(check_data_key(found, KMS), path, encryption)
@@ -134,12 +149,12 @@ class ArtifactKeys:
         if key is None:
             known = [*self._by_id, *([KMS] if self._kms else [])]
             raise KeyUnavailable(
-                f"part {manifest.part} is encrypted by key {encryption.key}; this node has "
+                f"part {part} is encrypted by key {encryption.key}; this node has "
                 f"{', '.join(known) or 'no key'}",
-                next_step="set SNAPBACK_KMS_COMMAND of the agent"
+                next_step="set SNAPBACK_KMS_COMMAND of this service"
                 if encryption.key == KMS
                 else "put that key as NAME.key into the folder of SNAPBACK_ARTIFACT_KEYS, and "
-                "start the agent again",
+                "start this service again",
                 expected=encryption.key,
                 found=known,
             )
@@ -178,7 +193,7 @@ class ArtifactKeys:
     def _failed(self, verb: str, why: str) -> KeyUnavailable:
         return KeyUnavailable(
             f"the command of SNAPBACK_KMS_COMMAND, {self._kms[0]} … {verb}, {why}",
-            next_step="see what it says in the log of the agent",
+            next_step="see what it says in the log of this service",
         )
 
 

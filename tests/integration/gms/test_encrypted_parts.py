@@ -1,0 +1,601 @@
+"""GPU memory that is encrypted on the disk: real child processes, files, keys and forgers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from msgspec.structs import replace
+
+import snapback_client as client
+from gms.adapters.part_files import read_part, verify_part
+from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.resume import note_of, read_notes
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone
+from gms.main import GmsSettings, _options
+from snapshot_shared.artifact import (
+    ROOT_MANIFEST,
+    SIGNATURE,
+    FileEntry,
+    PartManifest,
+    RootManifest,
+    RootPart,
+)
+from snapshot_shared.codec import digest, encode_json, encode_pretty
+from snapshot_shared.encrypting import key_id
+from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable, NotTrusted
+from snapshot_shared.frames import FenceRequest
+from snapshot_shared.keys import ArtifactKeys
+from snapshot_shared.object_storage import zeros_digest
+from snapshot_shared.orders import LayoutRef, PodRef
+from tests.support.artifact_keys import put_encryption, put_signing
+
+MIB = 1024 * 1024
+CHUNK = 8 * MIB
+UID = "11111111-2222-3333-4444-555555555555"
+ROOT = Path(__file__).resolve().parents[3]
+ZEROS_AT = 32 * MIB
+"""Two chunks of the large array are zeros, from here on."""
+
+
+class Weights:
+    """A device with weights on it, a root for parts of them, and keys."""
+
+    def __init__(self, service: Any, folder: Path) -> None:
+        self.service = service
+        self.root = folder / "artifacts"
+        self.keys = folder / "keys"
+        self.key = put_encryption(self.keys).read_bytes()
+        self.storage = ""
+        with client.connect(lock="RW") as pool:
+            rng = np.random.default_rng(7)
+            arrays = pool.allocate_many({"large": (48 * MIB, "u1"), "odd": (2 * MIB + 5, "u1")})
+            for array in arrays.values():
+                array[...] = rng.integers(0, 256, array.shape, dtype="u1")
+            arrays["large"][ZEROS_AT : ZEROS_AT + 2 * CHUNK] = 0
+            pool.commit()
+            self._learn(pool)
+
+    def _learn(self, pool: Any) -> None:
+        self.bytes = {name: array.tobytes() for name, array in pool.arrays().items()}
+        self.state = pool.save_state()
+
+    def _drop(self, device: int) -> None:
+        async def drop() -> None:
+            self.service.gms.drop_layout(self.service.uuids[device], None)
+
+        self.service.run(drop())
+
+    def change(self, place: int) -> None:
+        """Commit the same layout with another byte at this place of the large array."""
+        self._drop(0)
+        with client.connect(lock="RW") as pool:
+            arrays = pool.allocate_many({"large": (48 * MIB, "u1"), "odd": (2 * MIB + 5, "u1")})
+            for name, array in arrays.items():
+                array[...] = np.frombuffer(self.bytes[name], "u1")
+            arrays["large"][place] ^= 1
+            pool.commit()
+            self._learn(pool)
+
+    def fence(self, token: str) -> LayoutRef:
+        request = FenceRequest(
+            token=token, devices=self.service.uuids[:1], wait_s=5.0, deadline_s=600.0
+        )
+        (layout,) = self.service.run(self.service.control.fence(request)).vector
+        return layout
+
+    def path(self, generation: int = 1) -> Path:
+        return self.root / "default" / UID / f"gen-{generation}" / "gpu-0"
+
+    def save_task(self, generation: int = 1, **changes: Any) -> SaveTask:
+        task = SaveTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[0],
+            namespace="default",
+            content_uid=UID,
+            generation=generation,
+            part="gpu-0",
+            deadline_s=30.0,
+            threads=2,
+            order=f"save-{UID}-gpu-0",
+            fence_token=f"f{generation}",
+            layout=self.fence(f"f{generation}"),
+            shard_bytes=16 * MIB,
+            note_bytes=1,
+            artifact_keys=str(self.keys),
+            encrypt=True,
+            object_storage=self.storage,
+            backend="object" if self.storage else "posix-direct",
+        )
+        return replace(task, **changes)
+
+    def load_task(self, generation: int = 1, **changes: Any) -> LoadTask:
+        task = LoadTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[1],
+            namespace="default",
+            content_uid=UID,
+            generation=generation,
+            part="gpu-0",
+            deadline_s=30.0,
+            part_digest=digest((self.path(generation) / "part.json").read_bytes()),
+            load_token="l1",
+            layout_id=self.manifest(generation).layout.source.layout_id,  # type: ignore[union-attr]
+            structure_hash=self.state_hash(generation),
+            artifact_keys=str(self.keys),
+            object_storage=self.storage,
+        )
+        return replace(task, **changes)
+
+    def state_hash(self, generation: int) -> str:
+        layout = self.manifest(generation).layout
+        assert layout is not None
+        return layout.source.structure_hash
+
+    def run(self, task: SaveTask | LoadTask) -> TransferDone:
+        async def last() -> Any:
+            return [event async for event in TransferProcesses().run(task)][-1]
+
+        done = self.service.run(last())
+        assert isinstance(done, TransferDone)
+        return done
+
+    def save(self, generation: int = 1, **changes: Any) -> TransferDone:
+        """Save a generation and seal it, so that later ones may share its files."""
+        done = self.run(self.save_task(generation, **changes))
+        (self.path(generation).parent / ROOT_MANIFEST).write_text("{}")
+        return done
+
+    def loaded(self, generation: int = 1, **changes: Any) -> dict[str, bytes]:
+        """Load a part into the second device; return what a worker finds there."""
+        token = f"load-{generation}"
+        self.run(self.load_task(generation, load_token=token, **changes))
+        uuid = self.service.uuids[1]
+
+        async def publish() -> LayoutRef:
+            return self.service.gms.publish_hidden(uuid, token)
+
+        self.service.run(publish())
+        with client.restore(self.state, device=1) as pool:
+            found = {name: array.tobytes() for name, array in pool.arrays().items()}
+
+        self._drop(1)
+        return found
+
+    def manifest(self, generation: int = 1) -> PartManifest:
+        return read_part(self.path(generation))[0]
+
+    def rewrite(self, *files: FileEntry) -> None:
+        """Forge the manifest."""
+        data = encode_pretty(replace(self.manifest(), files=list(files)))
+        (self.path() / "part.json").write_bytes(data)
+
+
+@pytest.fixture
+def weights(launch: Callable[..., Any], tmp_path: Path) -> Weights:
+    return Weights(launch(capacities=(128 * MIB, 64 * MIB)), tmp_path)
+
+
+def tags(entry: FileEntry) -> list[bytes]:
+    assert entry.encryption
+    return entry.encryption.tags
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino
+
+
+@pytest.mark.parametrize("backend", ["posix-direct", "posix-buffered", "pinned-host"])
+def test_what_is_saved_is_not_readable_on_the_disk_and_is_loaded_again(
+    weights: Weights, backend: str
+) -> None:
+    done = weights.save(backend=backend)
+    assert done.backend == backend
+    manifest = weights.manifest()
+    assert manifest.encryption
+    assert manifest.encryption.key == key_id(weights.key)
+    on_disk = b"".join(path.read_bytes() for path in sorted(weights.path().glob("*.bin")))
+    for data in weights.bytes.values():
+        assert not any(data[at : at + 64] in on_disk for at in range(0, 2 * MIB, 64 * 1024))
+    verify_part(weights.path(), manifest, lambda _: None)
+    assert weights.loaded(backend=backend) == weights.bytes
+
+
+def test_chunks_of_zeros_are_holes_of_the_files(weights: Weights) -> None:
+    weights.save()
+    holes = [
+        (entry.name, index)
+        for entry in weights.manifest().files
+        for index, found in enumerate(entry.chunks)
+        if found == zeros_digest(CHUNK)
+    ]
+    assert len(holes) == 2
+    blocks = sum(path.stat().st_blocks * 512 for path in weights.path().glob("*.bin"))
+    assert blocks <= weights.manifest().bytes - 2 * CHUNK + MIB
+
+
+def test_no_nonce_is_used_twice(weights: Weights) -> None:
+    weights.save(1)
+    weights.change(0)
+    weights.save(2)
+    found = [
+        tag[:12]
+        for generation in (1, 2)
+        for entry in weights.manifest(generation).files
+        if entry.encryption and not entry.encryption.part
+        for tag in tags(entry)
+    ]
+    assert len(found) == len(set(found)) > 5
+
+
+def test_without_its_key_a_part_is_not_loaded_and_the_key_is_named(
+    weights: Weights, tmp_path: Path
+) -> None:
+    weights.save()
+    wanted = key_id(weights.key)
+    with pytest.raises(KeyUnavailable, match=f"{wanted}; this node has no key"):
+        weights.run(weights.load_task(artifact_keys=""))
+    other = put_encryption(tmp_path / "other").read_bytes()
+    with pytest.raises(KeyUnavailable, match=f"{wanted}; this node has {key_id(other)}"):
+        weights.run(weights.load_task(artifact_keys=str(tmp_path / "other")))
+    assert weights.loaded() == weights.bytes
+
+
+def test_a_save_that_is_to_be_encrypted_needs_a_key(weights: Weights) -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_ENCRYPT_MEMORY"):
+        weights.run(weights.save_task(artifact_keys=""))
+    assert not weights.path().exists()
+
+
+def test_a_key_that_was_replaced_still_decrypts(weights: Weights) -> None:
+    weights.save()
+    (weights.keys / "encryption.key").rename(weights.keys / "old.key")
+    put_encryption(weights.keys)
+    assert weights.loaded() == weights.bytes
+
+
+def swapped_chunks(weights: Weights, *, with_tags: bool) -> None:
+    first, *others = weights.manifest().files
+    path = weights.path() / first.name
+    data = bytearray(path.read_bytes())
+    data[:CHUNK], data[CHUNK : 2 * CHUNK] = data[CHUNK : 2 * CHUNK], data[:CHUNK]
+    path.write_bytes(data)
+    one, other, *more = first.chunks
+    marks = tags(first)
+    if with_tags:
+        marks = [marks[1], marks[0], *marks[2:]]
+    assert first.encryption
+    weights.rewrite(
+        replace(
+            first,
+            chunks=[other, one, *more],
+            encryption=replace(first.encryption, tags=marks),
+        ),
+        *others,
+    )
+
+
+def chunks_in_another_order(weights: Weights) -> None:
+    swapped_chunks(weights, with_tags=False)
+
+
+def chunks_and_tags_in_another_order(weights: Weights) -> None:
+    swapped_chunks(weights, with_tags=True)
+
+
+def a_hole_in_place_of_a_chunk(weights: Weights) -> None:
+    first, *others = weights.manifest().files
+    with (weights.path() / first.name).open("r+b") as file:
+        file.write(bytes(CHUNK))
+    weights.rewrite(replace(first, chunks=[zeros_digest(CHUNK), *first.chunks[1:]]), *others)
+
+
+def other_bytes_in_place_of_a_hole(weights: Weights) -> None:
+    files = weights.manifest().files
+    for at, entry in enumerate(files):
+        for index, found in enumerate(entry.chunks):
+            if found == zeros_digest(CHUNK):
+                data = b"\1" * CHUNK
+                with (weights.path() / entry.name).open("r+b") as file:
+                    file.seek(index * CHUNK)
+                    file.write(data)
+                chunks = list(entry.chunks)
+                chunks[index] = xxhash.xxh3_128_hexdigest(data)
+                files[at] = replace(entry, chunks=chunks)
+                weights.rewrite(*files)
+                return
+
+
+def files_in_another_order(weights: Weights) -> None:
+    first, second, *others = weights.manifest().files
+    names = first.name, second.name
+    aside = weights.path() / "aside"
+    (weights.path() / names[0]).rename(aside)
+    (weights.path() / names[1]).rename(weights.path() / names[0])
+    aside.rename(weights.path() / names[1])
+    # Both have the same size, so that the manifest stays consistent.
+    assert first.size == second.size
+    weights.rewrite(replace(second, name=names[0]), replace(first, name=names[1]), *others)
+
+
+def the_key_of_another_part(weights: Weights) -> None:
+    weights.change(0)
+    weights.save(2)
+    data = encode_pretty(replace(weights.manifest(), encryption=weights.manifest(2).encryption))
+    (weights.path() / "part.json").write_bytes(data)
+
+
+def files_of_another_part(weights: Weights) -> None:
+    weights.change(0)
+    weights.save(2)
+    shutil.copy(weights.path(2) / "shard-0000.bin", weights.path() / "shard-0000.bin")
+    weights.rewrite(weights.manifest(2).files[0], *weights.manifest().files[1:])
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        chunks_in_another_order,
+        chunks_and_tags_in_another_order,
+        a_hole_in_place_of_a_chunk,
+        other_bytes_in_place_of_a_hole,
+        files_in_another_order,
+        the_key_of_another_part,
+        files_of_another_part,
+    ],
+)
+def test_what_was_moved_replaced_or_left_out_is_not_loaded_though_every_digest_fits(
+    weights: Weights, forge: Callable[[Weights], None]
+) -> None:
+    weights.save()
+    forge(weights)
+    verify_part(weights.path(), weights.manifest(), lambda _: None)
+    with pytest.raises(ArtifactCorrupt, match=r"is not what was encrypted there|no data key"):
+        weights.run(weights.load_task())
+    assert weights.service.device(1).domains[0].layout is None
+    assert weights.service.device(1).loads == []
+
+
+def test_a_save_shares_the_files_that_have_not_changed_and_writes_the_others_anew(
+    weights: Weights,
+) -> None:
+    weights.save(1)
+    weights.change(0)
+    changed = weights.save(2)
+    first, second = weights.path(1), weights.path(2)
+    names = sorted(path.name for path in first.glob("*.bin"))
+    assert [inode(first / name) == inode(second / name) for name in names] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert 0 < changed.moved < changed.bytes
+    weights.save(3)
+    assert all(inode(second / name) == inode(weights.path(3) / name) for name in names)
+    verify_part(weights.path(3), weights.manifest(3), lambda _: None)
+    for generation in (1, 2):
+        shutil.rmtree(weights.path(generation).parent)
+    assert weights.loaded(3) == weights.bytes
+    (weights.keys / "encryption.key").unlink()
+    put_encryption(weights.keys)
+    assert weights.save(4).moved > 0, "nothing is shared with a part whose key is lost"
+    assert weights.loaded(4) == weights.bytes
+
+
+def test_a_damaged_key_of_an_older_part_costs_no_save(weights: Weights) -> None:
+    weights.save(1)
+    weights.save(2)
+    shared = weights.manifest(2).files
+    assert all(entry.encryption and entry.encryption.part for entry in shared)
+    broken = [
+        replace(entry, encryption=replace(entry.encryption, data_key=b"?"))
+        if entry.encryption
+        else entry
+        for entry in shared
+    ]
+    data = encode_pretty(replace(weights.manifest(2), files=broken))
+    (weights.path(2) / "part.json").write_bytes(data)
+    done = weights.save(3)
+    assert done.moved > 0
+    assert weights.loaded(3) == weights.bytes
+    with pytest.raises(ArtifactCorrupt, match="no data key"):
+        weights.run(weights.load_task(2))
+
+
+def test_nothing_is_shared_between_what_is_encrypted_and_what_is_not(weights: Weights) -> None:
+    weights.save(1, encrypt=False)
+    weights.save(2)
+    weights.save(3, encrypt=False)
+    assert not weights.manifest(1).encryption
+    names = sorted(path.name for path in weights.path(1).glob("*.bin"))
+    first = weights.path(1)
+    assert not any((weights.path(2) / n).samefile(first / n) for n in names if (first / n).exists())
+    assert all((weights.path(3) / name).samefile(first / name) for name in names)
+    assert weights.loaded(3) == weights.bytes
+
+
+def doomed(weights: Weights, task: SaveTask, last: int) -> int:
+    """Run a save that dies at its `last` call that changes the disk; return how many it did."""
+    counts = weights.root.parent / "counts"
+    command = [sys.executable, "-m", "tests.support.doomed_saver", str(last), str(counts)]
+    subprocess.run(
+        command, cwd=ROOT, input=encode_json(task) + b"\n", capture_output=True, check=False
+    )
+    return int.from_bytes(counts.read_bytes()[:8], sys.byteorder)
+
+
+def test_a_killed_save_goes_on_with_the_same_key_and_what_it_has_noted(weights: Weights) -> None:
+    whole = weights.save_task(1)
+    calls = doomed(weights, whole, 0)
+    middle = 0
+    for number, last in enumerate(range(2, calls, max(1, calls // 3)), 2):
+        task = weights.save_task(number)
+        doomed(weights, task, last)
+        notes = weights.path(number) / ".notes"
+        found = read_notes(notes.read_bytes() if notes.exists() else b"", note_of(task))
+        kept = sum(map(len, found.written.values()))
+        middle += 0 < kept < sum(len(entry.chunks) for entry in weights.manifest(1).files)
+        done = weights.run(task)
+        assert done.moved <= done.bytes - 2 * CHUNK
+        if found.encryption:
+            assert weights.manifest(number).encryption == found.encryption
+        if kept:
+            written = {e.name: tags(e) for e in weights.manifest(number).files}
+            for name, noted in found.tags.items():
+                holes = [zeros_digest(CHUNK) == d for d in found.written[name].values()]
+                same = [written[name][index] == tag for index, tag in noted.items()]
+                assert all(is_same or hole for is_same, hole in zip(same, holes, strict=True))
+        verify_part(weights.path(number), weights.manifest(number), lambda _: None)
+        assert weights.loaded(number) == weights.bytes
+    assert middle, "no save was killed in the middle"
+
+
+def test_a_save_that_was_not_encrypted_is_not_gone_on_with_when_keys_have_come(
+    weights: Weights,
+) -> None:
+    calls = doomed(weights, weights.save_task(1, encrypt=False), 0)
+    task = weights.save_task(2, encrypt=False)
+    doomed(weights, task, 2 * calls // 3)
+    weights.run(replace(task, encrypt=True))
+    assert weights.manifest(2).encryption
+    assert weights.loaded(2) == weights.bytes
+
+
+def test_parts_in_object_storage_are_encrypted_and_whole_files_of_them_copied(
+    weights: Weights, tmp_path: Path
+) -> None:
+    weights.storage = (tmp_path / "store").as_uri()
+    weights.save(1)
+    stored = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert stored
+    assert not any(weights.bytes["large"][:64] in path.read_bytes() for path in stored)
+    weights.change(0)
+    changed = weights.save(2)
+    assert 0 < changed.moved < 24 * MIB
+    assert weights.loaded(2) == weights.bytes
+
+
+def test_a_kms_command_has_the_key_in_place_of_a_file(weights: Weights, tmp_path: Path) -> None:
+    kms = tmp_path / "kms"
+    turning = "import sys; sys.stdout.buffer.write(bytes(b ^ 7 for b in sys.stdin.buffer.read()))"
+    kms.write_text(f"#!{sys.executable}\n{turning}\n")
+    kms.chmod(kms.stat().st_mode | stat.S_IXUSR)
+    weights.save(1, artifact_keys="", kms_command=str(kms))
+    with pytest.raises(KeyUnavailable, match="key kms"):
+        weights.run(weights.load_task())
+    assert weights.loaded(artifact_keys="", kms_command=str(kms)) == weights.bytes
+
+
+def test_a_saver_of_a_pod_that_does_not_encrypt_is_refused(weights: Weights) -> None:
+    with pytest.raises(InvalidInput, match="saver of the pod does not encrypt"):
+        weights.run(weights.save_task(staged=os.fspath(weights.root)))
+    weights.save()
+    with pytest.raises(InvalidInput, match="no loader in a pod has keys"):
+        weights.run(weights.load_task(staged=os.fspath(weights.root)))
+
+
+# What is signed.
+
+
+def sealed(weights: Weights, keys: Path) -> None:
+    """Save a generation, and seal and sign it as an agent with these keys does."""
+    done = weights.run(weights.save_task(1))
+    manifest = weights.manifest()
+    layout = manifest.layout
+    assert layout is not None
+    root = encode_pretty(
+        RootManifest(
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            source=PodRef(namespace="default", name="p", uid=UID, container="main"),
+            bytes=done.bytes,
+            parts=[RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)],
+        )
+    )
+    (weights.path().parent / ROOT_MANIFEST).write_bytes(root)
+    sign(weights, keys)
+
+
+def sign(weights: Weights, keys: Path) -> None:
+    folder = weights.path().parent
+    signature = ArtifactKeys(keys).signing.sign(digest((folder / ROOT_MANIFEST).read_bytes()))
+    (folder / SIGNATURE).write_bytes(encode_pretty(signature))
+
+
+def test_only_what_a_trusted_key_has_signed_is_loaded_where_that_is_asked_for(
+    weights: Weights, tmp_path: Path
+) -> None:
+    signer, other = tmp_path / "signer", tmp_path / "other"
+    put_signing(signer, trusted=weights.keys)
+    put_signing(other)
+    sealed(weights, other)
+    with pytest.raises(NotTrusted, match="this node trusts"):
+        weights.run(weights.load_task(require_signature=True))
+    (weights.path().parent / SIGNATURE).unlink()
+    with pytest.raises(NotTrusted, match="has no signature"):
+        weights.run(weights.load_task(require_signature=True))
+    sign(weights, signer)
+    assert weights.loaded(require_signature=True) == weights.bytes
+
+
+def test_a_part_is_not_loaded_beside_the_signed_manifest_of_another(
+    weights: Weights, tmp_path: Path
+) -> None:
+    put_signing(tmp_path / "signer", trusted=weights.keys)
+    sealed(weights, tmp_path / "signer")
+    weights.rewrite(*weights.manifest().files)
+    path = weights.path() / "part.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ArtifactCorrupt, match="not about this gpu-0"):
+        weights.run(weights.load_task(require_signature=True))
+    (weights.path().parent / ROOT_MANIFEST).unlink()
+    with pytest.raises(NotTrusted, match=r"no root\.json above it"):
+        weights.run(weights.load_task(require_signature=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"encrypt_memory": True}, "SNAPBACK_ENCRYPT_MEMORY=1, and there is no encryption.key"),
+        ({"require_signature": True}, "SNAPBACK_REQUIRE_SIGNATURE=1, and no signature would be"),
+        ({"artifact_keys": Path("/nowhere")}, "SNAPBACK_ARTIFACT_KEYS=/nowhere is no folder"),
+    ],
+)
+def test_a_service_whose_keys_are_not_as_they_should_be_does_not_start(
+    settings: dict[str, Any], said: str
+) -> None:
+    folder = Path("/tmp")
+    given = GmsSettings(
+        node="n1", state_dir=folder, artifact_root=folder, socket_dir=folder, **settings
+    )
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        _options(given)
+
+
+def test_a_service_gives_its_keys_to_those_who_move_bytes(weights: Weights) -> None:
+    folder = Path("/tmp")
+    given = GmsSettings(
+        node="n1",
+        state_dir=folder,
+        artifact_root=folder,
+        socket_dir=folder,
+        artifact_keys=weights.keys,
+        encrypt_memory=True,
+    )
+    options = _options(given)
+    assert (options.artifact_keys, options.encrypt) == (str(weights.keys), True)
+    assert replace(weights.save_task(), **options._asdict()).encrypt

@@ -1,0 +1,244 @@
+"""Two versions of the lease socket and of calls meet: of older clients and of older services."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import msgspec
+import pytest
+
+import snapback_client as client
+from gms.adapters.admission import LeasePolicy
+from gms.adapters.grpc_api import GrpcServer
+from gms.adapters.grpc_client import GmsCaller
+from snapback_client.frames import (
+    Access,
+    AllocationSpec,
+    Attach,
+    Attached,
+    Detach,
+    ErrorReply,
+    LockMode,
+    MemoryDomain,
+    Versions,
+    decode_reply,
+    encode_frame,
+)
+from snapback_client.lease import Lease
+from snapback_client.wire import send
+from snapshot_agent.adapters.gms_grpc import GmsClient
+from snapshot_shared.codec import encode_msgpack
+from snapshot_shared.errors import InvalidMessage, UnsupportedVersion
+from snapshot_shared.frames import VERSION_HEADER, StatusRequest, WatchRequest, grpc_method
+
+RANGES: list[tuple[Versions, Versions, int | None]] = [
+    ((1, 2), (1, 2), 2),
+    ((1, 1), (1, 2), 1),
+    ((1, 2), (1, 1), 1),
+    ((2, 3), (1, 2), 2),
+    ((3, 4), (1, 2), None),
+    ((1, 1), (2, 2), None),
+]
+"""What a client speaks, what a service speaks, and what they use."""
+
+
+def request(service: Any, **changes: Any) -> Attach:
+    wanted = Attach(
+        device=service.uuids[0], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5.0
+    )
+    return msgspec.structs.replace(wanted, **changes)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "used"), RANGES)
+def test_a_session_is_in_the_highest_version_that_both_sides_speak(
+    launch: Callable[..., Any], ours: Versions, theirs: Versions, used: int | None
+) -> None:
+    service = launch(policy=LeasePolicy(versions=theirs))
+    if used is None:
+        with pytest.raises(UnsupportedVersion) as caught:
+            Lease.attach(str(service.folder), request(service), ours)
+        assert caught.value.values == {"offered": list(ours), "supported": list(theirs)}
+        for low, high in (ours, theirs):
+            assert (f"{low} to {high}" if low != high else f" {low}") in caught.value.message
+        return
+    lease = Lease.attach(str(service.folder), request(service), ours)
+    assert lease.version == used
+    lease.allocate([AllocationSpec(id="w", size=5000)])
+    assert [info.id for info in lease.allocations()] == ["w"]
+    lease.commit(if_match=None)
+    lease.detach()
+
+
+def raw_session(service: Any, first: Attach | bytes) -> Any:
+    """Send a first frame as a client of another build has it; return the answer, undecoded."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(10)
+    sock.connect(str(service.folder / "gms.sock"))
+    send(sock, first if isinstance(first, bytes) else encode_frame(first))
+    return sock, msgspec.msgpack.decode(sock.recv(65536))
+
+
+def test_a_client_that_offers_no_range_is_served_in_the_first_version(service: Any) -> None:
+    sock, reply = raw_session(service, request(service))
+    with sock:
+        assert (reply["type"], reply["v"]) == ("attached", 1)
+        send(sock, encode_frame(Detach()))
+        assert msgspec.msgpack.decode(sock.recv(65536))["v"] == 1
+
+
+def test_a_frame_of_another_version_than_was_agreed_is_refused_and_the_session_goes_on(
+    service: Any,
+) -> None:
+    sock, reply = raw_session(service, request(service, versions=(1, 2)))
+    with sock:
+        assert reply["v"] == 2
+        send(sock, encode_frame(Detach(), 1))
+        refused = decode_reply(sock.recv(65536))
+        assert isinstance(refused, ErrorReply)
+        assert refused.reason == "UnsupportedVersion"
+        send(sock, encode_frame(Detach(), 2))
+        assert msgspec.msgpack.decode(sock.recv(65536))["type"] == "done"
+
+
+def test_a_client_of_the_far_future_is_refused_with_both_ranges(service: Any) -> None:
+    first = msgspec.msgpack.encode({"type": "attach", "v": 8, "versions": [8, 9], "device": 7})
+    sock, reply = raw_session(service, first)
+    sock.close()
+    assert reply["values"] == {"offered": [8, 9], "supported": [1, 2]}
+    pool = client.connect(lock="RW")
+    pool.close()
+
+
+def test_an_answer_in_a_version_that_was_not_offered_is_refused() -> None:
+    attached = Attached(
+        session=1,
+        granted=Access.RW,
+        device="d",
+        index=0,
+        product="p",
+        capacity=1,
+        free=1,
+        granularity=1,
+        incarnation="i",
+    )
+    with pytest.raises(UnsupportedVersion, match="2, and here 1 is spoken"):
+        decode_reply(encode_frame(attached, 2), (1, 1))
+
+
+class Calls:
+    """A gRPC socket of a service that speaks some versions, in a folder of its own."""
+
+    def __init__(self, service: Any, folder: Path, versions: Versions) -> None:
+        self.folder = folder
+        self._service = service
+        self._versions = versions
+
+    async def _start(self) -> GrpcServer:
+        gms = self._service
+        server = GrpcServer(self.folder, gms.control, gms.transfers, gms.telemetry, self._versions)
+        await server.start()
+        return server
+
+    def __enter__(self) -> Self:
+        self._server = self._service.run(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._service.run(self._server.close())
+
+
+async def status_of_tools(folder: Path, versions: Versions) -> object:
+    async with GmsCaller(folder, versions=versions) as caller:
+        return (await caller.status(events=0)).devices
+
+
+async def watch_of_tools(folder: Path, versions: Versions) -> object:
+    async with GmsCaller(folder, versions=versions) as caller:
+        async for each in caller.watch(WatchRequest(status=True)):
+            return each.status
+    return None
+
+
+async def status_of_agents(folder: Path, versions: Versions) -> object:
+    gms = GmsClient(folder, versions)
+    try:
+        return await gms.devices(wait_s=5.0)
+    finally:
+        await gms.close()
+
+
+@pytest.mark.parametrize("call", [status_of_tools, watch_of_tools, status_of_agents])
+@pytest.mark.parametrize(("ours", "theirs", "used"), RANGES)
+def test_a_call_is_answered_in_the_highest_version_that_both_sides_speak(
+    service: Any,
+    tmp_path: Path,
+    call: Callable[..., Any],
+    ours: Versions,
+    theirs: Versions,
+    used: int | None,
+) -> None:
+    with Calls(service, tmp_path, theirs):
+        if used is not None:
+            assert asyncio.run(call(tmp_path, ours))
+            return
+        with pytest.raises(UnsupportedVersion) as caught:
+            asyncio.run(call(tmp_path, ours))
+        assert caught.value.values == {"offered": list(ours), "supported": list(theirs)}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "version"),
+    [((), "1"), ((("snapback-versions", "1-1"),), "1"), ((("snapback-versions", "1-7"),), "2")],
+)
+def test_an_answer_names_its_version_also_to_those_who_offer_none(
+    service: Any, metadata: tuple[tuple[str, str], ...], version: str
+) -> None:
+    with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
+        method = channel.unary_unary(grpc_method("Status"))
+        _, call = method.with_call(encode_msgpack(StatusRequest()), metadata=metadata, timeout=10)
+        assert dict(call.initial_metadata())[VERSION_HEADER] == version
+
+
+def old_service(folder: Path) -> Any:
+    """A service of a build that knows of no versions: it answers, and names none."""
+
+    async def answer(_body: bytes, _context: Any) -> bytes:
+        return encode_msgpack({"node": "n1", "incarnation": "i", "devices": []})
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    service = grpc_method("Status").split("/")[1]
+    handler = grpc.method_handlers_generic_handler(service, {"Status": method})
+    server.add_generic_rpc_handlers((handler,))
+    server.add_insecure_port(f"unix:{folder}/gms-grpc.sock")
+    return server
+
+
+async def test_a_service_that_names_no_version_speaks_the_first(tmp_path: Path) -> None:
+    server = old_service(tmp_path)
+    await server.start()
+    try:
+        assert await status_of_tools(tmp_path, (1, 2)) == []
+        assert await status_of_agents(tmp_path, (1, 2)) == []
+        for call in (status_of_tools, status_of_agents):
+            with pytest.raises(UnsupportedVersion, match="1, and here 2 to 3 is spoken"):
+                await call(tmp_path, (2, 3))
+    finally:
+        await server.stop(None)
+
+
+def test_an_offer_that_is_no_range_is_refused(service: Any) -> None:
+    with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
+        method = channel.unary_unary(grpc_method("Status"))
+        with pytest.raises(grpc.RpcError) as caught:
+            method(
+                encode_msgpack(StatusRequest()),
+                metadata=(("snapback-versions", "two"),),
+                timeout=10,
+            )
+    assert InvalidMessage.reason in str(caught.value.details())

@@ -1,0 +1,48 @@
+"""Settings are checked once, at the start, and what is wrong with one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from snapshot_shared.errors import InvalidInput
+from snapshot_shared.ids import check_folder
+from snapshot_shared.settings import NodeSettings, load
+
+GOOD = {
+    "SNAPBACK_STATE_DIR": "/var/lib/snapback/state",
+    "SNAPBACK_ARTIFACT_ROOT": "/var/lib/snapback/artifacts",
+    "SNAPBACK_SOCKET_DIR": "/run/snapback/",
+    "SNAPBACK_NODE": "node-1",
+}
+BAD = ["", "artifacts", "./a", "/a/../b", "/a/..", "/a/./b", "/.", " /a", "/a ", "/a\n", "/a\x07b"]
+
+
+@pytest.mark.parametrize("value", ["/", "/a", "/a/", "/a//b", "/a/..b/c.d", "/a b/ü"])
+def test_a_folder_is_taken_as_it_is_written(value: str) -> None:
+    assert check_folder("X", value) == value
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("name", [name for name in GOOD if name != "SNAPBACK_NODE"])
+def test_a_folder_that_depends_on_something_else_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load(NodeSettings, GOOD | {name: value})
+    assert f"{name}={value!r}" in caught.value.message
+    assert f"set {name} to the absolute path" in caught.value.message
+    with pytest.raises(InvalidInput, match=name):
+        check_folder(name, value)
+
+
+def test_all_folders_that_are_wrong_are_named_at_once() -> None:
+    wrong = {name: "here" for name in GOOD if name != "SNAPBACK_NODE"}
+    with pytest.raises(InvalidInput) as caught:
+        load(NodeSettings, GOOD | wrong)
+    assert all(name in caught.value.message for name in wrong)
+
+
+def test_good_folders_are_loaded() -> None:
+    found = load(NodeSettings, GOOD)
+    assert found.artifact_root == Path("/var/lib/snapback/artifacts")
+    assert found.socket_dir == Path("/run/snapback")
