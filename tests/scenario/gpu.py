@@ -386,7 +386,7 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
     path = part_path(task.namespace, task.content_uid, task.generation, task.part)
     await node.work()
     with opened(open_root(task.root)) as root, opened(open_dir(root, path)) as directory:
-        manifest = read_manifest(directory, task)
+        manifest = read_manifest(root, directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
         plans = plan_files(
             layout.allocations,

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from snapback_client.frames import (
     LEASE_SOCKET,
+    PROTOCOL_VERSIONS,
     Access,
     Allocated,
     AllocateMany,
@@ -86,7 +87,7 @@ class Doomed:
         prepare(sock)
         sock.connect(os.path.join(self._folder, LEASE_SOCKET))  # noqa: PTH118
         self._at("connected")
-        lease = Lease(sock)
+        lease = Lease(sock, PROTOCOL_VERSIONS)
         request = Attach(
             device=device,
             domain=MemoryDomain.WEIGHTS,

@@ -125,6 +125,7 @@ PLACES: list[Place] = [
     Place(service, verb, step)
     for service, verbs in VERBS_OF.items()
     for verb in verbs
+    if verb in STORIES
     for step in STEPS[verb]
 ]
-"""Every step of every table, in every service that carries it out."""
+"""Every step of a table, in every service that carries it out."""

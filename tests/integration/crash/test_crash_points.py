@@ -31,10 +31,8 @@ def _case(place: Place) -> object:
 
 
 def test_every_step_of_every_table_has_a_story_that_leads_to_it() -> None:
-    assert set(STORIES) == set(STEPS)
-    assert {(place.verb, place.step) for place in PLACES} == {
-        (verb, step) for verb, steps in STEPS.items() for step in steps
-    }
+    # A process is placed by CRIU alone; tests/process kills there.
+    assert set(STORIES) == STEPS.keys() - {"place"}
     assert set(PLACES) >= ALWAYS
 
 

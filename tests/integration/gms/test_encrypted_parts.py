@@ -22,7 +22,7 @@ from gms.adapters.part_files import read_part, verify_part
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.resume import note_of, read_notes
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone
-from gms.main import GmsSettings, _options
+from gms.main import GmsSettings, transfer_options
 from snapshot_shared.artifact import (
     ROOT_MANIFEST,
     SIGNATURE,
@@ -583,7 +583,7 @@ def test_a_service_whose_keys_are_not_as_they_should_be_does_not_start(
         node="n1", state_dir=folder, artifact_root=folder, socket_dir=folder, **settings
     )
     with pytest.raises(InvalidInput, match=re.escape(said)):
-        _options(given)
+        transfer_options(given)
 
 
 def test_a_service_gives_its_keys_to_those_who_move_bytes(weights: Weights) -> None:
@@ -596,6 +596,6 @@ def test_a_service_gives_its_keys_to_those_who_move_bytes(weights: Weights) -> N
         artifact_keys=weights.keys,
         encrypt_memory=True,
     )
-    options = _options(given)
+    options = transfer_options(given)
     assert (options.artifact_keys, options.encrypt) == (str(weights.keys), True)
-    assert replace(weights.save_task(), **options._asdict()).encrypt
+    assert replace(weights.save_task(), **options.of_save()).encrypt

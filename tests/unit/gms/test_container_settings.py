@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from gms.domain.containers import Settings, container_load, container_save, read_settings
 from gms.domain.tasks import SHARD_BYTES, TransferOptions, save_task
-from gms.main import GmsSettings
+from gms.main import GmsSettings, transfer_options
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
 from snapshot_shared.settings import load
@@ -147,10 +147,10 @@ def test_the_threads_of_the_service_are_those_of_its_orders() -> None:
         "SNAPBACK_ARTIFACT_ROOT": "/store",
         "SNAPBACK_SOCKET_DIR": "/run/gms",
     }
-    plain = load(GmsSettings, environment).transfer_options
+    plain = transfer_options(load(GmsSettings, environment))
     assert (plain.of_save()["threads"], plain.of_load()["threads"]) == (4, 16)
     numbers = {"SNAPBACK_SAVE_THREADS": "6", "SNAPBACK_LOAD_THREADS": "32"}
-    given = load(GmsSettings, environment | numbers).transfer_options
+    given = transfer_options(load(GmsSettings, environment | numbers))
     saved = save_task(save_order(), given, socket_dir="/run/gms", root="/store", deadline_s=1.0)
     assert (saved.threads, given.of_load()["threads"]) == (6, 32)
 

@@ -179,9 +179,7 @@ def test_the_startup_probe_is_the_first_probe_of_the_container_asked_every_secon
 
 def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> None:
     control = (
-        Path(__file__)
-        .parents[3]
-        .joinpath("services/snapshot-agent/src/snapshot_agent/domain/control.py")
+        Path(__file__).parents[3].joinpath("services/gms-client/src/snapback_client/control.py")
     )
     assert 'RESTORED = "restored"' in control.read_text()
 

@@ -138,7 +138,7 @@ async def serve(stop: asyncio.Event) -> None:
         processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
-        options=_options(settings),
+        options=transfer_options(settings),
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -158,7 +158,7 @@ async def serve(stop: asyncio.Event) -> None:
             device.close()
 
 
-def _options(settings: GmsSettings) -> TransferOptions:
+def transfer_options(settings: GmsSettings) -> TransferOptions:
     """Return how bytes are moved. InvalidInput when the keys are not as they should be."""
     has_keys = settings.artifact_keys or settings.kms_command
     if has_keys or settings.encrypt_memory or settings.require_signature:
@@ -326,7 +326,7 @@ async def _serve_orders(
         transfers,
         book,
         root=settings.artifact_root,
-        options=_options(settings),
+        options=transfer_options(settings),
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None

@@ -29,27 +29,17 @@ from snapshot_shared.errors import Failure, InvalidMessage
 
 __all__ = [
     "ABORTED",
-    "CAPTURE_FILES",
     "COMPLETE",
     "CONTROL_DIR",
     "MAX_BODY_BYTES",
-    "OUTCOMES",
     "QUIESCE",
     "QUIESCED",
     "READY",
     "RESTORED",
     "RESTORE_COMPLETE",
     "RESTORE_FAILED",
-    "RESTORE_FILES",
     "STATE",
-    "Access",
-    "ContainerPaths",
     "Signal",
-    "body",
-    "container_paths",
-    "is_of",
-    "is_signal",
-    "request",
 ]
 
 OUTCOMES = {COMPLETE: "complete", ABORTED: "aborted"}
