@@ -12,11 +12,12 @@ import tarfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from snapback_client.errors import InvalidInput
-from snapback_client.run import Command, Request, hook_of, plan_of
+from snapback_client.run import Command, Engine, Request, hook_of, plan_of
 from tests.integration.gms.test_worker import PATIENCE_S, Agent, until
 
 ENGINE = """
@@ -245,6 +246,32 @@ def _watches(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return any("inotify wd" in fd.read_text() for fd in Path(f"/proc/{pid}/fdinfo").iterdir())
     return False
+
+
+def test_a_restore_of_what_another_program_has_saved_is_said(
+    running: Running, agent: Agent
+) -> None:
+    agent.put("restore-complete", 1)
+    running.start("--state", "cache", "--", "true", SNAPSHOT_RESTORE_STANDBY="1")
+    code, _, error = running.end()
+    assert code == 1
+    assert "the files of --state cannot be put back" in error
+    assert "Traceback" not in error
+
+
+def test_a_signal_that_comes_while_the_engine_is_started_reaches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(plan_of(["--", "sleep", "60"], {}))
+    start = subprocess.Popen.__init__
+
+    def started(*arguments: Any, **more: Any) -> None:
+        start(*arguments, **more)
+        engine.forward(signal.SIGTERM, None)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", started)
+    engine.start()
+    assert engine.child.wait(PATIENCE_S) == -signal.SIGTERM
 
 
 def test_a_server_of_others_has_its_data_again(running: Running, agent: Agent) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import snapback_client
 from snapback_client import AsyncWorker, Resumed, Worker
 from snapback_client.codec import decode_json, encode_json
 from snapback_client.control import Signal
-from snapback_client.errors import InvalidInput
+from snapback_client.errors import InvalidInput, NotEligible, NotFound
 
 PATIENCE_S = 20.0
 
@@ -124,15 +126,18 @@ def test_a_worker_whose_saving_fails_says_nothing_and_goes_on_when_it_is_aborted
             pass
 
 
-def test_a_worker_that_has_missed_the_end_of_a_capture_answers_the_next(agent: Agent) -> None:
+@pytest.mark.parametrize("previous", ["complete", "aborted"])
+def test_a_worker_that_has_missed_the_end_of_a_capture_answers_the_next(
+    agent: Agent, previous: str
+) -> None:
     seen: list[Resumed] = []
     with Worker(None, seen.append) as worker:
         worker.ready()
         agent.put("quiesce", 1)
         agent.found("quiesced", 1)
-        agent.put("quiesce", 2, previous="complete")
+        agent.put("quiesce", 2, previous=previous)
         agent.found("quiesced", 2)
-        assert [each.outcome for each in seen] == ["complete"]
+        assert [each.outcome for each in seen] == [previous]
         agent.put("snapshot-complete", 2)
         agent.found("ready-for-snapshot")
 
@@ -149,6 +154,51 @@ def test_a_process_that_was_restored_elsewhere_answers_with_the_attempt_and_its_
         agent.found("restored", 5)
         assert seen == [Resumed("restored", {"GPU-a": "GPU-b"})]
         agent.found("ready-for-snapshot")
+
+
+def test_a_request_that_waits_is_refused_when_the_worker_is_closed(agent: Agent) -> None:
+    refused: list[NotEligible] = []
+
+    def ask() -> None:
+        try:
+            with worker.request():
+                pass
+        except NotEligible as error:
+            refused.append(error)
+
+    with Worker() as worker:
+        worker.ready()
+        agent.put("quiesce", 1)
+        agent.found("quiesced", 1)
+        late = threading.Thread(target=ask)
+        late.start()
+        time.sleep(0.05)
+    late.join(PATIENCE_S)
+    assert "closed while it was captured" in str(refused[0])
+
+
+def test_a_process_with_many_open_files_is_captured(agent: Agent) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limit[1]), limit[1]))
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Worker() as worker:
+            worker.ready()
+            agent.put("quiesce", 1)
+            agent.found("quiesced", 1)
+            agent.put("snapshot-complete", 1)
+            agent.found("ready-for-snapshot")
+    finally:
+        for each in opened:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_a_pool_that_was_not_saved_is_named(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+    agent.put("restore-complete", 1)
+    with Worker() as worker, pytest.raises(NotFound, match="no pool 'weights' was saved"):
+        worker.pool("weights")
 
 
 UNABLE = """

@@ -147,6 +147,8 @@ class Engine:
         """Use a plan; `start` it."""
         self._plan = plan
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_starting = False
+        self._kept: list[int] = []
 
     @property
     def child(self) -> subprocess.Popen[bytes]:
@@ -158,12 +160,15 @@ class Engine:
     def start(self) -> None:
         """Start the engine. InvalidInput: there is no such program."""
         command = self._plan.command
+        self._is_starting = True
         try:
             self._child = subprocess.Popen(command)
         except OSError as error:
             raise InvalidInput(
                 f"{command[0]} cannot be started: {error.strerror}", path=command[0]
             ) from error
+        while self._kept:
+            self._child.send_signal(self._kept.pop(0))
 
     def wait_until_ready(self) -> None:
         """Wait until the engine serves. DeadlineExceeded; NotEligible: it has ended."""
@@ -202,21 +207,21 @@ class Engine:
                     archive.add(path, str(number))
 
     def put_back(self, state: Path) -> None:
-        """Put the files back where the engine looks for them. InvalidInput: they are others."""
-        with tarfile.open(state / FILES) as archive:
-            for member in archive:
-                number, _, below = member.name.partition("/")
-                try:
+        """Put the files back where the engine looks for them. NotEligible says why it cannot."""
+        try:
+            with tarfile.open(state / FILES) as archive:
+                for member in archive:
+                    number, _, below = member.name.partition("/")
                     path = self._plan.state[int(number)]
-                except (ValueError, IndexError):
-                    raise InvalidInput(
-                        f"{member.name} was saved, and --state names {len(self._plan.state)} paths",
-                        next_step="restore with the --state that it was captured with",
-                    ) from None
-                path.parent.mkdir(parents=True, exist_ok=True)
-                name = f"{path.name}/{below}" if below else path.name
-                # With this filter nothing is written outside of the folder.
-                archive.extract(member.replace(name=name), path.parent, filter="data")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    name = f"{path.name}/{below}" if below else path.name
+                    # With this filter nothing is written outside of the folder.
+                    archive.extract(member.replace(name=name), path.parent, filter="data")
+        except (OSError, tarfile.TarError, ValueError, IndexError) as error:
+            raise NotEligible(
+                f"the files of --state cannot be put back: {error}",
+                next_step="restore what was captured under snapback-run, with the same --state",
+            ) from error
 
     def go_on(self, resumed: Resumed) -> None:
         """Have the engine serve again after a capture, or as the process that was restored."""
@@ -233,9 +238,13 @@ class Engine:
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         """Pass a signal on; end where there is no engine yet, as that of a standby."""
-        if self._child is None:
+        if self._child is not None:
+            self._child.send_signal(number)
+        elif self._is_starting:
+            # There may be one already.
+            self._kept.append(number)
+        else:
             sys.exit(128 + number)
-        self._child.send_signal(number)
 
     def _call(self, name: str, hook: Hook | None, environment: Mapping[str, str]) -> None:
         if hook is not None:
@@ -294,9 +303,12 @@ def _ended_by(error: SnapbackError, status: int) -> int:
 
 def _run(engine: Engine) -> int:
     worker = Worker(engine.quiesce, engine.go_on)
-    worker.start()
-    if worker.state is not None:
-        engine.put_back(worker.state)
+    try:
+        worker.start()
+        if worker.state is not None:
+            engine.put_back(worker.state)
+    except NotEligible as error:
+        return _ended_by(error, _FAILED)
     engine.start()
     try:
         engine.wait_until_ready()

@@ -45,7 +45,7 @@ from snapback_client.control import (
     STATE,
     Signal,
 )
-from snapback_client.errors import InvalidInput, SnapbackError
+from snapback_client.errors import InvalidInput, NotEligible, NotFound, SnapbackError
 from snapback_client.pool import MemoryPool, connect, restore
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class Worker:
         self._owed: int | None = None
         self._requests = 0
         self._is_stopped = False
+        self._is_closed = False
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -150,7 +151,15 @@ class Worker:
         if name in self._pools:
             raise InvalidInput(f"the worker has a pool {name!r} already", name=name)
         if self.state is not None:
-            made = restore((self.state / f"{name}{_SUFFIX}").read_bytes(), name=name)
+            try:
+                saved = (self.state / f"{name}{_SUFFIX}").read_bytes()
+            except FileNotFoundError:
+                raise NotFound(
+                    f"no pool {name!r} was saved with what is restored here",
+                    next_step="restore with the program that was captured",
+                    name=name,
+                ) from None
+            made = restore(saved, name=name)
         else:
             made = connect(device, lock="RW", domain=domain, name=name)
             try:
@@ -177,9 +186,14 @@ class Worker:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Wait while the worker is captured. No capture begins before the end of the block."""
+        """Wait while the worker is captured. No capture begins before the end of the block.
+
+        NotEligible when the worker is closed meanwhile.
+        """
         with self._turn:
-            self._turn.wait_for(lambda: not self._is_stopped)
+            self._turn.wait_for(lambda: self._is_closed or not self._is_stopped)
+            if self._is_stopped:
+                raise _closed()
             self._requests += 1
         try:
             yield
@@ -190,6 +204,9 @@ class Worker:
 
     def close(self) -> None:
         """Close the pools. The worker is captured no more."""
+        with self._turn:
+            self._is_closed = True
+            self._turn.notify_all()
         if self._control is not None:
             self._control.end()
         if self._thread is not None:
@@ -226,7 +243,7 @@ class Worker:
         control.withdraw(READY)
         with self._turn:
             self._is_stopped = True
-            self._turn.wait_for(lambda: not self._requests)
+            self._turn.wait_for(lambda: self._is_closed or not self._requests)
         try:
             control.state.mkdir(mode=0o700, exist_ok=True)
             if self.on_quiesce is not None:
@@ -247,7 +264,7 @@ class Worker:
             if pool.is_asleep:
                 pool.wake(device=devices.get(pool.device, ""))
         if self.on_resume is not None:
-            self.on_resume(Resumed(_OUTCOMES.get(end.name, "complete"), devices))
+            self.on_resume(Resumed(_outcome_of(end), devices))
         if end.name == RESTORE_COMPLETE:
             control.put(RESTORED, end.body.attempt)
         with self._turn:
@@ -274,6 +291,7 @@ class AsyncWorker:
         self._turn = asyncio.Condition()
         self._requests = 0
         self._is_stopped = False
+        self._is_closed = False
 
     @property
     def state(self) -> Path | None:
@@ -302,7 +320,9 @@ class AsyncWorker:
     async def request(self) -> AsyncIterator[None]:
         """Wait while the worker is captured. No capture begins before the end of the block."""
         async with self._turn:
-            await self._turn.wait_for(lambda: not self._is_stopped)
+            await self._turn.wait_for(lambda: self._is_closed or not self._is_stopped)
+            if self._is_stopped:
+                raise _closed()
             self._requests += 1
         try:
             yield
@@ -313,6 +333,9 @@ class AsyncWorker:
 
     async def close(self) -> None:
         """Close the pools. The worker is captured no more."""
+        async with self._turn:
+            self._is_closed = True
+            self._turn.notify_all()
         await asyncio.to_thread(self._worker.close)
 
     async def __aenter__(self) -> Self:
@@ -351,7 +374,7 @@ class AsyncWorker:
     async def _quiesced(self, state: Path) -> None:
         async with self._turn:
             self._is_stopped = True
-            await self._turn.wait_for(lambda: not self._requests)
+            await self._turn.wait_for(lambda: self._is_closed or not self._requests)
         if self.on_quiesce is not None:
             await _done(self.on_quiesce(state))
 
@@ -368,6 +391,12 @@ async def _done(result: object) -> None:
         await result
 
 
+def _closed() -> NotEligible:
+    return NotEligible(
+        "the worker was closed while it was captured", next_step="start the worker again"
+    )
+
+
 class _Ended(Exception):
     """The worker was closed."""
 
@@ -377,6 +406,13 @@ class _News(NamedTuple):
 
     name: str
     body: Signal
+
+
+def _outcome_of(end: _News) -> Outcome:
+    """Return how a capture has ended: by its own file, or as the next request says."""
+    if end.name in _OUTCOMES:
+        return _OUTCOMES[end.name]
+    return "aborted" if end.body.previous == "aborted" else "complete"
 
 
 class _ControlDirectory:
@@ -396,6 +432,10 @@ class _ControlDirectory:
                 path=path,
             )
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        # An engine may have more files open than select(2) can take.
+        self._poll = select.poll()
+        for descriptor in (self._changes, self._end):
+            self._poll.register(descriptor, select.POLLIN)
 
     def news(self, *names: str) -> _News | None:
         """Return the first of the files that is another one than was returned before."""
@@ -412,8 +452,7 @@ class _ControlDirectory:
     def wait(self, *names: str) -> _News:
         """Wait until one of the files is new. _Ended."""
         while (found := self.news(*names)) is None:
-            ready, _, _ = select.select([self._changes, self._end], [], [])
-            if self._end in ready:
+            if any(ready == self._end for ready, _ in self._poll.poll()):
                 raise _Ended
             with contextlib.suppress(BlockingIOError):
                 os.read(self._changes, MAX_BODY_BYTES)
