@@ -112,7 +112,18 @@ def test_a_hook_is_a_request_or_a_command(text: str, hook: object) -> None:
     assert hook_of(text) == hook
 
 
-@pytest.mark.parametrize("text", ["GET nowhere", "http://a b", "say 'what"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET nowhere",
+        "http://a b",
+        "say 'what",
+        "http://[::1/",
+        "http://h:x/",
+        "http://",
+        "http://h/ä",
+    ],
+)
 def test_a_hook_that_makes_no_sense_is_shown(text: str) -> None:
     with pytest.raises(InvalidInput, match="the hook"):
         hook_of(text)
@@ -164,14 +175,14 @@ def test_an_engine_that_ends_before_it_is_ready_gives_its_status(running: Runnin
     running.start("--ready", running.url("/"), "--", "sh", "-c", "exit 9")
     code, _, error = running.end()
     assert code == 9
-    assert "has ended before it was ready" in error
+    assert "the engine has ended" in error
 
 
 def test_an_engine_that_is_never_ready_is_ended_in_time(running: Running) -> None:
     words = ("--ready-within", "0.3", "--", "sleep", "60")
     running.start("--ready", running.url("/"), *words)
     code, _, error = running.end()
-    assert code == 128 + signal.SIGTERM
+    assert code == 1
     assert "the engine was not ready within 0.3 s" in error
 
 
@@ -204,6 +215,84 @@ def test_an_engine_whose_hook_fails_is_not_captured(running: Running, agent: Age
     running.close()
     assert running.process is not None
     assert running.process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("what", ["pipe", "link"])
+def test_files_that_could_not_be_put_back_are_not_captured(
+    running: Running, agent: Agent, what: str
+) -> None:
+    cache = running.folder / "cache"
+    cache.mkdir()
+    if what == "pipe":
+        os.mkfifo(cache / "pipe")
+    else:
+        (cache / "link").symlink_to("/etc/hostname")
+    running.engine("--quiesce", running.url("/sleep"), "--state", "cache")
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    until(lambda: "/sleep" in (running.folder / "asked").read_text(), "the hook")
+    agent.put("snapshot-aborted", 1)
+    agent.found("ready-for-snapshot")
+    assert not (agent.path / "quiesced").exists()
+
+
+def test_a_folder_that_is_elsewhere_is_saved_with_what_is_in_it(
+    running: Running, agent: Agent, tmp_path: Path
+) -> None:
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "mounted/graph").write_text("compiled")
+    (running.folder / "cache").symlink_to(tmp_path / "mounted")
+    running.engine("--state", "cache")
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    agent.found("quiesced", 1)
+    running.close()
+    (tmp_path / "mounted/graph").unlink()
+    agent.remove("quiesce", "quiesced", "ready-for-snapshot")
+    agent.put("restore-complete", 2)
+    running.engine("--state", "cache", SNAPSHOT_RESTORE_STANDBY="1")
+    agent.found("restored", 2)
+    assert (tmp_path / "mounted/graph").read_text() == "compiled"
+
+
+def test_an_engine_that_was_not_quiet_may_refuse_to_wake_up(running: Running, agent: Agent) -> None:
+    running.engine("--quiesce", running.url("/fails"), "--resume", running.url("/fails"))
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
+    agent.put("snapshot-aborted", 1)
+    agent.found("ready-for-snapshot")
+    assert running.process is not None
+    assert running.process.poll() is None
+
+
+def test_an_engine_that_cannot_go_on_ends_with_a_status_that_is_not_0(
+    running: Running, agent: Agent
+) -> None:
+    program = ("--", "sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.02; done")
+    running.start("--resume", "false", *program)
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    agent.found("quiesced", 1)
+    agent.put("snapshot-complete", 1)
+    assert running.end()[0] == 1
+
+
+def test_what_a_hook_has_started_ends_with_it(running: Running, agent: Agent) -> None:
+    hook = "sh -c 'sleep 60 & echo $! >pid; wait'"
+    running.start("--hook-within", "0.3", "--quiesce", hook, "--", "sleep", "60")
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    until((running.folder / "pid").exists, "the start of the hook")
+    until(lambda: (running.folder / "pid").read_text().strip(), "its child")
+    pid = int((running.folder / "pid").read_text())
+    until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the end of its child")
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    return True
 
 
 def test_a_restored_engine_finds_its_files_and_is_asked_to_take_them_up(

@@ -194,6 +194,78 @@ def test_a_process_with_many_open_files_is_captured(agent: Agent) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
+def test_a_worker_that_is_closed_within_a_request_does_not_wait_for_it(agent: Agent) -> None:
+    worker = Worker()
+    worker.ready()
+    with worker.request():
+        agent.put("quiesce", 1)
+        until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        worker.close()
+    assert not (agent.path / "quiesced").exists()
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link", "noise", "empty", "huge"])
+def test_what_no_agent_has_put_there_is_left_alone(agent: Agent, what: str) -> None:
+    path = agent.path / "quiesce"
+    with Worker() as worker:
+        worker.ready()
+        match what:
+            case "folder":
+                path.mkdir()
+            case "pipe":
+                os.mkfifo(path)
+            case "link":
+                path.symlink_to(path)
+            case _:
+                body = {"noise": b"{", "empty": b"", "huge": b"x" * 100_000}[what]
+                (agent.path / ".noise").write_bytes(body)
+                (agent.path / ".noise").rename(path)
+        (agent.path / ".other").write_bytes(b"")
+        (agent.path / ".other").rename(agent.path / "other")
+        time.sleep(0.1)
+        if path.is_dir():
+            path.rmdir()
+        agent.put("quiesce", 2)
+        agent.found("quiesced", 2)
+        agent.put("snapshot-complete", 2)
+        agent.found("ready-for-snapshot")
+
+
+def test_what_a_process_before_has_said_is_taken_back(agent: Agent) -> None:
+    agent.put("ready-for-snapshot", 0)
+    worker = Worker()
+    worker.start()
+    assert not (agent.path / "ready-for-snapshot").exists()
+    worker.ready()
+    agent.found("ready-for-snapshot")
+    worker.close()
+    assert not (agent.path / "ready-for-snapshot").exists()
+
+
+def test_a_worker_that_cannot_say_that_it_is_quiet_goes_on(agent: Agent) -> None:
+    with Worker() as worker:
+        worker.ready()
+        (agent.path / "quiesced").mkdir()
+        agent.put("quiesce", 1)
+        until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        agent.put("snapshot-aborted", 1)
+        agent.found("ready-for-snapshot")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a process namespace")
+def test_the_first_process_of_a_container_ends_as_well_when_it_cannot_go_on(agent: Agent) -> None:
+    words = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", UNABLE]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    try:
+        agent.found("ready-for-snapshot")
+        agent.put("quiesce", 1)
+        agent.found("quiesced", 1)
+        agent.put("snapshot-complete", 1)
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+
 def test_a_pool_that_was_not_saved_is_named(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
     agent.put("restore-complete", 1)

@@ -263,7 +263,7 @@ async def test_the_template_is_captured_twice_and_restored(place: Place) -> None
         await place.said("ready-for-snapshot")
 
 
-def test_the_template_has_a_dozen_lines_of_code() -> None:
+def test_the_template_is_short() -> None:
     import ast
 
     source = (EXAMPLES / "worker_template.py").read_text()
@@ -274,4 +274,4 @@ def test_the_template_has_a_dozen_lines_of_code() -> None:
             spared.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = enumerate(source.splitlines(), 1)
     code = [line for n, line in lines if line.strip() and n not in spared and line[0] != "#"]
-    assert len(code) <= 12
+    assert len(code) <= 14

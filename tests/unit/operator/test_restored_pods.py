@@ -123,10 +123,27 @@ def test_a_worker_that_waits_for_a_restore_that_has_failed_is_given_up_once() ->
     assert later.writes == ()
 
 
+def test_a_worker_whose_failed_restore_is_deleted_is_given_up_before_that_goes() -> None:
+    found = failed()
+    gone = replace(
+        found, metadata=replace(found.metadata, deletion_timestamp="2026-01-01T00:00:00Z")
+    )
+    (write,) = restores.reconcile(RestoreView(gone, waiting()), 0.0).writes
+    assert isinstance(write, SetStatus)
+    (order,) = write.new.status.orders  # type: ignore[union-attr]
+    assert order.verb == "abort"
+
+
+def deleted(found: Pod) -> Pod:
+    metadata = replace(found.metadata, deletion_timestamp="2026-01-01T00:00:00Z")
+    return replace(found, metadata=metadata)
+
+
 @pytest.mark.parametrize(
     "found",
     [
         pytest.param(pod(), id="not up yet"),
+        pytest.param(deleted(waiting()), id="it is deleted"),
         pytest.param(waiting(cold_containers=["main"]), id="it works already"),
         pytest.param(waiting(phase="Failed"), id="it has ended"),
         pytest.param(

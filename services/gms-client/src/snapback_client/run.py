@@ -7,6 +7,7 @@ has to do for a capture is asked of it by hooks: URLs that it serves, or command
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import logging
 import os
@@ -16,10 +17,12 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -32,8 +35,15 @@ log = logging.getLogger("snapback-run")
 FILES = "files.tar"
 """What `--state` names, in a worker's state: in order, each below its number."""
 _METHODS = ("GET", "POST", "PUT")
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_FORWARDED = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH),
+)
 _ASK_AGAIN_S = 0.1
+_ANSWER_S = 5.0
+"""How long one question of `--ready` may take: the engine may have ended meanwhile."""
+END_S = 10.0
+"""How long an engine may take to end by SIGTERM when this program ends it, in seconds."""
 _CANNOT_START = 127
 _REFUSED = 2
 _FAILED = 1
@@ -77,7 +87,7 @@ def hook_of(text: str) -> Hook | None:
     if not words:
         return None
     method, *rest = words if words[0] in _METHODS else ("POST", *words)
-    if len(rest) == 1 and rest[0].startswith(("http://", "https://")):
+    if len(rest) == 1 and _is_url(rest[0]):
         return Request(method, rest[0])
     if words[0] in _METHODS or "://" in words[0]:
         raise InvalidInput(
@@ -85,6 +95,18 @@ def hook_of(text: str) -> Hook | None:
             next_step="write METHOD http://HOST:PORT/PATH, just the URL for a POST, or a command",
         )
     return Command(tuple(words))
+
+
+def _is_url(text: str) -> bool:
+    try:
+        found = urllib.parse.urlsplit(text)
+        return (
+            found.scheme in ("http", "https")
+            and bool(found.hostname)
+            and (text.isascii() and (found.port is None or found.port > 0))
+        )
+    except ValueError:
+        return False
 
 
 def plan_of(words: Sequence[str], environment: Mapping[str, str]) -> Plan:
@@ -148,7 +170,9 @@ class Engine:
         self._plan = plan
         self._child: subprocess.Popen[bytes] | None = None
         self._is_starting = False
+        self._is_quiet = False
         self._kept: list[int] = []
+        self.worker = Worker(self.quiesce, self.go_on)
 
     @property
     def child(self) -> subprocess.Popen[bytes]:
@@ -176,7 +200,10 @@ class Engine:
         if hook is None:
             return
         limit = time.monotonic() + within_s
-        ended = os.pidfd_open(self.child.pid)
+        try:
+            ended = os.pidfd_open(self.child.pid)
+        except ProcessLookupError:
+            raise _engine_ended() from None
         try:
             self._ask_until(hook, limit, ended)
         finally:
@@ -185,7 +212,8 @@ class Engine:
     def _ask_until(self, hook: Hook, limit: float, ended: int) -> None:
         while True:
             try:
-                _carry_out(hook, self._plan.hook_s, {})
+                left = max(limit - time.monotonic(), _ASK_AGAIN_S)
+                _carry_out(hook, min(self._plan.hook_s, _ANSWER_S, left), {})
             except NotEligible as last:
                 if time.monotonic() > limit:
                     raise DeadlineExceeded(
@@ -196,15 +224,31 @@ class Engine:
             else:
                 return
             if select.select([ended], [], [], _ASK_AGAIN_S)[0]:
-                raise NotEligible("the engine has ended before it was ready")
+                raise _engine_ended()
 
     def quiesce(self, state: Path) -> None:
-        """Have the engine let go of its devices, and copy the files that it has to find again."""
+        """Have the engine let go of its devices, and copy the files that it has to find again.
+
+        NotEligible for what `put_back` could not put back.
+        """
+        self._is_quiet = False
         self._call("quiesce", self._plan.quiesce, {"SNAPBACK_STATE": str(state)})
-        with tarfile.open(state / FILES, "w") as archive:
-            for number, path in enumerate(self._plan.state):
-                if path.exists():
-                    archive.add(path, str(number))
+        if self.child.poll() is not None:
+            raise _engine_ended()
+        try:
+            with tarfile.open(state / FILES, "w") as archive:
+                for number, path in enumerate(self._plan.state):
+                    where = path.resolve()
+                    if where.exists():
+                        archive.add(where, str(number), filter=_checked(where))
+                    else:
+                        log.warning("--state names %s, which is not there", path)
+        except tarfile.TarError as error:
+            raise NotEligible(
+                f"the files of --state could not be put back: {error}",
+                next_step="name folders with plain files, and links that stay in them",
+            ) from error
+        self._is_quiet = True
 
     def put_back(self, state: Path) -> None:
         """Put the files back where the engine looks for them. NotEligible says why it cannot."""
@@ -212,11 +256,13 @@ class Engine:
             with tarfile.open(state / FILES) as archive:
                 for member in archive:
                     number, _, below = member.name.partition("/")
-                    path = self._plan.state[int(number)]
+                    path = self._plan.state[int(number)].resolve()
                     path.parent.mkdir(parents=True, exist_ok=True)
                     name = f"{path.name}/{below}" if below else path.name
                     # With this filter nothing is written outside of the folder.
-                    archive.extract(member.replace(name=name), path.parent, filter="data")
+                    archive.extract(
+                        member.replace(name=name, deep=False), path.parent, filter="data"
+                    )
         except (OSError, tarfile.TarError, ValueError, IndexError) as error:
             raise NotEligible(
                 f"the files of --state cannot be put back: {error}",
@@ -227,9 +273,14 @@ class Engine:
         """Have the engine serve again after a capture, or as the process that was restored."""
         if resumed.outcome == "restored":
             self.restored({})
-        else:
+            return
+        try:
             self._call("resume", self._plan.resume, {})
-            self.wait_until_ready()
+        except NotEligible as error:
+            if self._is_quiet:
+                raise
+            log.warning("the engine was not quiet, and refuses to go on: %s", error)
+        self.wait_until_ready()
 
     def restored(self, environment: Mapping[str, str]) -> None:
         """Have the engine take up what belongs to it, and wait until it serves."""
@@ -240,11 +291,26 @@ class Engine:
         """Pass a signal on; end where there is no engine yet, as that of a standby."""
         if self._child is not None:
             self._child.send_signal(number)
+            if self.worker.failure is not None:
+                threading.Thread(target=self._kill_later, daemon=True).start()
         elif self._is_starting:
             # There may be one already.
             self._kept.append(number)
         else:
             sys.exit(128 + number)
+
+    def end(self) -> None:
+        """End the engine, by SIGKILL if it does not end by SIGTERM."""
+        self.child.terminate()
+        self._kill_later()
+        self.child.wait()
+
+    def _kill_later(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            ended = os.pidfd_open(self.child.pid)
+            if not select.select([ended], [], [], END_S)[0]:
+                signal.pidfd_send_signal(ended, signal.SIGKILL)
+            os.close(ended)
 
     def _call(self, name: str, hook: Hook | None, environment: Mapping[str, str]) -> None:
         if hook is not None:
@@ -264,20 +330,29 @@ def _carry_out(hook: Hook, within_s: float, environment: Mapping[str, str]) -> N
                 with opener.open(request, timeout=within_s):
                     return
             except urllib.error.HTTPError as error:
-                said = error.read(500).decode(errors="replace").strip()
+                said = ""
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    said = error.read(500).decode(errors="replace").strip()
                 raise NotEligible(f"{method} {url} was answered {error.code}: {said}") from error
             except (OSError, http.client.HTTPException) as error:
                 why = getattr(error, "reason", None) or error
                 raise NotEligible(f"{method} {url} was not answered: {why}") from error
         case Command(words):
             try:
-                done = subprocess.run(
-                    words, env={**os.environ, **environment}, timeout=within_s, check=False
+                process = subprocess.Popen(
+                    words, env={**os.environ, **environment}, start_new_session=True
                 )
-            except (OSError, subprocess.TimeoutExpired) as error:
+            except OSError as error:
                 raise NotEligible(f"{shlex.join(words)}: {error}") from error
-            if done.returncode:
-                raise NotEligible(f"{shlex.join(words)} ended with {done.returncode}")
+            try:
+                status = process.wait(within_s)
+            except subprocess.TimeoutExpired as error:
+                # With what it has started, which would be captured as well.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise NotEligible(f"{shlex.join(words)}: {error}") from error
+            if status:
+                raise NotEligible(f"{shlex.join(words)} ended with {status}")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -296,13 +371,29 @@ def main(words: Sequence[str] | None = None) -> int:
         return _ended_by(error, _CANNOT_START)
 
 
+def _engine_ended() -> NotEligible:
+    return NotEligible("the engine has ended", next_step="see what it has printed")
+
+
+def _checked(path: Path) -> Callable[[tarfile.TarInfo], tarfile.TarInfo]:
+    """Return a filter that refuses what could not be put back at a path. tarfile.FilterError."""
+
+    def check(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        below = member.name.partition("/")[2]
+        name = f"{path.name}/{below}" if below else path.name
+        tarfile.data_filter(member.replace(name=name, deep=False), str(path.parent))
+        return member
+
+    return check
+
+
 def _ended_by(error: SnapbackError, status: int) -> int:
     sys.stderr.write(f"snapback-run: {error.to_failure()}\n")
     return status
 
 
 def _run(engine: Engine) -> int:
-    worker = Worker(engine.quiesce, engine.go_on)
+    worker = engine.worker
     try:
         worker.start()
         if worker.state is not None:
@@ -316,12 +407,17 @@ def _run(engine: Engine) -> int:
             engine.restored({"SNAPBACK_STATE": str(worker.state)})
         worker.ready()
     except SnapbackError as error:
-        failed = _ended_by(error, _FAILED)
-        engine.child.terminate()
-        return _exit_status(engine.child.wait()) or failed
-    status = engine.child.wait()
+        _ended_by(error, _FAILED)
+        if engine.child.poll() is None:
+            engine.end()
+            return _FAILED
+        return _exit_status(engine.child.wait()) or _FAILED
+    except BaseException:
+        engine.end()
+        raise
+    status = _exit_status(engine.child.wait())
     worker.close()
-    return _exit_status(status)
+    return status or (_FAILED if worker.failure else 0)
 
 
 def _exit_status(status: int) -> int:

@@ -45,7 +45,13 @@ from snapback_client.control import (
     STATE,
     Signal,
 )
-from snapback_client.errors import InvalidInput, NotEligible, NotFound, SnapbackError
+from snapback_client.errors import (
+    InvalidInput,
+    InvalidMessage,
+    NotEligible,
+    NotFound,
+    SnapbackError,
+)
 from snapback_client.pool import MemoryPool, connect, restore
 
 log = logging.getLogger(__name__)
@@ -79,7 +85,8 @@ class Resumed(NamedTuple):
 class Worker:
     """A worker, whose captures are carried out in a thread while its other threads wait.
 
-    A worker that cannot go on after a capture ends its process with SIGTERM.
+    A worker that cannot go on after a capture ends its process with SIGTERM, and the block that it
+    was entered for raises `failure`.
     """
 
     def __init__(
@@ -101,6 +108,8 @@ class Worker:
         """After a restore the folder with what `on_quiesce` has saved; None after a cold start."""
         self.devices: Mapping[str, str] = {}
         """After a restore the uuid of the device here for each that the source had."""
+        self.failure: BaseException | None = None
+        """Why the worker could not go on."""
         path = os.environ.get(CONTROL_DIR, "")
         self.on_quiesce = on_quiesce
         self.on_resume = on_resume
@@ -119,9 +128,10 @@ class Worker:
         control, saved = self._control, self._resume_from
         if control is None:
             return
+        # Of a process before this one: it would be believed while this one is built.
+        control.withdraw(READY)
         if os.environ.get(STANDBY) == "1":
-            # Of a process before this one, whose container was started again: after a failure
-            # nothing comes, and that it served says nothing of this one.
+            # Its container was started again: after a failure nothing comes.
             control.withdraw(RESTORED)
             found = control.news(RESTORE_FAILED) or control.wait(RESTORE_COMPLETE, RESTORE_FAILED)
             self._owed = found.body.attempt
@@ -204,13 +214,14 @@ class Worker:
 
     def close(self) -> None:
         """Close the pools. The worker is captured no more."""
-        with self._turn:
-            self._is_closed = True
-            self._turn.notify_all()
+        self._end_requests()
         if self._control is not None:
             self._control.end()
         if self._thread is not None:
             self._thread.join()
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.withdraw(READY)
         for pool in self._pools.values():
             pool.close()
 
@@ -221,6 +232,13 @@ class Worker:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+        if self.failure is not None:
+            raise self.failure
+
+    def _end_requests(self) -> None:
+        with self._turn:
+            self._is_closed = True
+            self._turn.notify_all()
 
     def _follow(self, control: _ControlDirectory) -> None:
         """Carry out captures, one after another."""
@@ -234,9 +252,14 @@ class Worker:
                 found = end
         except _Ended:
             return
-        except BaseException:
+        except BaseException as error:
             log.exception("the worker cannot go on")
+            self.failure = error
+            self._end_requests()
             os.kill(os.getpid(), signal.SIGTERM)
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                # The kernel sends the first process of a container nothing that it does not handle.
+                os._exit(128 + signal.SIGTERM)
 
     def _captured(self, control: _ControlDirectory, asked: _News) -> _News:
         """Be quiet until a capture is over; return what has ended it."""
@@ -244,6 +267,8 @@ class Worker:
         with self._turn:
             self._is_stopped = True
             self._turn.wait_for(lambda: self._is_closed or not self._requests)
+            if self._is_closed:
+                raise _Ended
         try:
             control.state.mkdir(mode=0o700, exist_ok=True)
             if self.on_quiesce is not None:
@@ -251,10 +276,11 @@ class Worker:
             for name, pool in self._pools.items():
                 pool.sleep()
                 (control.state / f"{name}{_SUFFIX}").write_bytes(pool.save_state())
+            control.put(QUIESCED, asked.body.attempt)
         except Exception:
             log.exception("the worker cannot be captured, and waits for the end of the capture")
-        else:
-            control.put(QUIESCED, asked.body.attempt)
+            # It may have filled the disk, which is needed to say that the worker goes on.
+            control.empty_state()
         # The agent removes what ended a capture when it begins the next one.
         end = control.wait(*_OUTCOMES, RESTORE_FAILED, QUIESCE)
         if end.name == RESTORE_FAILED:
@@ -440,14 +466,30 @@ class _ControlDirectory:
     def news(self, *names: str) -> _News | None:
         """Return the first of the files that is another one than was returned before."""
         for name in names:
-            with contextlib.suppress(FileNotFoundError), (self._path / name).open("rb") as file:
-                found = os.fstat(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                found = os.lstat(self._path / name)
                 identity = (found.st_ino, found.st_mtime_ns)
-                if self._seen.get(name) != identity:
-                    self._seen[name] = identity
-                    data = file.read(MAX_BODY_BYTES + 1)
-                    return _News(name, decode_json(data, Signal, limit=MAX_BODY_BYTES))
+                if self._seen.get(name) == identity:
+                    continue
+                self._seen[name] = identity
+                if (news := self._read(name)) is not None:
+                    return news
         return None
+
+    def _read(self, name: str) -> _News | None:
+        """Return what a file says; None of what no agent has put there."""
+        path = self._path / name
+        try:
+            # A pipe would be waited for, and a link followed.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "rb") as file:
+                data = file.read(MAX_BODY_BYTES + 1) or b""
+            return _News(name, decode_json(data, Signal, limit=MAX_BODY_BYTES))
+        except FileNotFoundError:
+            return None
+        except (OSError, InvalidMessage) as error:
+            log.warning("%s is no file of the snapshot agent, and is left alone: %s", path, error)
+            return None
 
     def wait(self, *names: str) -> _News:
         """Wait until one of the files is new. _Ended."""
@@ -466,6 +508,12 @@ class _ControlDirectory:
 
     def withdraw(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
+
+    def empty_state(self) -> None:
+        """Remove what was saved, as far as that can be done."""
+        with contextlib.suppress(OSError):
+            for path in self.state.iterdir():
+                path.unlink()
 
     def end(self) -> None:
         """End every wait, now and later."""

@@ -575,7 +575,7 @@ def _unrestored(restore: SnapshotRestore, failure: Failure, now: float) -> list[
 def _ended(view: RestoreView, now: float) -> Plan:
     """Keep what is owed; let a deleted restore go once its content has taken it off the readers."""
     restore = view.restore
-    if restore.metadata.deletion_timestamp is None and _waits_in_vain(view, now):
+    if _waits_in_vain(view, now):
         return _give_up(view, now)
     if restore.metadata.deletion_timestamp is None or is_reading(restore):
         return _plan(restore, restore.status, now)
@@ -595,7 +595,10 @@ def _waits_in_vain(view: RestoreView, now: float) -> bool:
         return False
     if pod is None or pod.status.orders or not _is_standing_by(pod):
         return False
-    checks = (_deleted, _pod_ended, _not_in_standby)
+    # A pod that is deleted is ended; one whose restore alone is deleted waits on.
+    if pod.metadata.deletion_timestamp:
+        return False
+    checks = (_pod_ended, _not_in_standby)
     return bool(pod.status.node_name) and not any(check(view, now) for check in checks)
 
 
