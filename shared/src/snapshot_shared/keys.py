@@ -12,6 +12,7 @@ import base64
 import logging
 import os
 import shlex
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -168,6 +169,7 @@ class ArtifactKeys:
                 verb,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                process_group=0,
             )
         except OSError as error:
             raise self._failed(verb, f"could not be started: {error}") from error
@@ -181,8 +183,9 @@ class ArtifactKeys:
             said = f"answered more than {MAX_WRAPPED_BYTES} bytes"
             raise self._failed(verb, said) from error
         finally:
+            # With all that it has started: the wait ends when no process has its output open.
             with suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if status:
             raise self._failed(verb, f"ended with {status}")

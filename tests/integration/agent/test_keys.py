@@ -1,5 +1,6 @@
 """The keys of a node, as they are in files and behind the command of a KMS."""
 
+import asyncio
 import base64
 import os
 import sys
@@ -10,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_agent.ports import GenerationRef
+from snapshot_shared import keys as snapshot_keys
 from snapshot_shared.artifact import MAX_WRAPPED_BYTES, PartManifest
 from snapshot_shared.encrypting import key_id
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable
@@ -176,6 +178,16 @@ async def test_a_kms_wraps_and_unwraps_data_keys(tmp_path: Path) -> None:
 async def test_a_kms_that_fails_is_named_with_what_it_did(command: str, said: str) -> None:
     with pytest.raises(KeyUnavailable, match=said):
         await ArtifactKeys(None, command).new_cipher(PLACE, "process")
+
+
+async def test_all_that_a_kms_has_started_ends_when_it_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot_keys, "KMS_S", 0.2)
+    keys = ArtifactKeys(None, "sh -c 'sleep 60 | cat'")
+    async with asyncio.timeout(20):
+        with pytest.raises(KeyUnavailable, match="took longer"):
+            await keys.new_cipher(PLACE, "process")
 
 
 def test_a_command_that_is_no_command_line_is_refused() -> None:
