@@ -50,6 +50,8 @@ MAX_FILE_BYTES = 4096
 _WRITING = "encryption.key"
 _SIGNING = "signing.pem"
 _MAKE = "see docs/how-to/encrypt-and-sign.md for how to make keys"
+_SEE_LOG = "see what it says in the log of this service"
+_ENCRYPT = "have `wrap` encrypt its input, and `unwrap` return it from that"
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class ArtifactKeys:
             name = key_id(self._writing)
             wrapped = wrap(self._writing, os.urandom(NONCE_BYTES), data_key, path)
         elif self._kms:
-            name, wrapped = KMS, await self._ask_kms("wrap", data_key)
+            name, wrapped = KMS, await self._wrapped_by_kms(data_key)
         else:
             return None
         return PartCipher(data_key, path, Encryption(key=name, data_key=wrapped))
@@ -161,6 +163,19 @@ class ArtifactKeys:
             )
         return PartCipher(unwrap(key, encryption.data_key, path), path, encryption)
 
+    async def _wrapped_by_kms(self, data_key: bytes) -> bytes:
+        """Return a data key as the KMS wraps it. KeyUnavailable when it does not encrypt it.
+
+        What cannot be unwrapped is found here, and not when the artifact is needed.
+        """
+        wrapped = await self._ask_kms("wrap", data_key)
+        if data_key in wrapped:
+            raise self._failed("wrap", "answered with the key itself", next_step=_ENCRYPT)
+        if await self._ask_kms("unwrap", wrapped) != data_key:
+            why = "answered with another key than it has wrapped"
+            raise self._failed("unwrap", why, next_step=_ENCRYPT)
+        return wrapped
+
     async def _ask_kms(self, verb: str, data: bytes) -> bytes:
         """Return what the command answers. KeyUnavailable when it fails, or takes too long."""
         try:
@@ -193,10 +208,10 @@ class ArtifactKeys:
             raise self._failed(verb, "answered nothing")
         return answer
 
-    def _failed(self, verb: str, why: str) -> KeyUnavailable:
+    def _failed(self, verb: str, why: str, *, next_step: str = _SEE_LOG) -> KeyUnavailable:
         return KeyUnavailable(
             f"the command of SNAPBACK_KMS_COMMAND, {self._kms[0]} … {verb}, {why}",
-            next_step="see what it says in the log of this service",
+            next_step=next_step,
         )
 
 

@@ -171,6 +171,9 @@ async def test_a_kms_wraps_and_unwraps_data_keys(tmp_path: Path) -> None:
     [
         (kms("raise SystemExit(3)"), "ended with 3"),
         (kms("pass"), "answered nothing"),
+        ("sh -c cat", "answered with the key itself"),
+        ("sh -c 'echo key:; cat'", "answered with the key itself"),
+        ("sh -c 'cat >/dev/null; echo done'", "answered with another key"),
         (kms(f"print(8 * {MAX_WRAPPED_BYTES} * chr(65))"), "more than"),
         ("/nonexistent/kms", "could not be started"),
     ],
