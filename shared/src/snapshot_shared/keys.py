@@ -14,6 +14,7 @@ import os
 import shlex
 import signal
 import stat
+import string
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ MAX_FILE_BYTES = 4096
 
 _WRITING = "encryption.key"
 _SIGNING = "signing.pem"
+_HEX = frozenset(string.hexdigits.encode())
 _MAKE = "see docs/how-to/encrypt-and-sign.md for how to make keys"
 _SEE_LOG = "see what it says in the log of this service"
 _ENCRYPT = "have `wrap` encrypt its input, and `unwrap` return it from that"
@@ -71,7 +73,8 @@ class ArtifactKeys:
             self._kms = shlex.split(kms_command)
         except ValueError as error:
             raise InvalidInput(
-                f"SNAPBACK_KMS_COMMAND={kms_command!r}: {error}",
+                # Not its value, which may have a token in it.
+                f"SNAPBACK_KMS_COMMAND is no command line: {error}",
                 next_step="quote its words as a shell has them",
             ) from error
         # A wrong path must not have everything written as it is.
@@ -274,6 +277,11 @@ def _contents(path: Path, *, private: bool) -> bytes:
 
 def _symmetric(data: bytes) -> bytes:
     if len(data) == KEY_BYTES:
+        if _HEX.issuperset(data):
+            raise ValueError(
+                f"its {KEY_BYTES} bytes are {KEY_BYTES} digits in hex, half a key: a key has "
+                f"{2 * KEY_BYTES} of them, or {KEY_BYTES} random bytes"
+            )
         return data
     for decode in (bytes.fromhex, base64.b64decode):
         with suppress(ValueError):

@@ -107,6 +107,7 @@ async def test_the_data_key_of_another_part_is_refused(tmp_path: Path) -> None:
     [
         ("encryption.key", bytes(31), 0o600, "32 bytes"),
         ("old.key", b"\xff" * 33, 0o600, "32 bytes"),
+        ("encryption.key", b"0123456789abcdefABCDEF0123456789", 0o600, "32 digits in hex"),
         ("encryption.key", bytes(32), 0o640, "0640"),
         ("signing.pem", b"-----BEGIN", 0o600, "PEM"),
         ("a.pub", b"no key", 0o644, "PEM"),
@@ -193,9 +194,10 @@ async def test_all_that_a_kms_has_started_ends_when_it_takes_too_long(
             await keys.new_cipher(PLACE, "process")
 
 
-def test_a_command_that_is_no_command_line_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="SNAPBACK_KMS_COMMAND"):
-        ArtifactKeys(None, "kms 'wrap")
+def test_a_command_that_is_no_command_line_is_refused_and_not_shown() -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_KMS_COMMAND") as refused:
+        ArtifactKeys(None, "kms --token s3cret 'wrap")
+    assert "s3cret" not in str(refused.value)
 
 
 async def test_a_kms_that_returns_no_data_key_is_refused() -> None:
