@@ -59,7 +59,10 @@ log = logging.getLogger(__name__)
 
 
 class ArtifactKeys:
-    """The keys of a node, as they were at the start."""
+    """The keys of a node, as they were when this was made.
+
+    An agent makes it at its start, a transfer process of GMS for each task.
+    """
 
     def __init__(
         self, folder: Path | None, kms_command: str = "", *, require_signature: bool = False
