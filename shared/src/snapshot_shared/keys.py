@@ -12,7 +12,9 @@ import base64
 import logging
 import os
 import shlex
+import signal
 import stat
+import string
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -48,13 +50,19 @@ MAX_FILE_BYTES = 4096
 
 _WRITING = "encryption.key"
 _SIGNING = "signing.pem"
+_HEX = frozenset(string.hexdigits.encode())
 _MAKE = "see docs/how-to/encrypt-and-sign.md for how to make keys"
+_SEE_LOG = "see what it says in the log of this service"
+_ENCRYPT = "have `wrap` encrypt its input, and `unwrap` return it from that"
 
 log = logging.getLogger(__name__)
 
 
 class ArtifactKeys:
-    """The keys of a node, as they were at the start."""
+    """The keys of a node, as they were when this was made.
+
+    An agent makes it at its start, a transfer process of GMS for each task.
+    """
 
     def __init__(
         self, folder: Path | None, kms_command: str = "", *, require_signature: bool = False
@@ -68,7 +76,8 @@ class ArtifactKeys:
             self._kms = shlex.split(kms_command)
         except ValueError as error:
             raise InvalidInput(
-                f"SNAPBACK_KMS_COMMAND={kms_command!r}: {error}",
+                # Not its value, which may have a token in it.
+                f"SNAPBACK_KMS_COMMAND is no command line: {error}",
                 next_step="quote its words as a shell has them",
             ) from error
         # A wrong path must not have everything written as it is.
@@ -125,7 +134,7 @@ class ArtifactKeys:
             name = key_id(self._writing)
             wrapped = wrap(self._writing, os.urandom(NONCE_BYTES), data_key, path)
         elif self._kms:
-            name, wrapped = KMS, await self._ask_kms("wrap", data_key)
+            name, wrapped = KMS, await self._wrapped_by_kms(data_key)
         else:
             return None
         return PartCipher(data_key, path, Encryption(key=name, data_key=wrapped))
@@ -160,6 +169,19 @@ class ArtifactKeys:
             )
         return PartCipher(unwrap(key, encryption.data_key, path), path, encryption)
 
+    async def _wrapped_by_kms(self, data_key: bytes) -> bytes:
+        """Return a data key as the KMS wraps it. KeyUnavailable when it does not encrypt it.
+
+        What cannot be unwrapped is found here, and not when the artifact is needed.
+        """
+        wrapped = await self._ask_kms("wrap", data_key)
+        if data_key in wrapped:
+            raise self._failed("wrap", "answered with the key itself", next_step=_ENCRYPT)
+        if await self._ask_kms("unwrap", wrapped) != data_key:
+            why = "answered with another key than it has wrapped"
+            raise self._failed("unwrap", why, next_step=_ENCRYPT)
+        return wrapped
+
     async def _ask_kms(self, verb: str, data: bytes) -> bytes:
         """Return what the command answers. KeyUnavailable when it fails, or takes too long."""
         try:
@@ -168,6 +190,7 @@ class ArtifactKeys:
                 verb,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                process_group=0,
             )
         except OSError as error:
             raise self._failed(verb, f"could not be started: {error}") from error
@@ -181,8 +204,9 @@ class ArtifactKeys:
             said = f"answered more than {MAX_WRAPPED_BYTES} bytes"
             raise self._failed(verb, said) from error
         finally:
+            # With all that it has started: the wait ends when no process has its output open.
             with suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if status:
             raise self._failed(verb, f"ended with {status}")
@@ -190,10 +214,10 @@ class ArtifactKeys:
             raise self._failed(verb, "answered nothing")
         return answer
 
-    def _failed(self, verb: str, why: str) -> KeyUnavailable:
+    def _failed(self, verb: str, why: str, *, next_step: str = _SEE_LOG) -> KeyUnavailable:
         return KeyUnavailable(
             f"the command of SNAPBACK_KMS_COMMAND, {self._kms[0]} … {verb}, {why}",
-            next_step="see what it says in the log of this service",
+            next_step=next_step,
         )
 
 
@@ -256,6 +280,11 @@ def _contents(path: Path, *, private: bool) -> bytes:
 
 def _symmetric(data: bytes) -> bytes:
     if len(data) == KEY_BYTES:
+        if _HEX.issuperset(data):
+            raise ValueError(
+                f"its {KEY_BYTES} bytes are {KEY_BYTES} digits in hex, half a key: a key has "
+                f"{2 * KEY_BYTES} of them, or {KEY_BYTES} random bytes"
+            )
         return data
     for decode in (bytes.fromhex, base64.b64decode):
         with suppress(ValueError):

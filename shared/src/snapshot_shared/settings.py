@@ -77,8 +77,8 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     `transfer_backend` moves the bytes of GPU memory. `object_storage` (a URL without credentials)
     is where the backend `object` has them; agents that know of it can seal, verify and delete.
     `artifact_keys` is a folder with the keys of artifacts, as `snapshot_shared.keys` reads it;
-    `kms_command` encrypts in place of the one in it that does. With `require_signature` nothing is
-    restored that no trusted key has signed.
+    `kms_command` encrypts where that folder has no `encryption.key`, and decrypts what it has
+    encrypted. With `require_signature` nothing is restored that no trusted key has signed.
     """
 
     node: str

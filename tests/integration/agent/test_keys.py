@@ -1,5 +1,6 @@
 """The keys of a node, as they are in files and behind the command of a KMS."""
 
+import asyncio
 import base64
 import os
 import sys
@@ -10,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_agent.ports import GenerationRef
+from snapshot_shared import keys as snapshot_keys
 from snapshot_shared.artifact import MAX_WRAPPED_BYTES, PartManifest
 from snapshot_shared.encrypting import key_id
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable
@@ -105,6 +107,7 @@ async def test_the_data_key_of_another_part_is_refused(tmp_path: Path) -> None:
     [
         ("encryption.key", bytes(31), 0o600, "32 bytes"),
         ("old.key", b"\xff" * 33, 0o600, "32 bytes"),
+        ("encryption.key", b"0123456789abcdefABCDEF0123456789", 0o600, "32 digits in hex"),
         ("encryption.key", bytes(32), 0o640, "0640"),
         ("signing.pem", b"-----BEGIN", 0o600, "PEM"),
         ("a.pub", b"no key", 0o644, "PEM"),
@@ -169,6 +172,9 @@ async def test_a_kms_wraps_and_unwraps_data_keys(tmp_path: Path) -> None:
     [
         (kms("raise SystemExit(3)"), "ended with 3"),
         (kms("pass"), "answered nothing"),
+        ("sh -c cat", "answered with the key itself"),
+        ("sh -c 'echo key:; cat'", "answered with the key itself"),
+        ("sh -c 'cat >/dev/null; echo done'", "answered with another key"),
         (kms(f"print(8 * {MAX_WRAPPED_BYTES} * chr(65))"), "more than"),
         ("/nonexistent/kms", "could not be started"),
     ],
@@ -178,9 +184,20 @@ async def test_a_kms_that_fails_is_named_with_what_it_did(command: str, said: st
         await ArtifactKeys(None, command).new_cipher(PLACE, "process")
 
 
-def test_a_command_that_is_no_command_line_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="SNAPBACK_KMS_COMMAND"):
-        ArtifactKeys(None, "kms 'wrap")
+async def test_all_that_a_kms_has_started_ends_when_it_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot_keys, "KMS_S", 0.2)
+    keys = ArtifactKeys(None, "sh -c 'sleep 60 | cat'")
+    async with asyncio.timeout(20):
+        with pytest.raises(KeyUnavailable, match="took longer"):
+            await keys.new_cipher(PLACE, "process")
+
+
+def test_a_command_that_is_no_command_line_is_refused_and_not_shown() -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_KMS_COMMAND") as refused:
+        ArtifactKeys(None, "kms --token s3cret 'wrap")
+    assert "s3cret" not in str(refused.value)
 
 
 async def test_a_kms_that_returns_no_data_key_is_refused() -> None:

@@ -334,6 +334,20 @@ def test_a_range_refuses_what_the_driver_would_and_stays_usable(
     device.release(handle)
 
 
+def test_an_allocation_that_fails_late_leaves_no_array_behind(
+    service: Any, cuda_node: CudaNode
+) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("kept", 3, "u1").set(7)
+        cuda_node.faults("cuMemsetD8 0 error 1")
+        with pytest.raises(CudaFailed, match="cuMemsetD8"):
+            pool.allocate("a", (4, 5), "u1")
+        cuda_node.faults()
+        assert list(pool.arrays()) == ["kept"]
+        assert pool.allocate("a", 9, "u2").shape == (9,)
+        assert pool["kept"].get().tolist() == [7, 7, 7]
+
+
 def test_what_a_broken_context_may_have_mapped_stays_charged(
     service: Any, cuda_node: CudaNode
 ) -> None:

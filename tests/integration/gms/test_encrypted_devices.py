@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from gms.adapters.backends import find_backend
 from gms.adapters.bounce_buffers import BounceBuffered
 from gms.adapters.encrypted import Ciphers, Encrypted
+from gms.adapters.parallel import STREAMS
 from gms.adapters.staging import Staging, staged
 from gms.domain.resume import note_of, read_notes
 from gms.domain.task_rules import part_manifest, path_of
 from gms.domain.tasks import SaveTask
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files
-from gms.ports import Moved
+from gms.ports import Buffers, Moved
 from snapback_client.frames import AllocationInfo
-from snapshot_shared.artifact import PartManifest, check_part_manifest
+from snapshot_shared.artifact import FileEntry, PartManifest, check_part_manifest
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.object_storage import zeros_digest
@@ -119,6 +123,59 @@ def read(task: SaveTask, manifest: PartManifest, directory: int) -> list[bytes]:
     with BounceBuffered(backend, device, PLACES, len(device.memory)) as bounced:
         bounced.read_files(directory, PLANS, manifest.files, [], threads=2, advance=lambda _: None)
     return device.values()
+
+
+class Watched:
+    """A backend that keeps every buffer that it is given, so that none has the place of another."""
+
+    def __init__(self) -> None:
+        self._backend = find_backend("posix-direct")
+        self.buffers: list[Any] = []
+
+    def write_files(
+        self, directory: int, plans: Sequence[FilePlan], buffers: Buffers, **how: Any
+    ) -> Moved:
+        self.buffers += buffers
+        return self._backend.write_files(directory, plans, buffers, **how)
+
+    def read_files(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        entries: Sequence[FileEntry],
+        buffers: Buffers,
+        **how: Any,
+    ) -> Moved:
+        self.buffers += buffers
+        return self._backend.read_files(directory, plans, entries, buffers, **how)
+
+    def places(self) -> int:
+        """How many different buffers they were."""
+        return len({ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in self.buffers})
+
+
+def test_files_that_come_one_at_a_time_share_the_buffers_of_their_streams(
+    task: SaveTask, tmp_path: Path
+) -> None:
+    device, watched = filled(), Watched()
+    ciphers = Ciphers(ArtifactKeys(Path(task.artifact_keys)), task)
+    backend = Encrypted(watched, ciphers)
+    with (
+        opened(open_root(task.root, create=True)) as root,
+        staged(root, path_of(task), note_of(task), every_bytes=SHARD) as staging,
+        BounceBuffered(backend, device, PLACES, len(device.memory)) as bounced,
+    ):
+        ciphers.begin(staging)
+        moved = bounced.write_files(staging.directory, PLANS, [], threads=2, advance=lambda _: None)
+        assert [entry.name for entry in moved.files] == [plan.name for plan in PLANS]
+        assert len(watched.buffers) == len(PLANS) > STREAMS
+        assert watched.places() <= STREAMS
+        written = [ciphers.finished(entry) for entry in moved.files]
+        before = device.values()
+        device.memory[:] = bytes(len(device.memory))
+        bounced.read_files(staging.directory, PLANS, written, [], threads=2, advance=lambda _: None)
+        assert device.values() == before
+        assert watched.places() <= STREAMS
 
 
 def test_a_save_that_was_cut_off_goes_on_and_is_loaded_again(task: SaveTask) -> None:

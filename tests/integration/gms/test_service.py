@@ -37,6 +37,7 @@ from snapshot_shared.orders import (
     Report,
     SaveOrder,
 )
+from tests.support.artifact_keys import put_encryption
 
 MIB = 1024 * 1024
 NOWHERE = "nats://127.0.0.1:9"
@@ -182,6 +183,15 @@ def test_a_second_service_of_one_node_says_why_it_does_not_start(process: Proces
     )
     assert found.returncode == 1
     assert found.stderr.decode().splitlines()[-1].startswith("AlreadyExists: another")
+
+
+def test_the_keys_of_artifacts_are_read_once_at_the_start(process: Process, tmp_path: Path) -> None:
+    put_encryption(tmp_path / "keys")
+    process.environment["SNAPBACK_ARTIFACT_KEYS"] = str(tmp_path / "keys")
+    running = process.start()
+    running.terminate()
+    assert running.wait(PATIENCE_S) == 0
+    assert process.log.read_text().count("artifacts are encrypted by key") == 1
 
 
 def test_a_transfer_backend_that_there_is_not_is_refused_at_the_start(process: Process) -> None:

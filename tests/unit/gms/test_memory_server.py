@@ -10,8 +10,10 @@ import pytest
 
 from gms.adapters.simulated import SimulatedDevice
 from gms.domain.sessions import Peer
+from gms.handlers.control import GmsControl
 from gms.handlers.memory_server import MemoryServer
 from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from snapshot_shared.frames import StatusRequest
 from snapshot_shared.metrics import Metrics
 
 
@@ -114,3 +116,40 @@ async def test_no_lock_waits_for_a_device_that_hangs_and_it_is_asked_once() -> N
     device.may_answer.set()
     await asyncio.get_running_loop().shutdown_default_executor()
     device.close()
+
+
+async def test_a_device_that_hangs_takes_one_thread_of_all_who_ask_at_once() -> None:
+    device = HangingDevice()
+    gms = MemoryServer(node="n1", incarnation="inc", devices=[device])
+    try:
+        async with asyncio.timeout(5):
+            asked = (gms.free_on(device.info.uuid) for _ in range(20))
+            assert await asyncio.gather(*asked) == [2**20] * 20
+        assert device.asked == 1
+    finally:
+        device.may_answer.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        device.close()
+
+
+class MeetingDevice(SimulatedDevice):
+    """A shared device that answers while another one is asked."""
+
+    def __init__(self, index: int, meeting: threading.Barrier) -> None:
+        super().__init__(node="n1", index=index, capacity=2**20, granularity=4096, is_shared=True)
+        self._meeting = meeting
+
+    def free(self) -> int:
+        self._meeting.wait(10)
+        return 4096
+
+
+async def test_a_status_asks_its_devices_at_the_same_time() -> None:
+    meeting = threading.Barrier(2)
+    devices = [MeetingDevice(index, meeting) for index in range(2)]
+    gms = MemoryServer(node="n1", incarnation="inc", devices=devices)
+    status = await GmsControl(gms).status(StatusRequest())
+    assert [(device.index, device.free) for device in status.devices] == [(0, 4096), (1, 4096)]
+    await asyncio.get_running_loop().shutdown_default_executor()
+    for device in devices:
+        device.close()

@@ -67,6 +67,7 @@ def names_of(device: int | str, *, cuda: Sequence[str], visible: Sequence[str]) 
 def ordinal_of(uuid: str, index: int, *, cuda: Sequence[str], visible: Sequence[str]) -> int:
     """Return the number that this process has for a device of the service."""
     for names in (cuda, visible):
-        if uuid in names:
-            return names.index(uuid)
+        for number, name in enumerate(names):
+            if find_device(name, {uuid: index}):
+                return number
     return index

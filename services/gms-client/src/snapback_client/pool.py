@@ -454,6 +454,9 @@ class MemoryPool:
             for offset, size in _places(slots):
                 self._range.clear(offset, size)
         except BaseException:
+            # Those of a pool that wakes stay: they are the same objects when it has woken.
+            for name in {slot.name for slot in slots} - self._slots.keys():
+                self._arrays.pop(name, None)
             for slot in slots:
                 self._range.unmap(slot.at, slot.aligned)
             self._held.free([slot.name for slot in slots])

@@ -370,10 +370,18 @@ def tensor_of(array: Any, dtype: Any = None) -> Any:
 
     `dtype` says what the elements are where numpy has no such type, `torch.bfloat16` over `uint16`:
     it is of the same width. PyTorch knows no read-only tensors: to write one that is committed is a
-    fault of the device. TorchUnavailable; InvalidInput for a width that differs.
+    fault of the device. TorchUnavailable; InvalidInput for a width that differs, and for slices,
+    transposed arrays and another byte order: the bytes alone are taken over.
     """
-    torch = import_torch()
     is_cuda = isinstance(array, CudaArray)
+    if not (array.dtype.isnative and (is_cuda or array.flags.c_contiguous)):
+        raise InvalidInput(
+            f"a {array.dtype.str} array of shape {array.shape} has its elements apart, in another "
+            "order, or in the byte order of another machine",
+            next_step="take the array of the pool itself, and slice the tensor",
+            found=array.dtype.str,
+        )
+    torch = import_torch()
     kind = _dtype(torch, array.dtype.name) if dtype is None else dtype
     if kind.itemsize != array.dtype.itemsize:
         raise InvalidInput(

@@ -110,6 +110,7 @@ async def serve(stop: asyncio.Event) -> None:
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     check_node(settings.node)
     find_backend(settings.transfer_backend, storage=settings.object_storage)
+    options = await in_thread(transfer_options, settings)
     allow_many_descriptors()
     devices = _open_devices(settings)
     metrics = Metrics(
@@ -138,7 +139,7 @@ async def serve(stop: asyncio.Event) -> None:
         processes,
         socket_dir=settings.socket_dir,
         root=settings.artifact_root,
-        options=transfer_options(settings),
+        options=options,
     )
     grpc = GrpcServer(settings.socket_dir, control, transfers, telemetry)
     lease.start()
@@ -147,7 +148,7 @@ async def serve(stop: asyncio.Event) -> None:
         log.info("GMS serves %d devices", len(devices))
         async with processes, _kubelet_plugin(stop, settings, devices):
             if settings.nats_url:
-                await _serve_orders(stop, settings, processes, control, telemetry, metrics)
+                await _serve_orders(stop, settings, options, processes, control, telemetry, metrics)
             else:
                 await stop.wait()
     finally:
@@ -297,6 +298,7 @@ def _telemetry(settings: GmsSettings, service: str, metrics: Metrics) -> Telemet
 async def _serve_orders(
     stop: asyncio.Event,
     settings: GmsSettings,
+    options: TransferOptions,
     processes: TransferProcesses,
     control: GmsControl,
     telemetry: Telemetry,
@@ -326,7 +328,7 @@ async def _serve_orders(
         transfers,
         book,
         root=settings.artifact_root,
-        options=transfer_options(settings),
+        options=options,
         metrics=metrics,
     )
     faults = FaultPlan("gms", settings.node) if settings.sim else None

@@ -265,6 +265,16 @@ class Moved:
     bytes: int
     files: list[FileEntry] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, parts: Sequence[Moved]) -> Moved:
+        """Return what several calls of a backend did as one. It may fall back in some of them."""
+        ways = {part.backend for part in parts if part.bytes} or {part.backend for part in parts}
+        return cls(
+            backend="+".join(sorted(ways)),
+            bytes=sum(part.bytes for part in parts),
+            files=[entry for part in parts for entry in part.files],
+        )
+
 
 class ChunkNotes(Protocol):
     """Where a backend notes down what is on the disk, so that a killed save goes on from there."""

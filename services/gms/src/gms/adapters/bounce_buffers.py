@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from gms.adapters.buffers import digest_in_memory
-from gms.adapters.parallel import results_of
-from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, Piece, runs_of
+from gms.adapters.parallel import results_of, share
+from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, in_one, runs_of
 from gms.ports import (
     Advance,
     Buffers,
@@ -35,8 +35,6 @@ from snapshot_shared.object_storage import zeros_digest
 
 BUFFER_BYTES = MAX_CHUNK_BYTES
 """The longest file that can be written and the most that is read at a time, in bytes."""
-
-STREAMS = 2
 
 
 class BounceBuffered:
@@ -101,7 +99,7 @@ class BounceBuffered:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        streams, each = _share(threads)
+        streams, each = share(threads)
         for plan in plans:
             if plan.size > self._size:
                 raise InvalidInput(
@@ -112,11 +110,10 @@ class BounceBuffered:
         def write(plan: FilePlan) -> Moved:
             with self._stream() as stream:
                 view = stream.fetch(plan.chunks)
-                single = replace(plan, chunks=_in_one(plan.chunks))
+                single = replace(plan, chunks=in_one(plan.chunks))
                 return write_files(directory, [single], [view], threads=each, advance=advance)
 
-        found = results_of(plans, write, streams)
-        return self._moved(found, [entry for moved in found for entry in moved.files])
+        return Moved.of(results_of(plans, write, streams))
 
     def read_files(
         self,
@@ -128,13 +125,13 @@ class BounceBuffered:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        streams, each = _share(threads)
+        streams, each = share(threads)
 
         def read(item: tuple[FilePlan, FileEntry, Sequence[ChunkPlan]]) -> Moved:
             plan, entry, chunks = item
             with self._stream() as stream:
                 view = stream.prepared(chunks, [entry.chunks[chunk.index] for chunk in chunks])
-                single = replace(plan, chunks=_in_one(chunks))
+                single = replace(plan, chunks=in_one(chunks))
                 moved = self._backend.read_files(
                     directory, [single], [entry], [view], threads=each, advance=advance
                 )
@@ -153,14 +150,14 @@ class BounceBuffered:
                     file=plan.name,
                     chunk=chunk.index,
                 )
-        return self._moved(results_of(items, read, streams), [])
+        return Moved.of(results_of(items, read, streams))
 
     def digest_of(
         self, chunk: ChunkPlan, compute: Callable[[ChunkPlan, Buffers], str] = digest_in_memory
     ) -> str:
         """Return the digest that a chunk has when it is written, as `compute` has it."""
         with self._stream() as stream:
-            (single,) = _in_one([chunk])
+            (single,) = in_one([chunk])
             return compute(single, [stream.fetch([chunk])])
 
     @contextlib.contextmanager
@@ -177,13 +174,6 @@ class BounceBuffered:
             # Also after an error: no copy may be in progress in a buffer that is used again.
             stream.copier.flush()
             self._idle.append(stream)
-
-    def _moved(self, found: Sequence[Moved], files: list[FileEntry]) -> Moved:
-        # A backend may fall back to another for single files; the name reports each.
-        ways = {moved.backend for moved in found if moved.bytes} or {m.backend for m in found}
-        return Moved(
-            backend="+".join(sorted(ways)), bytes=sum(moved.bytes for moved in found), files=files
-        )
 
     def __enter__(self) -> Self:
         return self
@@ -242,17 +232,3 @@ class _Stream:
 
 def _clear(view: memoryview) -> None:
     ctypes.memset(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), 0, len(view))
-
-
-def _share(threads: int) -> tuple[int, int]:
-    """Return the number of streams, and the threads that a backend may take in each."""
-    streams = min(STREAMS, threads)
-    return streams, threads // streams
-
-
-def _in_one(chunks: Sequence[ChunkPlan]) -> tuple[ChunkPlan, ...]:
-    """Return the same chunks, with their bytes one after another in a single buffer."""
-    first = chunks[0].offset if chunks else 0
-    return tuple(
-        replace(chunk, pieces=(Piece(0, chunk.offset - first, chunk.size),)) for chunk in chunks
-    )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from gms.adapters.buffers import buffer_pages, digest_in_memory, digest_of, pieces_of
-from gms.adapters.parallel import for_all
+from gms.adapters.parallel import results_of, share
 from gms.adapters.staging import Staging
 from gms.domain.tasks import LoadTask, SaveTask
 from gms.domain.transfer import (
@@ -27,7 +27,7 @@ from gms.domain.transfer import (
     PADDING,
     ChunkPlan,
     FilePlan,
-    Piece,
+    in_one,
     runs_of,
     shard_name,
 )
@@ -45,9 +45,6 @@ from snapshot_shared.encrypting import NONCE_BYTES, ChunkCipher, PartCipher
 from snapshot_shared.errors import ArtifactCorrupt, KeyUnavailable
 from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.object_storage import zeros_digest
-
-STREAMS = 2
-"""How many buffers there are: one is encrypted while the other moves to or from the disk."""
 
 _NEVER = 2**62
 
@@ -175,7 +172,9 @@ def _keys_of(task: SaveTask | LoadTask) -> ArtifactKeys:
 class Encrypted:
     """A transfer backend that encrypts what another one writes, and decrypts what it reads.
 
-    Besides what the other one takes it takes STREAMS buffers of ENCRYPTED_SHARD_BYTES.
+    Besides what the other one takes, each call takes up to STREAMS buffers at a time, which later
+    calls use again. One is as long as the longest file, at most ENCRYPTED_SHARD_BYTES, or as a
+    longer chunk.
     """
 
     def __init__(self, backend: TransferBackend, ciphers: Ciphers) -> None:
@@ -185,6 +184,7 @@ class Encrypted:
         self._copies = False
         self._beginning = threading.Lock()
         self._noting = _Noting(None)
+        self._idle: list[memoryview] = []
 
     def take_from(self, prefix: str, files: Sequence[FileEntry]) -> None:
         """Let later writes copy whole files of an older part within the storage, if it can."""
@@ -215,23 +215,35 @@ class Encrypted:
         advance: Advance,
         notes: ChunkNotes | None,
     ) -> Moved:
-        streams = _Streams(plans, threads)
+        streams, each = share(threads)
+        length = _buffer_length(plans)
         noting = self._noting_of(notes)
-        done: list[Moved] = []
 
-        def write(plan: FilePlan) -> int:
-            with streams.buffer() as pages:
+        def write(plan: FilePlan) -> Moved:
+            with self._buffer(length) as pages:
                 tags = self._encrypt(plan, buffers, pages, noting)
-                moved = self._written(directory, plan, pages, streams.threads, advance, noting)
+                moved = self._written(directory, plan, pages, each, advance, noting)
             if tags is not None:
                 self._ciphers.wrote(plan.name, tags)
                 noting.add(plan, moved.files[0], tags)
-            done.append(moved)
-            return moved.bytes
+            return moved
 
-        total = for_all(plans, write, streams.count)
-        files = [entry for moved in done for entry in moved.files]
-        return Moved(backend=_ways(done), bytes=total, files=files)
+        return Moved.of(results_of(plans, write, streams))
+
+    @contextlib.contextmanager
+    def _buffer(self, length: int) -> Iterator[memoryview]:
+        """Lend a buffer of at least this length: an idle one, or a new one in its place."""
+        # A thread holds one at most, so that there are never more of them than threads.
+        try:
+            pages = self._idle.pop()
+        except IndexError:
+            pages = memoryview(b"")
+        if len(pages) < length:
+            pages = memoryview(buffer_pages(length))
+        try:
+            yield pages
+        finally:
+            self._idle.append(pages)
 
     def _noting_of(self, notes: ChunkNotes | None) -> _Noting:
         """Return what notes files; bounce buffers bring one file at a time, for the same notes."""
@@ -249,7 +261,7 @@ class Encrypted:
         advance: Advance,
         noting: _Noting,
     ) -> Moved:
-        single = [replace(plan, chunks=_in_one(plan.chunks))]
+        single = [replace(plan, chunks=in_one(plan.chunks))]
         if isinstance(self._backend, ResumableBackend):
             return self._backend.write_missing(
                 directory, single, [pages], threads=threads, advance=advance, notes=noting
@@ -293,29 +305,27 @@ class Encrypted:
         threads: int,
         advance: Advance,
     ) -> Moved:
-        streams = _Streams(plans, threads)
-        done: list[Moved] = []
+        streams, each = share(threads)
+        length = _buffer_length(plans)
 
-        def read(item: tuple[FilePlan, FileEntry, Sequence[ChunkPlan]]) -> int:
+        def read(item: tuple[FilePlan, FileEntry, Sequence[ChunkPlan]]) -> Moved:
             plan, entry, chunks = item
-            with streams.buffer() as pages:
-                single = [replace(plan, chunks=_in_one(chunks))]
+            with self._buffer(length) as pages:
+                single = [replace(plan, chunks=in_one(chunks))]
                 moved = self._backend.read_files(
-                    directory, single, [entry], [pages], threads=streams.threads, advance=advance
+                    directory, single, [entry], [pages], threads=each, advance=advance
                 )
                 # What fills no memory is read for its digests alone, and needs no key.
                 if any(piece.allocation != PADDING for chunk in chunks for piece in chunk.pieces):
                     self._decrypt(entry, chunks, buffers, pages)
-            done.append(moved)
-            return moved.bytes
+            return moved
 
         items = [
             (plan, entry, run)
             for plan, entry in zip(plans, entries, strict=True)
-            for run in runs_of(plan.chunks, streams.size)
+            for run in runs_of(plan.chunks, length)
         ]
-        total = for_all(items, read, streams.count)
-        return Moved(backend=_ways(done), bytes=total)
+        return Moved.of(results_of(items, read, streams))
 
     def _decrypt(
         self, entry: FileEntry, chunks: Sequence[ChunkPlan], buffers: Buffers, pages: memoryview
@@ -329,30 +339,6 @@ class Encrypted:
                 continue
             data = pages[chunk.offset - chunks[0].offset :][: chunk.size]
             cipher.decrypt(chunk.index, data, pieces_of(chunk, buffers), tag)
-
-
-class _Streams:
-    """Buffers of whole files, as many as are used at a time, and the threads for each."""
-
-    def __init__(self, plans: Sequence[FilePlan], threads: int) -> None:
-        longest = max((chunk.size for plan in plans for chunk in plan.chunks), default=0)
-        whole = max((plan.size for plan in plans), default=0)
-        self.size = max(longest, min(whole, ENCRYPTED_SHARD_BYTES))
-        self.count = min(STREAMS, threads)
-        self.threads = threads // self.count
-        self._idle: list[memoryview] = []
-
-    @contextlib.contextmanager
-    def buffer(self) -> Iterator[memoryview]:
-        # A thread holds one at most, so that there are never more of them than threads.
-        try:
-            pages = self._idle.pop()
-        except IndexError:
-            pages = memoryview(buffer_pages(max(self.size, 1)))
-        try:
-            yield pages
-        finally:
-            self._idle.append(pages)
 
 
 class _Noting:
@@ -392,6 +378,13 @@ class _Noting:
                 self._rows, self._tags, self._bytes = [], [], 0
 
 
+def _buffer_length(plans: Sequence[FilePlan]) -> int:
+    """Return the bytes of a buffer for any of these files, or for a run of chunks of a long one."""
+    longest = max((chunk.size for plan in plans for chunk in plan.chunks), default=0)
+    whole = max((plan.size for plan in plans), default=0)
+    return max(longest, min(whole, ENCRYPTED_SHARD_BYTES), 1)
+
+
 def _encrypted(
     cipher: ChunkCipher, chunk: ChunkPlan, buffers: Buffers, pages: memoryview, tag: bytes | None
 ) -> bytes:
@@ -414,16 +407,3 @@ def _zeros_in(chunk: ChunkPlan, buffers: Buffers) -> str | None:
 
 def _pages_of(chunk: ChunkPlan, pages: memoryview) -> memoryview:
     return pages[chunk.offset :][: chunk.size]
-
-
-def _in_one(chunks: Sequence[ChunkPlan]) -> tuple[ChunkPlan, ...]:
-    """Return the same chunks, with their bytes one after another in a single buffer."""
-    first = chunks[0].offset if chunks else 0
-    return tuple(
-        replace(chunk, pieces=(Piece(0, chunk.offset - first, chunk.size),)) for chunk in chunks
-    )
-
-
-def _ways(done: Sequence[Moved]) -> str:
-    ways = {moved.backend for moved in done if moved.bytes} or {moved.backend for moved in done}
-    return "+".join(sorted(ways))

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+STREAMS = 2
+"""How many files go through buffers at a time: one is filled while the other moves."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -45,3 +48,9 @@ def results_of(items: Iterable[T], work: Callable[[T], R], threads: int) -> list
     if errors:
         raise errors[0]
     return [results[number] for number in sorted(results)]
+
+
+def share(threads: int) -> tuple[int, int]:
+    """Return the number of streams, and the threads that a backend may take in each."""
+    streams = min(STREAMS, threads)
+    return streams, threads // streams

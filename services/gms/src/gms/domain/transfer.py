@@ -144,6 +144,14 @@ def runs_of(chunks: Sequence[ChunkPlan], limit: int) -> list[list[ChunkPlan]]:
     return runs
 
 
+def in_one(chunks: Sequence[ChunkPlan]) -> tuple[ChunkPlan, ...]:
+    """Return the same chunks, with their bytes one after another in a single buffer."""
+    first = chunks[0].offset if chunks else 0
+    return tuple(
+        replace(chunk, pieces=(Piece(0, chunk.offset - first, chunk.size),)) for chunk in chunks
+    )
+
+
 def shard_name(index: int) -> str:
     """Name a shard file."""
     return f"shard-{index:04d}.bin"

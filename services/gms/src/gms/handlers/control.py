@@ -72,10 +72,12 @@ class GmsControl:
     async def status(self, request: StatusRequest) -> StatusReply:
         # Memory that is on its way back counts as used until it is free.
         await self._gms.drained()
+        # At the same time: each may take its time to say how much is free.
+        devices = await asyncio.gather(*map(self._device, self._gms.table.devices.values()))
         return StatusReply(
             node=self._gms.node,
             incarnation=self._gms.incarnation,
-            devices=[await self._device(table) for table in self._gms.table.devices.values()],
+            devices=devices,
             events=self._gms.history.latest(request.events or 0),
             now_s=asyncio.get_running_loop().time(),
         )

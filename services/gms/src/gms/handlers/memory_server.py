@@ -81,7 +81,7 @@ class MemoryServer:
         self._releases: dict[str, set[asyncio.Future[None]]] = {}
         self._changed = asyncio.Event()
         self._said_free: dict[str, int] = {}
-        self._overdue: dict[str, asyncio.Future[int]] = {}
+        self._asked: dict[str, tuple[float, asyncio.Future[int]]] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
         self._metrics = metrics
         self._show()
@@ -119,19 +119,23 @@ class MemoryServer:
             del self._looking[uuid]
 
     async def free_on(self, uuid: str) -> int:
-        """Return the bytes that can be taken on a device now, as it says, or as it said last."""
+        """Return the bytes that can be taken on a device now, as it says, or as it said last.
+
+        A shared device is asked once at a time, and has LOOK_S from then on for all who ask.
+        """
         device = self.devices[uuid]
         if not device.info.is_shared:
             return device.free()
-        asked = self._overdue.pop(uuid, None)
+        loop = asyncio.get_running_loop()
+        end, asked = self._asked.get(uuid, (0.0, None))
         if asked is None or asked.done():
-            asked = asyncio.get_running_loop().run_in_executor(None, device.free)
-            # No lock waits for a device that hangs, and a device that hangs is asked once.
-            await asyncio.wait((asked,), timeout=LOOK_S)
+            # Allocations need the threads of this executor: a device that hangs holds one of them.
+            end, asked = loop.time() + LOOK_S, loop.run_in_executor(None, device.free)
+            self._asked[uuid] = end, asked
+        if (rest := end - loop.time()) > 0:
+            await asyncio.wait((asked,), timeout=rest)
         if asked.done():
             self._said_free[uuid] = asked.result()
-        else:
-            self._overdue[uuid] = asked
         return self._said_free.get(uuid, device.info.capacity - device.used)
 
     def uuid_of(self, name: str) -> str:
