@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
     assert not context.exists()
     assert cli.run("nodes").code == 5
     assert cli.left(record["run"]) == []
+
+
+def test_a_cluster_of_other_folders_that_runs_is_not_left_over(cli: Cli, tmp_path: Path) -> None:
+    other = Cli(tmp_path / "other")
+    # Short, or the sockets would be in /tmp, where every user looks.
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as sockets:
+        other.environment["XDG_RUNTIME_DIR"] = sockets
+        try:
+            other.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+            record = other.record()
+            assert Path(record["socket_dir"]).parent == Path(sockets)
+            assert cli.left(record["run"]) == []
+        finally:
+            other.purge()
 
 
 def test_every_user_has_a_seed_of_its_own_that_stays_in_its_file(cli: Cli) -> None:

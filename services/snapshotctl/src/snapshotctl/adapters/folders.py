@@ -157,11 +157,13 @@ class Folders:
     def inventory(self) -> Inventory:
         """Return everything that local clusters of this user have or left behind.
 
-        Clusters of another XDG_STATE_HOME are known by their folders of sockets.
+        Clusters of another XDG_STATE_HOME are known by their folders of sockets and by their
+        processes.
         """
-        sockets = list(self._socket_folders())
+        sockets, members = list(self._socket_folders()), processes.members()
         states = set(self.states.iterdir() if self.states.is_dir() else [])
         elsewhere = {state for _, _, state in sockets if state is not None}
+        elsewhere |= processes.state_folders(members)
         clusters: list[tuple[ClusterRecord, frozenset[int]]] = []
         broken: list[Path] = []
         owners: set[str] = set()
@@ -176,7 +178,8 @@ class Folders:
             if record.owner is not None and is_this_boot(record):
                 owners.update({record.run} if processes.is_alive(record.owner) else ())
         marked = [(folder, run) for folder, run, _ in sockets]
-        return Inventory(clusters, frozenset(owners), processes.members(), marked, broken)
+        supervised = processes.supervised(members)
+        return Inventory(clusters, frozenset(owners), members, marked, broken, supervised)
 
     def _socket_folders(self) -> Iterator[tuple[Path, str, Path | None]]:
         runtime = self._given("XDG_RUNTIME_DIR")

@@ -371,25 +371,30 @@ class RunProcess(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """What exists on a machine: records with the pids that run, other processes, folders."""
+    """What exists on a machine: records with the pids that run, other processes, folders.
+
+    `supervised` are the runs of which a process has a parent that lives and is of no run.
+    """
 
     clusters: list[tuple[ClusterRecord, frozenset[int]]]
     owners_alive: frozenset[str]
     processes: list[RunProcess]
     socket_folders: list[tuple[Path, str]]
     broken_states: list[Path]
+    supervised: frozenset[str] = frozenset()
 
 
 def leftovers(found: Inventory) -> list[str]:
     """Return what was left behind and how to remove it, one line each.
 
-    A cluster runs while its demo does, or, when no demo owns it, while one of its processes does.
+    A cluster runs while its demo does, or, when no demo owns it, while one of its processes does;
+    one without a record, such as that of a test, while the program that started it does.
     """
     running = {
         record.run
         for record, alive in found.clusters
         if (record.run in found.owners_alive if record.owner else alive)
-    }
+    } | (found.supervised - {record.run for record, _ in found.clusters})
     lines = [
         f"process {process.pid} of run {process.run}: {process.command} (fix: kill {process.pid})"
         for process in found.processes
