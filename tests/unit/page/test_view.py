@@ -454,3 +454,14 @@ def test_a_waterfall_gives_seconds_from_the_first_span() -> None:
         ("capture", 0, 0.0),
         ("dump", 1, 1.0),
     ]
+
+
+def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
+    base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
+    spans = [
+        SpanRecord(span_id="a", name="capture", start_ns=0, end_ns=10**9, **base),
+        SpanRecord(span_id="b", name="verify", start_ns=91 * 10**9, end_ns=92 * 10**9, **base),
+    ]
+    found = waterfall(spans)
+    assert (found["total"], found["paused"]) == (2.0, 90.0)
+    assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]

@@ -191,7 +191,10 @@ def _facts_of(value: AnyObject) -> Iterable[tuple[str, str]]:
 
 
 def waterfall(spans: Sequence[SpanRecord]) -> dict[str, Any]:
-    """Return finished spans as bars. Times are seconds since the first began."""
+    """Return finished spans as bars. Times are seconds since the first began.
+
+    `total` and `start` leave out `paused`: long pauses in which nothing was done.
+    """
     found = layout(spans)
     bars = [
         {
@@ -199,11 +202,17 @@ def waterfall(spans: Sequence[SpanRecord]) -> dict[str, Any]:
             "name": bar.span.name,
             "service": bar.span.service,
             "node": bar.span.node,
-            "start": round(bar.start_s, 6),
+            "start": round(bar.drawn_s, 6),
             "length": round(bar.duration_s, 6),
             "error": bar.span.error,
             "orphan": bar.orphan,
         }
         for bar in found.bars[:MAX_SPANS]
     ]
-    return {"total": round(found.total_s, 6), "bars": bars, "all": len(found.bars)}
+    paused = sum(lasted for _, lasted in found.pauses)
+    return {
+        "total": round(found.drawn_s, 6),
+        "paused": round(paused, 6),
+        "bars": bars,
+        "all": len(found.bars),
+    }
