@@ -430,6 +430,11 @@ def test_work_under_way_has_no_end_and_shows_how_far_it_is() -> None:
     ]
 
 
+def test_an_order_that_its_node_has_not_accepted_waits_and_is_not_under_way() -> None:
+    assert flow([order("stop", state="ordered")], [], {})["bars"][0]["state"] == "waiting"
+    assert flow([order("stop", state="accepted")], [], {})["bars"][0]["state"] == "busy"
+
+
 def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
     item = order("prepare", attempt=2)
     failed = report(item, 1, "failed", 101.0, failure=Failure(reason="NotEligible", message="x"))

@@ -129,7 +129,10 @@ def label(order: OrderStatus) -> str:
 def _state(order: OrderStatus, kind: str) -> views.State:
     if kind in views.BAD_ORDERS:
         return "bad"
-    return "ok" if views.is_answered(order) else "busy"
+    if views.is_answered(order):
+        return "ok"
+    # As `snapshotctl orders` has it: nothing is under way before the order is accepted.
+    return "waiting" if kind == "ordered" else "busy"
 
 
 def _bar(
@@ -150,7 +153,9 @@ def _bar(
     if views.is_answered(order):
         return bar | {"end": rows[-1]}
     last = views.received_for(order, received)
-    return bar | ({"done": last.done, "total": last.total, "step": last.step} if last else {})
+    if last is None:
+        return bar
+    return bar | {"state": "busy", "done": last.done, "total": last.total, "step": last.step}
 
 
 # Facts.
