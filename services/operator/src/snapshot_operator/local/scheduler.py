@@ -45,6 +45,7 @@ def place(
     reasons = []
     for node, refusal in zip(nodes, refusals, strict=True):
         if refusal:
+            reasons.append(refusal.message)
             continue
         name = node.metadata.name
         if unusable := unusable_for_new_work(node):
