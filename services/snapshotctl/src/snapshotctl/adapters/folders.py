@@ -67,10 +67,10 @@ class Folders:
             case ClusterNamed(name, source):
                 record = self.record(name)
                 if record is None or not record.url:
+                    option = "" if name == "default" else f" --name {name}"
                     raise BusUnavailable(
                         f"no server was named, and there is no local cluster {name!r} ({source})",
-                        next_step="start one with: snapshotctl up"
-                        + ("" if name == "default" else f" --name {name}")
+                        next_step=plans.instead(self.names(only_running=True), "--cluster", option)
                         + "; or name a server with --server, NATS_URL or a nats context",
                     )
                 return plans.server_of(record)
@@ -140,6 +140,12 @@ class Folders:
     def record(self, name: str) -> ClusterRecord | None:
         """Return the record of a cluster; None when there is none."""
         return read_record(self.state(name))
+
+    def names(self, *, only_running: bool = False) -> list[str]:
+        """Return the names of the local clusters of this user, or of those that run."""
+        states = sorted(self.states.iterdir()) if self.states.is_dir() else []
+        records = [record for state in states if (record := read_record(state)) is not None]
+        return [r.name for r in records if alive(r) or not only_running]
 
     def new_sockets(self) -> Path:
         """Create a private folder for sockets, with a short path, and return it."""

@@ -18,6 +18,7 @@ CONTEXT_PREFIX = "snapback-"
 SOCKETS_PREFIX = "snapback-"
 DEMO_PREFIX = "demo-"
 MAX_RECORD_BYTES = 1024 * 1024
+MAX_NAMES = 5
 MAX_SOCKET_FOLDER = 60
 """A socket's path has at most 107 bytes; below this folder come node, pod and name."""
 
@@ -107,6 +108,16 @@ def access_of(record: ClusterRecord) -> ClusterAccess:
         end=f"end it with: snapshotctl down --name {record.name} --purge",
         is_ours=True,
     )
+
+
+def instead(names: Sequence[str], option: str, wanted: str = "") -> str:
+    """Return the next step where a cluster is not there: those that are, or how to start it."""
+    start = f"start one with: snapshotctl up{wanted}"
+    if not names:
+        return start
+    choices = " or ".join(f"{option} {name}" for name in names[:MAX_NAMES])
+    more = f" ({len(names)} in all)" if len(names) > MAX_NAMES else ""
+    return f"name one that is there: {choices}{more}; or {start}"
 
 
 class Program(NamedTuple):
