@@ -90,7 +90,7 @@ def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running:
         running.ok("explain", "misfit").out,
         "pod/misfit has failed: Incompatible",
         "asked: restore a worker from warm on 2 GPUs",
-        "the snapshot has 1 GPUs, the pod asks for 2",
+        "the snapshot has 1 GPU, the pod asks for 2",
         "give the pod as many nvidia.com/gpu as the source had",
         "`snapshotctl artifacts show warm`",
     )
@@ -148,8 +148,8 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
     _has(
         running.ok("explain", "node-2").out,
         "node/node-2 is well: AgentPresent",
-        "1 pods there: hanging",
-        "1 orders not answered: run-",
+        "1 pod there: hanging",
+        "1 order not answered: run-",
     )
     running.ok("delete", "pod", "hanging")
 

@@ -706,3 +706,12 @@ async def test_a_damaged_artifact_or_one_that_is_going_is_nobodys_parent(world: 
     damaged = replace(content, status=replace(content.status, conditions=rows))
     await world.cluster.update_status(damaged)
     assert await snapshot_again(world, "second") == [None, None]
+
+
+async def test_a_capture_is_told_by_its_generation_and_its_size_for_people(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    row = condition(found.status.conditions, "Ready")
+    assert row is not None
+    assert row.message == "generation 1, 2.01 KiB"

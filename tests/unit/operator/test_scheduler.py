@@ -74,5 +74,5 @@ def test_a_pod_that_waits_names_every_node_that_it_admits_and_what_is_wrong_with
     answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, vector)
     assert isinstance(answer, Waiting)
     busy, small = answer.message.split("; ")
-    assert busy == "node-1 has 0 of 1 GPUs free"
+    assert busy == "node-1 has 0 of 1 GPU free"
     assert "node-small" in small

@@ -154,7 +154,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
     [
         (found(LOCAL._replace(python=(3, 10))), "fail", "Python 3.10", "apt install python3.11"),
         (found(LOCAL._replace(nats_server="")), "warn", "no nats-server", "make setup"),
-        (found(LOCAL._replace(leftovers=["a"])), "warn", "1 leftovers", "snapshotctl leftovers"),
+        (found(LOCAL._replace(leftovers=["a"])), "warn", "1 leftover of", "snapshotctl leftovers"),
         (
             found(LOCAL._replace(cluster="big", ended=["node-1-gms"])),
             "fail",

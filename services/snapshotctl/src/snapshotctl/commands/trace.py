@@ -94,8 +94,8 @@ def show(screen: Screen, trace_id: str, spans: Sequence[SpanRecord]) -> None:
     """Print a trace."""
     found = layout(spans)
     screen.line(
-        f"trace {trace_id}: {len(found.bars)} spans, {formats.span_time(found.total_s)}, "
-        f"services {', '.join(found.services)}",
+        f"trace {trace_id}: {formats.counted(len(found.bars), 'span')}, "
+        f"{formats.span_time(found.total_s)}, services {', '.join(found.services)}",
         strong=True,
     )
     for line in lines(found, screen.width):

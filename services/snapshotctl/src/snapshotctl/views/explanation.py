@@ -87,7 +87,7 @@ def _artifact(source: ArtifactSource | None) -> str:
 
 
 def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
+    return formats.counted(count, "GPU")
 
 
 def _where(pod: Pod) -> str:
@@ -172,8 +172,8 @@ def _of_node(
     unfinished = ("Pending", "Running", "Unknown")
     running = [pod.metadata.name for pod in pods if pod.status.phase in unfinished]
     waiting = unanswered(related)
-    names = ", ".join(sorted(running)) or "none"
-    orders = ", ".join(f"{item.order} ({item.state})" for item in waiting) or "none"
+    names = ": " + ", ".join(sorted(running)) if running else ""
+    orders = ": " + ", ".join(f"{i.order} ({i.state})" for i in waiting) if waiting else ""
     status = related.root.status if isinstance(related.root, Node) else NodeStatus()
     drivers = ", ".join(status.drivers) or "none"
     criu = f", CRIU {status.criu}" if status.criu else ""
@@ -184,8 +184,8 @@ def _of_node(
             for why, step in unready(status.unready)
         ),
         _last_seen(related.root.metadata.name, presence, now),
-        f"{len(running)} pods there: {names}",
-        f"{len(waiting)} orders not answered: {orders}",
+        f"{formats.counted(len(running), 'pod') if running else 'no pod'} there{names}",
+        f"{formats.counted(len(waiting), 'order') if waiting else 'no order'} not answered{orders}",
     ]
 
 

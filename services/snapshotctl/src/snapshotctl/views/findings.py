@@ -141,7 +141,10 @@ def _machine(local: ObservedMachine) -> Iterator[Finding]:
         yield fail(f"local cluster {local.cluster}: {name} ended", _restart(local.cluster, name))
     count = len(local.leftovers)
     if count:
-        yield warn(f"{count} leftovers of local clusters that ended", "snapshotctl leftovers")
+        yield warn(
+            f"{formats.counted(count, 'leftover')} of local clusters that ended",
+            "snapshotctl leftovers",
+        )
     else:
         yield ok("no leftovers of local clusters")
 
@@ -213,7 +216,7 @@ def _storage(unstored: Failure | None) -> Finding:
 
 
 def _filling(orders: Stream) -> Finding:
-    what = f"ORDERS is {100 * orders.fill:.0f}% full ({orders.messages} orders)"
+    what = f"ORDERS is {100 * orders.fill:.0f}% full ({formats.counted(orders.messages, 'order')})"
     if orders.fill >= FILL_FAIL:
         return fail(f"{what}: nothing new begins", "snapshotctl orders")
     return warn(what, "snapshotctl orders") if orders.fill >= FILL_WARN else ok(what)
@@ -368,11 +371,13 @@ def _services(
     fenced = [device.endpoint for device in devices if device.fence is not None]
     fences = f", fenced for a capture: {', '.join(fenced)}" if fenced else ""
     if len(devices) != len(presence.devices):
-        what = f"the GMS of {it.name} has {len(devices)} GPUs, the agent {len(presence.devices)}"
+        has = formats.counted(len(devices), "GPU")
+        what = f"the GMS of {it.name} has {has}, the agent {len(presence.devices)}"
         yield warn(what, f"wait 10 s; if it stays so, restart the agent of {it.name}")
     else:
         yield ok(
-            f"the GMS of {it.name} answers: {len(devices)} GPUs, {used} of {room} used{fences}"
+            f"the GMS of {it.name} answers: {formats.counted(len(devices), 'GPU')}, "
+            f"{used} of {room} used{fences}"
         )
 
 
