@@ -167,8 +167,10 @@ async def _met(operator: Operator, target: Target, goal: Goal, within_s: float) 
             **error.values,
         ) from None
     if isinstance(answer, Never):
+        why, _, step = answer.detail.partition(". Next: ")
+        story = f"see why: snapshotctl explain {target.typed}"
         raise NeverTrue(
-            f"{goal} of {target} cannot come true: {answer.detail}",
-            next_step=f"see why: snapshotctl explain {target.typed}",
+            f"{goal} of {target} cannot come true: {why}",
+            next_step=f"{step}; {story}" if step else story,
         )
     return answer
