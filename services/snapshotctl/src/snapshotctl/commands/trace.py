@@ -41,7 +41,8 @@ app = new_app()
 async def trace(tools: Tools, name: Traced, namespace: Namespace = "default") -> None:
     """Show what was done for an object as a waterfall of spans.
 
-    NAME may also be the id of a trace.
+    NAME may also be the id of a trace. A pause that is longer than all the work together is left
+    out of the bars.
     """
     async with tools.operator() as operator:
         is_id = _TRACE_ID.fullmatch(name)
