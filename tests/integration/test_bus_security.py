@@ -590,6 +590,8 @@ async def test_who_may_look_can_examine_every_stream_and_durable(world: World, r
         f"agent-{token(node)}": subjects.orders_of(node, "agent") for node in (A, B)
     }
     context = world.root.client.jetstream()
+    brake = f"$JS.API.CONSUMER.PAUSE.ORDERS.agent-{token(A)}"
+    await world.root.client.request(brake, b'{"pause_until": "2999-01-01T00:00:00Z"}')
     await context.delete_stream("DEAD")
     spans = (await context.stream_info("SPANS")).config
     await context.update_stream(spans.evolve(max_age=600.0))
@@ -599,6 +601,7 @@ async def test_who_may_look_can_examine_every_stream_and_durable(world: World, r
     assert not found["DEAD"].exists
     assert found["SPANS"].differs == ("max_age",)
     assert len(found["SPANS"].durables) == 300
+    assert found["ORDERS"].paused == {f"agent-{token(A)}"}
     assert bus.server_version.startswith("2.")
 
 

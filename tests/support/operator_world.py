@@ -62,6 +62,9 @@ class MemoryOrders:
             self.stream[order.order] = order
             self.history.append(order)
 
+    async def ensure(self, order: OrderStatus) -> None:
+        await self.publish(order)
+
     async def repeat(self, order: OrderStatus) -> None:
         known = self.stream.get(order.order)
         if known is not None and known.attempt == order.attempt:

@@ -115,6 +115,7 @@ def message_attributes(
 class Bar(NamedTuple):
     """One span of a waterfall. Times are seconds; `start_s` counts from the trace's begin.
 
+    `drawn_s` is where its bar begins: `start_s` without the pauses that are left out before it.
     `orphan` says that its parent is not there, for example because it has not ended yet.
     """
 
@@ -123,17 +124,21 @@ class Bar(NamedTuple):
     start_s: float
     duration_s: float
     orphan: bool
+    drawn_s: float
 
 
 class Waterfall(NamedTuple):
     """A whole trace in the order in which it is drawn, and how long it took in seconds.
 
-    `links` are the ids of other traces that it is linked to.
+    `links` are the ids of other traces that it is linked to. `pauses` are the begins and lengths
+    of those that no bar shows, and `drawn_s` is how long all is without them.
     """
 
     bars: list[Bar]
     total_s: float
     links: list[str]
+    pauses: list[tuple[float, float]]
+    drawn_s: float
 
     @property
     def services(self) -> list[str]:
@@ -142,7 +147,11 @@ class Waterfall(NamedTuple):
 
 
 def layout(spans: Sequence[SpanRecord]) -> Waterfall:
-    """Order spans parents first, siblings by their start. A repeated span counts once."""
+    """Order spans parents first, siblings by their start. A repeated span counts once.
+
+    A pause in which nothing was done, and which is longer than all the work together, is left out
+    of the bars: a verification a day after a capture would make dots of them.
+    """
     known = {span.span_id: span for span in spans}
     begin = min((span.start_ns for span in known.values()), default=0)
     end = max((span.end_ns for span in known.values()), default=0)
@@ -152,15 +161,32 @@ def layout(spans: Sequence[SpanRecord]) -> Waterfall:
         children.setdefault(parent, []).append(span)
     for siblings in children.values():
         siblings.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id), reverse=True)
+    pauses = _long_pauses(sorted((span.start_ns, span.end_ns) for span in known.values()))
     bars: list[Bar] = []
     waiting = [(0, span) for span in children.get("", [])]
     while waiting:
         depth, span = waiting.pop()
         start, length = span.start_ns - begin, span.end_ns - span.start_ns
         orphan = bool(span.parent_id) and span.parent_id not in known
-        bars.append(Bar(depth, span, start / NANOSECONDS, length / NANOSECONDS, orphan))
+        drawn = start - sum(long for since, long in pauses if since < span.start_ns)
+        at, lasted, drawn_s = (time / NANOSECONDS for time in (start, length, drawn))
+        bars.append(Bar(depth, span, at, lasted, orphan, drawn_s))
         waiting += [(depth + 1, child) for child in children.get(span.span_id, [])]
     own = {span.trace_id for span in known.values()}
     contexts = {parse_traceparent(link) for span in known.values() for link in span.links}
     links = sorted({context.trace_id for context in contexts if context} - own)
-    return Waterfall(bars, (end - begin) / NANOSECONDS, links)
+    shown = [((at - begin) / NANOSECONDS, lasted / NANOSECONDS) for at, lasted in pauses]
+    total = (end - begin) / NANOSECONDS
+    return Waterfall(bars, total, links, shown, total - sum(lasted for _, lasted in shown))
+
+
+def _long_pauses(times: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return begin and length of the pauses that are longer than all the work together."""
+    pauses: list[tuple[int, int]] = []
+    until = times[0][0] if times else 0
+    for start, end in times:
+        if start > until:
+            pauses.append((until, start - until))
+        until = max(until, end)
+    work = until - times[0][0] - sum(lasted for _, lasted in pauses) if times else 0
+    return [(at, lasted) for at, lasted in pauses if lasted > work > 0]

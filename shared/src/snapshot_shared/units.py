@@ -12,3 +12,14 @@ def size(count: float) -> str:
         value /= 1024
     text = f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
     return f"{text} {unit}"
+
+
+def sizes(first: int, second: int) -> tuple[str, str]:
+    """Return two different sizes so that they read as different: in bytes if they have to."""
+    shown = size(first), size(second)
+    return shown if shown[0] != shown[1] else (f"{first} bytes", f"{second} bytes")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, whose plural has an s: `1 order`, `2 orders`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import msgspec
 
 from snapshot_shared.errors import InvalidName
-from snapshot_shared.ids import check_name
+from snapshot_shared.ids import (
+    DIGEST_PATTERN,
+    LABEL_PATTERN,
+    NAME_PATTERN,
+    UID_PATTERN,
+    check_name,
+)
 from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.objects.kubernetes import GPU_RESOURCE
+from snapshot_shared.objects.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
 from snapshot_shared.objects.snapback import (
     CAPTURE_DRIVER,
     GROUP,
@@ -39,6 +46,14 @@ if TYPE_CHECKING:
 World = Literal["standalone", "kubernetes"]
 
 MAX_GPUS = 64
+_MEANINGS = {
+    NAME_PATTERN: "a name: lower-case letters, digits, - and ., at both ends a letter or digit",
+    LABEL_PATTERN: "a name: up to 63 lower-case letters, digits and -, at both ends no -",
+    UID_PATTERN: "a uid, such as 0a1b2c3d-0000-4000-8000-000000000000",
+    DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
+    QUANTITY_PATTERN: "a quantity, such as 500m, 2 or 4Gi",
+    VARIABLE_PATTERN: "the name of a variable: letters, digits and _, without a digit first",
+}
 _TEMPLATE = "spec.job.podTemplateSpec.spec"
 _OWN_VOLUMES = {
     CONTROL_VOLUME: "the control directory",
@@ -264,15 +279,29 @@ def _describe(error: jsonschema.ValidationError) -> Iterator[Problem]:
     elif error.validator == "required":
         missing = re.match(r"'(.+)' is a required property", error.message)
         yield Problem(join(path, missing[1] if missing else ""), "is required")
+    elif error.validator == "anyOf" and (typed := _of_the_right_type(error)) is not None:
+        yield from _describe(typed)
     elif error.validator == "anyOf" and error.context:
         kinds = " or ".join(str(_keyword(sub, "type") or "another value") for sub in error.context)
         yield Problem(path, f"expected {kinds}, found {_short(error.instance)}")
     elif error.validator == "type":
         yield Problem(path, f"expected {error.validator_value}, found {_short(error.instance)}")
     elif error.validator == "pattern":
-        yield Problem(path, f"{_short(error.instance)} does not match {error.validator_value}")
+        yield Problem(path, f"{_short(error.instance)} {_unmatched(str(error.validator_value))}")
     else:
         yield Problem(path, error.message[:300])
+
+
+def _of_the_right_type(error: jsonschema.ValidationError) -> jsonschema.ValidationError | None:
+    """Return what is wrong with a value that has one of the types that are expected."""
+    wrong = [sub for sub in error.context or () if sub.validator != "type"]
+    return wrong[0] if len(wrong) == 1 else None
+
+
+def _unmatched(pattern: str) -> str:
+    """Return what a text is not, for people; a pattern of its own kind is shown as it is."""
+    meaning = _MEANINGS.get(pattern)
+    return f"is not {meaning}" if meaning else f"does not match {pattern}"
 
 
 def _keyword(error: jsonschema.ValidationError, name: str) -> Any:

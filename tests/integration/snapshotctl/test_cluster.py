@@ -4,6 +4,9 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -48,6 +51,20 @@ def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> 
     assert not context.exists()
     assert cli.run("nodes").code == 5
     assert cli.left(record["run"]) == []
+
+
+def test_a_cluster_of_other_folders_that_runs_is_not_left_over(cli: Cli, tmp_path: Path) -> None:
+    other = Cli(tmp_path / "other")
+    # Short, or the sockets would be in /tmp, where every user looks.
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as sockets:
+        other.environment["XDG_RUNTIME_DIR"] = sockets
+        try:
+            other.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+            record = other.record()
+            assert Path(record["socket_dir"]).parent == Path(sockets)
+            assert cli.left(record["run"]) == []
+        finally:
+            other.purge()
 
 
 def test_every_user_has_a_seed_of_its_own_that_stays_in_its_file(cli: Cli) -> None:
@@ -103,6 +120,7 @@ def test_a_cluster_of_which_a_part_died_names_that_part(cli: Cli) -> None:
     again = cli.run("up")
     assert again.code == 1
     assert "operator" in again.err
+    assert "snapshotctl down --name default && snapshotctl up --name default" in again.err
     unserved = cli.run("get", "pods")
     assert (unserved.code, "no operator answers" in unserved.err) == (5, True)
     cli.ok("down", "--purge")
@@ -118,6 +136,29 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing_running(cli: Cli) -
     assert Path(log).is_file()
     assert list(cli.state().iterdir()) == [cli.state() / "logs"]
     assert cli.left(str(cli.home)) == []
+    assert "never run" in cli.ok("down", "--purge").err
+    assert not cli.state().exists()
+
+
+def test_a_start_on_a_full_disk_names_the_folder_and_leaves_nothing(cli: Cli) -> None:
+    sockets = set(Path("/tmp").glob("snapback-*"))
+    # Whatever is written fails, as on a full disk.
+    full = ["prlimit", "--fsize=0", sys.executable, "-m", "snapshotctl", "up", "--nodes", "1"]
+    failed = subprocess.run(
+        full, env=cli.environment, cwd=cli.workdir, capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 1
+    assert str(cli.state()) in failed.stderr
+    assert f"next: see whether there is space there: df -h {cli.state().parent}" in failed.stderr
+    assert not cli.state().exists()
+    assert [
+        new for new in set(Path("/tmp").glob("snapback-*")) - sockets if _is_ours(new, cli)
+    ] == []
+
+
+def _is_ours(sockets: Path, cli: Cli) -> bool:
+    marker = sockets / "cluster"
+    return not marker.is_file() or not marker.read_text() or str(cli.home) in marker.read_text()
 
 
 def test_an_interrupted_start_leaves_nothing_half(cli: Cli) -> None:
@@ -134,6 +175,9 @@ def test_an_interrupted_start_leaves_nothing_half(cli: Cli) -> None:
 def test_two_clusters_run_side_by_side_and_differ_by_name(cli: Cli) -> None:
     cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB", "--name", "one")
     cli.ok("up", "--nodes", "2", "--gpu-memory", "64MiB", "--name", "two")
+    lost = cli.run("nodes")
+    assert "name one that is there: --cluster one or --cluster two" in lost.err
+    assert "--name one or --name two" in cli.run("down", "--name", "nope").err
     counts = [len(cli.ok("nodes", "-o", "json", "--cluster", n).value()) for n in ("one", "two")]
     assert counts == [1, 2]
     cli.ok("down", "--name", "one", "--purge")

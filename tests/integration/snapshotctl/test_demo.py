@@ -42,7 +42,7 @@ def _is_whole(out: str) -> None:
     ]
     assert "killed node-1 with SIGKILL: node-1" in out
     assert "all 4 answers are the same, byte for byte" in out
-    assert re.search(r"refused, as it must be: DeviceTooSmall: .*\d+ bytes.* \d+ bytes", out)
+    assert re.search(r"refused, as it must be: DeviceTooSmall: .*8 MiB.* 4 MiB", out)
     assert re.search(r"cold start [\d.]+ m?s, restore [\d.]+ m?s", out)
     assert re.search(r"^    sha256:[0-9a-f]{64}$", out, re.MULTILINE)
     assert out.count("\ntrace ") == 2

@@ -85,12 +85,14 @@ def test_what_is_well_is_explained_from_the_request_to_now(running: Cli) -> None
 
 def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running: Cli) -> None:
     running.ok("apply", "-f", "-", stdin=_pod("misfit", gpus=2, source="warm"))
-    running.run("wait", "pod/misfit", "--timeout", "30s")
+    waited = running.run("wait", "pod/misfit", "--timeout", "30s")
+    assert (waited.code, waited.err.count("Next:"), waited.err.count("next:")) == (1, 0, 1)
+    assert "next: give the pod as many nvidia.com/gpu as the source had; see why: " in waited.err
     _has(
         running.ok("explain", "misfit").out,
         "pod/misfit has failed: Incompatible",
         "asked: restore a worker from warm on 2 GPUs",
-        "the snapshot has 1 GPUs, the pod asks for 2",
+        "the snapshot has 1 GPU, the pod asks for 2",
         "give the pod as many nvidia.com/gpu as the source had",
         "`snapshotctl artifacts show warm`",
     )
@@ -126,6 +128,8 @@ def test_a_worker_that_failed_is_explained_with_what_it_wrote(running: Cli) -> N
     assert (found["state"], found["reason"]) == ("failed", "ContainerExited")
     assert "exit code 3" in found["message"]
     assert "out of cheese" in [line["text"] for line in found["log"]]
+    # The explanation is what the reason advises to read.
+    assert "the text above shows the last lines" in running.ok("explain", "pod/failing").out
     assert "run exited by agent@node-1 with exit code 3" in [h["what"] for h in found["happened"]]
 
 
@@ -148,8 +152,8 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
     _has(
         running.ok("explain", "node-2").out,
         "node/node-2 is well: AgentPresent",
-        "1 pods there: hanging",
-        "1 orders not answered: run-",
+        "1 pod there: hanging",
+        "1 order not answered: run-",
     )
     running.ok("delete", "pod", "hanging")
 
@@ -343,4 +347,4 @@ def test_what_is_over_the_limits_is_named_first_and_goes_when_that_is_asked(cli:
         "get", "snapshot/old"
     ).code == 0 else None
     left = cli.ok("artifacts", "gc", "--dry-run").out
-    _has(left, "limits a namespace: count 1", "stays", "new", "0 of 1 artifacts")
+    _has(left, "limits a namespace: count 1", "stays", "new", "0 of 1 artifact")

@@ -120,6 +120,12 @@ def test_an_order_is_shown_with_its_whole_life(running: Cli) -> None:
     assert running.run("orders", "show", "nonsense").code == 2
 
 
+def test_the_orders_of_a_node_that_does_not_exist_are_not_found(running: Cli) -> None:
+    unknown = running.run("orders", "nope")
+    assert (unknown.code, "Node nope does not exist" in unknown.err) == (3, True)
+    assert running.ok("orders", "node-1").out == ""
+
+
 def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: Cli) -> None:
     one_node.ok("sim", "stall", "node-1", "--at", "copy-state")
     one_node.ok("apply", "-f", "-", stdin=_checkpoint())

@@ -60,6 +60,33 @@ async def test_the_members_of_a_run_are_found_by_their_environment(
     assert processes.environment_of(record.pid)["SNAPBACK_RUN"] == run_id
 
 
+async def test_a_run_is_supervised_while_what_started_it_lives(run_id: str, tmp_path: Path) -> None:
+    await _started(run_id, tmp_path)
+    assert processes.supervised(processes.members(run_id)) == {run_id}
+
+
+async def test_a_run_whose_starter_ended_is_not_supervised(run_id: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    program = (
+        "import os, sys; from pathlib import Path; from snapshotctl.adapters import processes; "
+        "processes.spawn('x', [sys.executable, '-c', sys.argv[1]], "
+        "{**os.environ, 'SNAPBACK_RUN': sys.argv[2]}, Path(sys.argv[3]))"
+    )
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, "import signal; signal.pause()", run_id, str(log)
+    )
+    assert await child.wait() == 0
+    members = processes.members(run_id)
+    # A reaper of another name, such as that of a test runner, would hide what is left over.
+    adopted = [
+        Path(f"/proc/{m.pid}/stat").read_text().rpartition(")")[2].split()[1] for m in members
+    ]
+    if adopted != ["1"]:
+        pytest.skip(f"orphans of this session are adopted by process {adopted}, not by the first")
+    assert processes.supervised(members) == frozenset()
+
+
 async def test_we_and_our_parents_are_no_members(run_id: str) -> None:
     program = (
         "import sys; from snapshotctl.adapters import processes; "

@@ -27,7 +27,9 @@ def test_damage_is_found_brings_into_quarantine_and_repair_lifts_it(cli: Cli) ->
     assert cli.run("verify", "demo-llm").code == 3
     cli.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
     cli.ok("wait", CHECKPOINT, "--timeout", "60s")
-    assert " is sound: node-1 read " in cli.ok("verify", "demo-llm").out
+    verified = cli.ok("verify", "demo-llm")
+    assert " is sound: node-1 read " in verified.out
+    assert "MiB of snapshotcontent/" in verified.err.partition("reading ")[2]
 
     [shard] = (path for path in cli.state().rglob("gpu-0/*") if path.name != "part.json")
     _flip(shard)

@@ -12,6 +12,7 @@ from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import reconcile
 from snapshot_operator.core.plan import SetStatus
+from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
@@ -284,6 +285,26 @@ async def test_a_checkpoint_says_what_its_worker_waits_for() -> None:
     world.present.clear()
     await world.see(absent_s=100.0)
     assert await reason() == "NodeSilent"
+
+
+async def test_a_pod_on_a_silent_or_a_deleted_node_has_no_container_ready(world: World) -> None:
+    async def shown() -> tuple[str, list[bool]]:
+        [pod] = [found for found in await world.everything() if isinstance(found, Pod)]
+        return pod.status.phase, [each.ready for each in pod.status.container_statuses]
+
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    assert await shown() == ("Running", [True])
+    node = world.present.pop("node-1")
+    await world.see(absent_s=100.0)
+    assert await shown() == ("Unknown", [False])
+    await world.join(node)
+    assert await shown() == ("Running", [True])
+    world.present.pop("node-1")
+    [gone] = [found for found in await world.everything() if isinstance(found, Node)]
+    await world.cluster.delete(gone)
+    await world.settle()
+    assert await shown() == ("Failed", [False])
 
 
 async def test_a_checkpoint_names_the_container_and_the_file_that_it_has_waited_for_long(
@@ -685,3 +706,12 @@ async def test_a_damaged_artifact_or_one_that_is_going_is_nobodys_parent(world: 
     damaged = replace(content, status=replace(content.status, conditions=rows))
     await world.cluster.update_status(damaged)
     assert await snapshot_again(world, "second") == [None, None]
+
+
+async def test_a_capture_is_told_by_its_generation_and_its_size_for_people(world: World) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    found = await world.get("DynamoCheckpoint", "llm")
+    row = condition(found.status.conditions, "Ready")
+    assert row is not None
+    assert row.message == "generation 1, 2.01 KiB"

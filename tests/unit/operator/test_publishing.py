@@ -10,21 +10,24 @@ from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.telemetry import Telemetry
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.brokers import VirtualLoop
 
 ORDER = "prepare-00000000-0000-0000-0000-000000000001"
 SUBJECT = subjects.order(NodeName("node-1"), "agent", OrderId(ORDER))
 
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
-def order(attempt: int) -> OrderStatus:
+
+def order(attempt: int, **more: str) -> OrderStatus:
     return OrderStatus(
         order=ORDER,
         verb="prepare",
         attempt=attempt,
         node="node-1",
         service="agent",
-        payload=msgspec.Raw(msgspec.json.encode({"order": ORDER, "attempt": attempt})),
+        payload=msgspec.Raw(msgspec.json.encode({"order": ORDER, "attempt": attempt, **more})),
         ordered_at=time_of(0.0),
         deadline=time_of(1.0),
     )
@@ -90,6 +93,27 @@ def test_an_order_that_was_withdrawn_before_it_is_repeated_stays_withdrawn() -> 
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         assert runner.run(left()) is None
+
+
+def test_an_order_that_stands_on_the_stream_already_adds_no_span_to_its_trace() -> None:
+    """A node that is lost never accepts its orders, and the sweep comes by every 30 s."""
+
+    async def spans_and_attempt() -> tuple[int, int]:
+        bus = await SimBus(SimServer(), "operator").connect()
+        await bus.ensure_assets()
+        telemetry = Telemetry("snap-operator", "operator", "0")
+        orders = NatsOrders(bus, telemetry)  # type: ignore[arg-type]
+        await orders.publish(order(1, traceparent=TRACE))
+        for _ in range(3):
+            await orders.ensure(order(1, traceparent=TRACE))
+        told = len(list(telemetry._outbox.records))
+        await orders.ensure(order(2, traceparent=TRACE))
+        found = await bus.last(subjects.ORDERS, SUBJECT)
+        assert found is not None
+        return told, msgspec.json.decode(found[1])["attempt"]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(spans_and_attempt()) == (1, 2)
 
 
 def test_replacing_puts_an_order_in_place_of_whatever_stands_there() -> None:

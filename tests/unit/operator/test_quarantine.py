@@ -171,7 +171,7 @@ async def test_a_verification_reads_the_committed_generation_on_a_ready_node(
     assert (await row(world, "Verified")).reason == "Verifying"
     await world.answer_well(order)
     found = await row(world, "Verified")
-    assert (found.status, found.message) == ("True", "node-1 read 2058 bytes")
+    assert (found.status, found.message) == ("True", "node-1 read 2.01 KiB")
     assert (await world.content()).status.verified == 1
 
 

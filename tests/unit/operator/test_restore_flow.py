@@ -354,8 +354,8 @@ async def test_a_node_whose_gpus_are_too_small_is_refused_with_both_values(world
     await world.apply(restore_document(node="small"))
     pod = await world.get("Pod", "restored")
     assert (pod.status.phase, pod.status.reason) == ("Failed", "DeviceTooSmall")
-    assert "1024" in pod.status.message
-    assert "512" in pod.status.message
+    assert "needs 1 KiB on one GPU" in pod.status.message
+    assert "has 512 B" in pod.status.message
     assert not world.open()
 
 

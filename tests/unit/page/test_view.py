@@ -430,6 +430,11 @@ def test_work_under_way_has_no_end_and_shows_how_far_it_is() -> None:
     ]
 
 
+def test_an_order_that_its_node_has_not_accepted_waits_and_is_not_under_way() -> None:
+    assert flow([order("stop", state="ordered")], [], {})["bars"][0]["state"] == "waiting"
+    assert flow([order("stop", state="accepted")], [], {})["bars"][0]["state"] == "busy"
+
+
 def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
     item = order("prepare", attempt=2)
     failed = report(item, 1, "failed", 101.0, failure=Failure(reason="NotEligible", message="x"))
@@ -454,3 +459,14 @@ def test_a_waterfall_gives_seconds_from_the_first_span() -> None:
         ("capture", 0, 0.0),
         ("dump", 1, 1.0),
     ]
+
+
+def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
+    base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
+    spans = [
+        SpanRecord(span_id="a", name="capture", start_ns=0, end_ns=10**9, **base),
+        SpanRecord(span_id="b", name="verify", start_ns=91 * 10**9, end_ns=92 * 10**9, **base),
+    ]
+    found = waterfall(spans)
+    assert (found["total"], found["paused"]) == (2.0, 90.0)
+    assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]

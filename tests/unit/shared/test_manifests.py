@@ -93,7 +93,7 @@ def test_a_pod_field_that_is_not_honoured_is_refused_by_its_path(
     [
         ("backoffLimit", "x", "expected integer, found 'x'"),
         ("backoffLimit", -1, "-1 is less than the minimum of 0"),
-        ("targetContainerName", "A", "'A' does not match ^[a-z0-9]"),
+        ("targetContainerName", "A", "'A' is not a name: up to 63 lower-case letters"),
         ("driver", "none", "'none' is not one of ['cooperative'"),
         ("backoffLimit", "x" * 79, f"expected integer, found '{'x' * 76}..."),
         ("backoffLimit", "x" * 78, f"expected integer, found '{'x' * 78}'"),
@@ -105,6 +105,16 @@ def test_a_problem_says_what_was_expected_and_what_was_found(
 ) -> None:
     (found,) = problems(checkpoint_document(**{field: value}))
     assert found.startswith(f"spec.job.{field}: {problem}")
+
+
+def test_a_text_of_the_right_type_is_told_what_it_should_look_like() -> None:
+    document = restore_document()
+    document["spec"]["nodeName"] = "a_b"
+    limits = {"limits": {"nvidia.com/gpu": "two"}}
+    document["spec"]["containers"] = [{"name": "a", "command": ["x"], "resources": limits}]
+    gpus, node = sorted(line for line in problems(document) if "_" in line or "two" in line)
+    assert gpus.endswith("'two' is not a quantity, such as 500m, 2 or 4Gi")
+    assert "'a_b' is not a name: lower-case letters" in node
 
 
 def test_a_field_that_may_be_left_out_says_so() -> None:

@@ -149,8 +149,9 @@ def _found(
     owners: frozenset[str] = frozenset(),
     processes: tuple[RunProcess, ...] = (),
     sockets: tuple[tuple[Path, str], ...] = (),
+    supervised: frozenset[str] = frozenset(),
 ) -> Inventory:
-    return Inventory(list(clusters), owners, list(processes), list(sockets), [])
+    return Inventory(list(clusters), owners, list(processes), list(sockets), [], supervised)
 
 
 def test_a_running_cluster_leaves_nothing() -> None:
@@ -166,6 +167,15 @@ def test_a_process_of_no_known_cluster_is_left_over() -> None:
     [line] = plans.leftovers(_found(processes=(RunProcess(7, "gone", "worker.py"),)))
     assert "process 7" in line
     assert "kill 7" in line
+
+
+def test_what_a_program_that_runs_has_started_is_not_left_over() -> None:
+    found = _found(
+        processes=(RunProcess(7, "chaos-1", "nats-server"),),
+        sockets=((Path("/tmp/snapback-x"), "chaos-1"),),
+        supervised=frozenset({"chaos-1"}),
+    )
+    assert plans.leftovers(found) == []
 
 
 def test_a_folder_of_sockets_of_no_known_cluster_is_left_over() -> None:

@@ -82,9 +82,9 @@ def test_a_line_that_is_no_answer_ends_the_demo(line: bytes) -> None:
 
 
 def test_a_refusal_has_to_name_both_values() -> None:
-    demo_script.check_refusal("DeviceTooSmall", "needs 800 bytes, has 400", 800, 400)
-    with pytest.raises(DemoFailed, match="400"):
-        demo_script.check_refusal("DeviceTooSmall", "needs 800 bytes", 800, 400)
+    demo_script.check_refusal("DeviceTooSmall", "needs 1 KiB, has 400 B", 1024, 400)
+    with pytest.raises(DemoFailed, match="400 B"):
+        demo_script.check_refusal("DeviceTooSmall", "needs 1 KiB", 1024, 400)
 
 
 def test_a_refusal_for_another_reason_ends_the_demo() -> None:

@@ -271,6 +271,41 @@ def test_a_log_line_matters_when_it_names_the_story_or_is_a_warning_of_its_node(
     assert [item.text for item in found] == ["not JSON, of x-1", "trouble", "about x-1"]
 
 
+def test_a_warning_about_the_order_of_another_object_is_not_of_this_one() -> None:
+    line = (
+        '{"at": "2026-01-01T00:00:02Z", "level": "WARNING", "message": "no program", '
+        '"order_id": "run-other"}'
+    )
+    lines = [("node-1-agent", line)]
+    since = "2026-01-01T00:00:00Z"
+    assert explanation.relevant_lines(lines, ["mine"], ["node-1-agent"], since) == []
+    # A node tells the troubles of everything on it.
+    assert len(explanation.relevant_lines(lines, [], ["node-1-agent"], since)) == 1
+
+
+def test_the_traceback_of_a_worker_keeps_its_indentation() -> None:
+    assert explanation.parse_log_line("main", '    raise OSError("no")').text == (
+        '    raise OSError("no")'
+    )
+
+
+def test_an_explanation_does_not_advise_to_read_itself() -> None:
+    pod = stories.pod()
+    text = "Wait; if it lasts, read it: `snapshotctl explain pod/worker`."
+    assert explanation.pointing_up(text, pod) == "Wait; if it lasts, read it: the text above."
+    starts = "`snapshotctl explain worker` shows which order failed first."
+    assert explanation.pointing_up(starts, pod) == "The text above shows which order failed first."
+    other = "See `snapshotctl explain pod/worker-2`."
+    assert explanation.pointing_up(other, pod) == other
+
+
+def test_a_program_that_is_not_found_is_not_looked_for_among_objects() -> None:
+    failed = row("Failed", "True", "NotFound", "no program 'x' on node-1. Next: install it there")
+    pod = stories.pod(phase="Failed", reason="NotFound", conditions=[failed])
+    related = _related(pod)
+    assert explanation.advice(related, object_state(related)) == ["install it there"]
+
+
 def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
     raw = '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}'
     assert explanation.parse_log_line("p", raw).text == "it failed [OSError: no]"

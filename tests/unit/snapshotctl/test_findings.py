@@ -154,7 +154,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
     [
         (found(LOCAL._replace(python=(3, 10))), "fail", "Python 3.10", "apt install python3.11"),
         (found(LOCAL._replace(nats_server="")), "warn", "no nats-server", "make setup"),
-        (found(LOCAL._replace(leftovers=["a"])), "warn", "1 leftovers", "snapshotctl leftovers"),
+        (found(LOCAL._replace(leftovers=["a"])), "warn", "1 leftover of", "snapshotctl leftovers"),
         (
             found(LOCAL._replace(cluster="big", ended=["node-1-gms"])),
             "fail",
@@ -228,7 +228,24 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "50% full",
             "snapshotctl orders",
         ),
-        (of(health=None), "fail", "no operator answers", "snapshot_operator.main"),
+        (
+            of(
+                streams=[
+                    stream("ORDERS", paused=frozenset({"agent-node-1"})),
+                    stream("REPORTS"),
+                ]
+            ),
+            "warn",
+            "durable agent-node-1 of ORDERS is paused",
+            "nats consumer resume ORDERS agent-node-1",
+        ),
+        (of(health=None), "fail", "no operator answers", "docs/architecture.md"),
+        (
+            found(LOCAL._replace(cluster="big"), CLUSTER._replace(health=None)),
+            "fail",
+            "no operator answers",
+            "snapshotctl down --name big && snapshotctl up --name big",
+        ),
         (
             of(health=None, refused=Failure(reason="NotPermitted", message="viewer may not")),
             "warn",
@@ -251,11 +268,24 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "snapshotctl delete node node-1",
         ),
         (of_node(node=node(unschedulable=True)), "warn", "cordoned", "snapshotctl uncordon node-1"),
-        (of_node(node=None), "warn", "unknown to the operator", "snapshotctl get node node-1"),
+        (of_node(node=None), "warn", "unknown to the operator", "snapshotctl explain node/node-1"),
         (of_node(skew_s=-2.5), "warn", "is 2.5 s behind the server's", "timedatectl set-ntp"),
         (of_node(skew_s=60.0), "fail", "is 60.0 s ahead of the server's", "timedatectl set-ntp"),
         (of_node(presence=presence(free_bytes=1)), "fail", "1 B free below /artifacts", "delete"),
+        (of_node(presence=presence(free_bytes=GIB - 1)), "fail", "the largest snapshot", "delete"),
         (of_node(presence=presence(free_bytes=GIB)), "warn", "room for one more", "delete"),
+        (
+            of(contents=[], nodes=[SEEN._replace(presence=presence(free_bytes=0))]),
+            "fail",
+            "0 B free below /artifacts: no capture fits there",
+            "free space",
+        ),
+        (
+            of(contents=[], nodes=[SEEN._replace(presence=presence(free_bytes=GIB // 2))]),
+            "warn",
+            "512 MiB free below /artifacts, a GPU there has 1 GiB",
+            "free space",
+        ),
         (of_node(presence=presence(schemas=[9])), "fail", "understands messages [9]", "upgrade"),
         (
             of_node(presence=presence(version="0.9")),

@@ -54,6 +54,31 @@ def test_a_worker_warms_up_until_it_is_ready() -> None:
     assert len(state.phases(RelatedObjects(restored, [restored]))) == 1
 
 
+def test_the_loss_of_a_node_is_no_failure_of_a_warm_up_that_was_captured() -> None:
+    run = stories.ended(order("run", POD, at=NOW - 20), "started")
+    rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
+    lost = stories.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
+    prepare = stories.ended(order("prepare", UID, at=NOW - 14), "prepared")
+    captured = stories.content(orders=[prepare])
+    phases = state.phases(RelatedObjects(captured, [captured, lost]))
+    assert [(p.ended - p.began, p.failure) for p in phases if p.name == state.WARM] == [(4.0, "")]
+
+
+def test_a_worker_that_was_warm_when_its_node_was_lost_did_not_fail_to_start() -> None:
+    run = replace(stories.ended(order("run", POD, at=NOW - 20), "started"), state="ready")
+    rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
+    lost = stories.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
+    assert [phase.failure for phase in state.phases(RelatedObjects(lost, [lost]))] == [""]
+
+
+def test_a_worker_that_ends_before_it_is_warm_fails_its_warm_up() -> None:
+    run = stories.ended(order("run", POD, at=NOW - 20), "started")
+    rows = [row("Ready", "False", "ContainerExited", "exit 1")]
+    ended = stories.pod(orders=[run], conditions=rows, phase="Failed", message="exit 1")
+    _, warm = state.phases(RelatedObjects(ended, [ended]))
+    assert (warm.name, warm.failure) == (state.WARM, "exit 1")
+
+
 def test_the_parts_of_a_capture_are_those_of_its_plan_until_they_are_staged() -> None:
     part = PartResult(part="process", bytes=7, digest=stories.DIGEST)
     dump = stories.ended(order("dump", UID), "staged", part=part)

@@ -48,6 +48,16 @@ def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
     ]
 
 
+def test_a_pod_is_placed_before_its_orders_of_the_same_second() -> None:
+    run = order("run", derived_uid("pod", "worker"), at=NOW - 10 + 0.2)
+    rows = [row("PodScheduled", "True", "Scheduled", "on node-1")]
+    assert _texts(stories.pod(orders=[run], conditions=rows)) == [
+        "created",
+        "PodScheduled is True: Scheduled: on node-1",
+        "run ordered from agent@node-1",
+    ]
+
+
 def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() -> None:
     found = timeline.timeline([], [report(SEAL, "accepted")], [], {})
     assert [item.object for item in found] == [f"(gone) {UID}"]

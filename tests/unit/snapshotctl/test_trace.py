@@ -61,6 +61,24 @@ def test_bars_stand_where_the_spans_are() -> None:
     assert half.index("█") - root.index("█") == root.count("█") - half.count("█")
 
 
+def test_a_pause_longer_than_all_the_work_is_left_out_of_the_bars_and_named() -> None:
+    capture, verify = _span("capture", "", 0, 8_000), _span("verify", "", 600_000, 608_000)
+    found = layout([capture, verify])
+    assert found.total_s == 608.0
+    assert found.pauses == [(8.0, 592.0)]
+    first, second, remark = trace.lines(found, 120)
+    assert first.count("█") == second.count("█") > 10
+    assert "10m 00s" in second
+    assert "after 8.00 s nothing was done for 9m 52s" in remark
+
+
+def test_a_pause_that_is_part_of_the_story_keeps_its_place() -> None:
+    spans = [_span("run", "", 0, 1_000), _span("capture", "", 5_000, 10_000)]
+    found = layout(spans)
+    assert (found.pauses, found.drawn_s) == ([], 10.0)
+    assert [bar.drawn_s for bar in found.bars] == [0.0, 5.0]
+
+
 def test_a_span_too_short_for_a_bar_is_still_seen() -> None:
     spans = [_span("root", "", 0, 100_000), _span("blink", "root", 50_000, 50_001)]
     assert trace.EDGE in trace.lines(layout(spans), 100)[1]

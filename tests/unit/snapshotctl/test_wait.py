@@ -108,3 +108,19 @@ def test_a_restore_that_failed_never_becomes_ready_and_one_that_is_dropped_still
     assert judge(READY, failed) == Never("NodeLost: node-1 is gone")
     dropping = stories.restore(state=Restore.DROPPING, failure=failure)
     assert isinstance(judge(READY, dropping), Open)
+
+
+def test_a_pod_that_has_run_to_its_end_never_becomes_ready() -> None:
+    ended = _pod(phase="Succeeded", conditions=[_condition("Ready", "False")])
+    assert isinstance(judge(READY, ended), Never)
+    assert isinstance(judge(ConditionIs("Ready", "False"), ended), Met)
+
+
+def test_a_pod_without_a_node_says_what_it_waits_for() -> None:
+    row = Condition(
+        type="PodScheduled", status="False", reason="NoSuchNode", message="no node matches zone=b"
+    )
+    verdict = judge(READY, _pod(conditions=[row]))
+    assert verdict == Open("it has no condition Ready yet: NoSuchNode: no node matches zone=b")
+    placed = _pod(conditions=[_condition("PodScheduled", "True", "on node-1")])
+    assert judge(READY, placed) == Open("it has no condition Ready yet")

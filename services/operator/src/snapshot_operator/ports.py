@@ -78,6 +78,9 @@ class OrderBus(Protocol):
     async def publish(self, order: OrderStatus) -> None:
         """Publish one order; a higher attempt replaces a lower, an equal one is left alone."""
 
+    async def ensure(self, order: OrderStatus) -> None:
+        """Publish one order unless the stream has this attempt of it, or a later one."""
+
     async def repeat(self, order: OrderStatus) -> None:
         """Have one order delivered again, if the stream has this attempt of it."""
 

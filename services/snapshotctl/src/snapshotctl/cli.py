@@ -204,7 +204,9 @@ def _misunderstood(error: typer.TyperException) -> Exit:
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(f"{error.format_message()}\n")
         return Exit.USAGE
-    sys.stderr.write(f"error: {error.format_message()}\n")
+    # Typer puts two words before what is wrong with a value.
+    wrong = error.format_message().replace("Value error, ", "")
+    sys.stderr.write(f"error: {wrong}\n")
     if context is not None:
         sys.stderr.write(f"{context.get_usage()}\n")
         examples, _, _ = (context.command.epilog or "").partition("\n\n")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import nats.errors
 import nats.js.errors
 from nats.js.api import (
+    ConsumerInfo,
     DiscardPolicy,
     KeyValueConfig,
     RetentionPolicy,
@@ -116,6 +117,7 @@ class StreamState(NamedTuple):
     """A stream as it is. `differs` names the settings that are not as the product wants them.
 
     `fill` is the share of its room that is taken, from 0 to 1; `durables` gives filters by name.
+    `paused` are the durables that deliver nothing until an hour that people have set.
     """
 
     name: str
@@ -125,6 +127,7 @@ class StreamState(NamedTuple):
     bytes: int = 0
     fill: float = 0.0
     durables: Mapping[str, str] = MappingProxyType({})
+    paused: frozenset[str] = frozenset()
 
 
 class Assets(Connection):
@@ -162,6 +165,7 @@ class Assets(Connection):
             except (nats.errors.Error, nats.js.errors.Error) as error:
                 raise unavailable(error, f"look at stream {name}") from error
             state = info.state
+            consumers = await self._consumers(name, state.consumer_count)
             # How many servers keep it is a setting of the operator.
             differs = tuple(f for f in _differing(wanted, info.config) if f != "num_replicas")
             found.append(
@@ -172,17 +176,17 @@ class Assets(Connection):
                     messages=state.messages,
                     bytes=state.bytes,
                     fill=fill_of(state.messages, state.bytes, info.config),
-                    durables=await self._durables(name, state.consumer_count),
+                    durables={each.name: each.config.filter_subject or "" for each in consumers},
+                    paused=frozenset(each.name for each in consumers if each.paused),
                 )
             )
         return found
 
-    async def _durables(self, stream: str, count: int) -> dict[str, str]:
+    async def _consumers(self, stream: str, count: int) -> list[ConsumerInfo]:
         manager = self.client.jetstream(timeout=REQUEST_S)
-        found: dict[str, str] = {}
+        found: list[ConsumerInfo] = []
         for offset in range(0, count, CONSUMERS_A_PAGE):
-            page = await translated(manager.consumers_info(stream, offset), f"list {stream}")
-            found |= {consumer.name: consumer.config.filter_subject or "" for consumer in page}
+            found += await translated(manager.consumers_info(stream, offset), f"list {stream}")
         return found
 
     async def connect_and_ensure(self) -> None:

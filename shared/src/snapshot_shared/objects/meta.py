@@ -13,16 +13,17 @@ from msgspec import Meta
 
 from snapshot_shared.orders import Label, Name, Report, UidStr
 
+QUANTITY_PATTERN = r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z"
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z"
+
 TRACEPARENT = "nvidia.com/traceparent"
 """Annotation that carries the trace in which an object was applied."""
 
-Quantity = Annotated[
-    str, Meta(pattern=r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z", max_length=24)
-]
+Quantity = Annotated[str, Meta(pattern=QUANTITY_PATTERN, max_length=24)]
 
 Amount = Annotated[int, Meta(ge=0, le=2**50)]
 
-EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")]
+EnvName = Annotated[str, Meta(pattern=VARIABLE_PATTERN)]
 
 Argument = Annotated[str, Meta(max_length=32768, pattern=r"^[^\x00]*\Z")]
 

@@ -30,6 +30,7 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import ArtifactRef, OnFailure, PartResult, VectorEntry, version_gap
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
+from snapshot_shared.units import sizes
 from snapshot_shared.views import is_answered
 
 MAX_RETRIES = 2
@@ -504,7 +505,7 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
     if total > MAX_BYTES:
         failure = Failure(
             reason="InvalidReport",
-            message=f"the parts have {total} bytes together, the limit is {MAX_BYTES}",
+            message="the parts have {} together, the limit is {}".format(*sizes(total, MAX_BYTES)),
         )
         return failed(content, failure, now)
     committed = Committed(

@@ -9,6 +9,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import Condition, set_condition
 from snapshot_shared.objects.snapback import Committed
+from snapshot_shared.units import size
 
 Truth = Literal["True", "False", "Unknown"]
 
@@ -119,6 +120,5 @@ def captured(
     conditions: list[Condition], owner: AnyObject, committed: Committed, now: float
 ) -> list[Condition]:
     """Return the conditions of an artifact that is committed and may be used."""
-    size, digest = committed.bytes, committed.root_digest
-    message = f"generation {committed.generation}, {size} bytes, {digest}"
+    message = f"generation {committed.generation}, {size(committed.bytes)}"
     return ready(conditions, owner, now, "Captured", message)

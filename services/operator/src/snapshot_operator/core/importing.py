@@ -15,6 +15,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import ArtifactSource, Committed, SnapshotContent
 from snapshot_shared.transitions import CaptureEvent
+from snapshot_shared.units import size
 
 
 def step(view: ContentView, artifact: ArtifactSource, node: str | Wait, now: float) -> Plan:
@@ -83,7 +84,7 @@ def _imported(
         vector=proven.vector,
         driver=proven.driver,
     )
-    message = f"{item.node} read {proven.bytes} bytes"
+    message = f"{item.node} read {size(proven.bytes)}"
     rows = conditions.with_conditions(
         content.status.conditions,
         content,

@@ -23,6 +23,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContentStatus,
 )
 from snapshot_shared.orders import order_in
+from snapshot_shared.units import size
 
 QUARANTINED = "Quarantined"
 VERIFIED = "Verified"
@@ -165,7 +166,7 @@ def _passed(
     if is_quarantined(content) and item.attempt <= status.doubted:
         # Damage was found while this one read: what it says may be of before.
         return replace(status, verifications=item.attempt + 1, verified=item.attempt)
-    message = f"{item.node} read {committed.bytes} bytes"
+    message = f"{item.node} read {size(committed.bytes)}"
     shown = _shown(content, "True", "DigestsMatch", message, now)
     done = replace(shown, verified=item.attempt)
     if not is_quarantined(content):

@@ -21,6 +21,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
     SnapshotRestore,
 )
+from snapshot_shared.units import counted, sizes
 
 DAY_S = 86400.0
 FINISHED = ("Succeeded", "Failed")
@@ -145,9 +146,10 @@ def _excess(artifact: _Artifact, count: int, size: int, limits: Limits, now: flo
     if limits.days is not None and age_days > limits.days:
         return f"it is {age_days:.1f} days old, the limit is {limits.days:g}"
     if limits.count is not None and count > limits.count:
-        return f"the namespace holds {count} artifacts, the limit is {limits.count}"
+        return f"the namespace holds {counted(count, 'artifact')}, the limit is {limits.count}"
     if limits.bytes is not None and size > limits.bytes:
-        return f"the namespace holds {size} bytes, the limit is {limits.bytes}"
+        held, limit = sizes(size, limits.bytes)
+        return f"the namespace holds {held}, the limit is {limit}"
     return ""
 
 
@@ -200,7 +202,7 @@ def _need(artifact: _Artifact, pods: _Pods) -> str:
     pod = content.spec.source.pod_ref
     has_worker = pod is not None and pod.uid in pods.running
     needs = {
-        f"it is being restored by {len(status.readers)} pods": bool(status.readers),
+        f"it is being restored by {counted(len(status.readers), 'pod')}": bool(status.readers),
         "its capture or a verification is under way": is_under_way,
         "it is in quarantine": quarantine.is_quarantined(content),
         "its deletionPolicy is Retain": content.spec.deletion_policy == "Retain",

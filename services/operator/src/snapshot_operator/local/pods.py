@@ -215,6 +215,7 @@ def _fail(pod: Pod, failure: Failure, now: float) -> Plan:
         phase="Failed",
         reason=failure.reason,
         message=failure.message,
+        container_statuses=_unready(pod.status),
         conditions=_with_restored(rows, pod, now, failure),
     )
     return _plan(pod, status, now)
@@ -330,7 +331,19 @@ def _unknown(pod: Pod, status: PodStatus, message: str, now: float) -> PodStatus
     rows = status.conditions
     if is_true(rows, "Ready"):
         rows = conditions.with_truth(rows, pod, now, "Ready", "Unknown", "NodeSilent", message)
-    return replace(status, phase="Unknown", reason="NodeSilent", message=message, conditions=rows)
+    return replace(
+        status,
+        phase="Unknown",
+        reason="NodeSilent",
+        message=message,
+        container_statuses=_unready(status),
+        conditions=rows,
+    )
+
+
+def _unready(status: PodStatus) -> list[ContainerStatus]:
+    """Return the containers of a pod that does not serve; a node that returns has them ready."""
+    return [replace(found, ready=False) for found in status.container_statuses]
 
 
 def _followed(view: PodView, now: float) -> PodStatus:

@@ -11,6 +11,7 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node, Pod, gpus_wanted
 from snapshot_shared.orders import DeviceRef, VectorEntry, version_gap
+from snapshot_shared.units import counted, sizes
 
 
 class Placement(NamedTuple):
@@ -45,6 +46,7 @@ def place(
     reasons = []
     for node, refusal in zip(nodes, refusals, strict=True):
         if refusal:
+            reasons.append(refusal.message)
             continue
         name = node.metadata.name
         if unusable := unusable_for_new_work(node):
@@ -59,7 +61,7 @@ def place(
             return Placement(
                 name, [DeviceRef(ordinal=i, uuid=device.uuid) for i, device in enumerate(chosen)]
             )
-        reasons.append(f"{name} has {len(free)} of {wanted} GPUs free")
+        reasons.append(f"{name} has {len(free)} of {counted(wanted, 'GPU')} free")
     return Waiting("Unschedulable", "; ".join(reasons))
 
 
@@ -99,7 +101,7 @@ def _refusal(node: Node, wanted: int, vector: Sequence[VectorEntry]) -> Failure 
     if vector and wanted != len(needed):
         return Failure(
             reason="Incompatible",
-            message=f"the snapshot has {len(needed)} GPUs, the pod asks for {wanted}",
+            message=f"the snapshot has {counted(len(needed), 'GPU')}, the pod asks for {wanted}",
             values={"snapshot_gpus": len(needed), "pod_gpus": wanted},
             next_step="give the pod as many nvidia.com/gpu as the source had",
         )
@@ -109,17 +111,18 @@ def _refusal(node: Node, wanted: int, vector: Sequence[VectorEntry]) -> Failure 
     if len(node.status.devices) < wanted:
         return Failure(
             reason="Incompatible",
-            message=f"the snapshot needs {wanted} GPUs, {name} has {len(node.status.devices)}",
+            message=f"the snapshot needs {counted(wanted, 'GPU')}, {name} has "
+            f"{len(node.status.devices)}",
             values={"needed_gpus": wanted, "node_gpus": len(node.status.devices), "node": name},
             next_step="choose a node with enough GPUs",
         )
     largest = max((layout.bytes for layout in needed), default=0)
     smallest = min((device.capacity_bytes for device in node.status.devices), default=0)
     if largest > smallest:
+        needs, has = sizes(largest, smallest)
         return Failure(
             reason="DeviceTooSmall",
-            message=f"the snapshot needs {largest} bytes on one GPU, a GPU of {name} has "
-            f"{smallest} bytes",
+            message=f"the snapshot needs {needs} on one GPU, a GPU of {name} has {has}",
             values={"needed": largest, "capacity": smallest, "node": name},
             next_step="choose a node whose GPUs have at least the memory of the source",
         )

@@ -134,10 +134,11 @@ class Sweep:
         A later attempt may hide behind an earlier one's message, and an order that no node has
         accepted behind a message that is none.
         """
-        if order.order in published and order.attempt == 1 and order.state != "ordered":
+        is_there = order.order in published
+        if is_there and order.attempt == 1 and order.state != "ordered":
             return
         try:
-            await self._orders.publish(order)
+            await (self._orders.ensure(order) if is_there else self._orders.publish(order))
         except Conflict as error:
             log.warning("sweep: %s", error)
 

@@ -129,7 +129,10 @@ def label(order: OrderStatus) -> str:
 def _state(order: OrderStatus, kind: str) -> views.State:
     if kind in views.BAD_ORDERS:
         return "bad"
-    return "ok" if views.is_answered(order) else "busy"
+    if views.is_answered(order):
+        return "ok"
+    # As `snapshotctl orders` has it: nothing is under way before the order is accepted.
+    return "waiting" if kind == "ordered" else "busy"
 
 
 def _bar(
@@ -150,7 +153,9 @@ def _bar(
     if views.is_answered(order):
         return bar | {"end": rows[-1]}
     last = views.received_for(order, received)
-    return bar | ({"done": last.done, "total": last.total, "step": last.step} if last else {})
+    if last is None:
+        return bar
+    return bar | {"state": "busy", "done": last.done, "total": last.total, "step": last.step}
 
 
 # Facts.
@@ -191,7 +196,10 @@ def _facts_of(value: AnyObject) -> Iterable[tuple[str, str]]:
 
 
 def waterfall(spans: Sequence[SpanRecord]) -> dict[str, Any]:
-    """Return finished spans as bars. Times are seconds since the first began."""
+    """Return finished spans as bars. Times are seconds since the first began.
+
+    `total` and `start` leave out `paused`: long pauses in which nothing was done.
+    """
     found = layout(spans)
     bars = [
         {
@@ -199,11 +207,17 @@ def waterfall(spans: Sequence[SpanRecord]) -> dict[str, Any]:
             "name": bar.span.name,
             "service": bar.span.service,
             "node": bar.span.node,
-            "start": round(bar.start_s, 6),
+            "start": round(bar.drawn_s, 6),
             "length": round(bar.duration_s, 6),
             "error": bar.span.error,
             "orphan": bar.orphan,
         }
         for bar in found.bars[:MAX_SPANS]
     ]
-    return {"total": round(found.total_s, 6), "bars": bars, "all": len(found.bars)}
+    paused = sum(lasted for _, lasted in found.pauses)
+    return {
+        "total": round(found.drawn_s, 6),
+        "paused": round(paused, 6),
+        "bars": bars,
+        "all": len(found.bars),
+    }

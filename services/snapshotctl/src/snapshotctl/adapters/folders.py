@@ -67,10 +67,10 @@ class Folders:
             case ClusterNamed(name, source):
                 record = self.record(name)
                 if record is None or not record.url:
+                    option = "" if name == "default" else f" --name {name}"
                     raise BusUnavailable(
                         f"no server was named, and there is no local cluster {name!r} ({source})",
-                        next_step="start one with: snapshotctl up"
-                        + ("" if name == "default" else f" --name {name}")
+                        next_step=plans.instead(self.names(only_running=True), "--cluster", option)
                         + "; or name a server with --server, NATS_URL or a nats context",
                     )
                 return plans.server_of(record)
@@ -141,6 +141,12 @@ class Folders:
         """Return the record of a cluster; None when there is none."""
         return read_record(self.state(name))
 
+    def names(self, *, only_running: bool = False) -> list[str]:
+        """Return the names of the local clusters of this user, or of those that run."""
+        states = sorted(self.states.iterdir()) if self.states.is_dir() else []
+        records = [record for state in states if (record := read_record(state)) is not None]
+        return [r.name for r in records if alive(r) or not only_running]
+
     def new_sockets(self) -> Path:
         """Create a private folder for sockets, with a short path, and return it."""
         runtime = self._given("XDG_RUNTIME_DIR")
@@ -157,11 +163,13 @@ class Folders:
     def inventory(self) -> Inventory:
         """Return everything that local clusters of this user have or left behind.
 
-        Clusters of another XDG_STATE_HOME are known by their folders of sockets.
+        Clusters of another XDG_STATE_HOME are known by their folders of sockets and by their
+        processes.
         """
-        sockets = list(self._socket_folders())
+        sockets, members = list(self._socket_folders()), processes.members()
         states = set(self.states.iterdir() if self.states.is_dir() else [])
         elsewhere = {state for _, _, state in sockets if state is not None}
+        elsewhere |= processes.state_folders(members)
         clusters: list[tuple[ClusterRecord, frozenset[int]]] = []
         broken: list[Path] = []
         owners: set[str] = set()
@@ -176,7 +184,8 @@ class Folders:
             if record.owner is not None and is_this_boot(record):
                 owners.update({record.run} if processes.is_alive(record.owner) else ())
         marked = [(folder, run) for folder, run, _ in sockets]
-        return Inventory(clusters, frozenset(owners), processes.members(), marked, broken)
+        supervised = processes.supervised(members)
+        return Inventory(clusters, frozenset(owners), members, marked, broken, supervised)
 
     def _socket_folders(self) -> Iterator[tuple[Path, str, Path | None]]:
         runtime = self._given("XDG_RUNTIME_DIR")

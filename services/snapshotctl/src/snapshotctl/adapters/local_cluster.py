@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import shutil
 import sys
@@ -43,6 +44,7 @@ NATS_S = 30.0
 SERVICE_S = 30.0
 NODES_S = 60.0
 GRACE_S = 10.0
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _LEASE_SOCKET = "gms.sock"
 
 Say = Callable[[str], None]
@@ -84,7 +86,7 @@ class LocalCluster:
             if found is None:
                 raise NotFound(
                     f"there is no local cluster {self._name!r}",
-                    next_step="start one with: snapshotctl up",
+                    next_step=plans.instead(self._where.names(), "--name"),
                 )
             self._record = found
         return self._record
@@ -104,30 +106,54 @@ class LocalCluster:
 
     async def start(self, nodes: Sequence[NodeSpec]) -> None:
         state = self._where.state(self._name)
+        try:
+            await self._start_in(state, nodes)
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            why = f"{error.strerror}: {error.filename or state}"
+            raise StartFailed(
+                f"local cluster {self._name!r} cannot be started: {why}",
+                next_step=f"see whether there is space there: df -h {state.parent}",
+            ) from error
+
+    async def _start_in(self, state: Path, nodes: Sequence[NodeSpec]) -> None:
         was_there = state.exists()
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         with folders.locked(state):
-            self._begin(state)
+            known = folders.read_record(state)
+            if known is not None:
+                self._refuse_if_running(known)
             try:
+                self._begin(state, known)
                 await self._start_all(nodes)
             except BaseException as error:
-                # A second Ctrl-C must not leave processes behind.
-                await to_the_end(self._stop_all())
-                if not was_there and not self._is_demo:
-                    folders.remove_half_made(state, keep_logs=isinstance(error, SnapbackError))
+                try:
+                    # A second Ctrl-C must not leave processes behind.
+                    await to_the_end(self._undo())
+                finally:
+                    if not was_there and not self._is_demo:
+                        folders.remove_half_made(state, keep_logs=isinstance(error, SnapbackError))
                 raise
 
-    def _begin(self, state: Path) -> None:
-        known = folders.read_record(state)
-        if known is not None:
-            self._refuse_if_running(known)
+    async def _undo(self) -> None:
+        """End what was started; on a full disk the record of that cannot be written."""
+        if self._record is not None:
+            with contextlib.suppress(OSError):
+                await self._stop_all()
+
+    def _begin(self, state: Path, known: ClusterRecord | None) -> None:
         # By the id of an earlier run its leftover processes are found, too.
         run = known.run if known else self._run
         sockets = Path(known.socket_dir) if known else None
         # What cleans /tmp may have removed the folder of an earlier run.
         if sockets is None or not (sockets / plans.MARKER).is_file():
             sockets = self._where.new_sockets()
-            folders.mark(sockets, run, state)
+            try:
+                folders.mark(sockets, run, state)
+            except OSError:
+                folders.remove(sockets)
+                raise
         self._save(
             ClusterRecord(
                 name=self._name,
@@ -146,9 +172,12 @@ class LocalCluster:
         if not any_alive:
             return
         state = f"only partly: {', '.join(ended)} ended" if ended else f"at {known.url}"
+        end = f"snapshotctl down --name {self._name}"
+        again = f"{end} && snapshotctl up --name {self._name}"
+        as_it_is = f"use it as it is, or end it with: {end}"
         raise AlreadyRunning(
             f"local cluster {self._name!r} runs already, {state}",
-            next_step=f"use it as it is, or end it with: snapshotctl down --name {self._name}",
+            next_step=f"start all of it again, on its state: {again}" if ended else as_it_is,
             url=known.url,
         )
 
@@ -407,6 +436,15 @@ class LocalCluster:
         self._save(replace(record, url="", page="", processes=[], owner=None))
         if purge:
             folders.remove(Path(record.state_dir))
+
+    def forget(self) -> bool:
+        """Remove the logs that a start which failed has left; whether there were any."""
+        state = self._where.state(self._name)
+        if not state.is_dir() or (state / plans.RECORD).exists():
+            return False
+        with folders.locked(state):
+            folders.remove(state)
+        return True
 
     def keep(self) -> None:
         self._save(replace(self.record, owner=None))

@@ -20,6 +20,9 @@ from snapshot_shared.proc import stat_words
 from snapshotctl.domain.cluster import ProcessRecord, RunProcess
 
 RUN_VARIABLE = "SNAPBACK_RUN"
+_SEED_VARIABLE = "SNAPBACK_NATS_CREDENTIALS"
+_REAPERS = ("init", "systemd")
+"""Programs that adopt what others left behind; that of a session of a user is a systemd, too."""
 _ENVIRON_BYTES = 1024 * 1024
 _PROC = Path("/proc")
 
@@ -98,6 +101,46 @@ def members(run: str | None = None) -> list[RunProcess]:
     ]
 
 
+def supervised(found: Iterable[RunProcess]) -> frozenset[str]:
+    """Return the runs of which a process is a child of a living program of no run.
+
+    What a program has left behind when it ended is adopted by the first process of the machine or
+    of the user's session instead.
+    """
+    listed = list(found)
+    own = {member.pid for member in listed}
+    return frozenset(
+        member.run
+        for member in listed
+        if (parent := _parent(member.pid)) is not None and parent not in own and not _adopts(parent)
+    )
+
+
+def state_folders(found: Iterable[RunProcess]) -> set[Path]:
+    """Return the state folders of the local clusters that processes belong to.
+
+    The nkey seed of a service is in `<state folder>/keys`.
+    """
+    seeds = (environment_of(member.pid).get(_SEED_VARIABLE, "") for member in found)
+    return {Path(seed).parent.parent for seed in seeds if seed.startswith("/")}
+
+
+def _adopts(pid: int) -> bool:
+    try:
+        name = (_PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
+    except OSError:
+        name = ""
+    return pid == 1 or name in _REAPERS
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        line = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    return int(stat_words(line, f"/proc/{pid}/stat")[1])
+
+
 def _member(pid: int) -> RunProcess | None:
     folder = _PROC / str(pid)
     try:
@@ -133,14 +176,10 @@ def members_on(node: str, run: str) -> list[tuple[str | None, RunProcess]]:
 
 
 def _ancestors() -> Iterator[int]:
-    pid = os.getpid()
-    while pid > 0:
+    pid: int | None = os.getpid()
+    while pid:
         yield pid
-        try:
-            line = (_PROC / str(pid) / "stat").read_bytes()
-        except OSError:
-            return
-        pid = int(stat_words(line, f"/proc/{pid}/stat")[1])
+        pid = _parent(pid)
 
 
 class ProcessHandle:

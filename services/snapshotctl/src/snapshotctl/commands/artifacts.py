@@ -62,7 +62,7 @@ async def list_(
     elif found:
         tools.screen.table(artifact_tables.table(found, tools.now()))
         total = sum(artifact.bytes for artifact in found)
-        tools.screen.line(f"{len(found)} artifacts, {formats.size(total)}")
+        tools.screen.line(f"{formats.counted(len(found), 'artifact')}, {formats.size(total)}")
     else:
         tools.screen.note("nothing is captured" + (f" in namespace {space}" if space else ""))
 
@@ -250,7 +250,7 @@ async def gc(
     if rows:
         screen.table(Table(("WHAT", "NAMESPACE", "NAME", "SIZE", "WHY"), list(rows)))
     size = formats.size(sum(item.bytes for item in going))
-    screen.line(f"{len(going)} of {len(found.artifacts)} artifacts, {size}")
+    screen.line(f"{len(going)} of {formats.counted(len(found.artifacts), 'artifact')}, {size}")
 
 
 async def _artifact(operator: Operator, wanted: Sequence[Target]) -> CapturedArtifact:

@@ -25,6 +25,11 @@ async def down(
     Its state stays for the next `up`, unless --purge removes it.
     """
     cluster, screen = tools.local_cluster(name), tools.screen
+    if purge and cluster.forget():
+        screen.note("it has never run; what its start had left is removed")
+        if not screen.wants_table:
+            screen.value({"name": name, "purged": True})
+        return
     record = cluster.record
     await cluster.stop(purge=purge)
     if not screen.wants_table:

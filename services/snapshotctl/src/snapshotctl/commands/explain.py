@@ -120,7 +120,7 @@ async def _explain(
             _show_log(screen, found, logged, logs)
         screen.line("What to do", strong=True)
         for line in advice:
-            screen.line(f"  {line}")
+            screen.line(f"  {explanation.pointing_up(line, root)}")
         return
     screen.value(
         {

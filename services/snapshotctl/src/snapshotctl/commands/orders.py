@@ -12,9 +12,11 @@ import typer
 from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.spans import SpanRecord
+from snapshotctl import objects
 from snapshotctl.command import command, complete_nodes, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.targets import Target
 from snapshotctl.ports import Operator, Screen
 from snapshotctl.tools import Tools
 from snapshotctl.views import queue
@@ -79,6 +81,8 @@ async def _show_queue(tools: Tools, name: str | None, *, answered: bool) -> None
         everything = queue.owned_orders(await _owners(operator))
         owned = [own for own in everything if node in (None, own.item.node)]
         messages = await operator.queued(node)
+        if node and not owned and not messages:
+            await objects.existing(operator, Target(KINDS["Node"], None, node))
         steps = await _steps(operator, owned)
     found = queue.order_lines(messages, owned, steps, now, answered=answered)
     if not screen.wants_table:

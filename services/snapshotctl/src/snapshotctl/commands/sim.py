@@ -42,6 +42,12 @@ Service = Annotated[
         "--service", metavar="agent|gms", help="The service. Without: the one that has the step."
     ),
 ]
+Ended = Annotated[
+    str | None,
+    typer.Option(
+        "--service", metavar="agent|gms", help="The service. Without: whichever does not run."
+    ),
+]
 Verb = Annotated[
     str | None,
     typer.Option("--verb", metavar="VERB", help="The verb, where several have such a step."),
@@ -103,7 +109,7 @@ async def fail(
 
 @command(app, "snapshotctl sim restart node-1", "snapshotctl sim restart node-2 --service gms")
 async def restart(
-    tools: Tools, node: Node, service: Service = None, name: ClusterName = None
+    tools: Tools, node: Node, service: Ended = None, name: ClusterName = None
 ) -> None:
     """Start a killed agent or GPU memory service again, on its state.
 

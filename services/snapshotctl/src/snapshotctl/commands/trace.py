@@ -41,7 +41,8 @@ app = new_app()
 async def trace(tools: Tools, name: Traced, namespace: Namespace = "default") -> None:
     """Show what was done for an object as a waterfall of spans.
 
-    NAME may also be the id of a trace.
+    NAME may also be the id of a trace. A pause that is longer than all the work together is left
+    out of the bars.
     """
     async with tools.operator() as operator:
         is_id = _TRACE_ID.fullmatch(name)
@@ -94,8 +95,8 @@ def show(screen: Screen, trace_id: str, spans: Sequence[SpanRecord]) -> None:
     """Print a trace."""
     found = layout(spans)
     screen.line(
-        f"trace {trace_id}: {len(found.bars)} spans, {formats.span_time(found.total_s)}, "
-        f"services {', '.join(found.services)}",
+        f"trace {trace_id}: {formats.counted(len(found.bars), 'span')}, "
+        f"{formats.span_time(found.total_s)}, services {', '.join(found.services)}",
         strong=True,
     )
     for line in lines(found, screen.width):
@@ -113,11 +114,16 @@ def lines(found: Waterfall, width: int) -> list[str]:
     drawn = [
         f"{_cut(name, name_width)} {_cut(where, where_width)} "
         f"{formats.span_time(bar.start_s):>9} {formats.span_time(bar.duration_s):>9} "
-        f"|{_drawn(bar, found.total_s, room)}|"
+        f"|{_drawn(bar, found.drawn_s, room)}|"
         for bar, name, where in zip(found.bars, names, wheres, strict=True)
     ]
     for bar in found.bars:
         drawn += _remarks(bar)
+    drawn += [
+        f"  after {formats.span_time(at)} nothing was done for {formats.span_time(lasted)}; "
+        "the bars leave that out"
+        for at, lasted in found.pauses
+    ]
     captures = _captures(found.bars)
     return drawn + [
         f"  restored from what trace {trace} captured: snapshotctl trace {trace}"
@@ -154,9 +160,9 @@ def _cut(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
 
 
-def _drawn(bar: Bar, total_s: float, room: int) -> str:
-    scale = room / total_s if total_s > 0 else 0.0
-    begin = min(room - 1, int(bar.start_s * scale))
+def _drawn(bar: Bar, drawn_s: float, room: int) -> str:
+    scale = room / drawn_s if drawn_s > 0 else 0.0
+    begin = min(room - 1, int(bar.drawn_s * scale))
     length = round(bar.duration_s * scale)
     length = min(length, room - begin)
     return " " * begin + (BAR * length if length else EDGE) + " " * (room - begin - max(length, 1))

@@ -70,8 +70,8 @@ def _nodes(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:
     if not 1 <= gpus <= MAX_GPUS:
         raise WrongArguments(f"--gpus {gpus} is not between 1 and {MAX_GPUS}")
     if not MIN_GPU_MEMORY <= gpu_memory <= MAX_GPU_MEMORY:
-        limits = f"{MIN_GPU_MEMORY} and {MAX_GPU_MEMORY} bytes"
-        raise WrongArguments(f"--gpu-memory {gpu_memory} is not between {limits}")
+        limits = f"{formats.size(MIN_GPU_MEMORY)} and {formats.size(MAX_GPU_MEMORY)}"
+        raise WrongArguments(f"--gpu-memory {formats.size(gpu_memory)} is not between {limits}")
     return [
         NodeSpec(name=f"node-{number}", gpus=gpus, gpu_memory=gpu_memory)
         for number in range(1, count + 1)

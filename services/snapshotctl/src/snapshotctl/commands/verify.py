@@ -31,10 +31,16 @@ async def verify(
     async with tools.operator(patiently=True) as operator:
         requested = await objects.request(operator, wanted, operator.verify)
         content = Target(KINDS["SnapshotContent"], None, requested.content)
+        is_told = False
 
         def decide(found: AnyObject | None) -> Condition | None:
             if not isinstance(found, SnapshotContent):
                 raise NeverTrue(f"{content} was deleted while it was verified")
+            nonlocal is_told
+            if not is_told and (committed := found.status.committed) is not None:
+                is_told = True
+                size = formats.size(committed.bytes)
+                tools.screen.note(f"reading {size} of {content} and comparing every digest")
             # Damage that is found starts another verification by itself.
             last = max(requested.verification, found.status.verifications)
             is_over = found.status.verified >= last

@@ -10,6 +10,8 @@ import typer
 
 from snapshot_shared.errors import DeadlineExceeded
 from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import condition
 from snapshotctl import objects
 from snapshotctl.command import KindAndName, Namespace, Timeout, command, new_app
 from snapshotctl.domain import formats, targets
@@ -131,8 +133,14 @@ def _judge(type_: str, status: str, found: AnyObject) -> Outcome:
         return Met(reason_of(held))
     if status == "True" and type_.lower() != "failed" and (why := failure_of(found)):
         return Never(why)
+    is_over = isinstance(found, Pod) and found.status.phase == "Succeeded"
+    if is_over and (type_.lower(), status) == ("ready", "True"):
+        return Never("it has ended: every container exited with code 0")
     if held is None:
-        return Open(f"it has no condition {type_} yet")
+        placed = condition(conditions, "PodScheduled")
+        is_stuck = placed is not None and placed.status == "False"
+        why = f": {reason_of(placed)}" if placed is not None and is_stuck else ""
+        return Open(f"it has no condition {type_} yet{why}")
     return Open(f"{held.type} is {held.status}: {reason_of(held)}")
 
 
@@ -159,8 +167,10 @@ async def _met(operator: Operator, target: Target, goal: Goal, within_s: float) 
             **error.values,
         ) from None
     if isinstance(answer, Never):
+        why, _, step = answer.detail.partition(". Next: ")
+        story = f"see why: snapshotctl explain {target.typed}"
         raise NeverTrue(
-            f"{goal} of {target} cannot come true: {answer.detail}",
-            next_step=f"see why: snapshotctl explain {target.typed}",
+            f"{goal} of {target} cannot come true: {why}",
+            next_step=f"{step}; {story}" if step else story,
         )
     return answer

@@ -18,6 +18,7 @@ CONTEXT_PREFIX = "snapback-"
 SOCKETS_PREFIX = "snapback-"
 DEMO_PREFIX = "demo-"
 MAX_RECORD_BYTES = 1024 * 1024
+MAX_NAMES = 5
 MAX_SOCKET_FOLDER = 60
 """A socket's path has at most 107 bytes; below this folder come node, pod and name."""
 
@@ -107,6 +108,16 @@ def access_of(record: ClusterRecord) -> ClusterAccess:
         end=f"end it with: snapshotctl down --name {record.name} --purge",
         is_ours=True,
     )
+
+
+def instead(names: Sequence[str], option: str, wanted: str = "") -> str:
+    """Return the next step where a cluster is not there: those that are, or how to start it."""
+    start = f"start one with: snapshotctl up{wanted}"
+    if not names:
+        return start
+    choices = " or ".join(f"{option} {name}" for name in names[:MAX_NAMES])
+    more = f" ({len(names)} in all)" if len(names) > MAX_NAMES else ""
+    return f"name one that is there: {choices}{more}; or {start}"
 
 
 class Program(NamedTuple):
@@ -371,25 +382,30 @@ class RunProcess(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """What exists on a machine: records with the pids that run, other processes, folders."""
+    """What exists on a machine: records with the pids that run, other processes, folders.
+
+    `supervised` are the runs of which a process has a parent that lives and is of no run.
+    """
 
     clusters: list[tuple[ClusterRecord, frozenset[int]]]
     owners_alive: frozenset[str]
     processes: list[RunProcess]
     socket_folders: list[tuple[Path, str]]
     broken_states: list[Path]
+    supervised: frozenset[str] = frozenset()
 
 
 def leftovers(found: Inventory) -> list[str]:
     """Return what was left behind and how to remove it, one line each.
 
-    A cluster runs while its demo does, or, when no demo owns it, while one of its processes does.
+    A cluster runs while its demo does, or, when no demo owns it, while one of its processes does;
+    one without a record, such as that of a test, while the program that started it does.
     """
     running = {
         record.run
         for record, alive in found.clusters
         if (record.run in found.owners_alive if record.owner else alive)
-    }
+    } | (found.supervised - {record.run for record, _ in found.clusters})
     lines = [
         f"process {process.pid} of run {process.run}: {process.command} (fix: kill {process.pid})"
         for process in found.processes

@@ -10,6 +10,7 @@ import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.ids import token
+from snapshot_shared.units import sizes
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import ClusterAccess, NodeSpec
 from snapshotctl.domain.exits import DemoFailed, WrongArguments
@@ -219,7 +220,7 @@ def check_refusal(reason: str, message: str, needed: int, capacity: int) -> None
     """Raise DemoFailed unless a restore was refused as DeviceTooSmall, with both values."""
     if reason != "DeviceTooSmall":
         raise DemoFailed(f"the restore was refused, but as {reason}: {message}")
-    missing = [str(value) for value in (needed, capacity) if str(value) not in message]
+    missing = [shown for shown in sizes(needed, capacity) if shown not in message]
     if missing:
         raise DemoFailed(f"the refusal does not name {' and '.join(missing)}: {message}")
 

@@ -46,6 +46,7 @@ def parse_size(text: str) -> int:
 
 
 size = units.size
+counted = units.counted
 
 
 def rate(count: float, seconds: float) -> str:

@@ -40,6 +40,8 @@ _PLACES = re.compile(
 )
 _KINDS = {"snapcontent": "snapshotcontent"}
 MAX_LINES = 12
+_ORDERED = re.compile(r'"order_id": ?"')
+"""A line of a service in the work on an order, which names its object."""
 _LOUD = ("WARNING", "ERROR", "CRITICAL")
 
 
@@ -87,7 +89,7 @@ def _artifact(source: ArtifactSource | None) -> str:
 
 
 def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
+    return formats.counted(count, "GPU")
 
 
 def _where(pod: Pod) -> str:
@@ -172,8 +174,8 @@ def _of_node(
     unfinished = ("Pending", "Running", "Unknown")
     running = [pod.metadata.name for pod in pods if pod.status.phase in unfinished]
     waiting = unanswered(related)
-    names = ", ".join(sorted(running)) or "none"
-    orders = ", ".join(f"{item.order} ({item.state})" for item in waiting) or "none"
+    names = ": " + ", ".join(sorted(running)) if running else ""
+    orders = ": " + ", ".join(f"{i.order} ({i.state})" for i in waiting) if waiting else ""
     status = related.root.status if isinstance(related.root, Node) else NodeStatus()
     drivers = ", ".join(status.drivers) or "none"
     criu = f", CRIU {status.criu}" if status.criu else ""
@@ -184,8 +186,8 @@ def _of_node(
             for why, step in unready(status.unready)
         ),
         _last_seen(related.root.metadata.name, presence, now),
-        f"{len(running)} pods there: {names}",
-        f"{len(waiting)} orders not answered: {orders}",
+        f"{formats.counted(len(running), 'pod') if running else 'no pod'} there{names}",
+        f"{formats.counted(len(waiting), 'order') if waiting else 'no order'} not answered{orders}",
     ]
 
 
@@ -205,12 +207,21 @@ def advice(related: RelatedObjects, found: ObjectState, silent: Sequence[str] = 
         again = f"snapshotctl sim restart {silent[0].partition('@')[2]}"
         return [f"Start {' and '.join(silent)} again; in a local cluster: `{again}`."]
     lines = [formats.plain(found.next_step)] if found.next_step else []
-    if reason := REASONS.get(found.reason):
+    # What is not found may be a program or a file: then only its own next step fits.
+    is_told = found.reason == "NotFound" and lines
+    if (reason := REASONS.get(found.reason)) and not is_told:
         fix = filled(reason.fix, related)
         lines += [fix] if fix not in lines else []
     if not lines:
         lines.append("Nothing is to be done." if found.word == "fine" else "Wait for it.")
     return lines
+
+
+def pointing_up(text: str, root: AnyObject) -> str:
+    """Return advice of an explanation that is read already without the command that shows it."""
+    name, kind = re.escape(root.metadata.name), kind_of(root).name.lower()
+    shown = re.sub(rf"`snapshotctl explain (?:{kind}/)?{name}`", "the text above", text)
+    return shown[:1].upper() + shown[1:]
 
 
 def filled(text: str, related: RelatedObjects) -> str:
@@ -267,7 +278,9 @@ def parse_log_line(program: str, line: str) -> LogLine:
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = None
     if not isinstance(found, dict):
-        return LogLine(program, "", "", formats.plain(line))
+        # The indentation of a traceback says what belongs to what.
+        indent = " " * (len(line) - len(line.lstrip(" ")))
+        return LogLine(program, "", "", indent + formats.plain(line))
     text = str(found.get("message", ""))
     trouble = str(found.get("traceback", "")).rstrip().rpartition("\n")[2]
     shown = f"{text} [{trouble}]" if trouble else text
@@ -281,7 +294,8 @@ def relevant_lines(
     """Return the last lines that matter, in the order of their times.
 
     `lines` are programs with raw lines. A line matters when it names one of the ids, or when it
-    is a warning or worse, of one of the programs and not older than `since` (RFC 3339).
+    is a warning or worse, of one of the programs, not older than `since` (RFC 3339), and not of
+    the order of another object, where there are ids.
     """
     chosen = []
     for program, raw in lines:
@@ -289,6 +303,7 @@ def relevant_lines(
             chosen.append(parse_log_line(program, raw))
             continue
         line = parse_log_line(program, raw)
-        if program in programs and line.level in _LOUD and line.at >= since:
+        is_loud = line.level in _LOUD and line.at >= since
+        if program in programs and is_loud and not (ids and _ORDERED.search(raw)):
             chosen.append(line)
     return sorted(chosen, key=lambda line: line.at)[-MAX_LINES:]

@@ -27,6 +27,8 @@ SKEW_WARN_S = 2.0
 SKEW_FAIL_S = 60.0
 SWEEP_LATE_S = 90.0
 """Three times the pause between two sweeps of the operator."""
+FULL_BYTES = 64 * 1024 * 1024
+"""With less free space not even the smallest worker is captured, whatever there is to compare."""
 FILL_WARN = 0.5
 FILL_FAIL = 0.8
 """From here on the operator begins nothing new."""
@@ -44,6 +46,7 @@ class Stream(NamedTuple):
     bytes: int
     fill: float
     durables: Mapping[str, str]
+    paused: frozenset[str] = frozenset()
 
 
 class ObservedNode(NamedTuple):
@@ -138,7 +141,10 @@ def _machine(local: ObservedMachine) -> Iterator[Finding]:
         yield fail(f"local cluster {local.cluster}: {name} ended", _restart(local.cluster, name))
     count = len(local.leftovers)
     if count:
-        yield warn(f"{count} leftovers of local clusters that ended", "snapshotctl leftovers")
+        yield warn(
+            f"{formats.counted(count, 'leftover')} of local clusters that ended",
+            "snapshotctl leftovers",
+        )
     else:
         yield ok("no leftovers of local clusters")
 
@@ -210,7 +216,7 @@ def _storage(unstored: Failure | None) -> Finding:
 
 
 def _filling(orders: Stream) -> Finding:
-    what = f"ORDERS is {100 * orders.fill:.0f}% full ({orders.messages} orders)"
+    what = f"ORDERS is {100 * orders.fill:.0f}% full ({formats.counted(orders.messages, 'order')})"
     if orders.fill >= FILL_FAIL:
         return fail(f"{what}: nothing new begins", "snapshotctl orders")
     return warn(what, "snapshotctl orders") if orders.fill >= FILL_WARN else ok(what)
@@ -234,6 +240,13 @@ def _durables(cluster: ObservedCluster) -> Iterator[Finding]:
             wrong = True
             how = "is missing" if found is None else f"takes {found}, not {filter_}"
             yield fail(f"durable {durable} of {stream} {how}", fix)
+    for held_by in cluster.streams:
+        for paused in sorted(held_by.paused):
+            wrong = True
+            yield warn(
+                f"durable {paused} of {held_by.name} is paused: nothing is delivered to it",
+                f"nats consumer resume {held_by.name} {paused}",
+            )
     if not wrong:
         yield ok(f"all {len(wanted)} durables are as required")
 
@@ -246,7 +259,10 @@ def _operator(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
         )
         return
     if health is None:
-        yield fail("no operator answers", "start it: python -m snapshot_operator.main")
+        local = seen.local.cluster
+        alone = "start it, python -m snapshot_operator.main; docs/architecture.md has its settings"
+        start = _restart(local, "operator") if local else alone
+        yield fail("no operator answers", start)
         return
     count = f", {len(cluster.operators)} of them" if len(cluster.operators) > 1 else ""
     yield ok(f"the operator answers, version {health.version}{count}")
@@ -279,7 +295,7 @@ def _node(seen: Observed, cluster: ObservedCluster, it: ObservedNode) -> Iterato
     elif state == "Ready":
         yield ok(f"{it.name} is Ready")
     else:
-        fix = f"look at the operator's log: snapshotctl get node {it.name} -o yaml"
+        fix = f"see why, with the operator's log: snapshotctl explain node/{it.name}"
         yield warn(f"{it.name} is there and {state}", fix)
     yield from _drivers(it.name, it.presence)
     yield from _clock(it)
@@ -313,7 +329,12 @@ def _space(cluster: ObservedCluster, it: ObservedNode, presence: Presence) -> It
     free = formats.size(presence.free_bytes)
     what = f"{it.name} has {free} free below {presence.artifact_root or 'its artifact root'}"
     fix = "free space there, or: snapshotctl delete checkpoints that are not needed"
-    if presence.free_bytes < largest:
+    gpu = max((device.capacity_bytes for device in presence.devices), default=0)
+    if presence.free_bytes < FULL_BYTES:
+        yield fail(f"{what}: no capture fits there", fix)
+    elif not largest and presence.free_bytes < gpu:
+        yield warn(f"{what}, a GPU there has {formats.size(gpu)} to capture", fix)
+    elif presence.free_bytes < largest:
         yield fail(f"{what}, the largest snapshot has {formats.size(largest)}", fix)
     elif presence.free_bytes < 2 * largest:
         yield warn(f"{what}, room for one more like the largest snapshot", fix)
@@ -350,11 +371,13 @@ def _services(
     fenced = [device.endpoint for device in devices if device.fence is not None]
     fences = f", fenced for a capture: {', '.join(fenced)}" if fenced else ""
     if len(devices) != len(presence.devices):
-        what = f"the GMS of {it.name} has {len(devices)} GPUs, the agent {len(presence.devices)}"
+        has = formats.counted(len(devices), "GPU")
+        what = f"the GMS of {it.name} has {has}, the agent {len(presence.devices)}"
         yield warn(what, f"wait 10 s; if it stays so, restart the agent of {it.name}")
     else:
         yield ok(
-            f"the GMS of {it.name} answers: {len(devices)} GPUs, {used} of {room} used{fences}"
+            f"the GMS of {it.name} answers: {formats.counted(len(devices), 'GPU')}, "
+            f"{used} of {room} used{fences}"
         )
 
 

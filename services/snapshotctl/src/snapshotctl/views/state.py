@@ -352,7 +352,9 @@ def phases(related: RelatedObjects) -> list[TimedPhase]:
     """
     found = [_order(item) for value, item in related.orders if not _is_other(related, value)]
     pods = [v for v in related.primary if isinstance(v, Pod) and not _is_other(related, v)]
-    found += [phase for phase in map(_warming, pods) if phase is not None]
+    prepares = [item for _, item in related.orders if item.verb == "prepare"]
+    prepared = min((formats.seconds(item.ordered_at) for item in prepares), default=0.0)
+    found += [phase for pod in pods if (phase := _warming(pod, prepared)) is not None]
     return sorted(found, key=lambda phase: phase.began)
 
 
@@ -382,8 +384,12 @@ def again(attempt: int) -> str:
     return f" (attempt {attempt})" if 1 < attempt < _FORGET_ATTEMPT else ""
 
 
-def _warming(pod: Pod) -> TimedPhase | None:
-    """Return the phase from the start of the processes until the pod is Ready."""
+def _warming(pod: Pod, prepared: float) -> TimedPhase | None:
+    """Return the phase from the start of the processes until the pod is Ready.
+
+    `prepared` is when its capture began, or 0. A worker that was captured or has ended was warm
+    before; what became of it later, such as the loss of its node, says nothing of its start.
+    """
     run = next((item for item in pod.status.orders if item.verb == "run"), None)
     if run is None or run.ended_at is None or is_restored(pod):
         return None
@@ -391,9 +397,11 @@ def _warming(pod: Pod) -> TimedPhase | None:
     held = condition(pod.status.conditions, "Ready")
     since = formats.instant(held.last_transition_time) if held and held.status == "True" else None
     # Conditions have whole seconds, orders have not.
-    ended = max(since, began) if since is not None else 0.0
+    ended = max(since or prepared, began) if since is not None or prepared else 0.0
     why = ""
-    if pod.status.phase == "Failed":
+    if not ended and run.state == "ready":
+        return None  # When it became warm is not kept.
+    if not ended and pod.status.phase == "Failed":
         at = formats.instant(held.last_transition_time) if held else None
         ended, why = max(at or 0.0, began), pod.status.message or pod.status.reason
     return TimedPhase((pod.metadata.uid, 0), WARM, f"on {pod.status.node_name}", began, ended, why)

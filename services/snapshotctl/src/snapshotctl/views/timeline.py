@@ -28,6 +28,7 @@ _WHOLE = ("capture", "restoration")
 _SILENT = (("Failed", "False"), ("Lost", "False"), ("Quarantined", "False"))
 """Conditions that every object without trouble has."""
 
+_PLACED = "PodScheduled is True"
 _DERIVED = re.compile(
     r"snapshot(content|restore)/(?:snapshotcontent|restore)-([0-9a-f]{8})[0-9a-f-]{28}"
 )
@@ -103,8 +104,11 @@ def timeline(
 
 def _moment(event: Event) -> tuple[float, int]:
     # A condition's time is cut to the second in which it changed; the causes come before it.
-    late = 0.999 if event.source == "condition" and not event.at % 1 else 0.0
-    return (event.at + late, _RANKS[event.source])
+    is_cut = event.source == "condition" and not event.at % 1
+    if is_cut and event.what == _PLACED:
+        # Everything else that is done for a pod comes after this one.
+        return (event.at, _RANKS["object"])
+    return (event.at + (0.999 if is_cut else 0.0), _RANKS[event.source])
 
 
 def of_object(value: AnyObject) -> Iterator[Event]:
