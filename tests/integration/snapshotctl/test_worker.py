@@ -98,10 +98,16 @@ async def process(
 
 async def _watching(pid: int) -> None:
     """Wait until a process has an inotify watch."""
-    fds = Path(f"/proc/{pid}/fdinfo")
     async with asyncio.timeout(PATIENCE_S):
-        while not any("inotify wd" in fd.read_text() for fd in fds.iterdir()):  # noqa: ASYNC110
+        while not _has_watch(pid):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+def _has_watch(pid: int) -> bool:
+    # A file may be closed meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        return any("inotify wd" in fd.read_text() for fd in Path(f"/proc/{pid}/fdinfo").iterdir())
+    return False
 
 
 @contextlib.asynccontextmanager

@@ -86,10 +86,13 @@ class Helper:
         self._is_ending = False
         self._settling = self._settle()
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        settings.helper.unlink(missing_ok=True)
+        # It gets its name when it can be connected to.
+        temporary = settings.helper.with_name(f".{settings.helper.name}")
+        temporary.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(settings.helper))
+        self._listener.bind(str(temporary))
         self._listener.listen(16)
+        temporary.rename(settings.helper)
         # Guards that ask meanwhile are connected, and answered within the time that they wait.
         self._seen = observe.node(settings.criu)
         self._unfit = _unfit(self._seen, settings.criu, nft)
