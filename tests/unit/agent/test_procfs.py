@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,13 @@ def test_the_line_of_a_process_is_read() -> None:
     found = procfs.read(os.getpid())
     assert found is not None
     assert (found.parent, found.session, found.is_running) == (os.getppid(), os.getsid(0), True)
+
+
+def test_a_process_that_has_left_its_namespaces_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        with pytest.raises(ProcessLookupError):
+            procfs.contents(process.pid, "mountinfo")
+    finally:
+        process.wait()

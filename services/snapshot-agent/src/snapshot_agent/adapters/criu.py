@@ -316,7 +316,6 @@ class PlainCriu(Criu):
 
 def _mounts_of(process: Process) -> list[Mount]:
     try:
-        with open(f"/proc/{process.pid}/mountinfo", encoding="utf-8") as file:  # noqa: PTH123
-            return mounts_in(file.read())
+        return mounts_in(procfs.contents(process.pid, "mountinfo").decode())
     except (FileNotFoundError, ProcessLookupError) as error:
         raise SourceExited("the worker has ended") from error

@@ -143,16 +143,17 @@ def _containers(uid: Uid) -> dict[str, _Container]:
     found = {}
     for first in first_processes(_processes(uid)):
         with contextlib.suppress(*_GONE):
-            name = name_in(_read(first.pid, "mountinfo").decode(errors="surrogateescape"), uid)
+            mounts = procfs.contents(first.pid, "mountinfo").decode(errors="surrogateescape")
+            name = name_in(mounts, uid)
             if name is not None:
                 found[name] = _Container(
                     Process(first.pid, first.start),
                     access_of(
-                        _read(first.pid, "status").decode(errors="replace"),
-                        _read(first.pid, "uid_map").decode(),
-                        _read(first.pid, "gid_map").decode(),
+                        procfs.contents(first.pid, "status").decode(errors="replace"),
+                        procfs.contents(first.pid, "uid_map").decode(),
+                        procfs.contents(first.pid, "gid_map").decode(),
                     ),
-                    list(command_of(_read(first.pid, "cmdline"))),
+                    list(command_of(procfs.contents(first.pid, "cmdline"))),
                 )
     return found
 
@@ -169,10 +170,6 @@ def restored_below(first: Process, folder: Path) -> Process | None:
 def _processes(uid: Uid) -> Iterator[SeenProcess]:
     for process in procfs.running():
         with contextlib.suppress(*_GONE):
-            cgroups = _read(process.pid, "cgroup").decode(errors="replace")
+            cgroups = procfs.contents(process.pid, "cgroup").decode(errors="replace")
             if container := container_in(cgroups, uid):
                 yield SeenProcess(process.pid, process.start, container)
-
-
-def _read(pid: int, name: str) -> bytes:
-    return Path(f"/proc/{pid}/{name}").read_bytes()

@@ -10,6 +10,7 @@ that was opened before the start time was compared.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -103,6 +104,17 @@ def child_of(parent: int) -> Stat | None:
     """Return a child of a process, of several the first; None when it has none."""
     children = [process for process in running() if process.parent == parent]
     return min(children, key=lambda child: child.start, default=None)
+
+
+def contents(pid: int, name: str) -> bytes:
+    """Return a file of a process. FileNotFoundError or ProcessLookupError: it is gone, or ends."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError as error:
+        # So it is with the mounts of a process that has left its namespaces.
+        if error.errno == errno.EINVAL:
+            raise ProcessLookupError(error.errno, error.strerror, error.filename) from None
+        raise
 
 
 def program_of(pid: int) -> str:

@@ -113,7 +113,7 @@ def tree(pid: int, start: int, *, cgroups: Path) -> SeenTree:
         key=lambda each: (each.pid != pid, each.pid),
     )
     try:
-        mounts = mounts_in(_text(f"/proc/{pid}/mountinfo"))
+        mounts = mounts_in(procfs.contents(pid, "mountinfo").decode(errors="surrogateescape"))
         found = SeenTree(
             processes=processes,
             mounts=mounts,
