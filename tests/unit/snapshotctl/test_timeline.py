@@ -98,6 +98,8 @@ def test_a_span_is_an_event_when_its_step_failed_or_when_it_is_the_whole() -> No
     assert [(item.object, item.text) for item in failed] == [
         ("content/x", "step write-root of seal failed after 2.00 s: no")
     ]
+    [gone] = timeline.of_span(span("write-root", "no", **by_order), {})
+    assert gone.object == f"(gone) {UID}"
     [whole] = timeline.of_span(span("capture", **{"snapback.content": "c"}), names)
     assert (whole.object, whole.text) == ("snapshotcontent/c", "the capture ended after 2.00 s")
     assert not list(timeline.of_span(span("write-root", **by_order), names))

@@ -210,7 +210,8 @@ def of_span(span: SpanRecord, names: Mapping[str, str]) -> Iterator[Event]:
     took = formats.span_time((span.end_ns - span.start_ns) / 1e9)
     if span.name in _STEPS and span.error and order:
         what = f"step {span.name} of {_subject(order)} failed after {took}"
-        name = names.get(owner_of(OrderId(order)), f"(gone) {order}")
+        served = owner_of(OrderId(order))
+        name = names.get(served, f"(gone) {served}")
     elif span.name in _WHOLE:
         what = f"the {span.name} {'failed' if span.error else 'ended'} after {took}"
         kind = "snapshotcontent" if span.name == "capture" else "pod"
