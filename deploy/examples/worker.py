@@ -12,7 +12,7 @@ any machine.
 
 What makes it capturable is `snapback_client.Worker`: it keeps the weights in pools that sleep while
 the worker is captured, and calls `Model.save` for the rest. `worker_template.py` shows the same in
-a dozen lines. Only the driver `respawn`, which starts a worker again, gives `--resume-from`.
+14 lines. Only the driver `respawn`, which starts a worker again, gives `--resume-from`.
 """
 
 from __future__ import annotations
