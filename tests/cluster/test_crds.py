@@ -279,7 +279,7 @@ MALFORMED: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
     (
         "DynamoCheckpoint",
         "spec.identity.tensorParallelSize",
-        lambda spec: spec["identity"].update(tensorParallelSize=0),
+        lambda spec: spec["identity"].update(tensorParallelSize=-1),
     ),
     (
         "DynamoCheckpoint",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from snapshot_operator.core.restore import RESTORED
+from snapshot_operator.kube.rbac import NAME
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_shared.errors import StoreBusy
 from tests.cluster import programs
@@ -82,6 +83,17 @@ async def restarted(ends: list[int]) -> None:
     await polled(has_ended)
 
 
+async def renewed(rig: Rig) -> None:
+    """Wait until the operator renews its Lease, by which it knows a store that has gone back."""
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{rig.namespace}/leases/{NAME}"
+    before = (await rig.get(path))["metadata"]["resourceVersion"]
+
+    async def is_renewed() -> bool:
+        return bool((await rig.get(path))["metadata"]["resourceVersion"] != before)
+
+    await polled(is_renewed)
+
+
 async def overtaken(rig: Rig, version: int) -> None:
     """Write until the API server gives out versions that are newer than one it has given."""
     path = f"/api/v1/namespaces/{rig.namespace}/configmaps"
@@ -108,6 +120,7 @@ async def test_what_was_captured_after_the_backup_is_captured_again(
         own_cluster.back_up(tmp_path / "backup")
         await captures.apply("llm-01")
         await captures.reaches("llm-01", wanted)
+        await renewed(rig)
         newest = int((await rig.get(rig.path("events")))["metadata"]["resourceVersion"])
         lies = [Lie("cut", kind=resource.plural) for resource in RESOURCES.values()]
         with rig.proxy.lying(*lies if is_overtaken else ()):

@@ -67,14 +67,17 @@ def test_an_http_address_that_is_none_is_refused_by_its_variable(
     assert "Traceback" not in ended.stderr
 
 
-def test_gms_without_the_bindings_of_cuda_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["", "raise FileNotFoundError(2, 'no usable directory')"])
+def test_gms_without_the_bindings_of_cuda_says_in_one_line_what_to_install(
+    tmp_path: Path, package: str
+) -> None:
     # Before the package that is installed here.
     (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "cuda.py").touch()
+    (tmp_path / "hidden" / "cuda.py").write_text(package)
     ended = start(
         "gms.main", tmp_path, SNAPBACK_GMS_DEVICE="cuda", PYTHONPATH=str(tmp_path / "hidden")
     )
-    refused(ended, "the Python bindings of CUDA are missing")
+    refused(ended, "the Python bindings of CUDA cannot be imported: ")
     assert "pip install" in ended.stderr
 
 

@@ -86,10 +86,11 @@ class CudaDriver:
         self._owner = os.getpid()
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
-        except ImportError as error:
+        except (ImportError, OSError) as error:
+            # An OSError where their search for libraries finds no folder for temporary files.
             raise CudaUnavailable(
-                f"the Python bindings of CUDA are missing: {error}",
-                next_step="pip install 'snapback-client[cuda]'",
+                f"the Python bindings of CUDA cannot be imported: {error}",
+                next_step="pip install 'snapback-client[cuda]', and let this process write to /tmp",
             ) from error
         missing = [name for name in SYMBOLS if not hasattr(self.api, name)]
         if missing:

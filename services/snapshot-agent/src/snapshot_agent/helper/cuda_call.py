@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Driver:
-    """The driver, initialised. ImportError or RuntimeError when it is missing."""
+    """The driver, initialised. ImportError, OSError or RuntimeError when it is missing."""
 
     def __init__(self) -> None:
         """Load cuda-bindings and the driver; cuInit is part of what a restore needs."""
@@ -80,8 +80,9 @@ def main(arguments: list[str]) -> int:
         return 1
     try:
         driver = Driver()
-    except (ImportError, RuntimeError) as error:
-        # cuda-bindings has an error of its own, a RuntimeError, where there is no library.
+    except (ImportError, OSError, RuntimeError) as error:
+        # cuda-bindings has an error of its own, a RuntimeError, where there is no library, and an
+        # OSError where their search for libraries finds no folder for temporary files.
         _say({"missing": str(error).splitlines()[0]})
         return 1
     for pid in pids:
