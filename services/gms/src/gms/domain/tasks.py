@@ -40,9 +40,7 @@ CONTAINER = "container"
 NOTE_BYTES = 256 * 1024 * 1024
 """What a killed save may have to write again, about: each note costs an fsync of two files."""
 
-SAVE_THREADS = 4
-
-LOAD_THREADS = 16
+SAVE_THREADS = LOAD_THREADS = 16
 """While some digest and copy, the others keep the disk at work: 8 are too few for that."""
 
 MAX_THREADS = 64
