@@ -313,6 +313,7 @@ async def _serve_orders(
         settings.nats_url,
         SERVICE,
         credentials=settings.nats_credentials,
+        ca=settings.nats_ca,
         inbox=User("gms", node).inbox,
         metrics=metrics,
     )
