@@ -274,7 +274,7 @@ test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in p
 	@touch $@
 
 test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, in its compatibility mode, on the fake driver
-	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k gds tests/integration/gms
+	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k "gds or kvikio" tests/integration/gms
 
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
