@@ -35,7 +35,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch accept
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +86,9 @@ lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --constraints requirements.lock requirements-cuda.in \
 		-o requirements-cuda.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --upgrade --no-deps tests/support/kvikio.in \
+		-o tests/support/kvikio.lock
 
 check: lint types imports docs-check ## Lint, types, imports and generated pages
 
@@ -264,6 +267,15 @@ test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in p
 	SNAPBACK_TORCH=$(or $(TORCH),$(CURDIR)/.peers) $(BIN)/pytest -q -m "not gpu" \
 		tests/integration/gms/test_torch_models.py
 
+.kvikio/.installed: tests/support/kvikio.lock $(STAMP)
+	@rm -rf .kvikio
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
+		--target .kvikio -r tests/support/kvikio.lock
+	@touch $@
+
+test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, in its compatibility mode, on the fake driver
+	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k "gds or kvikio" tests/integration/gms
+
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
 
@@ -291,7 +303,7 @@ leftovers: $(STAMP) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .kvikio .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -79,6 +79,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     those that a pod has claimed of such a GMS, which are in `device_dir`. With `kubelet_plugin`
     the pods of a node can have its simulated devices: `dra` by resource claims, `device-plugin` by
     limits of nvidia.com/gpu, `auto` by claims where the cluster has them.
+    With `fabric_handles` memory of a GPU can be exported as a fabric handle, too, where granted.
     A save has `save_threads` and a load `load_threads` for each device.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
@@ -100,6 +101,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     kubeconfig: Path | None = None
     save_threads: Threads = SAVE_THREADS
     load_threads: Threads = LOAD_THREADS
+    fabric_handles: bool = False
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     encrypt_memory: bool = False
 
@@ -190,7 +192,7 @@ def _open_devices(settings: GmsSettings) -> Sequence[Device]:
         # Only here: a node without a GPU needs nothing of it.
         from gms.adapters.cuda import open_devices  # noqa: PLC0415
 
-        return open_devices()
+        return open_devices(fabric_handles=settings.fabric_handles)
     if settings.gms_device == "claimed":
         return claimed_devices(settings.device_dir)
     return [

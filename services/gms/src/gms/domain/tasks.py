@@ -34,6 +34,9 @@ DEFAULT_BACKEND = "posix-direct"
 OBJECT = "object"
 """The backend whose bytes are in object storage, and not in the folder of the part."""
 
+GDS = "gds"
+"""The backend that reads into the memory of a GPU, past the host."""
+
 CONTAINER = "container"
 """What moved the bytes of a part where a saver or loader in the pod did."""
 
