@@ -37,7 +37,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -291,6 +291,16 @@ test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, 
 
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
+
+wheels: $(STAMP) ## Build a wheel of each package (DIST=dist)
+	@for package in $(PACKAGES); do \
+		$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --no-build-isolation \
+			--wheel-dir $(or $(DIST),dist) ./$$package || exit 1; \
+	done
+	@ls $(or $(DIST),dist)/*.whl
+
+test-wheels: $(STAMP) ## The demo from built wheels, in an empty environment
+	@$(BIN)/pytest -q -m slow tests/integration/snapshotctl/test_wheels.py
 
 cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minutes)
 	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)

@@ -15,6 +15,7 @@ RUN ./steps wheels
 ARG SERVICE
 COPY services/gms-client services/gms-client
 COPY shared shared
+COPY deploy/examples deploy/examples
 COPY services/${SERVICE} services/${SERVICE}
 # The pattern matches nothing where build.sh has made nothing; COPY wants one source at least.
 COPY deploy/images/steps .tools/nativ[e] native/

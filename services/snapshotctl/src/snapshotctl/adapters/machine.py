@@ -19,6 +19,7 @@ from snapshotctl.domain.criu_host import CriuHost
 from snapshotctl.domain.demo_script import Machine
 
 _CHECKOUT = Path(__file__).resolve().parents[5]
+_INSTALLED = Path(__file__).resolve().parents[1] / "checkout"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -50,8 +51,9 @@ def look(state_dir: Path, examples: Path) -> Machine:
 
 
 def examples_folder() -> Path:
-    """Return `deploy/examples` below the working directory, else in the checkout we run from."""
-    folders = [base / "deploy" / "examples" for base in (Path.cwd(), _CHECKOUT)]
+    """Return `deploy/examples` of the working directory, or else of what we run from."""
+    bases = (Path.cwd(), _CHECKOUT, _INSTALLED)
+    folders = [base / "deploy" / "examples" for base in bases]
     return next((folder for folder in folders if folder.is_dir()), folders[0])
 
 
