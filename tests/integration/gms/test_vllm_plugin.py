@@ -335,9 +335,7 @@ def test_a_version_that_lacks_a_name_is_refused_by_it(
         monkeypatch.delattr(worker, "reset_weights")
         said = "gpu_worker:Worker.reset_weights"
     else:
-        monkeypatch.setattr(
-            gpu_worker.Worker, "_maybe_get_memory_pool_context", gpu_worker.Worker.init_device
-        )
+        monkeypatch.setattr(worker, "_maybe_get_memory_pool_context", worker.init_device)
         said = "_maybe_get_memory_pool_context, which takes no tag"
     with pytest.raises(UnsupportedVersion) as raised:
         importlib.import_module("snapback_client.vllm")

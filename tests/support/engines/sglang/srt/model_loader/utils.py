@@ -11,5 +11,7 @@ import torch
 def set_default_torch_dtype(dtype: Any) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
