@@ -6,6 +6,7 @@ Needs PyTorch: `make test-torch`.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -324,6 +325,14 @@ def test_what_no_agent_has_written_names_no_device(tmp_path: Path) -> None:
     assert engines.restored_devices(environment) == {}
     (tmp_path / "restore-complete").write_text("{")
     assert engines.restored_devices(environment) == {}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_plug_in_without_its_engine_is_no_module(engine: str) -> None:
+    if importlib.util.find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed")
+    with pytest.raises(ModuleNotFoundError, match=f"{engine} is not installed"):
+        importlib.import_module(f"snapback_client.{engine}")
 
 
 @pytest.mark.parametrize("lack", ["name", "argument"])

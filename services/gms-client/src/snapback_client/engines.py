@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -159,8 +160,10 @@ def resolve(engine: str, known: str, names: Mapping[str, str]) -> dict[str, Any]
 
     `names` has `module:name` with the arguments that the plug-in gives it, separated by blanks; a
     text of `-` asks for no arguments. UnsupportedVersion names all that this version lacks, and the
-    versions that are known to have it.
+    versions that are known to have it; ModuleNotFoundError where none is installed.
     """
+    if importlib.util.find_spec(engine) is None:
+        raise ModuleNotFoundError(f"{engine} is not installed, try {engine}=={known}", name=engine)
     found: dict[str, Any] = {}
     lacking: list[str] = []
     for name, arguments in names.items():
