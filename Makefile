@@ -276,9 +276,9 @@ init: .tools/snapback-init ## The first process of containers that wait to be re
 	@mkdir -p $(@D)
 	$(CC) -std=c11 -Wall -Wextra -Werror -O2 -static -s -Wl,--build-id=none -o $@ $<
 
-test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in pools, on simulated devices (TORCH=folder that has it; fetched without)
+test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in pools and plug-ins of engines, on simulated devices (TORCH=folder that has it; fetched without)
 	SNAPBACK_TORCH=$(or $(TORCH),$(CURDIR)/.peers) $(BIN)/pytest -q -m "not gpu" \
-		tests/integration/gms/test_torch_models.py
+		tests/integration/gms/test_torch_models.py tests/integration/gms/test_*_plugin.py
 
 .kvikio/.installed: tests/support/kvikio.lock $(STAMP)
 	@rm -rf .kvikio

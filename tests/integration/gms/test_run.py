@@ -324,6 +324,23 @@ def test_a_process_that_was_restored_elsewhere_is_asked_to_take_up_what_is_its_o
     assert running.asked() == ["/load"]
 
 
+def test_a_command_that_is_called_after_a_restore_finds_who_the_engine_is(
+    running: Running, agent: Agent, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    running.engine("--restore", f"sh -c 'env >{seen}'")
+    agent.found("ready-for-snapshot")
+    agent.put("quiesce", 1)
+    agent.found("quiesced", 1)
+    agent.put("restore-complete", 2, node="n2", pod="default/clone", generation=3)
+    agent.found("restored", 2)
+    found = dict(line.partition("=")[::2] for line in seen.read_text().splitlines())
+    assert found["SNAPBACK_HOSTNAME"] == socket.gethostname()
+    assert (found["SNAPBACK_NODE"], found["SNAPBACK_POD"]) == ("n2", "default/clone")
+    assert (found["SNAPBACK_GENERATION"], found["SNAPBACK_ATTEMPT"]) == ("3", "2")
+    assert int(found["SNAPBACK_SEED"]) in range(1 << 32)
+
+
 def test_a_standby_ends_at_a_signal(running: Running, agent: Agent) -> None:
     process = running.start("--", "sleep", "60", SNAPSHOT_RESTORE_STANDBY="1")
     until(lambda: _watches(process.pid), "its wait")

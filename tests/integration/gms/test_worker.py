@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -152,7 +153,8 @@ def test_a_process_that_was_restored_elsewhere_answers_with_the_attempt_and_its_
         agent.found("quiesced", 1)
         agent.put("restore-complete", 5, devices={"GPU-a": "GPU-b"})
         agent.found("restored", 5)
-        assert seen == [Resumed("restored", {"GPU-a": "GPU-b"})]
+        assert seen == [Resumed("restored", {"GPU-a": "GPU-b"}, worker.identity)]
+        assert worker.identity is not None
         agent.found("ready-for-snapshot")
 
 
@@ -264,6 +266,41 @@ def test_the_first_process_of_a_container_ends_as_well_when_it_cannot_go_on(agen
         assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     finally:
         process.kill()
+
+
+RESTORED_HERE = {
+    "node": "n2",
+    "pod": "default/clone",
+    "pod_uid": "11111111-2222-3333-4444-555555555555",
+    "capture": "99999999-2222-3333-4444-555555555555",
+    "generation": 2,
+}
+
+
+def test_a_restored_worker_is_told_who_it_is(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+    monkeypatch.setenv("HOSTNAME", "the-source")
+    agent.put("restore-complete", 3, **RESTORED_HERE)
+    with Worker() as worker:
+        assert worker.identity is not None
+        found = worker.identity._asdict()
+        assert found.pop("hostname") == socket.gethostname()
+        assert found.pop("seed") in range(1 << 32)
+        del found["address"]
+        assert found == {**RESTORED_HERE, "attempt": 3}
+
+
+def test_a_worker_that_goes_on_in_its_place_keeps_who_it_is(agent: Agent) -> None:
+    seen: list[Resumed] = []
+    with Worker(None, seen.append) as worker:
+        worker.ready()
+        for attempt, end in ((1, "snapshot-complete"), (2, "snapshot-aborted")):
+            agent.put("quiesce", attempt)
+            agent.found("quiesced", attempt)
+            agent.put(end, attempt)
+            agent.found("ready-for-snapshot")
+        assert [each.identity for each in seen] == [None, None]
+        assert worker.identity is None
 
 
 def test_a_pool_that_was_not_saved_is_named(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

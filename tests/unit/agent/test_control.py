@@ -6,12 +6,42 @@ import pytest
 
 from snapshot_agent.domain import control
 from snapshot_shared.errors import Failure
+from snapshot_shared.orders import ArtifactRef, PodRef, RestoreOrder
+
+UID = "11111111-2222-3333-4444-555555555555"
+CONTENT = "99999999-2222-3333-4444-555555555555"
 
 
 def test_a_body_belongs_to_its_attempt_alone() -> None:
     assert control.is_of(control.body(3), 3)
     assert not control.is_of(control.body(3), 2)
     assert not control.is_of(control.body(3), 4)
+
+
+def test_a_restored_worker_is_told_what_and_where_it_is() -> None:
+    order = RestoreOrder(
+        order=f"restore-{UID}",
+        attempt=3,
+        node="n2",
+        owner=UID,
+        deadline_s=60.0,
+        artifact=ArtifactRef(
+            namespace="default",
+            content_uid=CONTENT,
+            generation=2,
+            root_digest="xxh3-128:" + "0" * 32,
+        ),
+        pod=PodRef(namespace="default", name="clone", uid=UID),
+    )
+    assert json.loads(control.restored(order, {"GPU-a": "GPU-b"})) == {
+        "attempt": 3,
+        "devices": {"GPU-a": "GPU-b"},
+        "node": "n2",
+        "pod": "default/clone",
+        "pod_uid": UID,
+        "capture": CONTENT,
+        "generation": 2,
+    }
 
 
 def test_a_failure_is_written_with_reason_and_message() -> None:

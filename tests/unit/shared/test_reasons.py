@@ -52,10 +52,14 @@ NO_REASONS = frozenset(KINDS) | {
 kubelets say of containers, which has reasons of ours."""
 
 
+PLUGINS = {"snapback_client.sglang", "snapback_client.vllm"}
+"""What imports the engine that it is for, and has no errors of its own."""
+
+
 def _classes() -> Iterator[type[SnapbackError]]:
     for package in PACKAGES:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("__main__"):
+            if not module.name.endswith("__main__") and module.name not in PLUGINS:
                 importlib.import_module(module.name)
     waiting = [SnapbackError]
     while waiting:

@@ -37,6 +37,7 @@ from snapback_client.mappings import AddressTaken
 from snapback_client.pool import MemoryPool, connect, restore
 
 if TYPE_CHECKING:
+    from snapback_client.identity import Identity
     from snapback_client.worker import AsyncWorker, Resumed, Worker
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Fenced",
     "GenerationMismatch",
     "GenerationRef",
+    "Identity",
     "LayoutConflict",
     "MemoryPool",
     "NotEligible",
@@ -63,7 +65,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what a worker is made of when it is asked for: no service pays for its asyncio."""
-    if name not in ("AsyncWorker", "Resumed", "Worker"):
+    if name not in ("AsyncWorker", "Identity", "Resumed", "Worker"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from snapback_client import worker  # noqa: PLC0415
 

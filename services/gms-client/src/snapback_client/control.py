@@ -32,7 +32,9 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     In `quiesce`, `capture` is the uid of the content, and `previous` the outcome of the capture
     before (`complete`, `aborted`, or empty), for a worker that has missed its end. In
-    `restore-complete`, `devices` has the uuid of the device here for each of the source.
+    `restore-complete`, `devices` has the uuid of the device here for each of the source, `capture`
+    and `generation` say which artifact was restored, and `node`, `pod` (`namespace/name`) and
+    `pod_uid` where.
     """
 
     attempt: int
@@ -41,3 +43,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     capture: str = ""
     previous: str = ""
     devices: dict[str, str] = {}
+    node: str = ""
+    pod: str = ""
+    pod_uid: str = ""
+    generation: int = 0

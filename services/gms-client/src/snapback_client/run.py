@@ -283,8 +283,13 @@ class Engine:
         self.wait_until_ready()
 
     def restored(self, environment: Mapping[str, str]) -> None:
-        """Have the engine take up what belongs to it, and wait until it serves."""
-        self._call("restore", self._plan.restore, environment)
+        """Have the engine take up what belongs to it, and wait until it serves.
+
+        A command finds in its environment who the engine is now.
+        """
+        identity = self.worker.identity
+        here = identity.environment() if identity is not None else {}
+        self._call("restore", self._plan.restore, {**here, **environment})
         self.wait_until_ready()
 
     def forward(self, number: int, _frame: FrameType | None) -> None:

@@ -83,6 +83,7 @@ _PREFIXES = {
     Kind.ATTRIBUTE: "attribute:",
 }
 """What the keys of a model's tensors begin with in the metadata store."""
+_IDENTITY = "identity:model"
 
 
 @dataclass
@@ -177,7 +178,12 @@ class TorchMemory:
                 self._inside = tag
 
     def publish(
-        self, model: Any, tag: str = "weights", *, layout_id: str | None = None
+        self,
+        model: Any,
+        tag: str = "weights",
+        *,
+        layout_id: str | None = None,
+        identity: str = "",
     ) -> GenerationRef:
         """Commit a model: its parameters lie in the pool and are read-only from here on.
 
@@ -186,6 +192,7 @@ class TorchMemory:
         values are committed for `materialise`, where they are dense and on this device. What no
         tensor uses any more is freed. Other tensors that live in the pool stay there and become
         read-only, too. Do this before a CUDA graph is captured, which remembers addresses.
+        `identity` says what the model is, such as its name, revision and rank.
 
         InvalidInput for parameters on another device, OutOfDeviceMemory, and the errors of
         `MemoryPool.commit`. After an error the model works, and may be published again.
@@ -204,25 +211,42 @@ class TorchMemory:
         part.allocator.trim(self._device.live(part.allocator))
         views = self._copy_in(part, named)
         self._device.synchronize()
-        return part.pool.commit(
-            layout_id=layout_id, metadata=_metadata(part.segments, named, views)
-        )
+        metadata = _metadata(part.segments, named, views)
+        if identity and part.segments:
+            stands = part.segments[0].name
+            metadata.append(
+                MetadataItem(key=_IDENTITY, allocation=stands, offset=0, value=identity.encode())
+            )
+        return part.pool.commit(layout_id=layout_id, metadata=metadata)
 
-    def materialise(self, model: Any, tag: str = "weights") -> None:
+    def materialise(
+        self, model: Any, tag: str = "weights", *, identity: str = "", exact: bool = True
+    ) -> None:
         """Give a model, built on the device `meta` or elsewhere, the tensors that were published.
 
         Parameters lie in the pool, read-only and without gradients; tied ones are one. Buffers and
         attributes are copies of this process's own, the ones that are not persistent included.
-        InvalidInput when names, or shapes of parameters, differ; the model is then unchanged.
+        InvalidInput when names, or shapes of parameters, differ, or where a model with another
+        `identity` was published; the model is then unchanged.
+
+        Without `exact` the pool decides: for a model whose parameters are replaced by others after
+        they are loaded, as quantised weights are. Shapes may differ, parameters that the model
+        lacks are added, and what the pool lacks stays as it is.
         """
         pool = self._part(tag).pool
+        _check_identity(pool, identity)
         places = {kind: self._places(pool, kind) for kind in Kind}
         own = named_tensors(self._torch, model)
-        check_names(
-            own,
-            {name: (kind, place.shape) for kind in Kind for name, place in places[kind].items()},
-        )
-        like = {each.name: each.tensor for each in own}
+        if exact:
+            check_names(
+                own,
+                {
+                    name: (kind, place.shape)
+                    for kind in Kind
+                    for name, place in places[kind].items()
+                },
+            )
+        like = {each.name: each.tensor for each in own if each.kind is Kind.PARAMETER}
         tied: dict[tuple[object, ...], Any] = {}
         found: list[tuple[Any, str, Kind, Any]] = []
         for kind in Kind:
@@ -231,7 +255,7 @@ class TorchMemory:
                 if kind is not Kind.PARAMETER:
                     tensor = self._tensor(pool, place).clone()
                 elif (tensor := tied.get(where)) is None:
-                    tensor = as_parameter(self._torch, self._tensor(pool, place), like[name])
+                    tensor = as_parameter(self._torch, self._tensor(pool, place), like.get(name))
                     tied[where] = tensor
                 found.append((*place_of(model, name), kind, tensor))
         for each in found:
@@ -409,6 +433,19 @@ def _metadata(
             prefix=prefix,
         )
     ]
+
+
+def _check_identity(pool: MemoryPool, identity: str) -> None:
+    """Compare what was published with what is wanted. InvalidInput."""
+    found = "".join(item.value.decode(errors="replace") for item in pool.metadata(_IDENTITY))
+    if identity and found != identity:
+        raise InvalidInput(
+            f"the pool holds {found or 'a model without an identity'}, and not {identity}",
+            next_step="start with the model, the revision and the ranks that were published here, "
+            "or connect with lock='RW' to publish another",
+            expected=identity,
+            found=found,
+        )
 
 
 def _at(view: View, address: int) -> View:

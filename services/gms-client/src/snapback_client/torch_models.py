@@ -164,8 +164,15 @@ def place_of(model: Any, name: str) -> tuple[Any, str]:
 
 
 def put(owner: Any, key: str, kind: Kind, tensor: Any) -> None:
-    """Put a tensor into a module."""
-    if kind is Kind.BUFFER and key not in owner._buffers:  # noqa: SLF001 - as above
+    """Put a tensor into a module, in the place of what has its name."""
+    held = {
+        Kind.PARAMETER: owner._parameters,  # noqa: SLF001 - as above
+        Kind.BUFFER: owner._buffers,  # noqa: SLF001 - as above
+        Kind.ATTRIBUTE: vars(owner),
+    }
+    for other in set(Kind) - {kind}:
+        held[other].pop(key, None)
+    if kind is Kind.BUFFER and key not in held[kind]:
         owner.register_buffer(key, tensor, persistent=False)
     else:
         setattr(owner, key, tensor)
@@ -176,6 +183,8 @@ def as_parameter(torch: Any, tensor: Any, like: Any) -> Any:
 
     It needs no gradient: what is committed is read-only.
     """
+    if like is None:
+        return torch.nn.Parameter(tensor, requires_grad=False)
     made = torch.Tensor._make_subclass(type(like), tensor, False)  # noqa: FBT003, SLF001 - what Parameter itself calls
     vars(made).update(vars(like))
     return made

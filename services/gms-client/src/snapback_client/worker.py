@@ -52,6 +52,7 @@ from snapback_client.errors import (
     NotFound,
     SnapbackError,
 )
+from snapback_client.identity import Identity, identity_of
 from snapback_client.pool import MemoryPool, connect, restore
 
 log = logging.getLogger(__name__)
@@ -75,11 +76,13 @@ class RestoreFailed(SnapbackError):
 class Resumed(NamedTuple):
     """Why a worker goes on: its capture is over, or its process was restored in another place.
 
-    `devices` has the uuid of the device that a restored process has now for each that it had.
+    `devices` has the uuid of the device that a restored process has now for each that it had, and
+    `identity` who it is there; None where it goes on in its own place.
     """
 
     outcome: Outcome
     devices: Mapping[str, str]
+    identity: Identity | None = None
 
 
 class Worker:
@@ -108,6 +111,8 @@ class Worker:
         """After a restore the folder with what `on_quiesce` has saved; None after a cold start."""
         self.devices: Mapping[str, str] = {}
         """After a restore the uuid of the device here for each that the source had."""
+        self.identity: Identity | None = None
+        """After a restore who this process is; None as long as it is what was started."""
         self.failure: BaseException | None = None
         """Why the worker could not go on."""
         path = os.environ.get(CONTROL_DIR, "")
@@ -137,6 +142,7 @@ class Worker:
             self._owed = found.body.attempt
             if found.name == RESTORE_COMPLETE:
                 self.state, self.devices = saved or control.state, found.body.devices
+                self.identity = identity_of(found.body)
             else:
                 log.warning("starting cold, for the restore failed: %s", found.body.message)
         elif saved is not None:
@@ -289,8 +295,10 @@ class Worker:
         for pool in self._pools.values():
             if pool.is_asleep:
                 pool.wake(device=devices.get(pool.device, ""))
+        here = identity_of(end.body) if end.name == RESTORE_COMPLETE else None
+        self.identity = here or self.identity
         if self.on_resume is not None:
-            self.on_resume(Resumed(_outcome_of(end), devices))
+            self.on_resume(Resumed(_outcome_of(end), devices, here))
         if end.name == RESTORE_COMPLETE:
             control.put(RESTORED, end.body.attempt)
         with self._turn:
@@ -328,6 +336,11 @@ class AsyncWorker:
     def devices(self) -> Mapping[str, str]:
         """After a restore the uuid of the device here for each that the source had."""
         return self._worker.devices
+
+    @property
+    def identity(self) -> Identity | None:
+        """After a restore who this process is; None as long as it is what was started."""
+        return self._worker.identity
 
     async def start(self) -> None:
         """Wait, where the worker is in standby, until it is restored or has to start cold."""

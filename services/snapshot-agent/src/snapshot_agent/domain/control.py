@@ -26,6 +26,7 @@ from snapback_client.control import (
 )
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure, InvalidMessage
+from snapshot_shared.orders import PlaceOrder, RestoreOrder
 
 __all__ = [
     "ABORTED",
@@ -102,14 +103,27 @@ def container_paths(
     return ContainerPaths(state_dir / "pods" / pod_uid / container, socket_dir / pod_uid[:8])
 
 
-def body(
-    attempt: int, failure: Failure | None = None, devices: Mapping[str, str] | None = None
-) -> bytes:
+def body(attempt: int, failure: Failure | None = None) -> bytes:
     """Return the body of a control file."""
     if failure is None:
-        return encode_json(Signal(attempt=attempt, devices=dict(devices or {})))
+        return encode_json(Signal(attempt=attempt))
     return encode_json(
         Signal(attempt=attempt, reason=failure.reason, message=failure.message[:4096])
+    )
+
+
+def restored(order: PlaceOrder | RestoreOrder, devices: Mapping[str, str]) -> bytes:
+    """Return the body of `restore-complete`."""
+    return encode_json(
+        Signal(
+            attempt=order.attempt,
+            devices=dict(devices),
+            node=order.node,
+            pod=f"{order.pod.namespace}/{order.pod.name}",
+            pod_uid=order.pod.uid,
+            capture=order.artifact.content_uid,
+            generation=order.artifact.generation,
+        )
     )
 
 

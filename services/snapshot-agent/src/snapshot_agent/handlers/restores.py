@@ -255,7 +255,7 @@ class _RestoreSteps:
 
     async def _signal(self) -> None:
         if not self._is_signalled():
-            body = control.body(self._order.attempt, devices=self._devices)
+            body = control.restored(self._order, self._devices)
             self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
 
     async def _await(self, ready_s: float) -> None:

@@ -7,13 +7,15 @@ applied goes through the API server, so that the rights and the name of the user
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import operator
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +43,7 @@ from snapshotctl.domain.kubernetes import (
 )
 from snapshotctl.domain.servers import Server
 from snapshotctl.domain.targets import Target
+from snapshotctl.views.clones import brought_back
 from snapshotctl.views.installation import (
     DEFINITIONS,
     KEYS,
@@ -179,7 +182,10 @@ class Kubernetes:
         within = ("--namespace", namespace)
         keys = [f"{name}-nats-{word}" for word in KEYS]
         claim = artifact_claim(seen.workloads.items)
+        restores = self._listed("snapshotrestores.nvidia.com", "--all-namespaces")
         return seen._replace(
+            restores=restores,
+            clones=self._pods(brought_back(restores.items)),
             # The other installations of the cluster are not looked at.
             workloads=Asked(
                 [
@@ -201,6 +207,18 @@ class Kubernetes:
         # There is no list of one object, and of none nothing at all.
         found = json.loads(said) if said.strip() else {"items": []}
         return Asked(found.get("items", [found]))
+
+    def _pods(self, names: Iterable[tuple[str, str]]) -> Asked:
+        """Return pods by namespace and name; those that are gone are left out."""
+        found: list[Any] = []
+        rows = itertools.groupby(sorted(names), key=operator.itemgetter(0))
+        for namespace, pods in rows:
+            within = ("--namespace", namespace, "--ignore-not-found")
+            asked = self._listed("pods", *within, *(name for _, name in pods))
+            if asked.failure is not None:
+                return asked
+            found += asked.items
+        return Asked(found)
 
     def _named(self, *words: str) -> Asked:
         """Return objects without what is in them."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.snapback import GROUP
+from snapshotctl.views.clones import clone_findings
 from snapshotctl.views.finding import Finding, fail, ok, warn
 
 Document = Mapping[str, Any]
@@ -40,7 +41,8 @@ class SeenInstallation(NamedTuple):
 
     `workloads` are its DaemonSets, Deployments, StatefulSets and pods, `claims` the volume claims
     of their namespace, `keys` the Secrets of NATS, without what is in them. `tried` is the answer
-    to an object of ours that is valid, and is not stored.
+    to an object of ours that is valid, and is not stored. `restores` are all SnapshotRestores,
+    `clones` the pods of those that have brought a process back.
     """
 
     definitions: Asked
@@ -49,6 +51,8 @@ class SeenInstallation(NamedTuple):
     claims: Asked = Asked()
     keys: Asked = Asked()
     tried: Asked = Asked()
+    restores: Asked = Asked()
+    clones: Asked = Asked()
 
 
 def home(workloads: Sequence[Document]) -> tuple[str, str] | None:
@@ -84,6 +88,7 @@ def installation_findings(seen: SeenInstallation) -> Iterator[Finding]:
     yield from _helper(seen.workloads.items, name, namespace)
     yield from _keys(seen.keys, name)
     yield from _storage(seen)
+    yield from _clones(seen)
 
 
 def _unread(what: str, failure: Failure) -> Finding:
@@ -232,6 +237,14 @@ def _keys(asked: Asked, name: str) -> Iterator[Finding]:
         yield fail(f"keys of NATS are missing: {', '.join(missing)}", fix)
     else:
         yield ok("the keys of NATS are there")
+
+
+def _clones(seen: SeenInstallation) -> Iterator[Finding]:
+    for what, asked in (("restores", seen.restores), ("the pods of restores", seen.clones)):
+        if asked.failure is not None:
+            yield _unread(what, asked.failure)
+            return
+    yield from clone_findings(seen.restores.items, seen.clones.items)
 
 
 def _artifacts(workloads: Sequence[Document]) -> Document:

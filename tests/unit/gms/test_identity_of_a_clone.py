@@ -1,0 +1,102 @@
+"""Who a process is after a restore."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from snapback_client import identity
+from snapback_client.control import Signal
+from snapback_client.identity import identity_of
+
+SAID = Signal(
+    attempt=1,
+    node="n1",
+    pod="default/a",
+    pod_uid="11111111-2222-3333-4444-555555555555",
+    capture="99999999-2222-3333-4444-555555555555",
+    generation=1,
+)
+
+
+def but(**changes: object) -> Signal:
+    values = {name: getattr(SAID, name) for name in SAID.__struct_fields__}
+    return Signal(**{**values, **changes})
+
+
+def test_all_processes_of_a_restore_have_one_seed() -> None:
+    """Ranks of a model that sample apart would answer nonsense."""
+    assert identity_of(SAID) == identity_of(SAID)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pod_uid": "22222222-2222-3333-4444-555555555555"},
+        {"attempt": 2},
+        {"generation": 2},
+        {"node": "n2"},
+        {"capture": "88888888-2222-3333-4444-555555555555"},
+    ],
+)
+def test_each_restore_has_another_seed(changes: dict[str, object]) -> None:
+    assert identity_of(but(**changes)).seed != identity_of(SAID).seed
+
+
+def test_clones_differ_though_an_older_agent_does_not_say_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = identity_of(Signal(attempt=1))
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-pod")
+    assert identity_of(Signal(attempt=1)).seed != here.seed
+
+
+def test_the_address_is_one_of_this_machine() -> None:
+    found = identity_of(SAID).address
+    if not found:
+        pytest.skip("this machine has no route to other networks")
+    with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as bound:
+        bound.bind((found, 0))
+
+
+def test_without_a_route_there_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 255.255.255.255 needs a permission that no socket has by default.
+    monkeypatch.setattr(identity, "_FAR_AWAY", ((socket.AF_INET, "255.255.255.255"),))
+    assert identity_of(SAID).address == ""
+
+
+def test_reseeding_makes_clones_draw_other_numbers_and_ranks_the_same() -> None:
+    def drawn(said: Signal) -> tuple[float, float]:
+        identity_of(said).reseed()
+        return random.random(), float(np.random.random())  # noqa: NPY002 - the global one is what is seeded
+
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002 - as above
+    try:
+        assert drawn(SAID) == drawn(SAID)
+        assert set(drawn(SAID)).isdisjoint(drawn(but(attempt=2)))
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002 - as above
+
+
+def test_pytorch_is_seeded_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(manual_seed=seeds.append))
+    for module, name in (("random", "seed"), ("numpy.random", "seed")):
+        monkeypatch.setattr(sys.modules[module], name, print)
+    found = identity_of(SAID)
+    found.reseed()
+    assert seeds == [found.seed]
+
+
+def test_programs_find_it_as_variables() -> None:
+    found = identity_of(SAID).environment()
+    assert found["SNAPBACK_POD"] == "default/a"
+    assert sorted(name.removeprefix("SNAPBACK_").lower() for name in found) == sorted(
+        identity_of(SAID)._fields
+    )
