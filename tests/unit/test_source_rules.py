@@ -50,6 +50,7 @@ ALLOWED_BLOCKS = {
         for name in ("_carry_out", "_follow", "_ordered", "_reported", "_transfer")
     },
     "services/gms/src/gms/main.py:serve": AT_THE_START,
+    "services/gms/src/gms/main.py:serve_device": AT_THE_START,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_first": IN_MEMORY,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_keep": IN_MEMORY,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_take": IN_MEMORY,
