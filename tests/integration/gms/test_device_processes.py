@@ -211,6 +211,23 @@ def test_the_service_answers_for_all_devices_and_leaves_out_one_whose_process_ha
     asyncio.run(look())
 
 
+def test_a_process_that_hangs_holds_up_no_other_device(node: Node) -> None:
+    with committed(1, 2):
+        stopped = node.pid(0)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            status = asyncio.run(node.status())
+            assert [device.uuid for device in status.devices] == UUIDS[1:]
+            with pytest.raises(client.DeadlineExceeded):
+                client.connect(0, lock="RW", deadline_s=0.1)
+            with client.connect(1, lock="RW", domain="kv") as pool:
+                pool.allocate("kv", MIB, np.uint8)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        status = asyncio.run(node.status())
+        assert [device.uuid for device in status.devices] == UUIDS
+
+
 def test_a_fence_is_on_the_devices_of_all_processes_or_on_none(node: Node) -> None:
     async def fence(token: str, wait_s: float) -> list[str]:
         request = FenceRequest(token=token, devices=UUIDS[::-1], wait_s=wait_s, deadline_s=30.0)

@@ -83,6 +83,9 @@ class LeaseRouter:
             except SnapbackError as error:
                 self._metrics.add(instruments.CLIENTS_REFUSED, error.reason)
                 with contextlib.suppress(OSError):
+                    # A client whose frame is not taken sees a reset before it sees the answer.
+                    sock.recv(1)
+                with contextlib.suppress(OSError):
                     send(sock, encode_frame(ErrorReply.of(failure_of(error))))
 
     async def _device(self, sock: socket.socket) -> str:

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ANSWER_S = 3.0
+"""How long one of all devices may take to answer, in seconds."""
+
 AGAIN_S = 0.5
 """The rest before the events of a device are followed again, in seconds."""
 
@@ -141,15 +144,17 @@ class SplitControl:
         changed.set()
 
     async def _all(self, ask: Callable[[Control], Awaitable[T]]) -> list[T]:
-        """Ask every device that is served, at the same time; one may end meanwhile."""
-        controls = [self._devices.control(uuid) for uuid in self._devices.running()]
-        asked = await asyncio.gather(*map(ask, controls), return_exceptions=True)
-        replies: list[T] = []
-        for reply in asked:
-            if isinstance(reply, NotFound):
-                log.warning("a device does not answer: %s", reply)
-            elif isinstance(reply, BaseException):
-                raise reply
-            else:
-                replies.append(reply)
-        return replies
+        """Ask every device that is served, at the same time; leave out what does not answer."""
+
+        async def answer(uuid: str) -> list[T]:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    return [await ask(self._devices.control(uuid))]
+            except NotFound as error:
+                log.warning("device %s is left out: %s", uuid, error)
+            except TimeoutError:
+                log.warning("device %s is left out: no answer in %.0f s", uuid, ANSWER_S)
+            return []
+
+        answers = await asyncio.gather(*map(answer, self._devices.running()))
+        return [each for found in answers for each in found]
