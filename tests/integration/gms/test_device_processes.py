@@ -179,7 +179,7 @@ def test_who_asks_for_a_device_whose_process_was_killed_is_told_so_until_it_serv
             pool.wake(deadline_s=5)
 
 
-def test_the_service_answers_for_all_devices_and_leaves_out_one_whose_process_has_ended(
+def test_the_service_answers_for_all_devices_and_says_that_the_process_of_one_has_ended(
     node: Node,
 ) -> None:
     async def look() -> None:
@@ -209,6 +209,15 @@ def test_the_service_answers_for_all_devices_and_leaves_out_one_whose_process_ha
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
 
     asyncio.run(look())
+
+
+def test_what_is_asked_while_a_process_starts_again_waits_for_it(node: Node) -> None:
+    with committed(0, 1):
+        os.kill(node.pid(0), signal.SIGKILL)
+        until(lambda: "was killed by signal 9" in node.log.read_text(), node.log.read_text)
+        status = asyncio.run(node.status())
+        assert [device.uuid for device in status.devices] == UUIDS
+        assert status.devices[0].domains[0].layout is None
 
 
 def test_a_process_that_hangs_holds_up_no_other_device(node: Node) -> None:
@@ -285,7 +294,7 @@ def test_the_processes_end_with_the_service(node: Node, number: signal.Signals) 
             os.close(descriptor)
     if number == signal.SIGTERM:
         assert list(node.sockets.iterdir()) == []
-    assert "Traceback" not in node.log.read_text()
+        assert "Traceback" not in node.log.read_text()
 
 
 def ended(pidfd: int) -> bool:

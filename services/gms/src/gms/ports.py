@@ -195,8 +195,8 @@ class DeviceControls(Protocol):
 
     infos: Sequence[DeviceInfo]
 
-    def running(self) -> list[str]:
-        """Return the uuids of the devices that are served now."""
+    async def running(self) -> list[str]:
+        """Return the uuids of the devices that are served now, or very soon."""
         ...
 
     def control(self, device: str) -> Control:

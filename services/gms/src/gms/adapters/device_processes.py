@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -30,6 +31,8 @@ START_S = 30.0
 """How long the processes may take until they serve, in seconds."""
 END_S = 10.0
 """How long one may take to end after it was asked to, in seconds."""
+BACK_S = 5.0
+"""How long after the end of one its device is waited for, in seconds."""
 PAUSES_S = (0.2, 30.0)
 """The first and the longest rest before one that has ended is started again, in seconds."""
 
@@ -77,8 +80,9 @@ class DeviceProcesses:
         """Give a client to the process of a device. UnknownDevice, DeviceProcessGone."""
         self._of(device).take(client)
 
-    def running(self) -> list[str]:
-        """Return the uuids of the devices whose process serves."""
+    async def running(self) -> list[str]:
+        """Return the uuids of the devices whose process serves, or does so BACK_S after its end."""
+        await asyncio.gather(*(kept.back() for kept in self._kept.values()))
         return [uuid for uuid, kept in self._kept.items() if kept.serves.is_set()]
 
     def control(self, device: str) -> Control:
@@ -131,6 +135,7 @@ class _Kept:
         self._info = info
         self._channel: socket.socket | None = None
         self._state = "is being started"
+        self._ended_at = -math.inf
 
     async def keep(self) -> None:
         first, longest = PAUSES_S
@@ -144,6 +149,12 @@ class _Kept:
             pause_s = first if has_served else min(2 * pause_s, longest)
             log.error("the process of %s %s", self._info.uuid, self._state)
             await any_set(pause_s)
+
+    async def back(self) -> None:
+        """Wait for a process that has ended just now: what is asked of its device may wait, too."""
+        left = self._ended_at + BACK_S - asyncio.get_running_loop().time()
+        if left > 0:
+            await any_set(left, self.serves)
 
     def check(self) -> None:
         """Raise DeviceProcessGone unless the process serves."""
@@ -180,6 +191,7 @@ class _Kept:
                 return has_served
             finally:
                 self.serves.clear()
+                self._ended_at = asyncio.get_running_loop().time()
                 self._channel = None
                 await _ended(process)
                 with contextlib.suppress(OSError):

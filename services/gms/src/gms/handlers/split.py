@@ -156,5 +156,5 @@ class SplitControl:
                 log.warning("device %s is left out: no answer in %.0f s", uuid, ANSWER_S)
             return []
 
-        answers = await asyncio.gather(*map(answer, self._devices.running()))
+        answers = await asyncio.gather(*map(answer, await self._devices.running()))
         return [each for found in answers for each in found]
