@@ -6,6 +6,8 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What runs Snapback, and with the second what checks it as well.
+RUNTIME := $(VENV)/.snapback-runtime
 STAMP := $(VENV)/.snapback-setup
 SETUP_LOCK := .setup.lock
 SERVERS := .servers
@@ -19,7 +21,7 @@ SOURCES := $(PACKAGES:%=%/src)
 
 # Editable installs and script headers hold absolute paths, so a checkout that was moved or copied
 # needs its environment again. The stamp remembers where it was made.
-ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+ifneq ($(shell cat $(RUNTIME) 2>/dev/null),$(CURDIR))
 SETUP_INPUTS += moved
 endif
 
@@ -35,22 +37,30 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch accept
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## Make .venv with the locked packages and those of this repository
+setup: $(STAMP) ## Make .venv with the locked packages, those of the checks too, and those of this repository
 	@echo "Ready: $(VENV)"
 
 ifndef SETUP_LOCKED
 # The stamp is looked at again under the lock: the make that waited finds nothing left to do.
-$(STAMP): $(SETUP_INPUTS)
+$(STAMP): requirements-dev.lock
+$(STAMP) $(RUNTIME): $(SETUP_INPUTS)
 	@command -v flock >/dev/null || { echo "setup: flock is missing; install the package util-linux" >&2; exit 1; }
-	@flock $(SETUP_LOCK) $(MAKE) -s --no-print-directory SETUP_LOCKED=1 $(STAMP)
+	@flock $(SETUP_LOCK) $(MAKE) -s --no-print-directory SETUP_LOCKED=1 $@
 else
+$(STAMP): requirements-dev.lock $(RUNTIME)
+	@echo "Installing the packages of requirements-dev.lock"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+		--require-hashes -r requirements-dev.lock \
+		| { grep --line-buffered -oE '^(Collecting [^ ]+|Installing)' || true; }
+	@touch $(STAMP)
+
 # Without its stamp an environment is new or half made, and begins afresh.
-$(STAMP): $(SETUP_INPUTS)
+$(RUNTIME): $(SETUP_INPUTS)
 	@command -v $(PYTHON) >/dev/null \
 		|| { echo "setup: $(PYTHON) is missing; install the package python3 (3.11 or later)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -59,13 +69,13 @@ $(STAMP): $(SETUP_INPUTS)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "setup: $(PYTHON) cannot make environments; install the package" \
 			"$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
-	@if [[ "$$(cat $(STAMP) 2>/dev/null)" == "$(CURDIR)" ]] && $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	@if [[ "$$(cat $(RUNTIME) 2>/dev/null)" == "$(CURDIR)" ]] && $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		echo "1/3 Keeping $(VENV)"; \
 	else \
 		echo "1/3 Creating $(VENV) with $$($(PYTHON) -V)"; \
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi; \
-	rm -f $(STAMP)
+	rm -f $(STAMP) $(RUNTIME)
 	@echo "2/3 Installing the packages of requirements.lock"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 		--require-hashes -r requirements.lock \
@@ -74,7 +84,7 @@ $(STAMP): $(SETUP_INPUTS)
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
 		$(PACKAGES:%=-e ./%)
 	@$(BIN)/python -m pip check --disable-pip-version-check
-	@echo "$(CURDIR)" >$(STAMP).new && mv $(STAMP).new $(STAMP)
+	@echo "$(CURDIR)" >$(RUNTIME).new && mv $(RUNTIME).new $(RUNTIME)
 endif
 
 lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
@@ -82,10 +92,16 @@ lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 		--no-emit-find-links --no-header --quiet --upgrade requirements.in -o requirements.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
+		requirements-dev.in -o requirements-dev.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
 		requirements-engines.in -o requirements-engines.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-		--no-emit-find-links --no-header --quiet --constraints requirements.lock requirements-cuda.in \
+		--no-emit-find-links --no-header --quiet --constraints requirements-dev.lock requirements-cuda.in \
 		-o requirements-cuda.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --upgrade --no-deps tests/support/kvikio.in \
+		-o tests/support/kvikio.lock
 
 check: lint types imports docs-check ## Lint, types, imports and generated pages
 
@@ -223,7 +239,7 @@ bench-beside: $(STAMP) .tools/criu/criu .tools/snapback-init ## Measure restores
 		--heap-mib $(or $(HEAP_MIB),512) --rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
 		$(if $(JSON),--json $(JSON))
 
-demo: $(STAMP) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; DRIVER=criu as root)
+demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; DRIVER=criu as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
 demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
@@ -264,6 +280,15 @@ test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in p
 	SNAPBACK_TORCH=$(or $(TORCH),$(CURDIR)/.peers) $(BIN)/pytest -q -m "not gpu" \
 		tests/integration/gms/test_torch_models.py
 
+.kvikio/.installed: tests/support/kvikio.lock $(STAMP)
+	@rm -rf .kvikio
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
+		--target .kvikio -r tests/support/kvikio.lock
+	@touch $@
+
+test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, in its compatibility mode, on the fake driver
+	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k "gds or kvikio" tests/integration/gms
+
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
 
@@ -287,11 +312,11 @@ test-page: $(STAMP) ## Type the commands of docs/kubernetes.md beside a cluster 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
 
-leftovers: $(STAMP) ## Show what a demo left running or on disk
+leftovers: $(RUNTIME) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .kvikio .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

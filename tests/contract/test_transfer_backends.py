@@ -15,6 +15,7 @@ import tempfile
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -656,10 +657,17 @@ def test_a_soft_limit_is_raised_as_far_as_it_may_be() -> None:
 
 
 def test_an_unknown_backend_is_refused_with_those_that_there_are(site: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"SNAPBACK_TRANSFER_BACKEND='gds'") as caught:
-        find_backend("gds")
+    with pytest.raises(InvalidInput, match=r"SNAPBACK_TRANSFER_BACKEND='nixl'") as caught:
+        find_backend("nixl")
     expected = caught.value.values["expected"]
-    assert set(expected) >= {*NAMES, "object"}
+    assert set(expected) >= {*NAMES, "gds", "object"}
+
+
+@pytest.mark.skipif(find_spec("kvikio") is not None, reason="KvikIO is installed")
+def test_gds_without_kvikio_is_refused_with_what_to_install() -> None:
+    with pytest.raises(InvalidInput, match="KvikIO is not installed") as caught:
+        find_backend("gds")
+    assert "snapback-gms[gds]" in caught.value.next_step
 
 
 @pytest.mark.parametrize(("name", "why"), [("broken", "Missing"), ("other", "takes|no transfer")])

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import mmap
@@ -325,6 +326,20 @@ def bandwidth(run: Run) -> dict[str, Any]:
     return found
 
 
+def gds(run: Run) -> dict[str, Any]:
+    """KvikIO reads a part into the device, whose bytes are verified, beside a load by the host."""
+    free = shutil.disk_usage(run.options.folder).free
+    size = run.size(0.2, min(int(run.options.gib * GIB), 4 * GIB, free // 3))
+    threads = max(map(int, run.options.threads.split(",")))
+    with tempfile.TemporaryDirectory(prefix="accept-", dir=run.options.folder) as folder:
+        found = dict(run.ask("gds", folder, run.device["index"], size, threads))
+    if "missing" in found:
+        raise Skipped(found["missing"])
+    if found["way"] != "gds":
+        raise Skipped(f"there is no GPUDirect Storage here, and the host has read it all: {found}")
+    return found
+
+
 def pytorch(run: Run) -> dict[str, Any]:
     """A model in a pool, with a captured CUDA graph, answers alike after ten sleeps."""
     if not run.facts["torch"]:
@@ -374,6 +389,8 @@ def flags(run: Run) -> dict[str, Any]:
         require(granted["plain"] == 0, f"plain memory: {granted['plain']}")
         has_rdma = each["capabilities"].get("gpu-direct-rdma")
         require(granted["rdma"] == 0 or not has_rdma, f"it has RDMA, and says {granted['rdma']}")
+        is_made = each["capabilities"]["rdma-memory"]
+        require(is_made == (granted["rdma"] == 0), f"the service has RDMA memory: {is_made}")
     return found
 
 
@@ -397,6 +414,7 @@ STEPS: tuple[Callable[[Run], dict[str, Any]], ...] = (
     full_device,
     killed_processes,
     bandwidth,
+    gds,
     pytorch,
     checkpoints,
     flags,
@@ -773,6 +791,7 @@ class Transfers:
         self._device = device
         self.folder = folder
         self._processes = TransferProcesses()
+        self._numbers = itertools.count()
         self.generation: Any = None
 
     def layout(self) -> Any:
@@ -812,23 +831,25 @@ class Transfers:
         order = f"save-{UID}-gpu-0"
         return self.seconds(SaveTask(**self.place(threads), order=order, layout=self.layout()))
 
-    def load(self, threads: int, saved: Any) -> float:
+    def load(self, threads: int, saved: Any, **options: Any) -> tuple[float, Any]:
         """Load beside what is committed, and drop it."""
         from gms.domain.tasks import LoadTask
 
-        token = f"load-{threads}"
+        # One that was dropped is not taken again.
+        token = f"load-{next(self._numbers)}"
         task = LoadTask(
             **self.place(threads),
+            **options,
             part_digest=saved.digest,
             load_token=token,
             layout_id=saved.layout.layout_id,
             structure_hash=saved.layout.structure_hash,
             if_match=self.generation,
         )
-        spent, _ = self.seconds(task)
+        loaded = self.seconds(task)
         gms = self._service.gms
         self._service.run(gms.drop_hidden_when_unused(self._device, token, wait_s=30))
-        return spent
+        return loaded
 
     def files(self) -> list[Path]:
         return sorted(self.folder.rglob("shard-*"))
@@ -948,7 +969,7 @@ def one_round(
     transfers.folder.mkdir(parents=True)
     saving, saved = transfers.save(threads)
     raw_read = disk_gb_s(transfers.files(), threads, probed, write=False)
-    loading = transfers.load(threads, saved)
+    loading, _ = transfers.load(threads, saved)
     raw_write = disk_gb_s(transfers.files(), threads, probed, write=True)
     shutil.rmtree(transfers.folder)
     save, load = saved.moved / saving / 1e9, saved.moved / loading / 1e9
@@ -960,6 +981,36 @@ def one_round(
         "save_of_limit": round(save / min(raw_write, pcie["to_host"]), 2),
         "load_of_limit": round(load / min(raw_read, pcie["to_device"]), 2),
     }
+
+
+def role_gds(folder: str, ordinal: str, size: str, threads: str) -> None:
+    """Load a part by the host and by KvikIO, in turn."""
+    from gms.adapters.cuda import open_devices
+
+    if importlib.util.find_spec("kvikio") is None:
+        say({"missing": "KvikIO is not installed"})
+        return
+    devices = open_devices()
+    info = devices[int(ordinal)].info
+    with served(devices) as service:
+        transfers = Transfers(service, info.uuid, Path(folder) / "parts")
+        with connected(str(service.folder), info.uuid, "RW") as pool:
+            filled(pool, int(size))
+            transfers.generation = pool.commit()
+        transfers.folder.mkdir(parents=True)
+        _, saved = transfers.save(int(threads))
+        rates: dict[str, list[float]] = {"posix-direct": [], "gds": []}
+        way = ""
+        for _ in range(3):
+            for backend, found in rates.items():
+                # Its digests are compared with what the device has, or it fails.
+                spent, done = transfers.load(int(threads), saved, backend=backend)
+                found.append(saved.moved / spent / 1e9)
+                way = done.backend
+    say(
+        {"way": way, "bytes": int(size), "requests": int(threads)}
+        | {f"{name} GB/s": round(statistics.median(found), 2) for name, found in rates.items()}
+    )
 
 
 def role_torch_writer(folder: str, uuid: str, size: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LOCKS = [ROOT / "requirements.lock", ROOT / "requirements-cuda.lock"]
+RUNTIME, DEVELOPMENT, CUDA = (ROOT / f"requirements{name}.lock" for name in ("", "-dev", "-cuda"))
 PINNED = re.compile(r"^([a-z0-9.\-\[\]]+)==(\S+)", re.MULTILINE)
 EXTRAS = {
     "services/gms-client": [((12, 8), True), ((12, 9), True), ((13, 5), True), ((14, 0), False)],
@@ -30,7 +30,7 @@ def pins(lock: Path) -> dict[str, tuple[str, frozenset[str]]]:
     }
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+@pytest.mark.parametrize("lock", [RUNTIME, DEVELOPMENT, CUDA], ids=lambda lock: lock.name)
 def test_every_package_has_digests_and_no_index_is_named(lock: Path) -> None:
     found = pins(lock)
     assert found
@@ -38,8 +38,15 @@ def test_every_package_has_digests_and_no_index_is_named(lock: Path) -> None:
     assert re.findall(r"https?://|--index|--find-links", lock.read_text("utf-8")) == []
 
 
+def test_what_checks_run_on_is_what_people_run() -> None:
+    runtime, development = pins(RUNTIME), pins(DEVELOPMENT)
+    both = runtime.keys() & development.keys()
+    assert {name: development[name] for name in both} == {name: runtime[name] for name in both}
+    assert not {"coverage", "mypy", "pytest", "ruff", "selenium"} & runtime.keys()
+
+
 def test_what_the_images_with_cuda_add_is_what_the_tests_run_on() -> None:
-    everything, added = pins(LOCKS[0]), pins(LOCKS[1])
+    everything, added = pins(DEVELOPMENT), pins(CUDA)
     assert set(added) == {"cuda-bindings", "cuda-pathfinder"}
     assert {name: everything[name] for name in added} == added
 
@@ -61,7 +68,7 @@ def test_the_bindings_install_by_their_digests_into_an_empty_environment(tmp_pat
     python = tmp_path / "empty" / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--retries", "0"]
     done = subprocess.run(
-        [*pip, "install", "--quiet", "--require-hashes", "--requirement", LOCKS[1]],
+        [*pip, "install", "--quiet", "--require-hashes", "--requirement", CUDA],
         capture_output=True,
         text=True,
         check=False,

@@ -58,11 +58,13 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     """What every service needs to know.
 
     `run` marks all processes of one local cluster (`SNAPBACK_RUN`), so that leftovers are found.
+    `nats_ca` is a file with the certificates by which the servers of NATS are known over TLS.
     `http_address` (host:port) is where health and metrics are served over HTTP; unset, nowhere.
     """
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: str | None = None
+    nats_ca: Path | None = None
     state_dir: Folder
     run: str = ""
     log_level: str = "INFO"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.backend_site import find_kvikio
 from tests.support.cuda_rig import UUIDS, CudaNode
 
 PROGRAM = Path(__file__).parents[2] / "gpu" / "accept.py"
@@ -50,8 +51,9 @@ def test_every_step_that_needs_no_pytorch_holds_on_the_fake(
     } == {}
     assert status == 0
     skipped = [name for name, step in steps.items() if step["result"] == "skipped"]
-    assert skipped == ["pytorch", "visible_devices"]
-    assert len(said.splitlines()) == len(steps) == 11
+    assert skipped == ["gds", "pytorch", "visible_devices"]
+    assert steps["gds"]["reason"] == "KvikIO is not installed"
+    assert len(said.splitlines()) == len(steps) == 12
     found = {name: step["found"] for name, step in steps.items()}
     assert [each["uuid"] for each in found["facts"]["devices"]] == [UUIDS[0]]
     assert found["footprint"]["idle_server"] == 0
@@ -67,6 +69,16 @@ def test_every_step_that_needs_no_pytorch_holds_on_the_fake(
         "accept.json"
     ]
     assert cuda_node.foreign(400 * MIB).status == 0
+
+
+def test_a_gpu_without_gpudirect_storage_loads_by_kvikio_and_is_no_measurement_of_it(
+    cuda_node: CudaNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(find_kvikio(monkeypatch)))
+    cuda_node.place(PLACED[0])
+    status, steps, _ = accepted(tmp_path, "--only", "gds")
+    assert (status, steps["gds"]["result"]) == (0, "skipped")
+    assert "'way': 'gds-compat'" in steps["gds"]["reason"]
 
 
 def test_each_of_several_devices_is_asked_for_what_it_can(

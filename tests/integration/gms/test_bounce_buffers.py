@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -16,16 +21,24 @@ from gms.adapters.backends import find_backend
 from gms.adapters.bounce_buffers import BounceBuffered
 from gms.adapters.cuda import CudaDevice
 from gms.adapters.objects import Objects
-from gms.domain.transfer import PAGE, FilePlan, place, plan_files
+from gms.domain.transfer import PAGE, FilePlan, place, plan_files, without_memory
 from gms.ports import TransferBackend
 from snapback_client.cuda import CudaDriver, CudaRange
 from snapback_client.frames import Access, AllocationInfo
 from snapshot_shared.artifact import FileEntry
-from snapshot_shared.errors import Aborted, ArtifactCorrupt, ArtifactExists, InvalidInput
+from snapshot_shared.errors import (
+    Aborted,
+    ArtifactCorrupt,
+    ArtifactExists,
+    DeviceError,
+    InvalidInput,
+)
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage
-from tests.support.cuda_rig import CudaNode
+from tests.support.cuda_rig import CudaNode, ThisProcess
+from tests.support.direct_backend import DirectExample
 
+FAKE_KVIKIO = Path(__file__).parents[2] / "support" / "fake_kvikio"
 GRANULE = 2 * 1024 * 1024
 BUFFER = 8 * PAGE
 CHUNK = 2 * PAGE
@@ -289,3 +302,216 @@ def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
     ):
         small.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
     layout.range.release()
+
+
+# What a backend reads into the device itself is copied back and compared.
+
+
+class Faulty(DirectExample):
+    """Reads other bytes than are in the file, as broken hardware would."""
+
+    @contextlib.contextmanager
+    def direct(self, descriptor: int) -> Iterator[Any]:
+        with super().direct(descriptor) as file, tempfile.TemporaryFile() as other:
+            data = bytearray(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+            data[CHUNK] ^= 1
+            other.write(data)
+            other.flush()
+            file._descriptor = other.fileno()
+            yield file
+
+
+class Failing(DirectExample):
+    """Puts one read on the stream and refuses the next; knows what was waited for at its end."""
+
+    def __init__(self, here: ThisProcess) -> None:
+        super().__init__()
+        self._here = here
+        self.waits = 0
+
+    @contextlib.contextmanager
+    def direct(self, descriptor: int) -> Iterator[Any]:
+        with super().direct(descriptor) as file:
+            read, count = file.read, itertools.count()
+
+            def limited(*where: int) -> None:
+                if next(count):
+                    raise DeviceError("no more")
+                read(*where)
+
+            file.read = limited
+            before = self._here.called("cuStreamSynchronize")
+            try:
+                yield file
+            finally:
+                self.waits = self._here.called("cuStreamSynchronize") - before
+
+
+@pytest.fixture
+def saved(device: CudaDevice, folder: int) -> list[FileEntry]:
+    layout = Layout(device).fill(values())
+    with layout.moved_by("posix-direct") as bounced:
+        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    layout.range.release()
+    return moved.files
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_what_the_device_has_read_itself_is_in_its_place_and_zeros_are_not_read(
+    device: CudaDevice, folder: int, saved: list[FileEntry], threads: int
+) -> None:
+    target, reported = Layout(device), list[int]()
+    with target.through(DirectExample()) as direct:
+        moved = direct.read_files(
+            folder, plans(), saved, [], threads=threads, advance=reported.append
+        )
+    is_same = target.values() == values()
+    assert is_same
+    assert moved.backend == "direct-example"
+    assert sum(reported) == sum(plan.size for plan in plans())
+    assert moved.bytes <= sum(reported) - 18 * PAGE
+    target.range.release()
+
+
+def test_a_damaged_file_is_named_though_the_device_has_read_it(
+    device: CudaDevice, folder: int, saved: list[FileEntry], tmp_path: Path, cuda_node: CudaNode
+) -> None:
+    damaged = tmp_path / "parts" / plans()[3].name
+    data = bytearray(damaged.read_bytes())
+    data[0] ^= 1
+    damaged.write_bytes(data)
+    target, before = Layout(device), threading.active_count()
+    with target.through(DirectExample()) as direct, pytest.raises(ArtifactCorrupt) as caught:
+        direct.read_files(folder, plans(), saved, [], threads=2, advance=lambda _: None)
+    assert caught.value.values["file"] == plans()[3].name
+    assert caught.value.values["chunk"] == 0
+    assert threading.active_count() == before
+    assert (cuda_node.here.pinned, cuda_node.here.streams) == ([], 0)
+    target.range.release()
+
+
+def test_a_file_that_is_as_it_was_is_not_called_damaged_when_the_device_has_other_bytes(
+    device: CudaDevice, folder: int, saved: list[FileEntry]
+) -> None:
+    target, last = Layout(device), plans()[-1:]
+    with target.through(Faulty()) as direct, pytest.raises(DeviceError, match="chunk 1") as caught:
+        direct.read_files(folder, last, saved[-1:], [], threads=2, advance=lambda _: None)
+    assert not isinstance(caught.value, ArtifactCorrupt)
+    assert "posix-direct" in caught.value.next_step
+    target.range.release()
+
+
+def test_a_read_that_fails_ends_the_load_once_those_on_the_stream_are_done(
+    device: CudaDevice, folder: int, saved: list[FileEntry], cuda_node: CudaNode
+) -> None:
+    target, last, failing = Layout(device), plans()[-1:], Failing(cuda_node.here)
+    with target.through(failing) as direct, pytest.raises(DeviceError, match="no more"):
+        direct.read_files(folder, last, saved[-1:], [], threads=1, advance=lambda _: None)
+    assert failing.waits == 1
+    assert (cuda_node.here.pinned, cuda_node.here.streams) == ([], 0)
+    target.range.release()
+
+
+def test_files_whose_bytes_fill_no_memory_are_verified_through_the_host(
+    device: CudaDevice, folder: int, saved: list[FileEntry]
+) -> None:
+    layout, alone = Layout(device), [without_memory(plan) for plan in plans()]
+    with layout.through(DirectExample()) as direct:
+        moved = direct.read_files(folder, alone, saved, [], threads=2, advance=lambda _: None)
+    assert moved.backend == "posix-buffered"
+    layout.range.release()
+
+
+def test_a_backend_that_reads_into_devices_saves_through_the_host(
+    device: CudaDevice, folder: int
+) -> None:
+    layout = Layout(device).fill(values())
+    with layout.through(DirectExample()) as direct:
+        moved = direct.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
+    assert moved.backend == "posix-buffered"
+    layout.range.release()
+
+
+# KvikIO, by a fake of it that has GPUDirect Storage. The real one is met in test_cuda.py.
+
+
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(FAKE_KVIKIO)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "kvikio"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("what", "way"), [("gds", "gds"), ("compat", "gds-compat"), ("", "gds-compat")]
+)
+def test_kvikio_reads_into_the_device_and_only_gpudirect_storage_is_called_so(
+    device: CudaDevice,
+    folder: int,
+    saved: list[FileEntry],
+    kvikio: None,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    way: str,
+) -> None:
+    monkeypatch.setenv("FAKE_KVIKIO", what)
+    target, before = Layout(device), len(list(Path("/proc/self/fd").iterdir()))
+    with target.moved_by("gds") as direct:
+        moved = direct.read_files(folder, plans(), saved, [], threads=5, advance=lambda _: None)
+    is_same = target.values() == values()
+    assert is_same
+    assert moved.backend == way
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    target.range.release()
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("open", "KvikIO cannot be used: cuFile error at: /src 5030: GPUDirect"),
+        ("read", "KvikIO cannot read into the device: cuFile error: device pointer"),
+        ("empty", "KvikIO cannot read into the device: the file ends before"),
+    ],
+)
+def test_what_kvikio_cannot_read_is_refused_with_the_way_through_the_host(
+    device: CudaDevice,
+    folder: int,
+    saved: list[FileEntry],
+    kvikio: None,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    why: str,
+) -> None:
+    monkeypatch.setenv("FAKE_KVIKIO", what)
+    target = Layout(device)
+    with target.moved_by("gds") as direct, pytest.raises(DeviceError, match=why) as caught:
+        direct.read_files(folder, plans(), saved, [], threads=2, advance=lambda _: None)
+    assert "SNAPBACK_TRANSFER_BACKEND=posix-direct" in caught.value.next_step
+    target.range.release()
+
+
+def test_a_kvikio_that_cannot_be_imported_is_refused_when_a_part_is_loaded(
+    device: CudaDevice,
+    folder: int,
+    saved: list[FileEntry],
+    tmp_path: Path,
+    kvikio: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "kvikio.py").write_text("raise ImportError('libcufile.so.0 is missing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    target = Layout(device)
+    with target.moved_by("gds") as direct, pytest.raises(DeviceError, match=r"libcufile\.so\.0"):
+        direct.read_files(folder, plans(), saved, [], threads=2, advance=lambda _: None)
+    target.range.release()
+
+
+def test_memory_of_the_host_is_moved_as_by_posix_direct(folder: int, kvikio: None) -> None:
+    memory = [memoryview(bytearray(value)) for value in values()]
+    backend = find_backend("gds")
+    moved = backend.write_files(folder, plans(), memory, threads=2, advance=lambda _: None)
+    into = [memoryview(bytearray(size)) for size in SIZES]
+    backend.read_files(folder, plans(), moved.files, into, threads=2, advance=lambda _: None)
+    assert [bytes(view) for view in into] == values()
+    assert moved.backend.startswith("posix-")

@@ -30,6 +30,7 @@ from snapback_client.frames import Access
 from snapback_client.mappings import AddressTaken
 from snapback_client.reservation import FIRST_ADDRESS, reserve
 from snapshot_shared.errors import (
+    ArtifactCorrupt,
     Incompatible,
     InvalidInput,
     LayoutError,
@@ -39,6 +40,7 @@ from snapshot_shared.errors import (
     UnsupportedVersion,
 )
 from snapshot_shared.orders import LayoutRef
+from tests.support.backend_site import find_kvikio, site_with_backends
 from tests.support.cuda_rig import UUIDS, CudaNode, ThisProcess
 
 MIB = 1024 * 1024
@@ -81,6 +83,8 @@ def worker(code: str, *arguments: str) -> str:
 def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_a_context(
     service: Any, driver: ThisProcess
 ) -> None:
+    # At its start it finds out what memory it may make.
+    before = driver.called("cuMemCreate")
     worker(
         "import snapback_client as client\n"
         "with client.connect(lock='RW') as pool:\n"
@@ -90,7 +94,7 @@ def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_
         "    pool.wake()\n"
         "    assert pool['w'].get().tolist() == [7.0] * 10\n"
     )
-    assert driver.called("cuMemCreate") == 1
+    assert driver.called("cuMemCreate") == before + 1
     assert driver.called("cuMemExportToShareableHandle") == 2
     for name in ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemMap", "cuMemAddressReserve"):
         assert driver.called(name) == 0
@@ -425,10 +429,12 @@ class Saved:
     def save(self, attempt: int = 1, **fields: Any) -> TransferDone:
         return self.run(self.save_task(attempt, **fields))
 
-    def load(self, saved: TransferDone, token: str, attempt: int = 1) -> TransferDone:
+    def load(
+        self, saved: TransferDone, token: str, attempt: int = 1, **fields: Any
+    ) -> TransferDone:
         return self.run(
             LoadTask(
-                **self.place(attempt),
+                **self.place(attempt, **fields),
                 part_digest=saved.digest,
                 load_token=token,
                 layout_id=saved.layout.layout_id,
@@ -464,6 +470,55 @@ def test_a_layout_longer_than_the_windows_is_saved_and_loaded_whole(
         for name, values in saved.values.items():
             assert (pool[name].get() == values).all()
     assert saved.service.device().used == pytest.approx(92 * MIB, abs=4 * MIB)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    return site_with_backends(tmp_path / "site")
+
+
+@pytest.fixture
+def direct(request: pytest.FixtureRequest, site: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a backend that reads into devices, which transfer processes find."""
+    folders = [str(site)]
+    if request.param == "gds":
+        folders.append(str(find_kvikio(monkeypatch)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("direct", "way"),
+    [("direct-example", "direct-example"), ("gds", "gds-compat")],
+    indirect=["direct"],
+)
+def test_a_device_reads_a_part_itself_where_the_backend_can(
+    saved: Saved, direct: str, way: str
+) -> None:
+    done = saved.save(backend=direct)
+    assert done.backend.startswith("posix-")
+    loaded = saved.load(done, "t1", backend=direct)
+    assert loaded.backend == way
+    assert (loaded.moved, loaded.bytes) == (done.moved, done.bytes)
+    saved.service.run(publish(saved.service, "t1"))
+    with client.connect(lock="RO") as pool:
+        for name, values in saved.values.items():
+            assert (pool[name].get() == values).all()
+
+
+@pytest.mark.parametrize("direct", ["direct-example", "gds"], indirect=True)
+def test_a_damaged_part_is_not_loaded_though_the_device_read_it(saved: Saved, direct: str) -> None:
+    done = saved.save(backend=direct)
+    with (saved.folder() / "shard-0001.bin").open("r+b") as shard:
+        shard.seek(3 * MIB)
+        byte = shard.read(1)[0]
+        shard.seek(3 * MIB)
+        shard.write(bytes([byte ^ 1]))
+    used = saved.service.device().used
+    with pytest.raises(ArtifactCorrupt, match=r"chunk 0 of shard-0001\.bin is damaged"):
+        saved.load(done, "t1", backend=direct)
+    assert saved.service.device().loads == []
+    assert saved.service.device().used == used
 
 
 async def publish(service: Any, token: str) -> None:

@@ -5,7 +5,9 @@ The driver and NVML are fakes with several devices and with processes that are n
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -268,3 +270,78 @@ def test_without_nvml_a_refusal_says_what_the_service_holds_itself(
     assert (device.free(), device.holders()) == (256 * MIB, {})
     with pytest.raises(OutOfDeviceMemory, match=r"service holds 0 of .*, others hold"):
         device.create(60 * MIB)
+
+
+# What memory can be used for.
+
+
+def made_of(device: CudaDevice) -> tuple[int, int]:
+    """The flag for RDMA and the mask of handle types that memory of a device really has."""
+    api, handle = CudaDriver().api, device.create(device.info.granularity)
+    status, prop = api.cuMemGetAllocationPropertiesFromHandle(handle)
+    device.release(handle)
+    assert int(status) == 0
+    # The bindings have no name for a mask of two kinds; it comes after the type.
+    mask = ctypes.c_int.from_address(prop.getPtr() + ctypes.sizeof(ctypes.c_int))
+    return prop.allocFlags.gpuDirectRDMACapable, mask.value
+
+
+POSIX, BOTH = 1, 9
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_asked", "rdma", "handles", "logged"),
+    [
+        ("rdma=1", False, 1, POSIX, []),
+        ("rdma=0", False, 0, POSIX, []),
+        ("rdma=2", False, 0, POSIX, ["memory for rdma .*NOT_PERMITTED"]),
+        ("rdma=1 fabric=1", False, 1, POSIX, []),
+        ("rdma=1 fabric=1", True, 1, BOTH, []),
+        ("rdma=0 fabric=1", True, 0, BOTH, []),
+        ("rdma=1 fabric=0", True, 1, POSIX, ["has no fabric handles"]),
+        ("rdma=1 fabric=2", True, 1, POSIX, ["rdma and fabric .*NOT_PERMITTED.* IMEX channel"]),
+        ("rdma=0 fabric=2", True, 0, POSIX, ["memory for fabric .*NOT_PERMITTED"]),
+        ("rdma=2 fabric=2", True, 0, POSIX, ["rdma and fabric", "memory for rdma"]),
+    ],
+)
+def test_memory_is_made_for_what_the_device_has_and_grants(
+    cuda_node: CudaNode,
+    caplog: pytest.LogCaptureFixture,
+    attributes: str,
+    is_asked: bool,
+    rdma: int,
+    handles: int,
+    logged: list[str],
+) -> None:
+    cuda_node.place(f"{UUIDS[0]} {attributes}")
+    (device,) = open_devices(fabric_handles=is_asked)
+    assert made_of(device) == (rdma, handles)
+    capabilities = device.info.capabilities
+    found = (capabilities["rdma-memory"], capabilities["fabric-memory"])
+    assert found == (rdma, int(handles == BOTH))
+    assert len(caplog.messages) == len(logged)
+    for message, pattern in zip(caplog.messages, logged, strict=True):
+        assert re.search(pattern, message)
+        assert UUIDS[0] in message
+    assert cuda_node.here.handles == 0
+
+
+@pytest.mark.parametrize(("attributes", "rdma"), [("fabric=1", 1), ("rdma=0 fabric=1", 0)])
+def test_on_a_full_device_memory_is_asked_for_without_what_has_not_been_granted(
+    cuda_node: CudaNode, caplog: pytest.LogCaptureFixture, attributes: str, rdma: int
+) -> None:
+    cuda_node.place(f"{UUIDS[0]} bytes={64 * MIB} {attributes}")
+    foreign = cuda_node.foreign(64 * MIB)
+    (device,) = open_devices(fabric_handles=True)
+    assert "OUT_OF_MEMORY" in caplog.text
+    foreign.free()
+    assert made_of(device) == (rdma, POSIX)
+
+
+def test_memory_with_fabric_handles_is_handed_out_as_descriptors(
+    cuda_node: CudaNode, launch: Any
+) -> None:
+    cuda_node.place(f"{UUIDS[0]} fabric=1")
+    service = launch(devices=open_devices(fabric_handles=True))
+    assert service.device().capabilities["fabric-memory"] == 1
+    assert worker(OPEN, "0") == [f"{UUIDS[0]} {FIRST_ADDRESS:#x}"]

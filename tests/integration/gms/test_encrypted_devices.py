@@ -27,6 +27,7 @@ from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.object_storage import zeros_digest
 from snapshot_shared.orders import LayoutRef
 from tests.support.artifact_keys import put_encryption
+from tests.support.direct_backend import DirectExample
 
 UID = "11111111-2222-3333-4444-555555555555"
 GRANULE = 2 * 1024 * 1024
@@ -123,6 +124,28 @@ def read(task: SaveTask, manifest: PartManifest, directory: int) -> list[bytes]:
     with BounceBuffered(backend, device, PLACES, len(device.memory)) as bounced:
         bounced.read_files(directory, PLANS, manifest.files, [], threads=2, advance=lambda _: None)
     return device.values()
+
+
+def test_what_is_encrypted_is_not_read_into_a_device_past_the_host(
+    task: SaveTask, tmp_path: Path
+) -> None:
+    # Its copies of the host have no address of a device to lend.
+    device = filled()
+    backend = Encrypted(
+        DirectExample(), ciphers := Ciphers(ArtifactKeys(Path(task.artifact_keys)), task)
+    )
+    with (
+        opened(open_root(task.root, create=True)) as root,
+        staged(root, path_of(task), note_of(task), every_bytes=SHARD) as staging,
+        BounceBuffered(backend, device, PLACES, len(device.memory)) as bounced,
+    ):
+        ciphers.begin(staging)
+        moved = bounced.write_files(staging.directory, PLANS, [], threads=2, advance=lambda _: None)
+        written = [ciphers.finished(entry) for entry in moved.files]
+        before = device.values()
+        device.memory[:] = bytes(len(device.memory))
+        bounced.read_files(staging.directory, PLANS, written, [], threads=2, advance=lambda _: None)
+    assert device.values() == before
 
 
 class Watched:

@@ -197,14 +197,14 @@ def test_the_keys_of_artifacts_are_read_once_at_the_start(process: Process, tmp_
 def test_a_transfer_backend_that_there_is_not_is_refused_at_the_start(process: Process) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "gms.main"],
-        env=process.environment | {"SNAPBACK_TRANSFER_BACKEND": "gds"},
+        env=process.environment | {"SNAPBACK_TRANSFER_BACKEND": "nixl"},
         capture_output=True,
         check=False,
         timeout=PATIENCE_S,
     )
     assert found.returncode == 1
     (line,) = found.stderr.decode().splitlines()
-    assert "SNAPBACK_TRANSFER_BACKEND='gds'" in line
+    assert "SNAPBACK_TRANSFER_BACKEND='nixl'" in line
     assert "posix-buffered, posix-direct" in line
 
 

@@ -504,8 +504,8 @@ def test_the_backend_that_was_chosen_moves_the_bytes_and_is_named(capture: Captu
 
 
 def test_a_backend_that_is_not_installed_leaves_no_part(capture: Capture) -> None:
-    with pytest.raises(InvalidInput, match="SNAPBACK_TRANSFER_BACKEND='gds'"):
-        capture.run(capture.save_task(backend="gds"))
+    with pytest.raises(InvalidInput, match="SNAPBACK_TRANSFER_BACKEND='nixl'"):
+        capture.run(capture.save_task(backend="nixl"))
     assert not capture.path.exists()
 
 

@@ -547,7 +547,7 @@ API int cuDeviceGetAttribute(int *value, int attribute, int device)
 	case 75: *value = 9; break;  /* the compute capability is 9.0 */
 	case 102: *value = visible[device].vmm; break;
 	case 103: *value = visible[device].posix; break;
-	case 110: case 116: *value = visible[device].rdma; break;
+	case 110: case 116: *value = visible[device].rdma != 0; break;
 	case 128: *value = visible[device].fabric != 0; break;
 	default: *value = attribute == 41;  /* one address space with the host */
 	}

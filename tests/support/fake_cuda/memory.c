@@ -238,9 +238,10 @@ static int permitted(const Prop *prop)
 		return INVALID_VALUE;
 	if (device < 0 || device >= visibles)
 		return INVALID_DEVICE;
-	if (!visible[device].vmm || (prop->handles & POSIX && !visible[device].posix) ||
-			(prop->rdma && !visible[device].rdma))
+	if (!visible[device].vmm || (prop->handles & POSIX && !visible[device].posix))
 		return NOT_SUPPORTED;
+	if (prop->rdma && visible[device].rdma != 1)
+		return visible[device].rdma ? NOT_PERMITTED : NOT_SUPPORTED;
 	if (prop->handles & FABRIC && visible[device].fabric != 1)
 		return visible[device].fabric ? NOT_PERMITTED : NOT_SUPPORTED;
 	return SUCCESS;
@@ -615,6 +616,49 @@ API int cuMemcpyDtoHAsync_v2(void *host, Address at, size_t size, void *stream)
 	LOCKED(later(stream, (Op){at, host, size, 0, NULL}));
 }
 
+/* In one address space with the host: what is mapped is the device's. */
+static int copy_later(Address to, Address from, size_t size, void *stream)
+{
+	int to_device = 0;
+	for (int i = 0; i < n_mappings; i++)
+		to_device |= mappings[i].at <= to && to < mappings[i].at + mappings[i].size;
+	return later(stream, (Op){to_device ? to : from, (void *)(to_device ? from : to), size, to_device, NULL});
+}
+
+API int cuMemcpyAsync(Address to, Address from, size_t size, void *stream)
+{
+	ENTER;
+	CONTEXT;
+	LOCKED(copy_later(to, from, size, stream));
+}
+
+API int cuMemcpyBatchAsync_v2(Address *to, Address *from, size_t *size, size_t count, void *attributes,
+		size_t *which, size_t kinds, void *stream)
+{
+	ENTER;
+	CONTEXT;
+	int status = SUCCESS;
+	pthread_mutex_lock(&lock);
+	for (size_t i = 0; i < count && !status; i++)
+		status = copy_later(to[i], from[i], size[i], stream);
+	pthread_mutex_unlock(&lock);
+	return status;
+}
+
+/* KvikIO looks for these, and calls none of them for what is done with it here. */
+#define UNUSED(name) API int name(void) { return NOT_SUPPORTED; }
+UNUSED(cuPointerGetAttribute)
+UNUSED(cuPointerGetAttributes)
+UNUSED(cuCtxCreate_v4)
+UNUSED(cuCtxDestroy_v2)
+UNUSED(cuMemGetAddressRange_v2)
+UNUSED(cuEventCreate)
+UNUSED(cuEventSynchronize)
+UNUSED(cuEventDestroy_v2)
+UNUSED(cuEventRecord)
+UNUSED(cuEventQuery)
+UNUSED(cuLaunchHostFunc)
+
 static int drain_all(int device)
 {
 	int status = SUCCESS;
@@ -724,7 +768,7 @@ Call memory_calls[] = {
 	CALL(cuMemGetAllocationPropertiesFromHandle), CALL(cuMemAddressReserve), CALL(cuMemAddressFree),
 	CALL(cuMemMap), CALL(cuMemUnmap), CALL(cuMemSetAccess), CALL_V(cuMemAlloc, _v2),
 	CALL_V(cuMemFree, _v2), CALL_V(cuMemcpyHtoD, _v2), CALL_V(cuMemcpyDtoH, _v2),
-	CALL_V(cuMemcpyHtoDAsync, _v2), CALL_V(cuMemcpyDtoHAsync, _v2), CALL_V(cuMemsetD8, _v2),
+	CALL(cuMemcpyAsync), CALL_V(cuMemcpyBatchAsync, _v2), CALL_V(cuMemcpyHtoDAsync, _v2), CALL_V(cuMemcpyDtoHAsync, _v2), CALL_V(cuMemsetD8, _v2),
 	CALL(cuStreamCreate), CALL(cuStreamSynchronize), CALL_V(cuStreamDestroy, _v2),
 	CALL(cuMemHostAlloc), CALL(cuMemFreeHost), CALL_V(cuMemHostRegister, _v2),
 	CALL(cuMemHostUnregister), {NULL, NULL, NULL, 0, 0},

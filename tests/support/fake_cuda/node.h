@@ -4,7 +4,8 @@
      UUID [KEY=VALUE ...]   with the keys
      bytes    the memory that it has (256 MiB)        context  what a context takes of it (0)
      name     with _ for spaces (Fake_GPU)            of       of a MIG device, the uuid of its GPU
-     vmm, posix, rdma   its attributes (1)            fabric   its attribute (0); 2: without IMEX */
+     vmm, posix, rdma   its attributes (1); 2: has it, and refuses such memory (rdma, fabric)
+     fabric   its attribute (0); 2 is a node without IMEX channel */
 #ifndef NODE_H
 #define NODE_H
 #include <stddef.h>

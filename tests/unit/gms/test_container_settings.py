@@ -23,7 +23,7 @@ PLAIN = {
     "traceparent": "",
     "shard_bytes": None,
     "lock_s": None,
-    "options": TransferOptions("posix-direct", "", 4, 16),
+    "options": TransferOptions("posix-direct", "", 16, 16),
 }
 
 
@@ -95,7 +95,7 @@ def settings(**changes: str) -> Settings:
 def test_a_save_is_what_its_order_and_the_environment_say() -> None:
     task = container_save(settings(), save_order())
     assert (task.root, task.namespace, task.generation) == ("/store", "default", 2)
-    assert (task.deadline_s, task.threads, task.fence_token) == (60.0, 4, None)
+    assert (task.deadline_s, task.threads, task.fence_token) == (60.0, 16, None)
     assert (task.traceparent, task.shard_bytes) == ("of the order", SHARD_BYTES)
 
 
@@ -148,7 +148,7 @@ def test_the_threads_of_the_service_are_those_of_its_orders() -> None:
         "SNAPBACK_SOCKET_DIR": "/run/gms",
     }
     plain = transfer_options(load(GmsSettings, environment))
-    assert (plain.of_save()["threads"], plain.of_load()["threads"]) == (4, 16)
+    assert (plain.of_save()["threads"], plain.of_load()["threads"]) == (16, 16)
     numbers = {"SNAPBACK_SAVE_THREADS": "6", "SNAPBACK_LOAD_THREADS": "32"}
     given = transfer_options(load(GmsSettings, environment | numbers))
     saved = save_task(save_order(), given, socket_dir="/run/gms", root="/store", deadline_s=1.0)

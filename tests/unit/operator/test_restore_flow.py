@@ -208,6 +208,20 @@ async def test_a_restore_looks_again_when_the_content_that_it_has_named_takes_no
         assert write.new.status == SnapshotRestoreStatus(phase="Pending", source_lost=True)
 
 
+async def test_a_restore_of_a_pod_that_is_placed_names_its_content_and_its_node_at_once(
+    world: World,
+) -> None:
+    await world.apply(restore_document(node="node-2"))
+    value, content = await world.restore("restored"), await world.content()
+    new, pod = replace(value, status=SnapshotRestoreStatus()), await world.get("Pod", "restored")
+    (write,) = reconcile(RestoreView(new, pod, content), world.now).writes
+    assert isinstance(write, SetStatus)
+    assert (write.new.status.content_name, write.new.status.node_name) == (
+        content.metadata.name,
+        "node-2",
+    )
+
+
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:
     await world.apply(restore_document(node="node-2"))
     assert sorted(order.verb for order in world.open()) == ["load", "load", "run"]

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,14 +174,22 @@ class CudaDriver:
         )
         return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
-    def allocation(self, device: Any) -> Any:
-        """Describe pinned memory of a device that can be exported as a descriptor."""
+    def allocation(self, device: Any, *, rdma: bool = False, fabric: bool = False) -> Any:
+        """Describe pinned memory of a device that can be exported as a descriptor.
+
+        With `rdma` other devices of the node may read and write it, as GPUDirect RDMA and GPUDirect
+        Storage do. With `fabric` it can be exported as a fabric handle, too.
+        """
         api = self.api
         prop = api.CUmemAllocationProp()
         prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         prop.location.id = int(device)
-        prop.requestedHandleTypes = self.posix
+        kinds = api.CUmemAllocationHandleType
+        # A mask, which has no name as a whole.
+        fabric_kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC.value if fabric else 0
+        prop.requestedHandleTypes = self.posix.value | fabric_kind
+        prop.allocFlags.gpuDirectRDMACapable = int(rdma)
         return prop
 
     @property
@@ -415,6 +423,15 @@ class CudaCopier:
         """Wait until every copy is done. CudaFailed when one was refused."""
         with self._range._current() as driver:  # noqa: SLF001 - one module
             driver.call("cuStreamSynchronize", self._stream)
+
+    def lend(self, offset: int, use: Callable[[int, int], None]) -> None:
+        """Call `use` with the address of an offset and the stream. From any thread.
+
+        The context of the device is current meanwhile. What `use` puts on the stream is done before
+        the copies that begin after it.
+        """
+        with self._range._current():  # noqa: SLF001 - one module
+            use(self._range.address + offset, int(self._stream))
 
     def close(self) -> None:
         """Wait, and release the stream and the pinned memory."""

@@ -85,6 +85,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     those that a pod has claimed of such a GMS, which are in `device_dir`. With `kubelet_plugin`
     the pods of a node can have its simulated devices: `dra` by resource claims, `device-plugin` by
     limits of nvidia.com/gpu, `auto` by claims where the cluster has them.
+    With `fabric_handles` memory of a GPU can be exported as a fabric handle, too, where granted.
     A save has `save_threads` and a load `load_threads` for each device.
     With `process_per_device` a process of its own serves each device, so that a crash loses the
     memory of one alone.
@@ -109,6 +110,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     process_per_device: bool = False
     save_threads: Threads = SAVE_THREADS
     load_threads: Threads = LOAD_THREADS
+    fabric_handles: bool = False
     lease_group: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     encrypt_memory: bool = False
 
@@ -308,7 +310,7 @@ def _opened(settings: GmsSettings) -> Sequence[Device]:
     # Only here: a node without a GPU needs nothing of it.
     from gms.adapters.cuda import open_devices  # noqa: PLC0415
 
-    return open_devices()
+    return open_devices(fabric_handles=settings.fabric_handles)
 
 
 def _simulated(settings: GmsSettings, index: int) -> SimulatedDevice:
@@ -429,6 +431,7 @@ async def _serve_orders(
         settings.nats_url,
         SERVICE,
         credentials=settings.nats_credentials,
+        ca=settings.nats_ca,
         inbox=User("gms", node).inbox,
         metrics=metrics,
     )

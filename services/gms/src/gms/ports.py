@@ -339,6 +339,13 @@ class Copier(Protocol):
         """Wait until every copy is done."""
         ...
 
+    def lend(self, offset: int, use: Callable[[int, int], None]) -> None:
+        """Call `use` with the address of an offset and the stream of the copies. From any thread.
+
+        The context of the device is current meanwhile.
+        """
+        ...
+
     def close(self) -> None:
         """Wait, and release everything."""
         ...
@@ -416,6 +423,37 @@ class ResumableBackend(TransferBackend, Protocol):
 
         A noted chunk stays when memory and, read again, the file have its digest. A file with
         notes exists; one without does not.
+        """
+        ...
+
+
+class DirectFile(Protocol):
+    """A file that is read into the memory of a device. From any thread."""
+
+    way: str
+    """By what, for `Moved.backend`."""
+
+    def read(self, offset: int, size: int, address: int, stream: int) -> None:
+        """Read `size` bytes at `offset` of the file to an address of the device.
+
+        They are there on return, or before anything that is put on `stream` afterwards. The context
+        of the device is current. DeviceError.
+        """
+        ...
+
+
+@runtime_checkable
+class DirectBackend(TransferBackend, Protocol):
+    """A backend that can also read into memory that only a device addresses, past the host.
+
+    It makes no digests of that: what it has read is copied back and compared for it. Saves, and
+    what cannot be read so, go through its other methods.
+    """
+
+    def direct(self, descriptor: int) -> AbstractContextManager[DirectFile]:
+        """Prepare a plain file, open for reading, to be read within the block. DeviceError.
+
+        At its end, also after an error, every stream that was used has been waited for.
         """
         ...
 

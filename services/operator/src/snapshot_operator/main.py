@@ -110,6 +110,7 @@ async def serve(stop: asyncio.Event) -> None:
         settings.nats_url,
         SERVICE,
         credentials=settings.nats_credentials,
+        ca=settings.nats_ca,
         replicas=settings.nats_replicas,
         inbox=User("operator").inbox,
         metrics=metrics,

@@ -33,6 +33,7 @@ class PageSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: str | None = None
+    nats_ca: Path | None = None
     run: str = ""
     log_level: str = "INFO"
     otlp_endpoint: str | None = None
@@ -52,6 +53,7 @@ async def serve(stop: asyncio.Event) -> None:
         settings.nats_url,
         SERVICE,
         credentials=settings.nats_credentials,
+        ca=settings.nats_ca,
         inbox=User("viewer").inbox,
         metrics=metrics,
     )

@@ -120,6 +120,7 @@ class _Node:
             settings.nats_url,
             SERVICE,
             credentials=settings.nats_credentials,
+            ca=settings.nats_ca,
             inbox=User("agent", self.name).inbox,
             metrics=self.metrics,
         )

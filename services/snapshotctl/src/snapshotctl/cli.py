@@ -50,6 +50,7 @@ COMMANDS = {
     "leftovers": "Show what local clusters left behind.",
     "sim": "Break a local cluster on purpose: crash, stall or fail a service at a step.",
     "keys": "Make the keys of a NATS of your own, and the configuration of its server.",
+    "install": "Write the systemd units of a machine, with their settings and keys.",
     "demo": "Capture a worker, lose its node, restore it on another.",
     "completion": "Print the script by which a shell completes commands and names.",
 }

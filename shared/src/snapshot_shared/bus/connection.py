@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -79,6 +80,7 @@ class Connection:
         name: str,
         *,
         credentials: str | None = None,
+        ca: Path | None = None,
         inbox: str = INBOXES.rstrip("."),
         replicas: int = 1,
         metrics: Metrics = OFF,
@@ -86,13 +88,15 @@ class Connection:
         """Connect with `connect`.
 
         `url` may name the servers of a cluster, separated by commas. `credentials` is the path of
-        an nkey seed, and `inbox` the prefix below which its user may subscribe to answers
+        an nkey seed, `ca` that of the certificates by which servers are known over TLS (PEM; the
+        system's by default), and `inbox` the prefix below which its user may subscribe to answers
         (`permissions.User.inbox`). Streams and buckets are kept by `replicas` of the servers.
         """
         self._url = url
         self._replicas = replicas
         self._name = name
         self._credentials = credentials
+        self._ca = ca
         self._inbox = inbox
         self._user = inbox.removeprefix(INBOXES) if inbox.startswith(INBOXES) else name
         self._client: BusClient | None = None
@@ -132,6 +136,8 @@ class Connection:
         }
         if self._credentials:
             options["nkeys_seed"] = _checked_seed(self._credentials)
+        if self._ca:
+            options["tls"] = _trusting(self._ca)
         client = BusClient(self._user)
         try:
             # nats-py retries the first connection without end; a command must return.
@@ -282,6 +288,17 @@ class Connection:
         flushed.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not (await asyncio.wait({flushed}, timeout=REQUEST_S))[0]:
             log.info("the server does not answer a subscription")
+
+
+def _trusting(ca: Path) -> ssl.SSLContext:
+    """Return what trusts the servers with a certificate of these authorities. InvalidInput."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidInput(
+            f"the certificates {ca} by which NATS is known cannot be read: {error}",
+            next_step="name a file with certificates in PEM format",
+        ) from error
 
 
 def _checked_seed(path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gms.adapters.objects import Objects
 from gms.adapters.pinned import page_locked
 from gms.adapters.posix import Posix
-from gms.domain.tasks import OBJECT
+from gms.domain.tasks import GDS, OBJECT
 from gms.ports import TransferBackend
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.object_storage import ObjectStorage
@@ -34,6 +34,11 @@ def find_backend(
     ours = (_OURS | _IN_PLACE if in_place else _OURS).get(name)
     if ours is not None:
         return ours
+    if name == GDS:
+        # Every restore waits for this import, and few need it.
+        from gms.adapters.gds import Gds  # noqa: PLC0415
+
+        return Gds(in_place=in_place)
     if name == OBJECT:
         return Objects(ObjectStorage(storage), prefix)
     # Every restore waits for this import, and few need it.
@@ -41,7 +46,7 @@ def find_backend(
 
     points = entry_points(group=GROUP)
     if name not in points.names:
-        known = sorted({*_OURS, OBJECT, *points.names})
+        known = sorted({*_OURS, GDS, OBJECT, *points.names})
         raise InvalidInput(
             f"SNAPBACK_TRANSFER_BACKEND={name!r}: there is no such transfer backend, only "
             + ", ".join(known),

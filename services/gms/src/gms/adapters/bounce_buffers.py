@@ -1,8 +1,9 @@
 """Transfers of memory that only a device addresses, through bounce buffers of the host.
 
-A backend moves host memory only. Each of a few streams has a pinned buffer and copies between it
+Most backends move host memory only. Each of a few streams has a pinned buffer and copies between it
 and the device, so that one buffer moves to or from the files while another moves to or from the
-device.
+device. What a backend has read into the device itself is copied back into these buffers and
+compared there (ADR 0033).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from gms.adapters.buffers import digest_in_memory
-from gms.adapters.parallel import results_of, share
+from gms.adapters.parallel import for_all, results_of, share
 from gms.domain.transfer import PADDING, ChunkPlan, FilePlan, in_one, runs_of
 from gms.ports import (
     Advance,
@@ -25,12 +26,15 @@ from gms.ports import (
     Copier,
     CopyingBackend,
     DeviceMemory,
+    DirectBackend,
+    DirectFile,
     Moved,
     ResumableBackend,
     TransferBackend,
 )
 from snapshot_shared.artifact import MAX_CHUNK_BYTES, FileEntry
-from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
+from snapshot_shared.errors import ArtifactCorrupt, DeviceError, InvalidInput
+from snapshot_shared.files import open_regular, opened
 from snapshot_shared.object_storage import zeros_digest
 
 BUFFER_BYTES = MAX_CHUNK_BYTES
@@ -126,9 +130,14 @@ class BounceBuffered:
         advance: Advance,
     ) -> Moved:
         streams, each = share(threads)
+        direct = self._backend if isinstance(self._backend, DirectBackend) else None
 
         def read(item: tuple[FilePlan, FileEntry, Sequence[ChunkPlan]]) -> Moved:
             plan, entry, chunks = item
+            # What fills no memory is read for its digests alone.
+            if direct is not None and any(map(_fills_memory, chunks)):
+                part = replace(plan, chunks=tuple(chunks))
+                return self._read_direct(direct, directory, part, entry, each, advance)
             with self._stream() as stream:
                 view = stream.prepared(chunks, [entry.chunks[chunk.index] for chunk in chunks])
                 single = replace(plan, chunks=in_one(chunks))
@@ -151,6 +160,65 @@ class BounceBuffered:
                     chunk=chunk.index,
                 )
         return Moved.of(results_of(items, read, streams))
+
+    def _read_direct(
+        self,
+        backend: DirectBackend,
+        directory: int,
+        plan: FilePlan,
+        entry: FileEntry,
+        threads: int,
+        advance: Advance,
+    ) -> Moved:
+        """Have chunks read into the device, copy them back, and compare their digests."""
+        with (
+            self._stream() as stream,
+            opened(open_regular(directory, plan.name, size=plan.size, shared=True)) as descriptor,
+            backend.direct(descriptor) as file,
+            # The reads may be on the stream still when an error ends the block.
+            _waited_for(stream.copier),
+        ):
+
+            def read(chunk: ChunkPlan) -> int:
+                is_zero = entry.chunks[chunk.index] == zeros_digest(chunk.size)
+                return 0 if is_zero else stream.read_file(file, chunk)
+
+            def compare(pair: tuple[ChunkPlan, ChunkPlan]) -> int:
+                chunk, copied = pair
+                if digest_in_memory(copied, [view]) != entry.chunks[chunk.index]:
+                    self._explain(directory, replace(plan, chunks=(chunk,)), entry)
+                advance(chunk.size)
+                return 0
+
+            for chunk in plan.chunks:
+                stream.clear(chunk, entry.chunks[chunk.index])
+            moved = for_all(plan.chunks, read, threads)
+            view = stream.fetch(plan.chunks)
+            for_all(zip(plan.chunks, in_one(plan.chunks), strict=True), compare, threads)
+            return Moved(backend=file.way, bytes=moved)
+
+    def _explain(self, directory: int, plan: FilePlan, entry: FileEntry) -> NoReturn:
+        """Say why a chunk that was read into the device has another digest than its file had.
+
+        ArtifactCorrupt when it is the file; else DeviceError.
+        """
+        (chunk,) = plan.chunks
+        single = replace(plan, chunks=in_one(plan.chunks))
+        self._backend.read_files(
+            directory,
+            [single],
+            [entry],
+            [memoryview(bytearray(chunk.size))],
+            threads=1,
+            advance=lambda _: None,
+        )
+        raise DeviceError(
+            f"chunk {chunk.index} of {plan.name} is not in the device as it is in the file",
+            next_step="set SNAPBACK_TRANSFER_BACKEND=posix-direct, which reads through the host, "
+            "and look at what reads into the device",
+            file=plan.name,
+            chunk=chunk.index,
+        )
 
     def digest_of(
         self, chunk: ChunkPlan, compute: Callable[[ChunkPlan, Buffers], str] = digest_in_memory
@@ -219,6 +287,22 @@ class _Stream:
             at += chunk.size
         return self.copier.buffer[:at]
 
+    def read_file(self, file: DirectFile, chunk: ChunkPlan) -> int:
+        """Have the bytes of a chunk read into the device. From any thread."""
+        at = chunk.offset
+        for piece in chunk.pieces:
+            if piece.allocation != PADDING:
+                read = functools.partial(file.read, at, piece.size)
+                self.copier.lend(self._places[piece.allocation] + piece.offset, read)
+            at += piece.size
+        return chunk.size
+
+    def clear(self, chunk: ChunkPlan, digest: str) -> None:
+        """Fill the memory of a chunk with zeros, if its digest says that it has no others."""
+        if digest == zeros_digest(chunk.size):
+            self.prepared([chunk], [digest])
+            self.bring([chunk])
+
     def bring(self, chunks: Sequence[ChunkPlan]) -> None:
         """Copy chunks that lie one after another in the buffer into the device."""
         at = 0
@@ -228,6 +312,18 @@ class _Stream:
                 self.copier.write(self._places[piece.allocation] + piece.offset, part)
             at += piece.size
         self.copier.flush()
+
+
+@contextlib.contextmanager
+def _waited_for(copier: Copier) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        copier.flush()
+
+
+def _fills_memory(chunk: ChunkPlan) -> bool:
+    return any(piece.allocation != PADDING for piece in chunk.pieces)
 
 
 def _clear(view: memoryview) -> None:

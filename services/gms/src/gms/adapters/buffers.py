@@ -15,6 +15,7 @@ from gms.domain.transfer import PADDING, PAGE, ChunkPlan, Piece
 from gms.ports import Buffers
 from snapback_client.frames import aligned
 from snapback_client.reservation import HUGE_PAGE
+from snapshot_shared.object_storage import zeros_digest
 
 _IN_PLACE_BYTES = 64 * 1024
 """Shorter pieces go through a buffer: a request takes a limited number of places."""
@@ -174,6 +175,12 @@ def update_digest(state: xxhash.xxh3_128, pieces: Iterable[memoryview], size: in
     for piece in pieces:
         state.update(piece[:size])
         size -= len(piece)
+
+
+def is_zero(chunk: ChunkPlan, buffers: Buffers) -> bool:
+    """Whether all bytes of a chunk are 0. Mostly the first ones are enough to know."""
+    begin = b"".join(bytes(piece[:PAGE]) for piece in pieces_of(chunk, buffers)[:1])
+    return not any(begin) and digest_in_memory(chunk, buffers) == zeros_digest(chunk.size)
 
 
 def digest_in_memory(chunk: ChunkPlan, buffers: Buffers) -> str:

@@ -7,16 +7,37 @@ the side of those who import the memory are `snapback_client.cuda`.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from gms.adapters.nvml import Nvml
 from gms.ports import DeviceInfo
 from snapback_client.cuda import KIND, OUT_OF_MEMORY, CudaDriver, CudaFailed, CudaUnavailable
 from snapback_client.errors import Internal, InvalidInput, OutOfDeviceMemory
 from snapback_client.frames import Access
+
+log = logging.getLogger(__name__)
+
+
+class MemoryKind(NamedTuple):
+    """What can be done with memory besides what clients do: see `CudaDriver.allocation`."""
+
+    rdma: bool = False
+    fabric: bool = False
+
+
+def memory_kinds(capabilities: Mapping[str, int], *, fabric: bool) -> list[MemoryKind]:
+    """Return the kinds of memory to try on a device, the most able first and the plain one last.
+
+    A device may have an attribute and refuse the memory: fabric handles need an IMEX channel.
+    """
+    rdma = bool(capabilities.get("gpu-direct-rdma"))
+    has_fabric = fabric and bool(capabilities.get("fabric-handles"))
+    kinds = [MemoryKind(rdma, has_fabric), MemoryKind(rdma), MemoryKind()]
+    return list(dict.fromkeys(kinds))
 
 
 class CudaDevice:
@@ -30,8 +51,19 @@ class CudaDevice:
     clients protect their own mappings. Nor does it say what new memory holds: clients clear it.
     """
 
-    def __init__(self, driver: CudaDriver, ordinal: int, nvml: Nvml | None = None) -> None:
-        """Use a visible device. CudaUnavailable when it has no virtual memory management."""
+    def __init__(
+        self,
+        driver: CudaDriver,
+        ordinal: int,
+        nvml: Nvml | None = None,
+        *,
+        fabric_handles: bool = False,
+    ) -> None:
+        """Use a visible device. CudaUnavailable when it has no virtual memory management.
+
+        Its memory can be used for RDMA where it is granted, and exported as fabric handles where
+        that is asked for and granted; the capabilities `rdma-memory` and `fabric-memory` say so.
+        """
         self._driver = driver
         self._nvml = nvml or Nvml()
         self._device = driver.call("cuDeviceGet", ordinal)
@@ -43,18 +75,22 @@ class CudaDevice:
                 next_step="use a GPU and a driver with virtual memory management",
                 missing=lacking,
             )
-        self._prop = driver.allocation(self._device)
-        api = driver.api
-        minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        uuid = driver.uuid_of(self._device)
+        if fabric_handles and not capabilities.get("fabric-handles"):
+            log.warning("%s has no fabric handles: its memory is made without them", uuid)
+        made = self._granted(uuid, memory_kinds(capabilities, fabric=fabric_handles))
+        self._prop = driver.allocation(self._device, **made._asdict())
         self._info = DeviceInfo(
             kind=KIND,
-            uuid=driver.uuid_of(self._device),
+            uuid=uuid,
             index=ordinal,
             product=driver.name_of(self._device),
             capacity=int(driver.call("cuDeviceTotalMem", self._device)),
-            granularity=int(driver.call("cuMemGetAllocationGranularity", self._prop, minimum)),
+            granularity=self._granularity(self._prop),
             capabilities={
                 **capabilities,
+                "rdma-memory": int(made.rdma),
+                "fabric-memory": int(made.fabric),
                 "read-only-exports": 0,
                 "zeroed": 0,
                 "driver": driver.version,
@@ -137,6 +173,36 @@ class CudaDevice:
         except KeyError:
             raise Internal(f"handle {handle} is not allocated") from None
 
+    def _granted(self, uuid: str, kinds: Sequence[MemoryKind]) -> MemoryKind:
+        """Return the first kind of memory that the driver does not refuse; the last is not tried.
+
+        Whether one is refused is known by making a little of it: no attribute says it.
+        """
+        *tried, plain = kinds
+        for kind in tried:
+            prop = self._driver.allocation(self._device, **kind._asdict())
+            try:
+                size = self._granularity(prop)
+                self._driver.call("cuMemRelease", self._driver.call("cuMemCreate", size, prop, 0))
+            except CudaFailed as error:
+                if error.status == OUT_OF_MEMORY and not kind.fabric:
+                    # The device is full, which says nothing against the kind.
+                    return kind
+                log.warning(
+                    "%s refuses memory for %s (%s)%s",
+                    uuid,
+                    " and ".join(name for name, has in kind._asdict().items() if has),
+                    error,
+                    ": has this node an IMEX channel?" if kind.fabric else "",
+                )
+            else:
+                return kind
+        return plain
+
+    def _granularity(self, prop: Any) -> int:
+        minimum = self._driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._driver.call("cuMemGetAllocationGranularity", prop, minimum))
+
     def _capabilities(self) -> dict[str, int]:
         attributes = self._driver.api.CUdevice_attribute
         found: dict[str, int] = {}
@@ -158,8 +224,11 @@ _CAPABILITIES = {
 }
 
 
-def open_devices() -> list[CudaDevice]:
-    """Open every visible device, in the order of nvidia-smi. CudaUnavailable."""
+def open_devices(*, fabric_handles: bool = False) -> list[CudaDevice]:
+    """Open every visible device, in the order of nvidia-smi. CudaUnavailable.
+
+    With `fabric_handles` memory is made so that it can be exported as one, too, where it can be.
+    """
     # By default CUDA has the fastest device first.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     driver = CudaDriver()
@@ -172,7 +241,9 @@ def open_devices() -> list[CudaDevice]:
     if not count:
         raise CudaUnavailable("no CUDA device is visible", next_step=_SHOW_A_GPU)
     nvml = Nvml()
-    return [CudaDevice(driver, ordinal, nvml) for ordinal in range(count)]
+    return [
+        CudaDevice(driver, ordinal, nvml, fabric_handles=fabric_handles) for ordinal in range(count)
+    ]
 
 
 _SHOW_A_GPU = "look with `nvidia-smi`, and at NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES"

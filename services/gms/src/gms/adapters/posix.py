@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from gms.adapters.buffers import ChunkMemory, Pages, digest_in_memory, digest_of, update_digest
+from gms.adapters.buffers import ChunkMemory, Pages, digest_in_memory, is_zero, update_digest
 from gms.adapters.parallel import for_all
 from gms.adapters.syscalls import (
     bypass_cache,
@@ -32,9 +32,10 @@ from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import create_file, open_regular, translated
 from snapshot_shared.object_storage import zeros_digest
 
-_READ_BYTES = 4 * 1024 * 1024
-"""What a load reads in one request. Shorter than a chunk, so that more threads, which is what makes
-a load faster, need no more memory; no shorter, because each request waits for a busy processor."""
+_REQUEST_BYTES = 4 * 1024 * 1024
+"""What goes through a buffer in one request. Shorter than a chunk, so that more threads, which are
+what makes a transfer faster, need no more memory; no shorter, because each request waits for a busy
+processor."""
 
 
 class Posix:
@@ -60,6 +61,11 @@ class Posix:
     def _name_of(self, bypassing: set[int], descriptors: Sequence[int]) -> str:
         is_direct = self._direct and len(bypassing) == len(descriptors)
         return self._name if is_direct or self._pages else "posix-buffered"
+
+    def _requests(self, plans: Sequence[FilePlan]) -> int:
+        """Return how many bytes are moved at a time. What is in place needs no buffer."""
+        longest = longest_chunk(plans)
+        return longest if self._in_place else min(longest, _REQUEST_BYTES)
 
     def _memory(self, buffers: Buffers, longest: int) -> ChunkMemory:
         return ChunkMemory(buffers, longest, self._pages, in_place=self._in_place)
@@ -87,8 +93,8 @@ class Posix:
         advance: Advance,
         notes: ChunkNotes | None,
     ) -> Moved:
-        memory = self._memory(buffers, longest_chunk(plans))
-        writing = _Writing(directory, plans, memory, notes)
+        limit = self._requests(plans)
+        writing = _Writing(directory, plans, self._memory(buffers, limit), limit, notes)
         try:
             writing.open(direct=self._direct)
 
@@ -118,9 +124,7 @@ class Posix:
     ) -> Moved:
         cached: list[int] = []
         direct: list[int] = []
-        longest = longest_chunk(plans)
-        # A read in place needs no buffer, so it is not cut.
-        limit = longest if self._in_place else min(longest, _READ_BYTES)
+        limit = self._requests(plans)
         memory = self._memory(buffers, limit)
         bypassing: set[int] = set()
 
@@ -174,11 +178,13 @@ class _Writing:
         directory: int,
         plans: Sequence[FilePlan],
         memory: ChunkMemory,
+        limit: int,
         notes: ChunkNotes | None,
     ) -> None:
         self._directory = directory
         self._plans = plans
         self._memory = memory
+        self._limit = limit
         self._batches = _Batches(notes) if notes else None
         self._noted = [notes.written(plan.name) if notes else {} for plan in plans]
         self._digests: list[list[str]] = [[""] * len(plan.chunks) for plan in plans]
@@ -208,28 +214,40 @@ class _Writing:
         if noted is not None and self._stands(descriptor, chunk, noted):
             self._digests[file][chunk.index] = noted
             return 0
-        with self._memory.outgoing(chunk, direct=descriptor in self.bypassing) as pieces:
-            found = digest_of(pieces, chunk.size)
-            self._digests[file][chunk.index] = found
-            # Where another process was killed there may be bytes in place of a hole.
-            is_hole = found == zeros_digest(chunk.size) and not self._noted[file]
-            if not is_hole:
-                write_at(descriptor, pieces, chunk.offset, self.bypassing)
-            elif descriptor in self.bypassing:
+        # Where another process was killed there may be bytes in place of a hole.
+        is_hole = not self._noted[file] and is_zero(chunk, self._memory.buffers)
+        if is_hole:
+            found = zeros_digest(chunk.size)
+            if descriptor in self.bypassing:
                 punch_hole(descriptor, chunk.offset, chunk.size)
+        else:
+            found = self._written(descriptor, chunk)
+        self._digests[file][chunk.index] = found
         if self._batches:
             self._batches.add(descriptor, self._plans[file].name, chunk, found)
         return 0 if is_hole else chunk.size
 
+    def _written(self, descriptor: int, chunk: ChunkPlan) -> str:
+        """Write a chunk and return its digest."""
+        state, is_direct = xxhash.xxh3_128(), descriptor in self.bypassing
+        for request in cut_chunk(chunk, self._limit):
+            with self._memory.outgoing(request, direct=is_direct) as pieces:
+                update_digest(state, pieces, request.size)
+                write_at(descriptor, pieces, request.offset, self.bypassing)
+        return state.hexdigest()
+
     def _stands(self, descriptor: int, chunk: ChunkPlan, noted: str) -> bool:
         if digest_in_memory(chunk, self._memory.buffers) != noted:
             return False
+        state = xxhash.xxh3_128()
         try:
-            with self._memory.scratch(chunk) as view:
-                read_at(descriptor, [view], chunk, self.bypassing)
-                return digest_of([view], chunk.size) == noted
+            for request in cut_chunk(chunk, self._limit):
+                with self._memory.scratch(request) as view:
+                    read_at(descriptor, [view], request, self.bypassing)
+                    update_digest(state, [view], request.size)
         except ArtifactCorrupt:
             return False
+        return state.hexdigest() == noted
 
     def finish(self, file: int) -> int:
         # The last page of a direct request is whole; the file ends where its bytes do.

@@ -34,15 +34,16 @@ DEFAULT_BACKEND = "posix-direct"
 OBJECT = "object"
 """The backend whose bytes are in object storage, and not in the folder of the part."""
 
+GDS = "gds"
+"""The backend that reads into the memory of a GPU, past the host."""
+
 CONTAINER = "container"
 """What moved the bytes of a part where a saver or loader in the pod did."""
 
 NOTE_BYTES = 256 * 1024 * 1024
 """What a killed save may have to write again, about: each note costs an fsync of two files."""
 
-SAVE_THREADS = 4
-
-LOAD_THREADS = 16
+SAVE_THREADS = LOAD_THREADS = 16
 """While some digest and copy, the others keep the disk at work: 8 are too few for that."""
 
 MAX_THREADS = 64

@@ -385,7 +385,9 @@ def _pending(view: RestoreView, now: float) -> Plan:
     if not status.content_name:
         if content is None or view.missing:
             return _waits(restore, "WaitingForSnapshot", view.missing, now)
-        return _plan(restore, replace(status, content_name=content.metadata.name), now)
+        placed = view.pod.status.node_name if view.pod is not None and not view.no_agent else ""
+        named = replace(status, content_name=content.metadata.name, node_name=placed)
+        return _plan(restore, named, now)
     is_registered = content is not None and restore.metadata.uid in content.status.readers
     if not is_registered and (again := _unreadable(view, now)) is not None:
         return again

@@ -520,7 +520,13 @@ async def connected(
 
 
 def _bus(server: Server) -> Bus:
-    return Bus(server.url, "snapshotctl", credentials=server.credentials, inbox=server.inbox)
+    return Bus(
+        server.url,
+        "snapshotctl",
+        credentials=server.credentials,
+        ca=server.ca,
+        inbox=server.inbox,
+    )
 
 
 async def _open(bus: Bus, server: Server, *, patiently: bool) -> None:

@@ -38,14 +38,28 @@ async def keys(
     store: Annotated[
         Path, typer.Option("--store", metavar="FOLDER", help="Where it will keep its streams.")
     ] = Path("/var/lib/nats"),
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", metavar="FILE", help="Its certificate, for TLS.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="The key of that.")
+    ] = None,
 ) -> None:
     """Make the keys of a NATS of your own, and the configuration of its server.
 
     Writes FOLDER/USER/seed.nk for the operator, for snapshotctl, for viewers, and for the agent and
     the GPU memory service of each node, and FOLDER/nats-server/nats.conf, which lets exactly these
-    in. Seeds that are there already are kept, so run it again when a node is added.
+    in. Seeds that are there already are kept, so run it again when a node is added. With a
+    certificate the server speaks TLS only, and its address is tls://HOST:PORT.
     """
-    server = NatsServer(CONTEXT_PREFIX + folder.resolve().name, listen, store, monitor=monitor)
+    if (tls_cert is None) != (tls_key is None):
+        raise WrongArguments(
+            "--tls-cert and --tls-key are of use together only",
+            next_step="name the certificate of nats-server and the key of it, or neither",
+        )
+    tls = (tls_cert.absolute(), tls_key.absolute()) if tls_cert and tls_key else None
+    name = CONTEXT_PREFIX + folder.resolve().name
+    server = NatsServer(name, listen, store, monitor=monitor, tls=tls)
     seeds = {user: folder / user.name / "seed.nk" for user in users_of(_node_names(node))}
     configuration = folder / NATS / NATS_CONFIGURATION
     nkeys.admit(configuration, server, seeds)

@@ -318,7 +318,7 @@ class NatsServer(NamedTuple):
     """A nats-server: `listen` and `monitor` are host:port, of which port -1 is any that is free.
 
     It writes the port that it has chosen to a file below `ports`. Without `monitor` it has no HTTP
-    port.
+    port. `tls` are the files of its certificate and of the key of that, in PEM format.
     """
 
     name: str
@@ -326,6 +326,7 @@ class NatsServer(NamedTuple):
     store: Path
     ports: Path | None = None
     monitor: str | None = None
+    tls: tuple[Path, Path] | None = None
 
 
 def local_nats(name: str, paths: ClusterPaths) -> NatsServer:
@@ -343,10 +344,14 @@ def nats_configuration(server: NatsServer, keys: Sequence[tuple[User, str]]) -> 
     accounts = msgspec.json.format(msgspec.json.encode(server_accounts(keys)), indent=2).decode()
     ports = f"ports_file_dir: {_quoted(server.ports)}\n" if server.ports else ""
     monitor = f"http: {_quoted(server.monitor)}\n" if server.monitor else ""
+    tls = ""
+    if server.tls:
+        certificate, key = map(_quoted, server.tls)
+        tls = f"tls {{\n  cert_file: {certificate}\n  key_file: {key}\n}}\n"
     return f"""\
 server_name: {_quoted(server.name)}
 listen: {_quoted(server.listen)}
-{ports}{monitor}max_payload: 1MB
+{ports}{monitor}{tls}max_payload: 1MB
 jetstream {{
   store_dir: {_quoted(server.store)}
   sync_interval: always

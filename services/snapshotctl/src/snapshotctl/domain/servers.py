@@ -2,13 +2,14 @@
 
 Flags beat the environment. Then, in this order: NATS_URL, SNAPBACK_CLUSTER, NATS_CONTEXT, the
 selected nats context, the local cluster `default`. A server that is named by its address is reached
-with NATS_NKEY, which the nats CLI reads as well, and NATS_INBOX_PREFIX, for which it has the flag
---inbox-prefix.
+with NATS_NKEY and NATS_CA, which the nats CLI reads as well, and NATS_INBOX_PREFIX, for which it
+has the flag --inbox-prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -27,14 +28,16 @@ MAX_CONTEXT_BYTES = 64 * 1024
 class Server(NamedTuple):
     """Where to connect, and which option or variable named it.
 
-    `credentials` is the path of an nkey seed, if one is needed, and `inbox` the prefix of the
-    subjects on which its user may receive answers.
+    `credentials` is the path of an nkey seed, if one is needed, `inbox` the prefix of the subjects
+    on which its user may receive answers, and `ca` a file with the certificates by which the server
+    is known over TLS, if the system's are not enough.
     """
 
     url: str
     source: str
     credentials: str | None = None
     inbox: str = User("snapshotctl").inbox
+    ca: Path | None = None
 
 
 class ContextNamed(NamedTuple):
@@ -76,7 +79,7 @@ def choose(
 def _server(url: str, source: str, environment: Mapping[str, str]) -> Server:
     nkey = environment.get("NATS_NKEY") or None
     inbox = environment.get("NATS_INBOX_PREFIX") or User("snapshotctl").inbox
-    return Server(address(url, source), source, nkey, inbox)
+    return Server(address(url, source), source, nkey, inbox, _path(environment.get("NATS_CA")))
 
 
 def address(text: str, source: str) -> str:
@@ -128,6 +131,7 @@ class ContextFile(msgspec.Struct, frozen=True, kw_only=True):
     nkey: str = ""
     creds: str = ""
     inbox_prefix: str = ""
+    ca: str = ""
 
 
 def server_of_context(data: bytes, choice: ContextNamed) -> Server:
@@ -151,7 +155,11 @@ def server_of_context(data: bytes, choice: ContextNamed) -> Server:
         scheme, _, rest = url.partition("://")
         url = f"{scheme}://{login}@{rest}"
     inbox = found.inbox_prefix or User("snapshotctl").inbox
-    return Server(url, source, found.nkey or None, inbox)
+    return Server(url, source, found.nkey or None, inbox, _path(found.ca))
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
 
 
 def shown(url: str) -> str:
