@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from snapback_client import MemoryPool, Worker
+from snapback_client import MemoryPool, Worker, device_count
 
 Floats = NDArray[np.float32]
 
@@ -114,7 +114,7 @@ class Model:
     @classmethod
     def of(cls, worker: Worker, size_mib: int) -> Model:
         """Return the model that was saved; on a cold start build it."""
-        devices = len(os.environ["NVIDIA_VISIBLE_DEVICES"].split(","))
+        devices = device_count()
         count = max(1, size_mib // (LAYER_MIB * devices))
         pools = [
             worker.pool(f"pool-{device}", Layers(device, count).build, device=device)

@@ -52,9 +52,10 @@ ALLOWED_BLOCKS = {
     "services/gms/src/gms/adapters/lease_socket.py:close": NODES_OWN,
     **{
         f"services/gms/src/gms/containers.py:{name}": "a process that moves one pod's weights"
-        for name in ("_carry_out", "_ordered", "_reported", "_transfer", "follow")
+        for name in ("_carry_out", "_follow", "_ordered", "_reported", "_transfer")
     },
     "services/gms/src/gms/main.py:serve": AT_THE_START,
+    "services/gms/src/gms/main.py:serve_device": AT_THE_START,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_first": IN_MEMORY,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_keep": IN_MEMORY,
     "services/operator/src/snapshot_operator/kube/webhook_tls.py:_take": IN_MEMORY,

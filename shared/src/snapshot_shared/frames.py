@@ -234,7 +234,8 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One device: bytes, domains, fence and loads. `retired` bytes wait for importers to let go.
 
-    `capabilities` are what it can do, 1 or 0 by name, and the version of its driver.
+    `capabilities` are what it can do, 1 or 0 by name, and the version of its driver. `kind` is
+    `simulated` or `cuda`; an older service says nothing of it.
     """
 
     uuid: str
@@ -249,6 +250,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     fence: FenceStatus | None = None
     loads: list[LoadStatus] = []
     capabilities: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    kind: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import hashlib
 import re
 from typing import NewType
 
-from snapshot_shared.errors import InvalidInput, InvalidName
+from snapshot_shared.errors import InvalidName
 
 NodeName = NewType("NodeName", str)
 Uid = NewType("Uid", str)
@@ -39,7 +39,6 @@ _LABEL = re.compile(LABEL_PATTERN)
 _UID = re.compile(UID_PATTERN)
 _ORDER = re.compile(ORDER_PATTERN)
 _PART = re.compile(PART_PATTERN)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def _checked(pattern: re.Pattern[str], what: str, value: str, longest: int = 128) -> str:
@@ -112,25 +111,6 @@ def name_of(subject_token: str) -> str:
 def object_token(name: str) -> str:
     """Write an object's name as one NATS subject token: dots become `_`."""
     return check_name(name).replace(".", "_")
-
-
-def check_folder(setting: str, value: str) -> str:
-    """Return the path of a folder that a setting names. InvalidInput names setting and value.
-
-    It is absolute and written without `.`, `..`, blanks at its ends and control characters: every
-    process that is given it has to find the same folder, whatever its working directory is.
-    """
-    parts = value.split("/")
-    is_clean = value == value.strip() and not _CONTROL.search(value)
-    if not value.startswith("/") or not is_clean or "." in parts or ".." in parts:
-        raise InvalidInput(
-            f"{setting}={value!r} is no absolute path of a folder without '.', '..' and blanks at "
-            "its ends",
-            next_step=f"set {setting} to the absolute path of the folder",
-            setting=setting,
-            found=value,
-        )
-    return value
 
 
 def short_hash(*values: str, length: int = 16) -> str:

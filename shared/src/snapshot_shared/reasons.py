@@ -636,6 +636,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Two loaders wrote to one device, and the other one was first.",
             "Read the committed layout and use it; do not load the weights again.",
         ),
+        "DeviceProcessGone": Reason(
+            "The process that served a GPU has ended, and with it the memory of that GPU.",
+            "The message says how. With SNAPBACK_PROCESS_PER_DEVICE each GPU has a process.",
+            "It is started again by itself: attach again, and load the weights again.",
+        ),
         "GmsUnavailable": Reason(
             "The GPU memory service of the node does not answer its agent.",
             "It does not run, or its socket folder is another one than the agent's.",

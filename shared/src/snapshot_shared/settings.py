@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from snapback_client.folders import check_folder
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.ids import check_folder
 
 Folder = Annotated[Path, Meta(description="An absolute path, as `check_folder` wants it.")]
 """The type of a setting that several processes are given: it may depend on none of them."""

@@ -601,6 +601,31 @@ def test_a_missing_socket_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         client.connect("GPU-1")
 
 
+@pytest.mark.parametrize("folder", ["gms", "./gms", "/run/../gms", "/run/gms/.", "/run/gms "])
+def test_a_socket_folder_that_depends_on_something_else_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    with pytest.raises(InvalidInput, match=f"socket_dir={folder!r} is no absolute path"):
+        client.connect("GPU-1", socket_dir=folder)
+    monkeypatch.setenv("GMS_SOCKET_DIR", folder)
+    with pytest.raises(InvalidInput, match=f"GMS_SOCKET_DIR={folder!r} is no absolute path"):
+        client.connect("GPU-1")
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [("{0},{1}", 2), ("{1}", 1), ("void", 1), ("all", 1), ("", 1)]
+)
+def test_the_numbers_below_the_count_of_devices_can_be_connected_to(
+    service: Any, monkeypatch: pytest.MonkeyPatch, visible: str, expected: int
+) -> None:
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible.format(*service.uuids))
+    assert client.device_count() == expected
+    pools = [client.connect(number, lock="RW") for number in range(client.device_count())]
+    assert len({pool.device for pool in pools}) == expected
+    for pool in pools:
+        pool.close()
+
+
 def test_the_state_of_another_size_or_place_is_refused(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         pool.allocate("a", 10, "u1")

@@ -148,6 +148,13 @@ def test_without_a_folder_of_sockets_it_says_what_to_set() -> None:
     assert "set GMS_SOCKET_DIR" in text
 
 
+@pytest.mark.parametrize("folder", ["gms", "./gms", "/run/../gms", "/run/gms/.", "/run/gms "])
+def test_a_folder_of_sockets_that_depends_on_something_else_is_refused(folder: str) -> None:
+    for command in ("status", "save", "bench"):
+        text = gms(command, "--socket-dir", folder, status=1)
+        assert f"--socket-dir={folder!r} is no absolute path" in text
+
+
 def test_an_interrupt_ends_a_save_and_leaves_nothing(launch: Any, tmp_path: Path) -> None:
     launch(capacities=(1024 * MIB,))
     with client.connect(lock="RW") as pool:

@@ -591,6 +591,42 @@ def test_a_process_that_waits_for_a_gpu_has_started_its_driver_and_holds_nothing
     saved.service.run(run())
 
 
+def test_a_saver_that_waits_for_orders_has_started_the_driver_of_each_gpu_in_a_process(
+    service: Any, tmp_path: Path
+) -> None:
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    environment = {
+        **os.environ,
+        "GMS_SOCKET_DIR": str(service.folder),
+        "GMS_ORDER_DIR": str(orders),
+        "GMS_CHECKPOINT_DIR": "",
+    }
+    with subprocess.Popen(
+        [str(Path(sys.executable).with_name("gms-saver"))], env=environment, stderr=subprocess.PIPE
+    ) as saver:
+        try:
+            until(lambda: visible_in_children(saver.pid) == sorted(UUIDS[:2]))
+        finally:
+            saver.terminate()
+            saver.communicate(timeout=30)
+    assert saver.returncode == 0
+
+
+def visible_in_children(pid: int) -> list[str]:
+    """What the children of a process that have started CUDA see of it."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if "libcuda.so.1" in Path(f"/proc/{child}/maps").read_text():
+            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found += [
+                entry.partition(b"=")[2].decode()
+                for entry in environment
+                if entry.startswith(b"CUDA_VISIBLE_DEVICES=")
+            ]
+    return sorted(found)
+
+
 def alone(work: Callable[[], object]) -> None:
     """Work in a thread, which alone stays near the device."""
     with ThreadPoolExecutor(1) as pool:
@@ -612,3 +648,12 @@ def test_the_context_of_a_transfer_is_made_beside_its_other_work_and_sleeps_whil
 def test_a_transfer_that_was_not_waited_for_sleeps_while_it_waits_too(saved: Saved) -> None:
     alone(lambda: save(saved.save_task(), lambda _: None))
     assert flags_and_contexts(0)[0] == BLOCKING_SYNC
+
+
+def until(holds: Callable[[], object]) -> None:
+    pause = threading.Event()
+    for _ in range(2000):
+        if holds():
+            return
+        pause.wait(0.01)
+    pytest.fail("it did not come true within 20 s")

@@ -253,10 +253,13 @@ class Operator:
         await self.bus.close()
 
 
-@pytest.fixture
-async def operator(process: Process, nats_url: str) -> AsyncIterator[Operator]:
+@pytest.fixture(params=["0", "1"], ids=["one-process", "process-per-device"])
+async def operator(
+    process: Process, nats_url: str, request: pytest.FixtureRequest
+) -> AsyncIterator[Operator]:
     found = Operator(nats_url)
     await found.open()
+    process.environment["SNAPBACK_PROCESS_PER_DEVICE"] = request.param
     process.environment["SNAPBACK_NATS_URL"] = nats_url
     await asyncio.to_thread(process.start)
     yield found

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from snapback_client.folders import check_folder
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.ids import check_folder
 from snapshot_shared.settings import NodeSettings, load
 
 GOOD = {

@@ -31,6 +31,7 @@ SETTING = plans.ClusterSettings(
         "SNAPBACK_OTLP_ENDPOINT": "http://otlp",
         "SNAPBACK_KEEP_COUNT": "3",
         "SNAPBACK_DEVICE_HUGE_PAGES": "1",
+        "SNAPBACK_PROCESS_PER_DEVICE": "1",
     },
 )
 KEYS = [(user, f"U{n}") for n, user in enumerate(users_of([NodeName("node-1")]))]
@@ -64,6 +65,7 @@ def test_every_process_carries_the_run_and_none_the_settings_of_another() -> Non
         assert program.environment["SNAPBACK_OTLP_ENDPOINT"] == "http://otlp"
         assert program.environment["SNAPBACK_KEEP_COUNT"] == "3"
         assert program.environment["SNAPBACK_DEVICE_HUGE_PAGES"] == "1"
+        assert program.environment["SNAPBACK_PROCESS_PER_DEVICE"] == "1"
         assert program.environment.get("SNAPBACK_NODE") in (None, "node-1")
 
 

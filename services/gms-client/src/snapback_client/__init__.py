@@ -34,7 +34,7 @@ from snapback_client.errors import (
 )
 from snapback_client.frames import GenerationRef
 from snapback_client.mappings import AddressTaken
-from snapback_client.pool import MemoryPool, connect, restore
+from snapback_client.pool import MemoryPool, connect, device_count, restore
 
 if TYPE_CHECKING:
     from snapback_client.identity import Identity
@@ -59,6 +59,7 @@ __all__ = [
     "UnknownDevice",
     "Worker",
     "connect",
+    "device_count",
     "restore",
 ]
 

@@ -64,6 +64,15 @@ def names_of(device: int | str, *, cuda: Sequence[str], visible: Sequence[str]) 
     return found
 
 
+def count_of(*, cuda: Sequence[str], visible: Sequence[str]) -> int:
+    """Return how many devices a process has, by what CUDA shows and what the environment names.
+
+    Where both say it, the fewest: CUDA_VISIBLE_DEVICES may leave some of them, and a simulated
+    node may have GPUs of which the process was given none. Where neither does it is 1.
+    """
+    return min((len(names) for names in (cuda, visible) if names), default=1)
+
+
 def ordinal_of(uuid: str, index: int, *, cuda: Sequence[str], visible: Sequence[str]) -> int:
     """Return the number that this process has for a device of the service."""
     for names in (cuda, visible):

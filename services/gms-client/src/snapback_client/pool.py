@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec import UNSET, Struct, UnsetType
 
 from snapback_client.codec import decode_json
-from snapback_client.devices import names_of, ordinal_of, visible_names
+from snapback_client.devices import count_of, names_of, ordinal_of, visible_names
 from snapback_client.errors import (
     Incompatible,
     InvalidInput,
@@ -23,6 +23,7 @@ from snapback_client.errors import (
     StaleLayout,
     UnknownDevice,
 )
+from snapback_client.folders import check_folder
 from snapback_client.forks import check_owner
 from snapback_client.frames import (
     MEMORY_S,
@@ -94,6 +95,14 @@ def connect(
     pool = MemoryPool(device, domain=domain, name=name, socket_dir=socket_dir)
     pool._open(lock, deadline_s, if_match, replace=replace)  # noqa: SLF001 - our own constructor
     return pool
+
+
+def device_count() -> int:
+    """Return how many devices this process was given; `connect` takes the numbers below it.
+
+    Where neither CUDA nor the environment says which they are it is 1.
+    """
+    return count_of(cuda=_shown_by_cuda(), visible=_visible())
 
 
 def restore(
@@ -580,12 +589,14 @@ def _places(slots: Iterable[Slot]) -> list[tuple[int, int]]:
 
 
 def _folder(socket_dir: str | None) -> str:
-    folder = socket_dir or os.environ.get("GMS_SOCKET_DIR")
+    if socket_dir:
+        return check_folder("socket_dir", socket_dir)
+    folder = os.environ.get("GMS_SOCKET_DIR")
     if not folder:
         raise InvalidInput(
             "GMS_SOCKET_DIR is not set", next_step="set it to the folder of the GMS sockets"
         )
-    return folder
+    return check_folder("GMS_SOCKET_DIR", folder)
 
 
 def _shown_by_cuda() -> list[str]:

@@ -24,6 +24,7 @@ from gms.conformance.run import check, open_rig
 from gms.domain.parts import difference, place_of
 from gms.domain.showing import bench_text, difference_text, size_text, status_text
 from snapback_client.cuda import CudaUnavailable
+from snapback_client.folders import check_folder
 from snapback_client.frames import GenerationRef, MemoryDomain
 from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import (
@@ -84,10 +85,11 @@ app = typer.Typer(
 )
 
 SocketDir = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--socket-dir",
         envvar=["GMS_SOCKET_DIR", "SNAPBACK_SOCKET_DIR"],
+        metavar="PATH",
         help="Folder of the sockets of the service.",
     ),
 ]
@@ -290,16 +292,16 @@ def main() -> None:
 # How it is done.
 
 
-def _folder(socket_dir: Path | None) -> Path:
+def _folder(socket_dir: str | None) -> Path:
     if socket_dir is None:
         raise InvalidInput(
             "no folder of sockets is named",
             next_step="set GMS_SOCKET_DIR, or give --socket-dir, the folder of its sockets",
         )
-    return socket_dir
+    return Path(check_folder("--socket-dir", socket_dir))
 
 
-def _caller(socket_dir: Path | None) -> GmsCaller:
+def _caller(socket_dir: str | None) -> GmsCaller:
     return GmsCaller(_folder(socket_dir), traceparent=os.environ.get("TRACEPARENT", ""))
 
 

@@ -41,6 +41,7 @@ from gms.domain.containers import (
 )
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
 from gms.handlers.transfers import whole_or_nothing
+from gms.ports import Transfers
 from snapback_client.frames import MemoryDomain
 from snapshot_shared.codec import MAX_MESSAGE_BYTES, decode_json, encode_pretty
 from snapshot_shared.errors import (
@@ -53,9 +54,11 @@ from snapshot_shared.errors import (
 from snapshot_shared.files import open_root, opened, read_bounded, write_replacing
 from snapshot_shared.frames import StatusReply
 from snapshot_shared.orders import LayoutRef, LoadOrder, SaveOrder
-from snapshot_shared.tasks import end_all
+from snapshot_shared.tasks import any_set, end_all
 
 MAX_DEVICES = 64
+AGAIN_S = 1.0
+"""The rest before a service that did not answer is asked again which GPUs it has, in seconds."""
 
 T = TypeVar("T")
 SaveOrders = Annotated[list[SaveOrder], Meta(min_length=1, max_length=MAX_DEVICES)]
@@ -71,15 +74,20 @@ def _unnoticed(_event: TransferEvent) -> None:
 
 
 async def save_all(
-    settings: Settings, orders: Sequence[SaveOrder], notice: Notice = _unnoticed
+    settings: Settings,
+    orders: Sequence[SaveOrder],
+    processes: Transfers,
+    notice: Notice = _unnoticed,
 ) -> list[PartOutcome]:
     """Write every device's part, all at a time. When one fails the unfinished ones are removed."""
     tasks = [container_save(settings, order) for order in orders]
-    found = await _all(tasks, notice)
+    found = await _all(processes, tasks, notice)
     return [_outcome(task, done) for task, done in zip(tasks, found, strict=True)]
 
 
-async def load_all(settings: Settings, orders: Sequence[LoadOrder]) -> list[PartOutcome]:
+async def load_all(
+    settings: Settings, orders: Sequence[LoadOrder], processes: Transfers
+) -> list[PartOutcome]:
     """Load every device hidden, then publish all. What is committed already is left alone.
 
     When one fails all are forgotten.
@@ -94,7 +102,7 @@ async def load_all(settings: Settings, orders: Sequence[LoadOrder]) -> list[Part
         ]
         published: dict[str, PartOutcome] = {}
         try:
-            found = await _all(tasks)
+            found = await _all(processes, tasks)
             for task, done in zip(tasks, found, strict=True):
                 layout = await gms.publish(task.device, task.load_token)
                 published[task.part] = _outcome(task, done, layout)
@@ -106,11 +114,11 @@ async def load_all(settings: Settings, orders: Sequence[LoadOrder]) -> list[Part
 
 
 async def load_hidden(
-    settings: Settings, orders: Sequence[LoadOrder], notice: Notice
+    settings: Settings, orders: Sequence[LoadOrder], processes: Transfers, notice: Notice
 ) -> list[PartOutcome]:
     """Load every device, and leave the layouts hidden under the load tokens of the orders."""
     tasks = [container_load(settings, order, load_token=order.load_token) for order in orders]
-    found = await _all(tasks, notice)
+    found = await _all(processes, tasks, notice)
     return [_outcome(task, done) for task, done in zip(tasks, found, strict=True)]
 
 
@@ -159,8 +167,10 @@ def _outcome(
     )
 
 
-async def _transfer(task: SaveTask | LoadTask, notice: Notice) -> TransferDone:
-    async with aclosing(whole_or_nothing(TransferProcesses(), task)) as events:
+async def _transfer(
+    processes: Transfers, task: SaveTask | LoadTask, notice: Notice
+) -> TransferDone:
+    async with aclosing(whole_or_nothing(processes, task)) as events:
         async for event in events:
             if isinstance(event, TransferDone):
                 return event
@@ -169,10 +179,10 @@ async def _transfer(task: SaveTask | LoadTask, notice: Notice) -> TransferDone:
 
 
 async def _all(
-    tasks: Sequence[SaveTask | LoadTask], notice: Notice = _unnoticed
+    processes: Transfers, tasks: Sequence[SaveTask | LoadTask], notice: Notice = _unnoticed
 ) -> list[TransferDone]:
     """Run all at a time; the first failure ends the others, and is raised by itself."""
-    running = [asyncio.ensure_future(_transfer(task, notice)) for task in tasks]
+    running = [asyncio.ensure_future(_transfer(processes, task, notice)) for task in tasks]
     try:
         return await asyncio.gather(*running)
     except BaseException:
@@ -225,21 +235,50 @@ async def follow(verb: Literal["save", "load"], settings: Settings) -> None:
     """
     root = Path(settings.order_dir)
     running: dict[str, asyncio.Task[int]] = {}
+    async with TransferProcesses() as processes:
+        warming = asyncio.create_task(_warm(processes, settings), name="warming")
+        try:
+            await _follow(verb, settings, root, processes, running)
+        finally:
+            await end_all(warming, *running.values())
+
+
+async def _follow(
+    verb: Literal["save", "load"],
+    settings: Settings,
+    root: Path,
+    processes: Transfers,
+    running: dict[str, asyncio.Task[int]],
+) -> None:
     with Inotify() as inotify:
         inotify.add_watch(root, Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE | Mask.ONLYDIR)
         sys.stderr.write(f"gms-{verb}r: waiting for orders in {root}\n")
+        while True:
+            wanted = _unanswered(root, verb)
+            for name in running.keys() - wanted:
+                await end_all(running.pop(name))
+            for name in wanted - running.keys():
+                folder = root / name
+                work = _reported(verb, folder, _ordered(verb, settings, folder, processes))
+                running[name] = asyncio.create_task(work, name=name)
+            await inotify.get()
+
+
+async def _warm(processes: TransferProcesses, settings: Settings) -> None:
+    """Have a process wait for each GPU, once the service says which it has."""
+    while True:
         try:
-            while True:
-                wanted = _unanswered(root, verb)
-                for name in running.keys() - wanted:
-                    await end_all(running.pop(name))
-                for name in wanted - running.keys():
-                    folder = root / name
-                    work = _reported(verb, folder, _ordered(verb, settings, folder))
-                    running[name] = asyncio.create_task(work, name=name)
-                await inotify.get()
-        finally:
-            await end_all(*running.values())
+            return processes.expect(await _gpus(settings))
+        except SnapbackError:
+            # It starts beside this container, and an order that comes meanwhile says what is wrong.
+            await any_set(AGAIN_S)
+
+
+async def _gpus(settings: Settings) -> list[str]:
+    """Return the uuids of the devices of the service that are GPUs. GmsUnavailable."""
+    async with GmsCaller(Path(settings.socket_dir), traceparent=settings.traceparent) as gms:
+        devices = (await gms.status(events=0)).devices
+    return [device.uuid for device in devices if device.kind == "cuda"]
 
 
 def _unanswered(root: Path, verb: str) -> set[str]:
@@ -250,7 +289,9 @@ def _unanswered(root: Path, verb: str) -> set[str]:
     }
 
 
-async def _ordered(verb: Literal["save", "load"], settings: Settings, folder: Path) -> Outcome:
+async def _ordered(
+    verb: Literal["save", "load"], settings: Settings, folder: Path, processes: Transfers
+) -> Outcome:
     """Carry out what the order file of a folder says."""
 
     def notice(event: TransferEvent) -> None:
@@ -260,10 +301,10 @@ async def _ordered(verb: Literal["save", "load"], settings: Settings, folder: Pa
     if verb == "save":
         saves: list[SaveOrder] = _orders(path, SaveOrders)
         here = in_order_folder(settings, str(folder), saves[0])
-        return Outcome(verb=verb, parts=await save_all(here, saves, notice))
+        return Outcome(verb=verb, parts=await save_all(here, saves, processes, notice))
     loads: list[LoadOrder] = _orders(path, LoadOrders)
     here = in_order_folder(settings, str(folder), loads[0])
-    return Outcome(verb=verb, parts=await load_hidden(here, loads, notice))
+    return Outcome(verb=verb, parts=await load_hidden(here, loads, processes, notice))
 
 
 async def _reported(
@@ -286,8 +327,12 @@ async def _reported(
 async def _carry_out(verb: Literal["save", "load"], settings: Settings) -> Outcome:
     path = Path(settings.order_file)
     if verb == "save":
-        return Outcome(verb=verb, parts=await save_all(settings, _orders(path, SaveOrders)))
-    return Outcome(verb=verb, parts=await load_all(settings, _orders(path, LoadOrders)))
+        saves: list[SaveOrder] = _orders(path, SaveOrders)
+        processes = TransferProcesses(gpus=await _gpus(settings))
+        return Outcome(verb=verb, parts=await save_all(settings, saves, processes))
+    loads: list[LoadOrder] = _orders(path, LoadOrders)
+    processes = TransferProcesses(gpus=await _gpus(settings))
+    return Outcome(verb=verb, parts=await load_all(settings, loads, processes))
 
 
 def _orders(path: Path, kind: Any) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import random
+import socket
+import stat
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -20,6 +23,7 @@ from gms.adapters.admission import LeasePolicy
 from gms.adapters.backends import find_backend
 from gms.adapters.claim_files import ClaimFiles
 from gms.adapters.device_memory import DeviceSockets, claimed_devices
+from gms.adapters.device_processes import DeviceProcesses
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.kubelet_plugin import (
     ClaimPlugin,
@@ -27,6 +31,7 @@ from gms.adapters.kubelet_plugin import (
     KubeletPlugin,
     plugin_folder,
 )
+from gms.adapters.lease_router import Intake, LeaseRouter
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.pod_memory import PodMemories
 from gms.adapters.simulated import PRODUCT, SimulatedDevice, allow_many_descriptors
@@ -39,13 +44,14 @@ from gms.handlers.memory_server import MemoryServer
 from gms.handlers.orders import GmsOrders
 from gms.handlers.sessions import LeaseSessions
 from gms.handlers.slices import publish_slices
+from gms.handlers.split import SplitControl
 from gms.handlers.transfers import GmsTransfers
-from gms.ports import ClusterApi, Device, Memory
+from gms.ports import ClusterApi, Control, Device, DeviceInfo, Memory
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
-from snapshot_shared.errors import BusUnavailable, InvalidInput
+from snapshot_shared.errors import BusUnavailable, InvalidInput, UnknownDevice
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.frames import MAX_EVENTS, StatusRequest
 from snapshot_shared.http import http_port
@@ -81,6 +87,8 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     limits of nvidia.com/gpu, `auto` by claims where the cluster has them.
     With `fabric_handles` memory of a GPU can be exported as a fabric handle, too, where granted.
     A save has `save_threads` and a load `load_threads` for each device.
+    With `process_per_device` a process of its own serves each device, so that a crash loses the
+    memory of one alone.
     Workers of other users reach the lease socket when they are of `lease_group` (a gid), and no
     other socket.
     With `encrypt_memory` what is saved is encrypted by the keys of artifacts. What is encrypted is
@@ -99,6 +107,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     kubelet_dir: Path = Path("/var/lib/kubelet")
     cdi_dir: Path = Path("/var/run/cdi")
     kubeconfig: Path | None = None
+    process_per_device: bool = False
     save_threads: Threads = SAVE_THREADS
     load_threads: Threads = LOAD_THREADS
     fabric_handles: bool = False
@@ -108,13 +117,42 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
 
 async def serve(stop: asyncio.Event) -> None:
     """Run until `stop` is set. Workers are served from the start, NATS when it answers."""
+    settings, options, metrics = await _begun()
+    devices = _open_devices(settings)
+    _make_socket_folder(settings)
+    if settings.process_per_device:
+        for device in devices:
+            device.close()
+        infos = [device.info for device in devices]
+        await _serve_by_processes(stop, settings, infos, options, metrics)
+    else:
+        await _serve_devices(stop, settings, devices, options, metrics)
+
+
+async def serve_device(stop: asyncio.Event, index: int) -> None:
+    """Run as the process of one device, which another process of GMS has started."""
+    settings, options, metrics = await _begun()
+    own = _open_devices(settings, only=index)
+    if not own:
+        raise UnknownDevice(f"there is no device {index} any more", index=index)
+    _make_socket_folder(settings)
+    channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    await _serve_devices(stop, settings, own, options, metrics, channel)
+
+
+async def _begun() -> tuple[GmsSettings, TransferOptions, Metrics]:
     settings = load(GmsSettings)
     log_to_stderr(SERVICE, settings.node, settings.log_level)
     check_node(settings.node)
     find_backend(settings.transfer_backend, storage=settings.object_storage)
+    if settings.process_per_device and settings.kubelet_plugin != "off":
+        raise InvalidInput(
+            "SNAPBACK_PROCESS_PER_DEVICE and SNAPBACK_KUBELET_PLUGIN exclude each other: the "
+            "devices of the plugin are in the memory of one process",
+            next_step="leave one of them out",
+        )
     options = await in_thread(transfer_options, settings)
     allow_many_descriptors()
-    devices = _open_devices(settings)
     metrics = Metrics(
         SERVICE,
         settings.node,
@@ -122,20 +160,29 @@ async def serve(stop: asyncio.Event) -> None:
         scraped=settings.http_address is not None,
         otlp_endpoint=settings.otlp_endpoint,
     )
+    return settings, options, metrics
+
+
+async def _serve_devices(
+    stop: asyncio.Event,
+    settings: GmsSettings,
+    devices: Sequence[Device],
+    options: TransferOptions,
+    metrics: Metrics,
+    channel: socket.socket | None = None,
+) -> None:
+    """Serve devices in this process; clients come by `channel` as well, until it is closed."""
     gms = MemoryServer(
         node=settings.node, incarnation=str(uuid.uuid4()), devices=devices, metrics=metrics
     )
     telemetry = _telemetry(settings, SERVICE, metrics)
-    _make_socket_folder(settings)
     control = GmsControl(gms)
-    policy = LeasePolicy(group=settings.lease_group)
+    # Transfers of orders are children of the process that has the channel's other end.
+    parents = (os.getppid(),) if channel else ()
+    policy = LeasePolicy(group=settings.lease_group, parents=parents)
     lease = LeaseServer(settings.socket_dir, LeaseSessions(gms, telemetry), policy, metrics)
-    # The bytes of a memory server in a pod are moved by processes of its node.
-    infos = [device.info for device in devices]
-    processes = TransferProcesses(
-        spares=len(devices) if settings.nats_url else 0,
-        gpus=[info.uuid for info in infos if info.kind == "cuda"],
-    )
+    intake = Intake(channel, lease.adopt, stop.set) if channel else None
+    processes = _processes(settings, [device.info for device in devices])
     transfers = GmsTransfers(
         gms,
         processes,
@@ -147,18 +194,74 @@ async def serve(stop: asyncio.Event) -> None:
     lease.start()
     try:
         await grpc.start()
+        if intake is not None:
+            intake.start()
         log.info("GMS serves %d devices", len(devices))
         async with processes, _kubelet_plugin(stop, settings, devices):
-            if settings.nats_url:
-                await _serve_orders(stop, settings, options, processes, control, telemetry, metrics)
-            else:
-                await stop.wait()
+            await _follow_orders(stop, settings, options, processes, control, telemetry, metrics)
     finally:
+        if intake is not None:
+            intake.close()
         await grpc.close()
         await lease.close()
         await gms.drained()
         for device in devices:
             device.close()
+
+
+async def _serve_by_processes(
+    stop: asyncio.Event,
+    settings: GmsSettings,
+    infos: Sequence[DeviceInfo],
+    options: TransferOptions,
+    metrics: Metrics,
+) -> None:
+    """Serve each device by a process of its own."""
+    telemetry = _telemetry(settings, SERVICE, metrics)
+    processes = _processes(settings, infos)
+    devices = DeviceProcesses(infos, settings.socket_dir)
+    control = SplitControl(settings.node, str(uuid.uuid4()), devices)
+    policy = LeasePolicy(group=settings.lease_group)
+    indices = {info.uuid: info.index for info in infos}
+    lease = LeaseRouter(settings.socket_dir, indices, devices.hand_over, policy, metrics)
+    grpc = GrpcServer(settings.socket_dir, control, devices, telemetry)
+    # First, for it says whether another service has the folder.
+    lease.start()
+    try:
+        async with devices, control.following(), processes:
+            try:
+                await grpc.start()
+                log.info("GMS serves %d devices by a process each", len(infos))
+                await _follow_orders(
+                    stop, settings, options, processes, control, telemetry, metrics
+                )
+            finally:
+                await grpc.close()
+    finally:
+        await lease.close()
+
+
+def _processes(settings: GmsSettings, infos: Sequence[DeviceInfo]) -> TransferProcesses:
+    # The bytes of a memory server in a pod are moved by processes of its node.
+    return TransferProcesses(
+        spares=len(infos) if settings.nats_url else 0,
+        gpus=[info.uuid for info in infos if info.kind == "cuda"],
+    )
+
+
+async def _follow_orders(
+    stop: asyncio.Event,
+    settings: GmsSettings,
+    options: TransferOptions,
+    processes: TransferProcesses,
+    control: Control,
+    telemetry: Telemetry,
+    metrics: Metrics,
+) -> None:
+    if settings.nats_url:
+        await _serve_orders(stop, settings, options, processes, control, telemetry, metrics)
+    else:
+        await stop.wait()
 
 
 def transfer_options(settings: GmsSettings) -> TransferOptions:
@@ -187,25 +290,38 @@ def transfer_options(settings: GmsSettings) -> TransferOptions:
     )
 
 
-def _open_devices(settings: GmsSettings) -> Sequence[Device]:
-    if settings.gms_device == "cuda":
-        # Only here: a node without a GPU needs nothing of it.
-        from gms.adapters.cuda import open_devices  # noqa: PLC0415
+def _open_devices(settings: GmsSettings, only: int | None = None) -> Sequence[Device]:
+    """Open all devices, or only the one with this index."""
+    if settings.gms_device == "simulated":
+        indices = range(settings.devices)
+        return [_simulated(settings, index) for index in indices if only in (None, index)]
+    found = _opened(settings)
+    if only is None:
+        return found
+    for device in found:
+        if device.info.index != only:
+            device.close()
+    return [device for device in found if device.info.index == only]
 
-        return open_devices(fabric_handles=settings.fabric_handles)
+
+def _opened(settings: GmsSettings) -> Sequence[Device]:
     if settings.gms_device == "claimed":
         return claimed_devices(settings.device_dir)
-    return [
-        SimulatedDevice(
-            node=settings.node,
-            index=index,
-            capacity=settings.device_bytes,
-            huge_pages=settings.device_huge_pages,
-            product=settings.device_product,
-            is_shared=settings.kubelet_plugin != "off",
-        )
-        for index in range(settings.devices)
-    ]
+    # Only here: a node without a GPU needs nothing of it.
+    from gms.adapters.cuda import open_devices  # noqa: PLC0415
+
+    return open_devices(fabric_handles=settings.fabric_handles)
+
+
+def _simulated(settings: GmsSettings, index: int) -> SimulatedDevice:
+    return SimulatedDevice(
+        node=settings.node,
+        index=index,
+        capacity=settings.device_bytes,
+        huge_pages=settings.device_huge_pages,
+        product=settings.device_product,
+        is_shared=settings.kubelet_plugin != "off",
+    )
 
 
 @contextlib.asynccontextmanager
@@ -302,7 +418,7 @@ async def _serve_orders(
     settings: GmsSettings,
     options: TransferOptions,
     processes: TransferProcesses,
-    control: GmsControl,
+    control: Control,
     telemetry: Telemetry,
     metrics: Metrics,
 ) -> None:
@@ -381,10 +497,16 @@ async def _serve_orders(
         journal.close()
 
 
-def main() -> int:
-    """Run GMS."""
-    return run(serve)
+def main(arguments: Sequence[str] = ()) -> int:
+    """Run GMS; with `--device <index>` the process of that device, as GMS starts it itself."""
+    match arguments:
+        case []:
+            return run(serve)
+        case ["--device", index] if index.isdecimal() and stat.S_ISSOCK(os.fstat(0).st_mode):
+            return run(functools.partial(serve_device, index=int(index)))
+    sys.stderr.write("gms takes no arguments: set SNAPBACK_ variables\n")
+    return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -190,6 +190,24 @@ class Control(Protocol):
         ...
 
 
+class DeviceControls(Protocol):
+    """The devices of a node, each of which a process of its own serves."""
+
+    infos: Sequence[DeviceInfo]
+
+    async def running(self) -> list[str]:
+        """Return the uuids of the devices that are served now, or very soon."""
+        ...
+
+    def control(self, device: str) -> Control:
+        """Return what a device is asked by. UnknownDevice, NotFound while it is not served."""
+        ...
+
+    async def started(self, device: str) -> Control:
+        """Wait until a device is served, and return what it is asked by."""
+        ...
+
+
 class PodWork(Protocol):
     """Has saves and loads carried out by a container of a pod."""
 

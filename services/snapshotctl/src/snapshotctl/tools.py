@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from snapshot_shared.ids import check_folder
+from snapback_client.folders import check_folder
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.formats import OutputFormat
 

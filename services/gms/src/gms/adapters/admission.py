@@ -33,7 +33,8 @@ class LeasePolicy:
     nothing is mapped.
     `handshake_s` is how long a client may take to send Attach, `send_s` to read an answer. In one
     turn of the event loop all of them together are answered for `turn_s`. `versions` are the lowest
-    and the highest of the protocol that it speaks.
+    and the highest of the protocol that it speaks. The children of this process, and of `parents`,
+    are transfers and have no share.
     """
 
     group: int | None = None
@@ -45,6 +46,7 @@ class LeasePolicy:
     send_s: float = 10.0
     turn_s: float = 0.001
     versions: Versions = PROTOCOL_VERSIONS
+    parents: tuple[int, ...] = ()
 
 
 class Admission:
@@ -75,6 +77,13 @@ class Admission:
     def _in_group(self, sock: socket.socket) -> bool:
         group = self.policy.group
         return group is not None and group in (credentials(sock)[2], *_groups(sock))
+
+
+def peer_of(sock: socket.socket, policy: LeasePolicy) -> Peer:
+    """Return who is at the other end; no pidfd is open yet."""
+    pid, uid, _ = credentials(sock)
+    is_ours = parent_of(pid) in (os.getpid(), *policy.parents)
+    return Peer(pid=pid, uid=uid, has_pidfd=False, pod=pod_of(pid), is_ours=is_ours)
 
 
 def credentials(sock: socket.socket) -> tuple[int, int, int]:

@@ -20,6 +20,10 @@ from snapshot_shared.frames import (
     GRPC_SOCKET,
     GRPC_VERSIONS,
     MAX_EVENTS,
+    DropLayoutReply,
+    DropLayoutRequest,
+    FenceReply,
+    FenceRequest,
     ForgetReply,
     ForgetRequest,
     LoadRequest,
@@ -29,6 +33,8 @@ from snapshot_shared.frames import (
     StatusReply,
     StatusRequest,
     TransferUpdate,
+    UnfenceReply,
+    UnfenceRequest,
     WatchReply,
     WatchRequest,
     call_metadata,
@@ -172,6 +178,42 @@ class GmsCaller:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return self._unavailable(f"this version of it does not know {method}")
         return self._unavailable(error.details() or error.code().name)
+
+
+class RemoteControl:
+    """The `Control` port of the memory server at a socket."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        """Connect for each call."""
+        self._socket_dir = socket_dir
+
+    async def _call(self, request: object, kind: type[T], within_s: float = CALL_S) -> T:
+        method = type(request).__name__.removesuffix("Request")
+        async with GmsCaller(self._socket_dir) as caller:
+            return await caller.call(method, request, kind, within_s)
+
+    async def fence(self, request: FenceRequest) -> FenceReply:
+        return await self._call(request, FenceReply, request.wait_s + CALL_S)
+
+    async def unfence(self, request: UnfenceRequest) -> UnfenceReply:
+        return await self._call(request, UnfenceReply)
+
+    async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
+        return await self._call(request, DropLayoutReply)
+
+    async def publish(self, request: PublishRequest) -> PublishReply:
+        return await self._call(request, PublishReply)
+
+    async def forget(self, request: ForgetRequest) -> ForgetReply:
+        return await self._call(request, ForgetReply, (request.wait_s or 0.0) + CALL_S)
+
+    async def status(self, request: StatusRequest) -> StatusReply:
+        return await self._call(request, StatusReply)
+
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
+        async with GmsCaller(self._socket_dir) as caller:
+            async for each in caller.watch(request):
+                yield each
 
 
 def fresh_token(prefix: str) -> str:

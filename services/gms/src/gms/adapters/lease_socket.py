@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gms.adapters.admission import Admission, LeasePolicy, credentials, parent_of, pod_of
+from gms.adapters.admission import Admission, LeasePolicy, peer_of
 from gms.adapters.hangups import Hangups
+from gms.adapters.lease_listener import LeaseListener
 from gms.adapters.turns import Turns
 from gms.domain.sessions import Peer, Session
 from gms.ports import Answer, Message, Sessions
 from snapback_client.frames import (
     FIRST_VERSION,
     LEASE_PROTOCOL,
-    LEASE_SOCKET,
     AllocateMany,
     Attach,
     Detach,
@@ -45,7 +44,6 @@ from snapback_client.frames import (
 from snapback_client.wire import Inbox, close_all, prepare, send
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
-    AlreadyExists,
     DeadlineExceeded,
     InvalidMessage,
     SnapbackError,
@@ -55,7 +53,6 @@ from snapshot_shared.metrics import OFF, Metrics
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 512
 _SO_PEERPIDFD = 77
 
 _AT_ONCE = (FreeMany, ListAllocations, MetadataGet, MetadataPut)
@@ -82,13 +79,10 @@ class LeaseServer:
         metrics: Metrics = OFF,
     ) -> None:
         """Prepare to serve `<folder>/gms.sock`."""
-        self.path = folder / LEASE_SOCKET
         self._sessions = sessions
         self._policy = policy or LeasePolicy()
+        self._listener = LeaseListener(folder, self.adopt, self._policy.group)
         self._admission = Admission(self._policy)
-        self._listener: socket.socket | None = None
-        self._lock = -1
-        self._spare = -1
         self._clients: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, Session] = {}
         self._common = _Common(self._policy, Inbox(), Hangups(), Turns(self._policy.turn_s))
@@ -96,70 +90,29 @@ class LeaseServer:
 
     def start(self) -> None:
         """Bind and begin to accept. AlreadyExists when another server owns the folder."""
-        self._lock = _lock_folder(self.path.parent)
-        with contextlib.suppress(FileNotFoundError):
-            # The lock on the folder is held, so a socket in it is of a server that has ended.
-            self.path.unlink()
-        listener = socket.socket(
-            socket.AF_UNIX,
-            socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK,
-        )
-        listener.bind(str(self.path))
-        if self._policy.group is not None:
-            os.chown(self.path, -1, self._policy.group)
-        self.path.chmod(0o600 if self._policy.group is None else 0o660)
-        # To a full backlog connect() of a socket with a timeout fails with EAGAIN at once.
-        listener.listen(_BACKLOG)
-        self._listener = listener
-        self._spare = _spare_descriptor()
+        self._listener.start()
         self._common.hangups.start()
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     async def close(self) -> None:
         """Stop accepting, end every session, forget the socket."""
-        loop = asyncio.get_running_loop()
-        if self._listener is not None:
-            loop.remove_reader(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
+        self._listener.stop_accepting()
         for client in list(self._clients):
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
         self._common.hangups.close()
         for pidfd in list(self._lingering):
             self._stop_watching(pidfd)
-        close_all([fd for fd in (self._spare, self._lock) if fd >= 0])
-        self._spare = self._lock = -1
+        self._listener.close()
 
-    def _accept(self) -> None:
-        assert self._listener is not None  # noqa: S101 - the reader is removed before it is None
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            self._refuse_one(error)
-            return
+    def adopt(self, sock: socket.socket) -> None:
+        """Serve a client that has connected. It may have sent its first frame."""
         sock.settimeout(0)
         task = asyncio.get_running_loop().create_task(self._serve(sock), name="lease")
         self._clients.add(task)
         task.add_done_callback(self._clients.discard)
 
-    def _refuse_one(self, error: OSError) -> None:
-        """Accept and close one connection, which would otherwise keep the listener readable."""
-        log.error("a client could not be accepted: %s", error)
-        if self._listener is None or self._spare < 0:
-            return
-        # Out of descriptors (EMFILE): one is kept free to accept the connection and close it.
-        os.close(self._spare)
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        self._spare = _spare_descriptor()
-
     async def _serve(self, sock: socket.socket) -> None:
-        process = _Process()
+        process = _Process(self._policy)
         connection = _Connection(sock, process, self._common)
         try:
             prepare(sock)
@@ -255,29 +208,23 @@ class _Common:
 class _Process:
     """A pidfd of the peer, until it is taken or closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: LeasePolicy) -> None:
         self.is_watched = False
         self.owner: Hashable = None
         self.pidfd = -1
+        self._policy = policy
 
     def of(self, sock: socket.socket) -> Peer:
         """Open a pidfd of the peer."""
-        pid, uid, _ = credentials(sock)
+        peer = peer_of(sock, self._policy)
         try:
             # Names the very process that connected, where the kernel (6.5) can; pids are reused.
             self.pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         except OSError:
             with contextlib.suppress(OSError):
-                self.pidfd = os.pidfd_open(pid)
-        peer = Peer(
-            pid=pid,
-            uid=uid,
-            has_pidfd=self.pidfd >= 0,
-            pod=pod_of(pid),
-            is_ours=parent_of(pid) == os.getpid(),
-        )
+                self.pidfd = os.pidfd_open(peer.pid)
         self.owner = peer.owner
-        return peer
+        return replace(peer, has_pidfd=self.pidfd >= 0)
 
     def take(self) -> int:
         """Return the pidfd, which the caller closes; -1 when the process was gone already."""
@@ -486,22 +433,3 @@ def _from(first: Message | None, answer: Answer) -> Answer:
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _spare_descriptor() -> int:
-    return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _lock_folder(folder: Path) -> int:
-    # flock on the folder and not on a file in it: nothing is left behind, however a server ends.
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise AlreadyExists(
-            f"another GPU memory service serves {folder}",
-            next_step="stop it, or give this one a socket folder of its own",
-            folder=str(folder),
-        ) from None
-    return lock

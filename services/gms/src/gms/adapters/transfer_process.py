@@ -58,6 +58,11 @@ class TransferProcesses:
         while self._spares:
             await _ended(self._spares.pop()[1])
 
+    def expect(self, gpus: Sequence[str]) -> None:
+        """Keep a spare for each of these GPUs from now on."""
+        self._gpus = self._wanted = list(gpus)
+        self._fill()
+
     async def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
         verb = "save" if isinstance(task, SaveTask) else "load"
         gpu = task.device if task.device in self._gpus else _ANY

@@ -20,9 +20,9 @@ from gms.domain.tasks import (
     load_task,
     save_task,
 )
+from snapback_client.folders import check_folder
 from snapshot_shared.artifact import generation_path
 from snapshot_shared.errors import Failure, InvalidInput
-from snapshot_shared.ids import check_folder
 from snapshot_shared.orders import Bytes, LayoutRef, LoadOrder, PartStr, SaveOrder
 
 ORDER_FILE = "order.json"

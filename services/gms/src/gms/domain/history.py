@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec.structs import replace
+
 from gms.domain.sessions import Session, Waiter
 from snapback_client.frames import MemoryDomain
 from snapshot_shared.frames import MAX_EVENTS, EventKind, EventRecord
@@ -67,6 +69,10 @@ class History:
                 bytes=size,
             )
         )
+
+    def take(self, record: EventRecord) -> None:
+        """Add an event of another history; it gets a number of this one."""
+        self._keep(replace(record, seq=self.last + 1))
 
     def since(self, seq: int) -> tuple[list[EventRecord], int]:
         """Return the events after `seq`, and how many of them are forgotten already."""

@@ -104,6 +104,7 @@ class GmsControl:
             free=free,
             retired=sum(allocation.aligned for allocation in table.retired),
             capabilities=dict(info.capabilities),
+            kind=info.kind,
             domains=[self._domain(table, room) for room in table.rooms.values()],
             fence=self._fence(table.uuid),
             loads=[

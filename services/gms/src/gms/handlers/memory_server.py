@@ -350,21 +350,9 @@ class MemoryServer:
 
     # Waiting.
 
-    async def watch(self, after: int) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
-        """Yield the events after number `after` in runs, each with the number of missed events.
-
-        The history itself is the queue: a slow reader misses events and needs no memory.
-        """
-        # A number above the last one is from before a restart of the service.
-        seen = after if after <= self.history.last else 0
-        while True:
-            changed = self._changed
-            found, missed = self.history.since(seen)
-            if found:
-                seen = found[-1].seq
-                yield found, missed
-            else:
-                await changed.wait()
+    def watch(self, after: int) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
+        """Yield the events after number `after` in runs, each with the number of missed events."""
+        return followed(self.history, after, lambda: self._changed)
 
     async def drained(self) -> None:
         """Wait until all memory whose release has begun is free."""
@@ -574,3 +562,23 @@ def create_all(device: Device, sizes: Sequence[int]) -> list[int]:
 def _release_all(device: Device, handles: Sequence[int]) -> None:
     for handle in handles:
         device.release(handle)
+
+
+async def followed(
+    history: History, after: int, changed: Callable[[], asyncio.Event]
+) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
+    """Yield the events after number `after` in runs, each with the number of missed events.
+
+    The history itself is the queue: a slow reader misses events and needs no memory. `changed`
+    returns what is set when there are more.
+    """
+    # A number above the last one is from before a restart of the service.
+    seen = after if after <= history.last else 0
+    while True:
+        more = changed()
+        found, missed = history.since(seen)
+        if found:
+            seen = found[-1].seq
+            yield found, missed
+        else:
+            await more.wait()

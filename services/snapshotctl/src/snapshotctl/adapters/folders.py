@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from snapback_client.folders import check_folder
 from snapshot_shared.errors import BusUnavailable, Conflict
-from snapshot_shared.ids import check_folder
 from snapshotctl.adapters import processes
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord, Inventory

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from snapback_client.folders import check_folder
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.ids import check_folder
 from snapshot_shared.permissions import User
 from snapshotctl.adapters.installed import Installed, install_files, read_given
 from snapshotctl.adapters.machine import nats_server_binary

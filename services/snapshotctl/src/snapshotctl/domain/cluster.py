@@ -225,6 +225,7 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
         "SNAPBACK_KEEP_",
         "SNAPBACK_KMS_COMMAND",
         "SNAPBACK_OBJECT_STORAGE",
+        "SNAPBACK_PROCESS_PER_DEVICE",
         "SNAPBACK_REQUIRE_SIGNATURE",
         "SNAPBACK_QUARANTINE",
         "SNAPBACK_TRANSFER_BACKEND",

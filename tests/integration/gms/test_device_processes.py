@@ -1,0 +1,372 @@
+"""A process for each device: what the crash of one takes with it, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import snapback_client as client
+from gms.adapters.grpc_client import GmsCaller, RemoteControl, fresh_token
+from gms.adapters.simulated import simulated_uuid
+from snapback_client.errors import Aborted
+from snapback_client.frames import (
+    Attach,
+    Detach,
+    ErrorReply,
+    GenerationRef,
+    LockMode,
+    MemoryDomain,
+    decode_reply,
+    encode_frame,
+)
+from snapback_client.lease import Lease
+from snapshot_shared.errors import SnapbackError
+from snapshot_shared.frames import (
+    EventKind,
+    FenceRequest,
+    SaveRequest,
+    StatusReply,
+    TransferStage,
+    UnfenceRequest,
+    WatchRequest,
+)
+from tests.support.cuda_rig import UUIDS as CUDA
+from tests.support.cuda_rig import CudaNode
+
+MIB = 1024 * 1024
+UID = "11111111-2222-3333-4444-555555555555"
+UUIDS = [simulated_uuid("n1", index) for index in range(2)]
+
+
+class Node:
+    """GMS of two simulated devices, each with a process, without NATS."""
+
+    def __init__(self, folder: Path, sockets: Path, **settings: str) -> None:
+        self.sockets = sockets
+        self.log = folder / "gms.log"
+        self.environment = os.environ | {
+            "SNAPBACK_NODE": "n1",
+            "SNAPBACK_STATE_DIR": str(folder / "state"),
+            "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
+            "SNAPBACK_SOCKET_DIR": str(sockets),
+            "SNAPBACK_NATS_URL": "",
+            "SNAPBACK_DEVICES": "2",
+            "SNAPBACK_DEVICE_BYTES": str(64 * MIB),
+            "SNAPBACK_PROCESS_PER_DEVICE": "1",
+            **settings,
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gms.main"], env=self.environment, stderr=log
+            )
+
+    def until_served(self) -> None:
+        until(lambda: self.process.poll() is not None or self._socket.exists(), self.log.read_text)
+        assert self.process.poll() is None, self.log.read_text()
+
+    @property
+    def _socket(self) -> Path:
+        return self.sockets / "gms-grpc.sock"
+
+    def pid(self, index: int) -> int:
+        """The process of a device."""
+        for pid in self.children():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if words[-3:-1] == [b"--device", str(index).encode()]:
+                return pid
+        return 0
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for path in tasks for pid in path.read_text().split()]
+
+    async def status(self, events: int = 0) -> StatusReply:
+        async with GmsCaller(self.sockets) as gms:
+            return await gms.status(events=events)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(20)
+
+
+@pytest.fixture
+def node(tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setenv("GMS_SOCKET_DIR", str(socket_dir))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", ",".join(UUIDS))
+    found = Node(tmp_path, socket_dir)
+    try:
+        found.until_served()
+        yield found
+    finally:
+        # The processes of devices end with it, and remove their folders before that.
+        found.stop()
+
+
+def committed(device: int, value: int) -> client.MemoryPool:
+    pool = client.connect(device, lock="RW")
+    pool.allocate("w", MIB, np.uint8)[:] = value
+    pool.commit()
+    return pool
+
+
+def test_the_crash_of_one_leaves_the_pools_and_the_layouts_of_the_others(node: Node) -> None:
+    with (
+        committed(0, 1) as lost,
+        client.connect(0, lock="RW", domain="kv") as writing,
+        committed(1, 2) as kept,
+    ):
+        killed = node.pid(0)
+        assert killed not in (0, node.pid(1))
+        before = kept.generation
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(Aborted, match=r"service (closed the connection|is gone)"):
+            writing.allocate("kv", MIB, np.uint8)
+        # What is mapped stays, until the worker itself lets go of it.
+        assert lost["w"][7] == 1
+        kept.sleep()
+        kept.wake()
+        assert kept["w"].tolist() == [2] * MIB
+        asked = Attach(device=UUIDS[1], domain=MemoryDomain.WEIGHTS, lock=LockMode.RO, deadline_s=5)
+        reader = Lease.attach(str(node.sockets), asked)
+        found = reader.attached
+        assert GenerationRef(incarnation=found.incarnation, generation=found.generation) == before
+        assert [info.size for info in reader.allocations()] == [MIB]
+        reader.detach()
+        until(lambda: node.pid(0) not in (0, killed), node.log.read_text)
+
+
+def test_who_asks_for_a_device_whose_process_was_killed_is_told_so_until_it_serves_again(
+    node: Node,
+) -> None:
+    with committed(0, 1) as pool:
+        pool.sleep()
+        killed = node.pid(0)
+        os.kill(killed, signal.SIGKILL)
+        said: list[SnapbackError] = []
+        asked = Attach(device=UUIDS[0], domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=20)
+
+        def serves_again() -> bool:
+            try:
+                Lease.attach(str(node.sockets), asked).detach()
+            except SnapbackError as error:
+                said.append(error)
+                return False
+            return True
+
+        until(serves_again, node.log.read_text)
+        reasons = {error.to_failure().reason for error in said}
+        # A client whom the process had taken before it ended sees its connection closed.
+        assert reasons <= {"DeviceProcessGone", "Aborted"}
+        gone = [each for each in said if each.to_failure().reason == "DeviceProcessGone"]
+        assert gone, said
+        assert UUIDS[0] in gone[-1].message
+        assert "was killed by signal 9" in gone[-1].message
+        assert gone[-1].to_failure().retryable
+        # What was committed is not there any more, and nothing else is taken for it.
+        with pytest.raises(client.StaleLayout, match="incarnation"):
+            pool.wake(deadline_s=5)
+
+
+def test_the_service_answers_for_all_devices_and_says_that_the_process_of_one_has_ended(
+    node: Node,
+) -> None:
+    async def look() -> None:
+        with committed(0, 1), committed(1, 2):
+            status = await node.status(events=64)
+            assert [device.uuid for device in status.devices] == UUIDS
+            assert [device.used for device in status.devices] == [2 * MIB] * 2
+            layouts = [device.domains[0].layout for device in status.devices]
+            incarnations = {layout.incarnation for layout in layouts if layout}
+            assert len(incarnations) == 2
+            os.kill(node.pid(0), signal.SIGKILL)
+            async with GmsCaller(node.sockets) as gms:
+                async for reply in gms.watch(WatchRequest(status=True)):
+                    deaths = [
+                        event.device
+                        for event in reply.events
+                        if (event.kind, event.reason) == (EventKind.DEATH, "device-process")
+                    ]
+                    if deaths:
+                        assert deaths == [UUIDS[0]]
+                        assert reply.status is not None
+                        assert UUIDS[1] in [device.uuid for device in reply.status.devices]
+                        break
+            events = (await node.status(events=64)).events
+            assert isinstance(events, list)
+            assert {event.device for event in events} == set(UUIDS)
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+
+    asyncio.run(look())
+
+
+def test_what_is_asked_while_a_process_starts_again_waits_for_it(node: Node) -> None:
+    with committed(0, 1):
+        os.kill(node.pid(0), signal.SIGKILL)
+        until(lambda: "was killed by signal 9" in node.log.read_text(), node.log.read_text)
+        status = asyncio.run(node.status())
+        assert [device.uuid for device in status.devices] == UUIDS
+        assert status.devices[0].domains[0].layout is None
+
+
+def test_a_process_that_hangs_holds_up_no_other_device(node: Node) -> None:
+    with committed(1, 2):
+        stopped = node.pid(0)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            status = asyncio.run(node.status())
+            assert [device.uuid for device in status.devices] == UUIDS[1:]
+            with pytest.raises(client.DeadlineExceeded):
+                client.connect(0, lock="RW", deadline_s=0.1)
+            with client.connect(1, lock="RW", domain="kv") as pool:
+                pool.allocate("kv", MIB, np.uint8)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        status = asyncio.run(node.status())
+        assert [device.uuid for device in status.devices] == UUIDS
+
+
+def test_a_fence_is_on_the_devices_of_all_processes_or_on_none(node: Node) -> None:
+    async def fence(token: str, wait_s: float) -> list[str]:
+        request = FenceRequest(token=token, devices=UUIDS[::-1], wait_s=wait_s, deadline_s=30.0)
+        return [ref.device for ref in (await RemoteControl(node.sockets).fence(request)).vector]
+
+    async def fenced() -> list[bool]:
+        return [device.fence is not None for device in (await node.status()).devices]
+
+    async def run() -> None:
+        pools = [committed(0, 1), committed(1, 2)]
+        pools[0].sleep()
+        token = fresh_token("fence")
+        with pytest.raises(client.DeadlineExceeded):
+            await fence(token, 0.2)
+        assert await fenced() == [False, False]
+        pools[1].sleep()
+        token = fresh_token("fence")
+        assert await fence(token, 5.0) == UUIDS[::-1]
+        assert await fenced() == [True, True]
+        control = RemoteControl(node.sockets)
+        assert (await control.unfence(UnfenceRequest(token=token))).ended
+        assert await fenced() == [False, False]
+        for pool in pools:
+            pool.wake()
+            pool.close()
+
+    asyncio.run(run())
+
+
+def test_what_one_process_saves_another_loads(node: Node, tmp_path: Path) -> None:
+    async def save() -> Any:
+        request = SaveRequest(device=UUIDS[0], content_uid=UID, root=str(tmp_path / "root"))
+        async with GmsCaller(node.sockets) as gms:
+            return [update async for update in gms.save(request)][-1]
+
+    with committed(0, 7):
+        done = asyncio.run(save())
+    assert done.stage is TransferStage.DONE
+    gms = Path(sys.executable).with_name("gms")
+    environment = os.environ | {"GMS_SOCKET_DIR": str(node.sockets)}
+    subprocess.run([gms, "load", done.path, "-d", "1"], env=environment, check=True)
+    with client.connect(1, lock="RO") as pool:
+        assert set(pool["w"].tolist()) == {7}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_end_with_the_service(node: Node, number: signal.Signals) -> None:
+    with committed(0, 1):
+        descriptors = [os.pidfd_open(pid) for pid in node.children()]
+        assert len(descriptors) == 2
+        node.process.send_signal(number)
+        assert node.process.wait(20) == (0 if number == signal.SIGTERM else -number)
+        for descriptor in descriptors:
+            until(lambda descriptor=descriptor: ended(descriptor), node.log.read_text)
+            os.close(descriptor)
+    if number == signal.SIGTERM:
+        assert list(node.sockets.iterdir()) == []
+        assert "Traceback" not in node.log.read_text()
+
+
+def ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [(encode_frame(Detach()), "InvalidMessage"), (b"\xff", "InvalidMessage")],
+)
+def test_a_client_that_names_no_device_is_refused(node: Node, frame: bytes, reason: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        sock.connect(str(node.sockets / "gms.sock"))
+        sock.send(frame)
+        reply = decode_reply(sock.recv(65536))
+    assert isinstance(reply, ErrorReply)
+    assert reply.to_failure().reason == reason
+
+
+def test_a_device_that_no_process_has_is_refused_by_name(node: Node) -> None:
+    with pytest.raises(client.UnknownDevice, match="GPU-none"):
+        client.connect("GPU-none")
+
+
+def test_a_client_that_says_nothing_is_let_go(node: Node) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        sock.connect(str(node.sockets / "gms.sock"))
+        assert b"no Attach came" in sock.recv(65536)
+
+
+def test_devices_of_the_kubelet_plugin_cannot_have_a_process_each(
+    tmp_path: Path, socket_dir: Path
+) -> None:
+    refused = Node(tmp_path, socket_dir, SNAPBACK_KUBELET_PLUGIN="dra")
+    assert refused.process.wait(30) == 1
+    assert "SNAPBACK_PROCESS_PER_DEVICE and SNAPBACK_KUBELET_PLUGIN" in refused.log.read_text()
+
+
+def test_a_process_serves_its_gpu_alone(
+    cuda_node: CudaNode, tmp_path: Path, socket_dir: Path
+) -> None:
+    cuda_node.place(*CUDA[:2])
+    node = Node(tmp_path, socket_dir, SNAPBACK_GMS_DEVICE="cuda")
+    code = (
+        "import os, sys\n"
+        "import snapback_client as client\n"
+        "for number, uuid in enumerate(sys.argv[1:]):\n"
+        "    with client.connect(number, lock='RW') as pool:\n"
+        "        assert pool.device == uuid\n"
+        "        pool.allocate('w', 10, 'f4').set(number)\n"
+        "        pool.commit()\n"
+        "        pool.sleep()\n"
+        "        pool.wake()\n"
+        "        assert pool['w'].get().tolist() == [number] * 10\n"
+    )
+    try:
+        node.until_served()
+        environment = os.environ | {"GMS_SOCKET_DIR": str(socket_dir)}
+        subprocess.run([sys.executable, "-c", code, *CUDA[:2]], env=environment, check=True)
+        status = asyncio.run(node.status())
+        assert [(each.index, each.uuid) for each in status.devices] == list(enumerate(CUDA[:2]))
+        assert [each.kind for each in status.devices] == ["cuda"] * 2
+    finally:
+        assert node.stop() == 0
+
+
+def until(holds: Callable[[], object], says: Callable[[], str]) -> None:
+    pause = threading.Event()
+    for _ in range(2000):
+        if holds():
+            return
+        pause.wait(0.01)
+    pytest.fail(f"it did not come true within 20 s: {says()}")
