@@ -8,11 +8,14 @@ the unix socket `worker.sock` in POD_SOCKET_DIR:
     POST /identify    the bytes of a file; answers {"label": "python", "score": 0.99}
     GET /health       answers when it serves
 
-`make engines` installs what it needs below `.engines`, which has to be on PYTHONPATH.
+After a cold start it may be captured once it has answered WARMUP_REQUESTS files, or at once where
+that is not set. `make engines` installs what it needs below `.engines`, which has to be on
+PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -149,6 +152,8 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.worker.request():
             found = self.server.model.identify_bytes(content)
         self._answer(200, {"label": str(found.output.label), "score": round(found.score, 6)})
+        if next(self.server.answered) == self.server.warmup_requests:
+            self.server.worker.ready()
 
     def address_string(self) -> str:
         """Return nothing: a unix socket has no address."""
@@ -175,6 +180,9 @@ class Server(ThreadingHTTPServer):
         """Listen; a unix socket gets its name once it can be connected to."""
         self.worker = worker
         self.model = model
+        self.answered = itertools.count(1)
+        is_warm = worker.state is not None
+        self.warmup_requests = 0 if is_warm else int(os.environ.get("WARMUP_REQUESTS", "0"))
         port = os.environ.get("HTTP_PORT")
         if port:
             super().__init__(("", int(port)), Handler)
@@ -201,7 +209,8 @@ def main() -> None:
         model.identify_bytes(b"warm up: " * 100)
         print(f"serving after {time.monotonic() - began:.2f} s", flush=True)
         server = Server(worker, model)
-        worker.ready()
+        if not server.warmup_requests:
+            worker.ready()
         server.serve_forever()
 
 

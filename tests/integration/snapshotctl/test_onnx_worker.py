@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.snapshotctl.conftest import EXAMPLES
+from snapshotctl.adapters import inotify
+from snapshotctl.domain.demo_engines import ENGINES as DEMO
+from tests.integration.snapshotctl.conftest import ENGINES, EXAMPLES, ROOT, needs_engines
 from tests.integration.snapshotctl.test_worker import (
     PATIENCE_S,
     Place,
@@ -23,18 +25,10 @@ from tests.integration.snapshotctl.test_worker import (
     process,
 )
 
-ROOT = EXAMPLES.parents[1]
-ENGINES = ROOT / ".engines"
 WORKER = [str(EXAMPLES / "onnx_worker.py")]
-FILES = [
-    path
-    for pattern in ("*.md", "*.toml", "Makefile", "LICENSE", "docker-compose.yaml", "docs/*.md")
-    for path in sorted(ROOT.glob(pattern))
-] + sorted((ROOT / "tests/unit").glob("*.py"))
+FILES = [ROOT / name for name in DEMO["onnx"].asked]
 
-pytestmark = pytest.mark.skipif(
-    not (ENGINES / ".installed").exists(), reason="no engines are installed: run `make engines`"
-)
+pytestmark = needs_engines
 
 
 @pytest.fixture
@@ -65,7 +59,7 @@ def asked(place: Place, method: str, path: str, body: bytes | None = None) -> tu
 
 def labels(place: Place) -> dict[str, Any]:
     found = {}
-    for path in FILES[:20]:
+    for path in FILES:
         name = str(path.relative_to(ROOT))
         status, found[name] = asked(place, "POST", "/identify", path.read_bytes())
         assert status == 200
@@ -73,7 +67,8 @@ def labels(place: Place) -> dict[str, Any]:
 
 
 def environment(place: Place, **more: str) -> dict[str, str]:
-    return place.worker(PYTHONPATH=f"{ENGINES}{os.pathsep}{EXAMPLES}", **more)
+    path = f"{ENGINES}{os.pathsep}{EXAMPLES}"
+    return place.worker(**{"PYTHONPATH": path, "WARMUP_REQUESTS": "0", **more})
 
 
 async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_restore(
@@ -100,6 +95,16 @@ async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_rest
         assert await asyncio.to_thread(labels, place) == before
 
 
+async def test_a_cold_start_is_ready_for_a_capture_once_it_has_answered(place: Place) -> None:
+    async with process(WORKER, environment(place, WARMUP_REQUESTS="2")):
+        await inotify.appears(place.pod_sockets / "worker.sock")
+        for is_ready in (False, True):
+            assert not (place.control / "ready-for-snapshot").exists()
+            assert (await asyncio.to_thread(asked, place, "POST", "/identify", b"words"))[0] == 200
+            if is_ready:
+                await place.said("ready-for-snapshot")
+
+
 async def test_the_weights_are_in_gpu_memory_and_not_in_the_state(place: Place) -> None:
     async with process(WORKER, environment(place)):
         await place.said("ready-for-snapshot")
@@ -119,7 +124,7 @@ async def test_it_is_the_model_of_the_package(place: Place) -> None:
         "print(json.dumps([str(each.output.label) for each in found]))"
     )
     stock = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", script, *map(str, FILES[:20])),
+        *(sys.executable, "-c", script, *map(str, FILES)),
         env=environment(place),
         stdout=asyncio.subprocess.PIPE,
     )
