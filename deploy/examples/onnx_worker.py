@@ -24,7 +24,12 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
+
+# Read when onnxruntime is imported. It would keep a file of the node open, which other processes
+# change, and send what it has counted.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import numpy as np
 import onnxruntime
@@ -103,7 +108,6 @@ class PooledMagika(Magika):  # type: ignore[misc]  # it has no types
         (state / NAMES).write_text(json.dumps(self._names))
 
     def _init_onnx_session(self) -> PooledSession:
-        onnxruntime.disable_telemetry_events()
         state = self._worker.state
         if state is not None:
             self._graph = (state / GRAPH).read_bytes()
@@ -196,7 +200,7 @@ class Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind, with no look-up of a name."""
-        self.socket.bind(self.server_address)
+        TCPServer.server_bind(self)
 
 
 def main() -> None:

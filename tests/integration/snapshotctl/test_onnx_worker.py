@@ -105,6 +105,22 @@ async def test_a_cold_start_is_ready_for_a_capture_once_it_has_answered(place: P
                 await place.said("ready-for-snapshot")
 
 
+async def test_it_can_be_started_again_on_a_port_that_has_just_been_used(place: Place) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # The first leaves its weights on its device, as nobody says here that its pod has ended.
+    for device in environment(place)["NVIDIA_VISIBLE_DEVICES"].split(","):
+        more = {"HTTP_PORT": str(port), "NVIDIA_VISIBLE_DEVICES": device}
+        async with process(WORKER, environment(place, **more)):
+            await place.said("ready-for-snapshot")
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.request("GET", "/health")
+                # The side that closes first, as this server does, keeps the port for a minute.
+                assert (await asyncio.to_thread(connection.getresponse)).status == 200
+
+
 async def test_the_weights_are_in_gpu_memory_and_not_in_the_state(place: Place) -> None:
     async with process(WORKER, environment(place)):
         await place.said("ready-for-snapshot")
@@ -117,6 +133,16 @@ async def test_the_weights_are_in_gpu_memory_and_not_in_the_state(place: Place) 
         assert sum(path.stat().st_size for path in state.iterdir()) < in_pool / 10
 
 
+async def test_it_keeps_no_file_of_the_node_open_that_others_write(place: Place) -> None:
+    home = place.folder / "home"
+    home.mkdir()
+    async with process(WORKER, environment(place, HOME=str(home))) as worker:
+        await place.said("ready-for-snapshot")
+        opened = [str(fd.resolve()) for fd in Path(f"/proc/{worker.pid}/fd").iterdir()]
+    assert [path for path in opened if path.endswith(".db")] == []
+    assert list(home.iterdir()) == []
+
+
 async def test_it_is_the_model_of_the_package(place: Place) -> None:
     script = (
         "import sys, json, pathlib; from magika import Magika; m = Magika()\n"
@@ -125,7 +151,7 @@ async def test_it_is_the_model_of_the_package(place: Place) -> None:
     )
     stock = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", script, *map(str, FILES)),
-        env=environment(place),
+        env=environment(place, ORT_DISABLE_TELEMETRY="1"),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await stock.communicate()
