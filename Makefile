@@ -35,9 +35,9 @@ REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
-	$(if $(DRIVER),--driver $(DRIVER))
+	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -212,7 +212,7 @@ bench-bus: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure orders and repor
 # Beside the environment and not in it: they are large, and no part of what is locked.
 engines: .engines/.installed ## Install the engines that the demo and the tests run as they are
 
-.engines/.installed: requirements-engines.lock $(STAMP)
+.engines/.installed: requirements-engines.lock $(RUNTIME)
 	@rm -rf .engines
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes --target .engines \
 		-r requirements-engines.lock
@@ -239,7 +239,11 @@ bench-beside: $(STAMP) .tools/criu/criu .tools/snapback-init ## Measure restores
 		--heap-mib $(or $(HEAP_MIB),512) --rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
 		$(if $(JSON),--json $(JSON))
 
-demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; DRIVER=criu as root)
+bench-engines: $(STAMP) .engines/.installed $(if $(filter 0,$(shell id -u)),.tools/criu/criu .tools/snapback-init) ## Measure real engines: cold, asleep, restored; as root by CRIU, too (ROUNDS=5, JSON=file; SHORT=1 tries each once and writes no page)
+	$(BIN)/python -m tests.bench.engines --rounds $(if $(SHORT),1,$(or $(ROUNDS),5)) \
+		$(if $(SHORT),,--page docs/benchmarks.md) $(if $(JSON),--json $(JSON))
+
+demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; ENGINE=onnx; DRIVER=criu as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
 demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)

@@ -8,11 +8,14 @@ the unix socket `worker.sock` in POD_SOCKET_DIR:
     POST /identify    the bytes of a file; answers {"label": "python", "score": 0.99}
     GET /health       answers when it serves
 
-`make engines` installs what it needs below `.engines`, which has to be on PYTHONPATH.
+After a cold start it may be captured once it has answered WARMUP_REQUESTS files, or at once where
+that is not set. `make engines` installs what it needs below `.engines`, which has to be on
+PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,7 +24,12 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
+
+# Read when onnxruntime is imported. It would keep a file of the node open, which other processes
+# change, and send what it has counted.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import numpy as np
 import onnxruntime
@@ -100,7 +108,6 @@ class PooledMagika(Magika):  # type: ignore[misc]  # it has no types
         (state / NAMES).write_text(json.dumps(self._names))
 
     def _init_onnx_session(self) -> PooledSession:
-        onnxruntime.disable_telemetry_events()
         state = self._worker.state
         if state is not None:
             self._graph = (state / GRAPH).read_bytes()
@@ -149,6 +156,8 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.worker.request():
             found = self.server.model.identify_bytes(content)
         self._answer(200, {"label": str(found.output.label), "score": round(found.score, 6)})
+        if next(self.server.answered) == self.server.warmup_requests:
+            self.server.worker.ready()
 
     def address_string(self) -> str:
         """Return nothing: a unix socket has no address."""
@@ -175,6 +184,9 @@ class Server(ThreadingHTTPServer):
         """Listen; a unix socket gets its name once it can be connected to."""
         self.worker = worker
         self.model = model
+        self.answered = itertools.count(1)
+        is_warm = worker.state is not None
+        self.warmup_requests = 0 if is_warm else int(os.environ.get("WARMUP_REQUESTS", "0"))
         port = os.environ.get("HTTP_PORT")
         if port:
             super().__init__(("", int(port)), Handler)
@@ -188,7 +200,7 @@ class Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind, with no look-up of a name."""
-        self.socket.bind(self.server_address)
+        TCPServer.server_bind(self)
 
 
 def main() -> None:
@@ -201,7 +213,8 @@ def main() -> None:
         model.identify_bytes(b"warm up: " * 100)
         print(f"serving after {time.monotonic() - began:.2f} s", flush=True)
         server = Server(worker, model)
-        worker.ready()
+        if not server.warmup_requests:
+            worker.ready()
         server.serve_forever()
 
 

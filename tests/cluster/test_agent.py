@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.support.nats_server import nats_server
 __all__ = ["rig"]
 pytestmark = pytest.mark.cluster
 
+Variable = dict[str, Any]
 ON_THE_FIRST = {"kubernetes.io/hostname": "node-1"}
 EXAMPLE = ROOT / "deploy/examples/worker_template.py"
 READER = """
@@ -182,13 +183,27 @@ def memory(
             driver.end()
 
 
-def with_weights(node: str, **main: Any) -> dict[str, Any]:
+def with_weights(node: str, program: Path = EXAMPLE, **main: Any) -> dict[str, Any]:
     """Return a pod of a worker that has its weights on the devices of a claim."""
     # Not by `nodeName`, as only the scheduler gives a claim its devices.
     where = {"kubernetes.io/hostname": node}
-    worker = container("main", sys.executable, str(EXAMPLE), **main)
+    worker = container("main", sys.executable, str(program), **main)
     server = container("gms-server", sys.executable, "-m", "gms.main")
     return pod("source", worker, initContainers=[server], nodeSelector=where)
+
+
+def standby_with_weights(
+    name: str, source: str, node: str, program: Path = EXAMPLE, env: Sequence[Variable] = ()
+) -> dict[str, Any]:
+    """Return such a pod that waits to be restored, as the webhook makes it."""
+    standby = {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}
+    document = with_weights(node, program, env=[*env, standby])
+    document["metadata"] = {"name": name, "annotations": {"nvidia.com/restore-from": source}}
+    [main] = document["spec"]["containers"]
+    shaping.with_control_directory(document["spec"], main)
+    shaping.with_devices(document["spec"], main, shaping.devices_name(source))
+    shaping.with_memory_server(document["spec"], main, "none")
+    return document
 
 
 async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node_is_lost(
@@ -199,13 +214,7 @@ async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node
     await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
     assert len(list(artifacts.glob("*/*/gen-1/gpu-0"))) == 1
     own_cluster.kill("node-1")
-    again = with_weights("node-2", env=[{"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}])
-    again["metadata"] = {"name": "again", "annotations": {"nvidia.com/restore-from": "llm"}}
-    [main] = again["spec"]["containers"]
-    shaping.with_control_directory(again["spec"], main)
-    shaping.with_devices(again["spec"], main, shaping.devices_name("llm"))
-    shaping.with_memory_server(again["spec"], main, "none")
-    memory.apply(again)
+    memory.apply(standby_with_weights("again", "llm", "node-2"))
     await restored(rig, "again")
     words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", READER)
     assert await asyncio.to_thread(memory.run, *words) == "1.5 1.5 (1024, 1024)\n"

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
 from snapshot_shared.orders import RestoreOrder
-from tests.integration.snapshotctl.conftest import Cli
+from tests.integration.snapshotctl.conftest import Cli, needs_engines
 from tests.process import node as nodes
 from tests.process.killing import CRIU
 from tests.process.node import INIT, PYTHON, WORKER, Node, Pause
@@ -96,14 +96,21 @@ async def goes_on(pod: Pod) -> list[dict[str, Any]]:
     return lines_of(pod)[before:]
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        pytest.param(("--size-mib", "16"), 4, id="numpy"),
+        pytest.param(("--engine", "onnx"), 20, id="onnx", marks=needs_engines),
+    ],
+)
 def test_a_demo_loses_a_node_and_its_worker_goes_on_as_the_process_that_it_was(
-    criu: Path, tmp_path: Path
+    criu: Path, tmp_path: Path, options: Sequence[str], count: int
 ) -> None:
     if why := nodes.lacking():
         pytest.skip(why)
     cli = Cli(tmp_path)
-    out = cli.ok("demo", "--size-mib", "16", "--driver", "criu").out
-    assert "all 4 answers are the same, byte for byte" in out
+    out = cli.ok("demo", *options, "--driver", "criu").out
+    assert f"all {count} answers are the same, byte for byte" in out
     run = re.search(r"logs: .*/demo-([0-9a-f]{8})/logs", out)
     assert run is not None
     assert cli.left(run[1]) == []

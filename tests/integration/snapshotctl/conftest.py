@@ -26,9 +26,14 @@ from snapshotctl.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "deploy" / "examples"
+ENGINES = ROOT / ".engines"
 PATIENCE_S = 90
 HAVE_CHILDREN = ("up", "demo", "sim restart")
 """Commands whose children must not be children of the tests, as they go on after it."""
+
+needs_engines = pytest.mark.skipif(
+    not (ENGINES / ".installed").exists(), reason="no engines are installed: run `make engines`"
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.adapters import processes
-from tests.integration.snapshotctl.conftest import EXAMPLES, Cli, interrupt, read_until
+from snapshotctl.domain.demo_engines import ENGINES
+from tests.integration.snapshotctl.conftest import (
+    EXAMPLES,
+    Cli,
+    interrupt,
+    needs_engines,
+    read_until,
+)
 
 SIZE = ("--size-mib", "16")
 LAST = "Everything is ended and removed."
@@ -48,6 +55,30 @@ def _is_whole(out: str) -> None:
     assert out.count("\ntrace ") == 2
     assert out.count("\n    nats --context ") == out.count("\n    snapshotctl --cluster ") == 7
     assert out.endswith(f"{LAST}\n")
+
+
+@needs_engines
+def test_a_trained_model_names_the_same_types_of_files_on_the_other_node(cli: Cli) -> None:
+    out = cli.ok("demo", "--engine", "onnx").out
+    before, after = (
+        re.findall(r"^  \? (.*)$", part, re.MULTILINE) for part in out.partition("5/6 ")[::2]
+    )
+    assert before == after
+    assert [line.partition(": ")[0] for line in before] == list(ENGINES["onnx"].asked)
+    assert {"LICENSE: txt", "Makefile: makefile"} <= {line.partition(" (")[0] for line in before}
+    assert "killed node-1 with SIGKILL: node-1" in out
+    assert "all 20 answers are the same, byte for byte" in out
+    assert "refused, as it must be: DeviceTooSmall" in out
+    assert cli.left(_run_of(out)) == []
+
+
+def test_an_engine_that_is_not_installed_is_named_before_anything_starts(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "checkout" / "deploy" / "examples")
+    cli = Cli(tmp_path, workdir=tmp_path / "checkout")
+    refused = cli.run("demo", "--engine", "onnx")
+    assert refused.code == 1
+    assert re.search(r"\.engines/\.installed: run, .*: make engines", refused.err)
+    assert _demos(cli) == []
 
 
 def test_every_part_of_the_capture_rises_to_the_size_in_the_manifest(cli: Cli) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.snapshotctl.conftest import EXAMPLES
+from snapshotctl.adapters import inotify
+from snapshotctl.domain.demo_engines import ENGINES as DEMO
+from tests.integration.snapshotctl.conftest import ENGINES, EXAMPLES, ROOT, needs_engines
 from tests.integration.snapshotctl.test_worker import (
     PATIENCE_S,
     Place,
@@ -23,18 +25,10 @@ from tests.integration.snapshotctl.test_worker import (
     process,
 )
 
-ROOT = EXAMPLES.parents[1]
-ENGINES = ROOT / ".engines"
 WORKER = [str(EXAMPLES / "onnx_worker.py")]
-FILES = [
-    path
-    for pattern in ("*.md", "*.toml", "Makefile", "LICENSE", "docker-compose.yaml", "docs/*.md")
-    for path in sorted(ROOT.glob(pattern))
-] + sorted((ROOT / "tests/unit").glob("*.py"))
+FILES = [ROOT / name for name in DEMO["onnx"].asked]
 
-pytestmark = pytest.mark.skipif(
-    not (ENGINES / ".installed").exists(), reason="no engines are installed: run `make engines`"
-)
+pytestmark = needs_engines
 
 
 @pytest.fixture
@@ -65,7 +59,7 @@ def asked(place: Place, method: str, path: str, body: bytes | None = None) -> tu
 
 def labels(place: Place) -> dict[str, Any]:
     found = {}
-    for path in FILES[:20]:
+    for path in FILES:
         name = str(path.relative_to(ROOT))
         status, found[name] = asked(place, "POST", "/identify", path.read_bytes())
         assert status == 200
@@ -73,7 +67,8 @@ def labels(place: Place) -> dict[str, Any]:
 
 
 def environment(place: Place, **more: str) -> dict[str, str]:
-    return place.worker(PYTHONPATH=f"{ENGINES}{os.pathsep}{EXAMPLES}", **more)
+    path = f"{ENGINES}{os.pathsep}{EXAMPLES}"
+    return place.worker(**{"PYTHONPATH": path, "WARMUP_REQUESTS": "0", **more})
 
 
 async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_restore(
@@ -100,6 +95,32 @@ async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_rest
         assert await asyncio.to_thread(labels, place) == before
 
 
+async def test_a_cold_start_is_ready_for_a_capture_once_it_has_answered(place: Place) -> None:
+    async with process(WORKER, environment(place, WARMUP_REQUESTS="2")):
+        await inotify.appears(place.pod_sockets / "worker.sock")
+        for is_ready in (False, True):
+            assert not (place.control / "ready-for-snapshot").exists()
+            assert (await asyncio.to_thread(asked, place, "POST", "/identify", b"words"))[0] == 200
+            if is_ready:
+                await place.said("ready-for-snapshot")
+
+
+async def test_it_can_be_started_again_on_a_port_that_has_just_been_used(place: Place) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # The first leaves its weights on its device, as nobody says here that its pod has ended.
+    for device in environment(place)["NVIDIA_VISIBLE_DEVICES"].split(","):
+        more = {"HTTP_PORT": str(port), "NVIDIA_VISIBLE_DEVICES": device}
+        async with process(WORKER, environment(place, **more)):
+            await place.said("ready-for-snapshot")
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.request("GET", "/health")
+                # The side that closes first, as this server does, keeps the port for a minute.
+                assert (await asyncio.to_thread(connection.getresponse)).status == 200
+
+
 async def test_the_weights_are_in_gpu_memory_and_not_in_the_state(place: Place) -> None:
     async with process(WORKER, environment(place)):
         await place.said("ready-for-snapshot")
@@ -112,6 +133,16 @@ async def test_the_weights_are_in_gpu_memory_and_not_in_the_state(place: Place) 
         assert sum(path.stat().st_size for path in state.iterdir()) < in_pool / 10
 
 
+async def test_it_keeps_no_file_of_the_node_open_that_others_write(place: Place) -> None:
+    home = place.folder / "home"
+    home.mkdir()
+    async with process(WORKER, environment(place, HOME=str(home))) as worker:
+        await place.said("ready-for-snapshot")
+        opened = [str(fd.resolve()) for fd in Path(f"/proc/{worker.pid}/fd").iterdir()]
+    assert [path for path in opened if path.endswith(".db")] == []
+    assert list(home.iterdir()) == []
+
+
 async def test_it_is_the_model_of_the_package(place: Place) -> None:
     script = (
         "import sys, json, pathlib; from magika import Magika; m = Magika()\n"
@@ -119,8 +150,8 @@ async def test_it_is_the_model_of_the_package(place: Place) -> None:
         "print(json.dumps([str(each.output.label) for each in found]))"
     )
     stock = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", script, *map(str, FILES[:20])),
-        env=environment(place),
+        *(sys.executable, "-c", script, *map(str, FILES)),
+        env=environment(place, ORT_DISABLE_TELEMETRY="1"),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await stock.communicate()

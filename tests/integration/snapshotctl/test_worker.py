@@ -18,8 +18,10 @@ from gms.adapters.simulated import simulated_uuid
 from snapshotctl.adapters import inotify, worker_socket
 from snapshotctl.adapters.worker_socket import WorkerClient
 from snapshotctl.domain import demo_script
+from snapshotctl.domain.demo_engines import ENGINES
 from tests.integration.snapshotctl.conftest import EXAMPLES
 
+NUMPY = ENGINES["numpy"]
 NODE = "node-1"
 PATIENCE_S = 60.0
 POD_UID = "12345678-0000-0000-0000-000000000000"
@@ -134,7 +136,7 @@ def _example(name: str) -> list[str]:
 async def _talk(place: Place) -> list[bytes]:
     client = await place.connect()
     try:
-        return [await client.ask(question) for question in demo_script.ASKED]
+        return [await client.ask(question) for question in NUMPY.asked]
     finally:
         await client.close()
 
@@ -175,7 +177,7 @@ async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-            assert demo_script.checked_answer(await client.ask("still there?")), line
+            assert demo_script.checked_answer(NUMPY, await client.ask("still there?")), line
         await client.close()
 
 
@@ -193,7 +195,7 @@ async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
             place.say("quiesce", attempt)
             assert (await place.said("quiesced"))["attempt"] == attempt
             assert not (place.control / "ready-for-snapshot").exists()
-            asking = asyncio.create_task(client.ask(demo_script.ASKED[0]))
+            asking = asyncio.create_task(client.ask(NUMPY.asked[0]))
             saved = json.loads((place.control / "state" / "worker.json").read_text())
             assert saved["turns"] == 1
             assert not asking.done()
@@ -208,7 +210,7 @@ async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Plac
         client = await place.connect()
         await client.chat("I am Ada")
         await place.said("ready-for-snapshot")
-        before = [await client.ask(question) for question in demo_script.ASKED]
+        before = [await client.ask(question) for question in NUMPY.asked]
         await client.close()
         place.say("quiesce", 1)
         await place.said("quiesced")
@@ -235,7 +237,7 @@ async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
         place.say("restore-failed", 2)
         await place.said("ready-for-snapshot")
         assert (await place.said("restored"))["attempt"] == 2
-        assert len(await _talk(place)) == len(demo_script.ASKED)
+        assert len(await _talk(place)) == len(NUMPY.asked)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -5,14 +5,16 @@ from pathlib import Path
 import pytest
 
 from snapshot_shared.manifests import parse
-from snapshotctl.domain import criu_host, demo_script
+from snapshotctl.domain import criu_host, demo_engines, demo_script
 from snapshotctl.domain.cluster import ClusterAccess
 from snapshotctl.domain.criu_host import CriuHost
+from snapshotctl.domain.demo_engines import ENGINES, Engine
 from snapshotctl.domain.demo_script import MIB, Answer, Machine, checks
 from snapshotctl.domain.documents import load
 from snapshotctl.domain.exits import DemoFailed, Unready, WrongArguments
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "examples"
+NUMPY, ONNX = ENGINES["numpy"], ENGINES["onnx"]
 
 
 def _example(name: str) -> object:
@@ -48,13 +50,52 @@ def test_the_refused_pod_differs_in_name_and_node_only() -> None:
 def test_the_nodes_hold_the_weights_and_the_small_one_cannot(size_mib: int) -> None:
     part = size_mib * demo_script.MIB // demo_script.GPUS
     assert all(node.gpu_memory >= part for node in demo_script.nodes(size_mib))
-    assert demo_script.small_node(size_mib).gpu_memory < part
+    assert demo_script.small_node(part).gpu_memory < part
+    assert demo_script.small_node(part + 4711).gpu_memory % (2 * MIB) == 0
 
 
 @pytest.mark.parametrize("size_mib", [0, 15, -1, 10**9])
 def test_a_size_that_makes_no_sense_is_refused(size_mib: int) -> None:
     with pytest.raises(WrongArguments):
-        demo_script.check_size(size_mib)
+        demo_engines.check_size(NUMPY, size_mib)
+
+
+def test_an_engine_with_a_model_has_its_size_and_no_other() -> None:
+    assert demo_engines.check_size(NUMPY, None) == 512
+    assert demo_engines.check_size(NUMPY, 64) == 64
+    assert demo_engines.check_size(ONNX, None) == ONNX.size_mib
+    with pytest.raises(WrongArguments, match=r"--size-mib 64: .* leave --size-mib"):
+        demo_engines.check_size(ONNX, 64)
+
+
+def test_an_engine_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    assert demo_engines.engine_of("onnx") is ONNX
+    with pytest.raises(WrongArguments, match="--engine vllm is not one of numpy, onnx"):
+        demo_engines.engine_of("vllm")
+
+
+def test_an_engine_that_is_installed_is_not_for_a_cluster_that_runs_already() -> None:
+    assert demo_engines.engine_of("numpy", is_started_here=False) is NUMPY
+    with pytest.raises(WrongArguments, match="--engine onnx is not for --on"):
+        demo_engines.engine_of("onnx", is_started_here=False)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_the_pod_of_an_engine_is_restored_from_its_checkpoint(engine: Engine) -> None:
+    checkpoint, pod = _example(engine.checkpoint), _example(engine.restore)
+    assert [type(parse(each)).__name__ for each in (checkpoint, pod)] == ["DynamoCheckpoint", "Pod"]
+    source = pod["metadata"]["annotations"]["nvidia.com/restore-from"]
+    assert source == checkpoint["metadata"]["name"]
+    containers = checkpoint["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    assert containers[0]["command"] == pod["spec"]["containers"][0]["command"]
+
+
+def test_the_files_that_the_demo_asks_about_are_in_the_checkout() -> None:
+    assert len(set(ONNX.asked)) == 20
+    lacking = [name for name in ONNX.asked if not (EXAMPLES.parents[1] / name).is_file()]
+    assert lacking == []
+    assert ONNX.needed == [*ONNX.asked, ".engines/.installed"]
+    assert NUMPY.needed == []
 
 
 def test_equal_answers_have_no_differences() -> None:
@@ -78,7 +119,15 @@ def test_any_other_byte_and_any_lost_answer_is_a_difference(after: list[Answer])
 @pytest.mark.parametrize("line", [b"", b"no json\n", b'{"error": "no"}\n', b"[1]\n", b"\xff\n"])
 def test_a_line_that_is_no_answer_ends_the_demo(line: bytes) -> None:
     with pytest.raises(DemoFailed):
-        demo_script.checked_answer(line)
+        demo_script.checked_answer(NUMPY, line)
+
+
+def test_an_answer_is_shown_as_its_engine_has_it() -> None:
+    line = b'{"label": "python", "score": 0.5}'
+    shown = demo_script.checked_answer(ONNX, line)
+    assert shown == "python (score 0.5)"
+    assert demo_script.exchange_lines("?", "a.py", shown) == ["  ? a.py: python (score 0.5)"]
+    assert demo_script.exchange_lines("?", "x" * 70, shown) == [f"  ? {'x' * 70}", f"    {shown}"]
 
 
 def test_a_refusal_has_to_name_both_values() -> None:
@@ -204,6 +253,7 @@ def test_a_machine_that_has_everything_passes() -> None:
         ({"disk": 0}, "XDG_STATE_HOME"),
         ({"shared_memory": 0}, "mount -t tmpfs"),
         ({"has_examples": False}, "deploy/examples"),
+        ({"missing": [".engines/.installed"]}, "make engines"),
     ],
 )
 def test_what_is_missing_is_named_with_its_fix(change: dict[str, object], fix: str) -> None:

@@ -41,6 +41,19 @@ class Changes(Protocol):
         """Return at a change, after a reconnection, and at the latest after a safety interval."""
 
 
+class Conversation(Protocol):
+    """What is said to a worker of the demo. DeadlineExceeded, or Aborted when it hangs up."""
+
+    async def ask(self, prompt: str) -> bytes:
+        """Return the answer to a question that changes nothing, as it came."""
+
+    async def chat(self, text: str) -> bytes:
+        """Return the answer to what may change the worker's state."""
+
+    async def close(self) -> None:
+        """End it."""
+
+
 class Operator(Protocol):
     """The operator: its objects, and what NATS keeps. BusUnavailable when it does not answer.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from snapshot_shared.errors import NotFound
 from snapshotctl.domain.cluster import CRIU, INIT
 from snapshotctl.domain.criu_host import CriuHost
+from snapshotctl.domain.demo_engines import Engine
 from snapshotctl.domain.demo_script import Machine
 
 _CHECKOUT = Path(__file__).resolve().parents[5]
@@ -32,7 +33,7 @@ def person() -> str:
     return f"{user}@{socket.gethostname()}"[:128]
 
 
-def look(state_dir: Path, examples: Path) -> Machine:
+def look(state_dir: Path, examples: Path, engine: Engine) -> Machine:
     """Return what the demo needs of this machine."""
     return Machine(
         system=platform.system(),
@@ -44,9 +45,10 @@ def look(state_dir: Path, examples: Path) -> Machine:
         state_dir=str(state_dir),
         disk=_free(state_dir),
         shared_memory=_free(Path("/dev/shm")),  # noqa: S108 - only its size is read
-        has_examples=(examples / "checkpoint.yaml").is_file(),
+        has_examples=(examples / engine.checkpoint).is_file(),
         examples=str(examples),
         has_nats=_has_nats(),
+        missing=[name for name in engine.needed if not (examples.parent.parent / name).is_file()],
     )
 
 

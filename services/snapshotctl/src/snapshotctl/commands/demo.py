@@ -21,16 +21,16 @@ from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects
 from snapshotctl.adapters import machine, worker_socket
-from snapshotctl.adapters.worker_socket import WorkerClient
 from snapshotctl.command import WorkerDriver, command, new_app
 from snapshotctl.commands.trace import show
-from snapshotctl.domain import criu_host, demo_script, formats
+from snapshotctl.domain import criu_host, demo_engines, demo_script, formats
 from snapshotctl.domain.criu_host import DRIVERS, CriuHost
+from snapshotctl.domain.demo_engines import Engine
 from snapshotctl.domain.demo_script import Answer
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import DemoFailed
 from snapshotctl.domain.targets import Target
-from snapshotctl.ports import DemoCluster, Operator, Screen
+from snapshotctl.ports import Conversation, DemoCluster, Operator, Screen
 from snapshotctl.tools import Connect, Tools
 from snapshotctl.views.progress import ProgressDisplay
 from snapshotctl.views.related import trace_of
@@ -58,6 +58,7 @@ class Setup:
     connect: Connect
     examples: Path
     driver: str
+    engine: Engine
 
     @property
     def screen(self) -> Screen:
@@ -95,16 +96,21 @@ class Worker(NamedTuple):
     app,
     "snapshotctl demo",
     "snapshotctl demo --size-mib 2048 --keep",
+    "snapshotctl demo --engine onnx",
     "sudo .venv/bin/snapshotctl demo --driver criu",
 )
 async def demo(
     tools: Tools,
     size_mib: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--size-mib", metavar="MIB", envvar="SIZE_MIB", help="Size of the worker's weights."
+            "--size-mib",
+            metavar="MIB",
+            envvar="SIZE_MIB",
+            help="Size of the worker's weights.",
+            show_default="512",
         ),
-    ] = 512,
+    ] = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the cluster running at the end.")
     ] = False,
@@ -116,6 +122,10 @@ async def demo(
         str, typer.Option("--via", metavar="WORDS", help="With --on: what you type first.")
     ] = "",
     driver: WorkerDriver = DRIVERS[0],
+    engine: Annotated[
+        str,
+        typer.Option("--engine", metavar="ENGINE", help="numpy, or onnx, a trained model."),
+    ] = "numpy",
 ) -> None:
     """Capture a worker, lose its node, restore it on another.
 
@@ -127,22 +137,33 @@ async def demo(
     the demo kills, have to be visible here.
 
     With --driver criu the worker does not save its own state: its process goes on in another pod.
+
+    With --engine onnx the worker is onnxruntime with a trained model, which says what type 20 files
+    of the checkout have; `make engines` installs it. It is not for --on.
     """
-    size_mib = demo_script.check_size(size_mib)
+    shown_engine = demo_engines.engine_of(engine, is_started_here=on is None)
+    size = demo_engines.check_size(shown_engine, size_mib)
     examples = machine.examples_folder()
     host = machine.look_for_criu() if criu_host.check_driver(driver) else None
     if on is None:
         cluster, connect = tools.demo_cluster(examples.parent.parent, host and host.tools)
     else:
         cluster, connect = tools.running_cluster(on, via)
-    setup = Setup(tools=tools, cluster=cluster, connect=connect, examples=examples, driver=driver)
+    setup = Setup(
+        tools=tools,
+        cluster=cluster,
+        connect=connect,
+        examples=examples,
+        driver=driver,
+        engine=shown_engine,
+    )
     _title(tools.screen, 1, "Preflight")
     if on is None:
-        _check_machine(tools, examples, size_mib, host)
+        _check_machine(setup, size, host)
     else:
         tools.screen.line("  nothing is started here: the cluster runs already")
     try:
-        await _run(setup, size_mib, keep=keep)
+        await _run(setup, size, keep=keep)
     except (asyncio.CancelledError, BrokenPipeError):
         # Ctrl-C ends the reader of a pipe as well, and perhaps before us.
         await cluster.stop(purge=True)
@@ -191,12 +212,13 @@ def _title(screen: Screen, number: int, text: str) -> None:
     screen.line(f"{number}/6 {text}", strong=True)
 
 
-def _check_machine(tools: Tools, examples: Path, size_mib: int, host: CriuHost | None) -> None:
+def _check_machine(setup: Setup, size_mib: int, host: CriuHost | None) -> None:
     """Raise Unready with everything that is missing, each with its fix."""
-    found = demo_script.checks(machine.look(tools.folders.states, examples), size_mib)
+    states = setup.tools.folders.states
+    found = demo_script.checks(machine.look(states, setup.examples, setup.engine), size_mib)
     found += criu_host.checks(host) if host else []
     for check in found:
-        tools.screen.line(f"  {'ok     ' if check.ok else 'MISSING'} {check.what}")
+        setup.screen.line(f"  {'ok     ' if check.ok else 'MISSING'} {check.what}")
     criu_host.require(found, "the demo")
 
 
@@ -209,16 +231,19 @@ class _Demo:
         self._operator = operator
         self._size_mib = size_mib
         self._keep = keep
-        self._checkpoint = self._example("checkpoint.yaml")
-        self._restore = self._example("restore.yaml")
+        self._engine = setup.engine
+        self._checkpoint = self._example(setup.engine.checkpoint)
+        self._restore = self._example(setup.engine.restore)
 
     def _example(self, name: str) -> Document:
         documents = self._setup.tools.documents(self._setup.examples / name)
         if len(documents) != 1:
             raise DemoFailed(f"{name} holds {len(documents)} documents, one was expected")
         [found] = documents
-        sized = demo_script.sized(found.value, self._size_mib)
-        return Document(found.where, demo_script.driven(sized, self._setup.driver))
+        value = found.value
+        if self._engine.is_sized:
+            value = demo_script.sized(value, self._size_mib)
+        return Document(found.where, demo_script.driven(value, self._setup.driver))
 
     async def run(self) -> None:
         """Capture, lose the node, restore, see one restore refused, print the summary."""
@@ -290,14 +315,18 @@ class _Demo:
         """Send all sentences; return the seconds from apply to the first answer."""
         cold_s = 0.0
         async with self._connected(worker, START_S) as client:
-            for said in demo_script.SAID:
-                answer = demo_script.checked_answer(await client.chat(said))
+            for said in self._engine.said:
+                line = await client.chat(said)
                 if not cold_s:
                     cold_s = self._setup.tools.monotonic() - worker.applied_at
                     self._screen.line(f"  first answer after {formats.span_time(cold_s)}")
-                self._screen.line(f"  > {said}")
-                self._screen.line(f"    {answer}")
+                self._show(">", said, line)
         return cold_s
+
+    def _show(self, mark: str, words: str, line: bytes) -> None:
+        answer = demo_script.checked_answer(self._engine, line)
+        for shown in demo_script.exchange_lines(mark, words, answer):
+            self._screen.line(shown)
 
     async def _captured(self, checkpoint: Target, display: ProgressDisplay) -> SnapshotContent:
         """Show the capture part by part; return its content once it is committed."""
@@ -317,10 +346,9 @@ class _Demo:
     async def _ask(self, worker: Worker) -> list[Answer]:
         answers = []
         async with self._connected(worker, START_S) as client:
-            for question in demo_script.ASKED:
+            for question in self._engine.asked:
                 line = await client.ask(question)
-                self._screen.line(f"  ? {question}")
-                self._screen.line(f"    {demo_script.checked_answer(line)}")
+                self._show("?", question, line)
                 answers.append(Answer(question, line))
         return answers
 
@@ -331,16 +359,15 @@ class _Demo:
             worker = await self._placed(target, applied_at)
             display.begin(await self._restore_of(worker.pod), {})
             async with self._connected(worker, RESTORE_S) as client:
-                line = await client.ask(demo_script.ASKED[0])
+                first, *others = self._engine.asked
+                answers = [Answer(first, await client.ask(first))]
                 seconds = self._setup.tools.monotonic() - applied_at
-                answers = [Answer(demo_script.ASKED[0], line)]
-                answers += [Answer(q, await client.ask(q)) for q in demo_script.ASKED[1:]]
+                answers += [Answer(q, await client.ask(q)) for q in others]
         self._screen.line(f"  first answer after {formats.span_time(seconds)}")
         if wrong := demo_script.differences(captured.answers, answers):
             raise DemoFailed(f"{len(wrong)} answers differ after the restore", problems=wrong)
         for answer in answers:
-            self._screen.line(f"  ? {answer.question}")
-            self._screen.line(f"    {demo_script.checked_answer(answer.line)}")
+            self._show("?", *answer)
         self._screen.line(f"  all {len(answers)} answers are the same, byte for byte", strong=True)
         pod = await self._until(target, _ready_pod, RESTORE_S, "the restored pod becomes Ready")
         return Restored(pod, trace_of(pod) or trace_id, seconds)
@@ -354,7 +381,9 @@ class _Demo:
         return restore.metadata.uid
 
     async def _refusal(self, captured: Captured) -> Pod | None:
-        small = demo_script.small_node(self._size_mib)
+        layouts = [entry.layout for entry in captured.content.status.vector]
+        needed = max((layout.bytes for layout in layouts if layout), default=0)
+        small = demo_script.small_node(needed)
         if not await self._setup.cluster.add_node(small):
             self._screen.line("  no node can be added here, so none that is too small is tried")
             return None
@@ -365,8 +394,6 @@ class _Demo:
         pod = await self._until(
             _target("Pod", name), _failed_pod, REFUSAL_S, "the restore is refused", is_expected=True
         )
-        layouts = [entry.layout for entry in captured.content.status.vector]
-        needed = max((layout.bytes for layout in layouts if layout), default=0)
         demo_script.check_refusal(pod.status.reason, pod.status.message, needed, small.gpu_memory)
         self._screen.line(f"  refused, as it must be: {pod.status.reason}: {pod.status.message}")
         return pod
@@ -393,13 +420,11 @@ class _Demo:
         return await objects.until(self._operator, target, decided, within_s=within_s, what=what)
 
     @contextlib.asynccontextmanager
-    async def _connected(self, worker: Worker, within_s: float) -> AsyncIterator[WorkerClient]:
+    async def _connected(self, worker: Worker, within_s: float) -> AsyncIterator[Conversation]:
         """Connect to a worker once it listens, but stop as soon as its pod has failed."""
         pod = _target("Pod", worker.pod.metadata.name)
         what = f"the worker of {pod} serves"
-        calling = asyncio.ensure_future(
-            worker_socket.connect(worker.sockets, worker.pod.metadata.uid)
-        )
+        calling = asyncio.ensure_future(self._connect(worker))
         failing: asyncio.Future[None] = asyncio.ensure_future(
             self._until(pod, _never, within_s, what)
         )
@@ -416,6 +441,13 @@ class _Demo:
             yield client
         finally:
             await client.close()
+
+    async def _connect(self, worker: Worker) -> Conversation:
+        uid = worker.pod.metadata.uid
+        if self._engine.takes_files:
+            files = self._setup.examples.parent.parent
+            return await worker_socket.connect_with_files(worker.sockets, uid, files)
+        return await worker_socket.connect(worker.sockets, uid)
 
     @contextlib.asynccontextmanager
     async def _progress(self, phase: str) -> AsyncIterator[ProgressDisplay]:

@@ -13,41 +13,22 @@ from snapshot_shared.ids import token
 from snapshot_shared.units import sizes
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import ClusterAccess, NodeSpec
-from snapshotctl.domain.exits import DemoFailed, WrongArguments
+from snapshotctl.domain.demo_engines import MIN_SIZE_MIB, Engine
+from snapshotctl.domain.exits import DemoFailed
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
 MEMORY_FACTOR = 3
 DISK_FACTOR = 2
 DISK_EXTRA = 512 * MIB
-MIN_SIZE_MIB = 16
-MAX_SIZE_MIB = 1024 * 1024
 GPUS = 2
+SMALLEST_DEVICE = 2 * MIB
 SOURCE_NODE = "node-1"
 TARGET_NODE = "node-2"
 SMALL_NODE = "node-small"
 SIZE_VARIABLE = "SIZE_MIB"
 HOSTNAME = "kubernetes.io/hostname"
-
-SAID = (
-    "My name is Ada and I like amber.",
-    "The harbour opens at seven.",
-    "Remember the number 4711.",
-    "Ships turn left at the lighthouse.",
-    "My favourite river is the Tyne.",
-    "Lamps are lit from west to east.",
-    "The cat is called Turing.",
-    "Bring the maps tomorrow.",
-)
-"""Sentences for the worker before the capture: each changes its state."""
-
-ASKED = (
-    "What is my name?",
-    "When does the harbour open?",
-    "Which number did I give you?",
-    "What is the cat called?",
-)
-"""Questions after the capture and after the restore: each only reads."""
+LINE = 80
 
 
 class Machine(NamedTuple):
@@ -65,6 +46,8 @@ class Machine(NamedTuple):
     has_examples: bool
     examples: str
     has_nats: bool
+    missing: Sequence[str] = ()
+    """Files of the engine that are not in the checkout."""
 
 
 class Check(NamedTuple):
@@ -114,16 +97,12 @@ def checks(machine: Machine, size_mib: int) -> list[Check]:
             machine.has_examples,
             "run it in a checkout of the repository, which has deploy/examples",
         ),
+        Check(
+            f"the engine: {', '.join(machine.missing) or 'all that it needs'}",
+            not machine.missing,
+            "run, in a checkout of the repository: make engines",
+        ),
     ]
-
-
-def check_size(size_mib: int) -> int:
-    """Return the size. WrongArguments when the example cannot have it."""
-    if not MIN_SIZE_MIB <= size_mib <= MAX_SIZE_MIB:
-        raise WrongArguments(
-            f"--size-mib {size_mib} is not between {MIN_SIZE_MIB} and {MAX_SIZE_MIB}"
-        )
-    return size_mib
 
 
 def nodes(size_mib: int) -> list[NodeSpec]:
@@ -134,9 +113,9 @@ def nodes(size_mib: int) -> list[NodeSpec]:
     ]
 
 
-def small_node(size_mib: int) -> NodeSpec:
-    """Return a node whose devices hold only half of what a device of the source holds."""
-    capacity = max(4 * MIB, size_mib * MIB // GPUS // 2)
+def small_node(needed: int) -> NodeSpec:
+    """Return a node whose devices hold only half of the bytes that one device has to hold."""
+    capacity = max(SMALLEST_DEVICE, needed // 2 // SMALLEST_DEVICE * SMALLEST_DEVICE)
     return NodeSpec(name=SMALL_NODE, gpus=GPUS, gpu_memory=capacity)
 
 
@@ -205,15 +184,22 @@ def differences(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
     return found
 
 
-def checked_answer(line: bytes) -> str:
+def checked_answer(engine: Engine, line: bytes) -> str:
     """Return the answer in a line for people. DemoFailed when the worker refused the question."""
     try:
         found = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise DemoFailed(f"the worker answered with what is no JSON: {_text(line)}") from error
-    if "answer" not in found:
-        raise DemoFailed(f"the worker refused a question: {_text(line)}")
-    return f"{found['answer']} (memory {found.get('memory')}, turns {found.get('turns')})"
+    try:
+        return engine.shown.format_map(found)
+    except KeyError:
+        raise DemoFailed(f"the worker refused a question: {_text(line)}") from None
+
+
+def exchange_lines(mark: str, words: str, answer: str) -> list[str]:
+    """Return what was said and answered: on one line where it fits."""
+    whole = f"  {mark} {words}: {answer}"
+    return [whole] if len(whole) <= LINE else [f"  {mark} {words}", f"    {answer}"]
 
 
 def check_refusal(reason: str, message: str, needed: int, capacity: int) -> None:

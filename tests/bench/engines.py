@@ -1,0 +1,421 @@
+"""How soon engines answer: started cold, after their own sleep, and restored by Snapback.
+
+`python -m tests.bench.engines` starts a local cluster, and in every round each engine once: it
+starts cold, sleeps and wakes if it can, is captured and ended, and restored on another node. As
+root, with `make criu init`, by CRIU, too. The status is 1 when an answer differs, and 2 when a
+request makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL
+from snapshotctl.adapters.machine import look_for_criu
+from snapshotctl.domain import criu_host, formats
+from snapshotctl.domain.demo_engines import ENGINES
+from tests.bench import output
+from tests.bench.machine import describe, rotated
+from tests.bench.pause import is_ready, until
+from tests.support.live_cluster import ROOT, LiveCluster, Session, find
+
+TITLE = "Engines"
+SOURCE, TARGET = "source", "target"
+DEVICE_MIB = 64
+WAIT_S = 30.0
+ASK_AGAIN_S = 0.005
+ASKED = "LICENSE"
+"""The file that the model is asked about."""
+STORED = b"what was stored"
+S3 = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
+# Without the folder of the script, some of whose files have names of the standard library.
+SERVER = [sys.executable, "-P", str(ROOT / "tests/bench/engine_server.py")]
+INSTALLED = ROOT / ENGINES["onnx"].installed
+MODEL_FILES = "magika/models/*/model.onnx"
+MODEL = {"PYTHONPATH": f"{INSTALLED.parent}{os.pathsep}{ROOT / 'deploy/examples'}"}
+
+
+class Request(NamedTuple):
+    """One request to an engine."""
+
+    path: str
+    body: bytes | None = None
+    method: str = "POST"
+
+
+class Engine(NamedTuple):
+    """An engine under one driver; `{port}` in its words and variables is where it serves."""
+
+    name: str
+    model: str
+    driver: str
+    program: Sequence[str]
+    first: Request
+    """What it is asked until it answers, after a start."""
+    asked: Request
+    """What it is asked until it answers, after a restore: as before the capture."""
+    around: Sequence[str] = ()
+    """What runs the program in a pod."""
+    environment: Mapping[str, str] = {}
+    prepared: Sequence[Request] = ()
+    can_nap: bool = False
+    needs_gpu: bool = False
+
+    @property
+    def row(self) -> str:
+        return f"{self.name}, {self.driver}"
+
+
+def _engines() -> Iterator[Engine]:
+    identify = Request("/identify", (ROOT / ASKED).read_bytes())
+    of_model: dict[str, Any] = {"first": identify, "asked": identify, "can_nap": True}
+    served = {**MODEL, "HTTP_PORT": "{port}"}
+    for driver in criu_host.DRIVERS:
+        yield Engine(
+            name="onnxruntime, weights in GPU memory",
+            model="magika",
+            driver=driver,
+            program=[*SERVER],
+            environment=served,
+            needs_gpu=True,
+            **of_model,
+        )
+    for driver in criu_host.DRIVERS:
+        yield Engine(
+            name="onnxruntime as it is",
+            model="magika",
+            driver=driver,
+            program=[*SERVER, "--stock"],
+            around=["snapback-run", "--ready", "GET http://127.0.0.1:{port}/health", "--"],
+            environment=served,
+            **of_model,
+        )
+    api = "http://127.0.0.1:{port}/moto-api/"
+    replay = ["--state", "moto_recording", "--restore", f"{api}recorder/replay-recording"]
+    for driver in criu_host.DRIVERS:
+        is_replayed = driver == "cooperative"
+        yield Engine(
+            name="moto's server as it is",
+            model="",
+            driver=driver,
+            program=[sys.executable, "-m", "moto.server", "-p", "{port}"],
+            around=["snapback-run", "--ready", api, *(replay if is_replayed else ()), "--"],
+            environment={"MOTO_ENABLE_RECORDING": "1"} if is_replayed else {},
+            first=Request("/moto-api/", method="GET"),
+            asked=Request("/bucket/key", method="GET"),
+            prepared=[
+                Request("/bucket", method="PUT"),
+                Request("/bucket/key", STORED, method="PUT"),
+            ],
+        )
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One start, sleep, capture and restore, in seconds; bytes of the weights and in all."""
+
+    alone: float | None
+    """The same program until its first answer, started by hand; it needs no GPU then."""
+    cold: float
+    nap: float | None
+    restore: float
+    weights: int
+    artifact: int
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """All turns, by the row of the engine."""
+
+    machine: dict[str, str]
+    models: dict[str, str]
+    """By the row, too; empty where there is none."""
+    model_bytes: int
+    """The size of its file."""
+    turns: dict[str, list[Turn]]
+    absent: dict[str, str] = {}
+    """Why a row was not measured."""
+
+
+class Differs(Exception):
+    """A restored engine answers otherwise than before."""
+
+
+def answer(port: int, request: Request) -> bytes:
+    """Ask until the engine answers as it should."""
+    end = time.monotonic() + WAIT_S
+    url = f"http://127.0.0.1:{port}{request.path}"
+    asking = urllib.request.Request(url, request.body, S3, method=request.method)
+    while True:
+        try:
+            with urllib.request.urlopen(asking, timeout=WAIT_S) as found:
+                return bytes(found.read())
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{url} does not answer: {error}") from error
+        time.sleep(ASK_AGAIN_S)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def pod(engine: Engine, name: str, folder: Path, port: int, source: str = "") -> dict[str, Any]:
+    """Return the pod of an engine on the source node, or on the target if it is restored."""
+    words = [word.format(port=port) for word in (*engine.around, *engine.program)]
+    env = [
+        {"name": key, "value": value.format(port=port)} for key, value in engine.environment.items()
+    ]
+    container: dict[str, Any] = {"name": "main", "command": words, "env": env}
+    container["workingDir"] = str(folder)
+    if engine.needs_gpu:
+        container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    marks = {"nvidia.com/capture-driver": engine.driver}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "annotations": {"nvidia.com/restore-from": source} if source else marks,
+        },
+        "spec": {
+            "nodeSelector": {HOSTNAME_LABEL: TARGET if source else SOURCE},
+            "containers": [container],
+        },
+    }
+
+
+def snapshot(name: str, driver: str) -> dict[str, Any]:
+    """Return the snapshot of a pod of the same name, which ends with it."""
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": {
+            "source": {"podRef": {"name": name}},
+            "sourcePolicy": "Terminate",
+            "driver": driver,
+        },
+    }
+
+
+class Bench:
+    """One run in a folder of the disk that is measured."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self.folder, self.rounds = folder, rounds
+        host = look_for_criu()
+        lacking = [check.fix for check in criu_host.checks(host) if not check.ok]
+        engines = list(_engines())
+        self.absent = {
+            engine.row: "; ".join(lacking)
+            for engine in engines
+            if lacking and engine.driver == "criu"
+        }
+        self.engines = [engine for engine in engines if engine.row not in self.absent]
+        self.cluster = LiveCluster(folder, tools=None if lacking else Path(host.tools))
+
+    async def run(self) -> Results:
+        """Measure everything."""
+        machine = describe(self.folder)
+        turns: dict[str, list[Turn]] = {engine.row: [] for engine in self.engines}
+        try:
+            await self.cluster.up(SOURCE, TARGET, mib=DEVICE_MIB)
+            async with self.cluster.session() as session:
+                for number in range(self.rounds):
+                    output.say(f"round {number + 1} of {self.rounds}")
+                    for engine in rotated(self.engines, number, self.rounds):
+                        turns[engine.row].append(await self._turn(session, engine, number))
+        finally:
+            await self.cluster.down()
+        machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
+        return Results(
+            machine=machine,
+            models={engine.row: engine.model for engine in self.engines},
+            model_bytes=sum(path.stat().st_size for path in INSTALLED.parent.glob(MODEL_FILES)),
+            turns=turns,
+            absent=self.absent,
+        )
+
+    async def _turn(self, session: Session, engine: Engine, number: int) -> Turn:
+        output.say(f"  {engine.row}")
+        name = f"engine-{self.engines.index(engine)}-{number}"
+        folder = self.folder / name
+        folder.mkdir()
+        port = free_port()
+        alone = None
+        if not engine.needs_gpu:
+            alone = await asyncio.to_thread(self._alone, engine, folder, free_port())
+        begin = time.monotonic()
+        await session.apply(pod(engine, name, folder, port))
+        await self._answered(session, name, port, engine.first)
+        cold = time.monotonic() - begin
+        for request in engine.prepared:
+            await asyncio.to_thread(answer, port, request)
+        nap = None
+        if engine.can_nap:
+            said = await asyncio.to_thread(answer, port, Request("/nap", b""))
+            nap = float(json.loads(said)["seconds"])
+        before = await asyncio.to_thread(answer, port, engine.asked)
+        await until(session, "Pod", name, is_ready)
+        await session.apply(snapshot(name, engine.driver))
+        made = await until(session, "Snapshot", name, is_ready)
+        await self._removed(session, "Pod", name)
+        # A restored engine has only what was captured.
+        (folder / "moto_recording").unlink(missing_ok=True)
+        self.cluster.drop_cache()
+        begin = time.monotonic()
+        await session.apply(pod(engine, f"{name}-restored", folder, port, name))
+        after = await self._answered(session, f"{name}-restored", port, engine.asked)
+        restore = time.monotonic() - begin
+        if before != after:
+            raise Differs(f"{engine.row}: {before!r} became {after!r}")
+        # It is the restored one, and not one that started cold in its place.
+        await until(session, "Pod", f"{name}-restored", is_ready)
+        bound = made.status.bound_snapshot_content_name
+        parts = find(await session.objects(), "SnapshotContent", bound).status.committed.parts
+        await self._removed(session, "Pod", f"{name}-restored")
+        await self._removed(session, "Snapshot", name)
+        return Turn(
+            alone=alone,
+            cold=cold,
+            nap=nap,
+            restore=restore,
+            weights=sum(part.bytes for part in parts if part.part != "process"),
+            artifact=sum(part.bytes for part in parts),
+        )
+
+    async def _answered(self, session: Session, name: str, port: int, request: Request) -> bytes:
+        """Wait for the answer of a pod that was just applied."""
+        try:
+            return await asyncio.to_thread(answer, port, request)
+        except TimeoutError as error:
+            found = find(await session.objects(), "Pod", name)
+            status = msgspec.json.encode(found.status).decode()
+            raise TimeoutError(f"{error}; pod {name} is {status}") from error
+
+    def _alone(self, engine: Engine, folder: Path, port: int) -> float:
+        """Give what the program takes to its first answer when it is started by hand."""
+        words = [word.format(port=port) for word in engine.program]
+        more = {key: value.format(port=port) for key, value in engine.environment.items()}
+        begin = time.monotonic()
+        with subprocess.Popen(
+            words,
+            cwd=folder,
+            env=os.environ | more,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            try:
+                answer(port, engine.first)
+                return time.monotonic() - begin
+            finally:
+                process.send_signal(signal.SIGKILL)
+
+    async def _removed(self, session: Session, kind: str, name: str) -> None:
+        await session.delete(kind, name)
+        await session.until(
+            lambda values: find(values, kind, name) is None, f"{kind} {name} is removed", WAIT_S
+        )
+
+
+def section(results: Results) -> str:
+    """Write the section of the page about a run, in Markdown."""
+    return "\n".join(_lines(results)) + "\n"
+
+
+def _lines(results: Results) -> Iterator[str]:
+    rounds = max(map(len, results.turns.values()))
+    yield f"## {TITLE}\n"
+    yield (
+        f"Written by `make bench-engines`: {rounds} rounds in a local cluster, GPUs simulated.\n"
+        "Engines take turns, and the order rotates. Cold start and restore are from `apply` to\n"
+        "the first answer: of a new pod, and of one on another node, whose artifact is not in\n"
+        "the page cache; programs and libraries are, for both. By hand is the program alone, with\n"
+        "no cluster. Sleep and wake is within the process, up to an answer: the weights leave the\n"
+        "GPU and come back; an engine as it is can only load its model again. Restored answers\n"
+        "were the same, byte for byte. The model is small: a cold start is mostly Python and its\n"
+        "libraries, which `cooperative` starts again and `criu` does not. The machine:\n"
+    )
+    yield from (f"- {key}: {value}" for key, value in results.machine.items())
+    yield from (f"- {row} was not run: {why}" for row, why in results.absent.items())
+    yield (
+        "\n| engine, driver | model | weights in GPU memory | artifact | by hand, s "
+        "| cold start, s | sleep and wake, s | restore, s | restore is |"
+        "\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for row, turns in results.turns.items():
+        weights, artifact = (
+            formats.size(int(median(sizes))) if any(sizes) else "-"
+            for sizes in ([t.weights for t in turns], [t.artifact for t in turns])
+        )
+        times = [
+            _cell([seconds for seconds in samples if seconds is not None])
+            for samples in (
+                [t.alone for t in turns],
+                [t.cold for t in turns],
+                [t.nap for t in turns],
+                [t.restore for t in turns],
+            )
+        ]
+        ratio = median(t.cold for t in turns) / median(t.restore for t in turns)
+        model = results.models[row]
+        if model:
+            model = f"{model}, {formats.size(results.model_bytes)}"
+        cells = (row, model or "none", weights, artifact, *times, f"{ratio:.2f} x as fast")
+        yield f"| {' | '.join(cells)} |"
+    yield "\nMedians, with the fastest and the slowest."
+
+
+def _cell(samples: list[float]) -> str:
+    if not samples:
+        return "-"
+    low, middle, high = (f(samples) for f in (min, median, max))
+    return f"{middle:.3g} ({low:.3g} … {high:.3g})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.engines", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--page", type=Path, help="the page with a section about it")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}, and 1 is the least")
+    if not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder}: there is no such folder")
+    if not INSTALLED.exists():
+        parser.error("no engines are installed: run `make engines`")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as folder:
+        try:
+            results = asyncio.run(Bench(Path(folder), arguments.rounds).run())
+        except Differs as error:
+            output.say(str(error))
+            return 1
+    text = section(results)
+    output.write(arguments.json, arguments.page, results, text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    output.run(main)
