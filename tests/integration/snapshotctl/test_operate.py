@@ -6,6 +6,7 @@ import asyncio
 import json
 import tarfile
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,43 @@ def test_names_are_completed_from_the_running_cluster(running: Cli) -> None:
         shell = Cli(running.home)
         shell.environment |= variables
         assert shell.ok().out.split() == [offered]
+
+
+def test_a_paused_durable_shows_wherever_its_node_does(one_node: Cli) -> None:
+    _pause(one_node, "agent-node-1", paused=True)
+    assert " Ready,OrdersPaused " in one_node.ok("nodes").out
+    assert "node-1 agent gets no orders: its durable agent-node-1 is paused" in (
+        one_node.ok("nodes").out
+    )
+    [node] = one_node.ok("nodes", "-o", "json").value()
+    assert node["paused"] == ["agent"]
+    told = one_node.ok("explain", "node/node-1").out
+    assert "its durable agent-node-1 is paused" in told
+    assert "nats consumer resume ORDERS agent-node-1" in told
+    one_node.ok("apply", "-f", "-", stdin=POD.format(name="held"))
+    one_node.until(lambda pod: pod["status"].get("orders"), "get", "pod/held")
+    held = one_node.ok("explain", "pod/held").out
+    assert "agent gets no orders: its durable agent-node-1 is paused" in held
+    assert "nats consumer resume ORDERS agent-node-1" in held
+    _pause(one_node, "agent-node-1", paused=False)
+    assert "paused" not in one_node.ok("explain", "node/node-1").out
+    assert "Paused" not in one_node.ok("nodes").out
+
+
+def _pause(cli: Cli, durable: str, *, paused: bool) -> None:
+    """Pause a durable as `nats consumer pause` does, or resume it."""
+
+    async def ask() -> bytes:
+        user = User("snapshotctl")
+        key = str(cli.state() / "keys" / f"{user.name}.nk")
+        bus = Bus(cli.record()["url"], "test", credentials=key, inbox=user.inbox)
+        await bus.connect(patiently=False)
+        try:
+            at = datetime.now(UTC) + timedelta(hours=1)
+            body = {"pause_until": at.isoformat()} if paused else {}
+            subject = f"$JS.API.CONSUMER.PAUSE.{subjects.ORDERS}.{durable}"
+            return await bus.request(subject, json.dumps(body).encode())
+        finally:
+            await bus.close()
+
+    assert json.loads(asyncio.run(ask())).get("error") is None

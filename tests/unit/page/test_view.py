@@ -470,3 +470,14 @@ def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
     found = waterfall(spans)
     assert (found["total"], found["paused"]) == (2.0, 90.0)
     assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]
+
+
+async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    facts = await facts_of(world, paused=frozenset({"gms-node-1", "agent-elsewhere"}))
+    [row] = rows(facts, "nodes")
+    assert row["held"] == ["gms gets no orders: its durable gms-node-1 is paused"]
+    [problem] = rows(facts, "problems")
+    assert problem["what"] == "Node node-1 gets no orders"
+    assert problem["next"] == "nats consumer resume ORDERS gms-node-1"

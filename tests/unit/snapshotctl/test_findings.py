@@ -165,7 +165,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             found(LOCAL._replace(cluster="big", ended=["operator"])),
             "fail",
             "operator ended",
-            "snapshotctl down --name big && snapshotctl up --name big",
+            "snapshotctl sim restart operator --name big",
         ),
         (
             found(cluster=None, unreachable=Failure(reason="BusUnavailable", message="cannot")),
@@ -244,7 +244,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             found(LOCAL._replace(cluster="big"), CLUSTER._replace(health=None)),
             "fail",
             "no operator answers",
-            "snapshotctl down --name big && snapshotctl up --name big",
+            "snapshotctl sim restart operator --name big",
         ),
         (
             of(health=None, refused=Failure(reason="NotPermitted", message="viewer may not")),

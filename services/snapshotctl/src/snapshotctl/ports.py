@@ -100,6 +100,9 @@ class Operator(Protocol):
     async def presence(self) -> dict[NodeName, Presence]:
         """Read the last presence of each node."""
 
+    async def paused(self) -> frozenset[str]:
+        """Read which durables of the stream of orders are paused."""
+
     async def facts_of(self, node: str, artifact: ArtifactRef) -> FactsReply:
         """Ask the agent of a node for its facts, and for those of an artifact that it can read.
 

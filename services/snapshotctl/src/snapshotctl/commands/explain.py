@@ -106,13 +106,14 @@ async def _explain(
     state = object_state(found)
     progress = await operator.last_progress(state.order.order) if state.order else None
     presence = await operator.presence()
+    asked = explanation.asked_services(found, state)
     silent = [
-        f"{service}@{node}"
-        for node, service in explanation.asked_services(found, state)
-        if not await operator.answers(node, service)
+        f"{service}@{node}" for node, service in asked if not await operator.answers(node, service)
     ]
+    held = explanation.held_back(asked, await operator.paused())
     lines = explanation.now_lines(found, state, presence, progress, silent, now)
-    advice = explanation.advice(found, state, silent)
+    lines += [each.message for each in held]
+    advice = explanation.advice(found, state, silent, held)
     logged = [] if logs is None or state.word == "fine" else _log(found, logs)
     if screen.wants_table:
         _show(screen, found, state, events, lines)

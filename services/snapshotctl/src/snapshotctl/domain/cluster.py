@@ -26,6 +26,8 @@ NATS = "nats-server"
 NATS_CONFIGURATION = "nats.conf"
 OPERATOR = "operator"
 PAGE = "page"
+ALONE = (NATS, OPERATOR, PAGE)
+"""The processes of a cluster that belong to no node."""
 
 CRIU = "criu/criu"
 INIT = "snapback-init"
@@ -118,6 +120,23 @@ def instead(names: Sequence[str], option: str, wanted: str = "") -> str:
     choices = " or ".join(f"{option} {name}" for name in names[:MAX_NAMES])
     more = f" ({len(names)} in all)" if len(names) > MAX_NAMES else ""
     return f"name one that is there: {choices}{more}; or {start}"
+
+
+def restart(cluster: str, process: str) -> str:
+    """Return the command that starts a process of a local cluster again."""
+    node, _, service = process.rpartition("-")
+    if service in ("agent", "gms"):
+        return f"snapshotctl sim restart {node} --service {service} --name {cluster}"
+    return (
+        f"snapshotctl sim restart {process} --name {cluster}"
+        if process in ALONE
+        else (anew(cluster))
+    )
+
+
+def anew(cluster: str) -> str:
+    """Return the command that ends a local cluster and starts it on its state."""
+    return f"snapshotctl down --name {cluster} && snapshotctl up --name {cluster}"
 
 
 class Program(NamedTuple):
@@ -327,11 +346,10 @@ class NatsServer(NamedTuple):
     monitor: str | None = None
 
 
-def local_nats(name: str, paths: ClusterPaths) -> NatsServer:
-    """Return the server of a local cluster: loopback, a free port."""
-    return NatsServer(
-        CONTEXT_PREFIX + name, "127.0.0.1:-1", paths.nats / "store", paths.nats / "ports"
-    )
+def local_nats(name: str, paths: ClusterPaths, url: str = "") -> NatsServer:
+    """Return the server of a local cluster: loopback, at `url` or at a free port."""
+    listen = url.rpartition("//")[2] or "127.0.0.1:-1"
+    return NatsServer(CONTEXT_PREFIX + name, listen, paths.nats / "store", paths.nats / "ports")
 
 
 def nats_configuration(server: NatsServer, keys: Sequence[tuple[User, str]]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot_shared import views
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Job, Node, NodeStatus, Pod, gpus_wanted
@@ -198,14 +199,33 @@ def asked_services(related: RelatedObjects, found: ObjectState) -> list[tuple[st
     return [(found.order.node, found.order.service)] if found.order is not None else []
 
 
-def advice(related: RelatedObjects, found: ObjectState, silent: Sequence[str] = ()) -> list[str]:
+def held_back(asked: Iterable[tuple[str, str]], paused: Collection[str]) -> list[views.HeldBack]:
+    """Return which of some services, each as node and kind, get no orders."""
+    services = list(asked)
+    nodes = dict.fromkeys(node for node, _ in services)
+    return [
+        each
+        for node in nodes
+        for each in views.held_back(node, paused)
+        if (node, each.service) in services
+    ]
+
+
+def advice(
+    related: RelatedObjects,
+    found: ObjectState,
+    silent: Sequence[str] = (),
+    held: Sequence[views.HeldBack] = (),
+) -> list[str]:
     """Return the next steps: that of the failure, then the fix of its reason.
 
-    Where a service does not answer, to start it again is the only one.
+    Where a service does not answer, or gets no orders, to mend that is the only one.
     """
     if silent:
         again = f"snapshotctl sim restart {silent[0].partition('@')[2]}"
         return [f"Start {' and '.join(silent)} again; in a local cluster: `{again}`."]
+    if held:
+        return [f"Let it get orders again: `{each.next_step}`." for each in held]
     lines = [formats.plain(found.next_step)] if found.next_step else []
     # What is not found may be a program or a file: then only its own next step fits.
     is_told = found.reason == "NotFound" and lines

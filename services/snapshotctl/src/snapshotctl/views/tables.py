@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from snapshot_shared.ids import NodeName
@@ -17,6 +17,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestore,
 )
 from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.views import held_back
 from snapshotctl.domain import formats
 from snapshotctl.views.state import state_text
 
@@ -44,8 +45,16 @@ def table_of(
     return Table(head, rows)
 
 
-def table_of_nodes(nodes: Sequence[Node], presence: dict[NodeName, Presence], now: float) -> Table:
-    """Return nodes with their last presence as a table. `now` is seconds since the epoch."""
+def table_of_nodes(
+    nodes: Sequence[Node],
+    presence: Mapping[NodeName, Presence],
+    paused: Collection[str],
+    now: float,
+) -> Table:
+    """Return nodes with their last presence as a table. `now` is seconds since the epoch.
+
+    `paused` are durables of the stream of orders to which nothing is delivered.
+    """
     head = ("NAME", "STATUS", "GPUS", "GPU-MEMORY", "DRIVERS", "FREE-DISK", "SLOTS", "SEEN", "AGE")
     rows = []
     for node in nodes:
@@ -53,7 +62,7 @@ def table_of_nodes(nodes: Sequence[Node], presence: dict[NodeName, Presence], no
         devices = node.status.devices or (seen.devices if seen else [])
         cells = (
             node.metadata.name,
-            state_text(node),
+            state_text(node) + (",OrdersPaused" if held_back(node.metadata.name, paused) else ""),
             str(len(devices)),
             _memory(devices),
             ",".join(node.status.drivers) or "-",
