@@ -61,7 +61,7 @@ def test_every_part_of_the_capture_rises_to_the_size_in_the_manifest(cli: Cli) -
         assert (seen[0], seen[-1]) == (0, size)
         assert seen == sorted(set(seen))
         assert len(seen) >= 3
-    assert f"snapshotctl down --name {demo.name} --purge" in out
+    assert f"snapshotctl down --cluster {demo.name} --purge" in out
     assert f"  page {cli.record(demo.name)['page']}" in out
     assert cli.left(cli.record(demo.name)["run"]) == []
     cli.ok("down", "--name", demo.name, "--purge")

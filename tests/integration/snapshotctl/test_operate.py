@@ -228,7 +228,7 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
     with (one_node.state() / "logs" / "node-1-agent.log").open("a") as log:
         log.write(f"a worker printed {SECRET}\n")
     path = tmp_path / "report.tar.gz"
-    text = one_node.ok("bundle", "-o", str(path), "-o", "json").value()
+    text = one_node.ok("bundle", "--file", str(path), "-o", "json").value()
     assert (text["file"], text["missing"]) == (str(path), [])
     files = _unpacked(path)
     listed = {member["name"] for member in text["members"]}
@@ -253,7 +253,7 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
 def test_a_bundle_of_a_cluster_that_is_down_has_its_logs(one_node: Cli, tmp_path: Path) -> None:
     _kill(one_node, "nats-server")
     path = tmp_path / "down.tar.gz"
-    text = one_node.ok("bundle", "-o", str(path))
+    text = one_node.ok("bundle", "--file", str(path))
     assert "   missing  everything of the cluster: cannot reach nats://127.0.0.1" in text.out
     files = _unpacked(path)
     assert b"nats-server ended" in files["down/doctor.txt"]
@@ -284,7 +284,7 @@ def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     one_node.ok("cordon", "node-1")
     ill = one_node.run("doctor")
     assert ill.code == 1
-    restart = "snapshotctl sim restart node-1 --service gms --name default"
+    restart = "snapshotctl sim restart node-1 --service gms --cluster default"
     assert f"fail  local cluster default: node-1-gms ended  → {restart}\n" in ill.out
     assert f"fail  the GMS of node-1 does not answer  → {restart}\n" in ill.out
     assert "warn  1 dead letter  → snapshotctl dead ls\n" in ill.out

@@ -188,7 +188,7 @@ def test_an_operator_and_a_bus_that_were_killed_are_started_again_where_they_wer
     for name in ("nats-server", "operator"):
         _kill(one_node, name)
     ill = one_node.run("doctor")
-    assert "→ snapshotctl sim restart nats-server --name default\n" in ill.out
+    assert "→ snapshotctl sim restart nats-server --cluster default\n" in ill.out
     early = one_node.run("sim", "restart", "operator")
     assert (early.code, "snapshotctl sim restart nats-server" in early.err) == (4, True)
     for name in ("nats-server", "operator"):

@@ -188,7 +188,7 @@ def _placed(failure: Failure, documents: Sequence[Document]) -> Failure:
     if not isinstance(problems, list):
         return failure
     if len(documents) == 1:
-        placed = [f"{documents[0].where}: {problem}" for problem in problems]
+        placed = [documents[0].placed(problem) for problem in problems]
     else:
         placed = [_with_place(str(problem), documents) for problem in problems]
     message = f"{len(placed)} problem{'' if len(placed) == 1 else 's'}; nothing was stored"
@@ -201,5 +201,5 @@ def _placed(failure: Failure, documents: Sequence[Document]) -> Failure:
 def _with_place(problem: str, documents: Sequence[Document]) -> str:
     for index, document in enumerate(documents):
         if problem.startswith(f"[{index}] "):
-            return f"{document.where}: {problem.removeprefix(f'[{index}] ')}"
+            return document.placed(problem.removeprefix(f"[{index}] "))
     return problem

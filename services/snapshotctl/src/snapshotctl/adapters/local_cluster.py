@@ -86,7 +86,7 @@ class LocalCluster:
             if found is None:
                 raise NotFound(
                     f"there is no local cluster {self._name!r}",
-                    next_step=plans.instead(self._where.names(), "--name"),
+                    next_step=plans.instead(self._where.names(), "--cluster"),
                 )
             self._record = found
         return self._record
@@ -173,7 +173,7 @@ class LocalCluster:
             return
         state = f"only partly: {', '.join(ended)} ended" if ended else f"at {known.url}"
         again = plans.anew(self._name)
-        as_it_is = f"use it as it is, or end it with: snapshotctl down --name {self._name}"
+        as_it_is = f"use it as it is, or end it with: snapshotctl down --cluster {self._name}"
         raise AlreadyRunning(
             f"local cluster {self._name!r} runs already, {state}",
             next_step=f"start all of it again, on its state: {again}" if ended else as_it_is,

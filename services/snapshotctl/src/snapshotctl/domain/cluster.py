@@ -107,7 +107,7 @@ def access_of(record: ClusterRecord) -> ClusterAccess:
         artifacts=paths.artifacts,
         logs=str(paths.logs),
         page=record.page,
-        end=f"end it with: snapshotctl down --name {record.name} --purge",
+        end=f"end it with: snapshotctl down --cluster {record.name} --purge",
         is_ours=True,
     )
 
@@ -126,9 +126,9 @@ def restart(cluster: str, process: str) -> str:
     """Return the command that starts a process of a local cluster again."""
     node, _, service = process.rpartition("-")
     if service in ("agent", "gms"):
-        return f"snapshotctl sim restart {node} --service {service} --name {cluster}"
+        return f"snapshotctl sim restart {node} --service {service} --cluster {cluster}"
     return (
-        f"snapshotctl sim restart {process} --name {cluster}"
+        f"snapshotctl sim restart {process} --cluster {cluster}"
         if process in ALONE
         else (anew(cluster))
     )
@@ -136,7 +136,7 @@ def restart(cluster: str, process: str) -> str:
 
 def anew(cluster: str) -> str:
     """Return the command that ends a local cluster and starts it on its state."""
-    return f"snapshotctl down --name {cluster} && snapshotctl up --name {cluster}"
+    return f"snapshotctl down --cluster {cluster} && snapshotctl up --cluster {cluster}"
 
 
 class Program(NamedTuple):
@@ -436,7 +436,7 @@ def leftovers(found: Inventory) -> list[str]:
     ]
     lines += [
         f"state {record.state_dir} of a demo that ended "
-        f"(fix: snapshotctl down --name {record.name} --purge)"
+        f"(fix: snapshotctl down --cluster {record.name} --purge)"
         for record, _ in found.clusters
         if record.name.startswith(DEMO_PREFIX) and record.run not in running
     ]
