@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_shared import subjects
+from snapshot_shared import figures, subjects
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject
@@ -239,15 +239,18 @@ def _size_in(order: OrderStatus) -> int:
 
 
 def with_columns(value: AnyObject) -> AnyObject:
-    """Return an object of ours with the columns of its status: its phase, progress and size."""
+    """Return an object of ours with the columns of its status: phase, progress, size and times."""
+    columns: dict[str, Any]
     match value:
         case DynamoCheckpoint(status=status) | Snapshot(status=status):
             columns = {"size": size(status.bytes) if status.bytes else ""}
         case SnapshotContent(status=status):
-            held = status.committed
+            held, times = status.committed, figures.capture_times(status)
             columns = {"size": size(held.bytes) if held else "", "progress": _done_of(value)}
+            columns |= {"paused_seconds": times.paused_s, "captured_seconds": times.captured_s}
         case SnapshotRestore(status=status):
             columns = {"progress": _done_of(value)}
+            columns["restored_seconds"] = figures.restored_seconds(status)
         case _:
             return value
     columns["phase"] = phase(value)

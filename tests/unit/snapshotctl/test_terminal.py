@@ -78,9 +78,9 @@ def test_parts_are_one_line_a_movement_when_no_terminal_reads() -> None:
         parts.show(PartProgress("gpu-0", 100, 100, 0.0, 1.0, is_final=True))
         parts.show(PartProgress("gpu-0", 100, 100, 0.0, 1.0, is_final=True))
     assert out.getvalue().splitlines() == [
-        "  gpu-0: 0 of 100 bytes (0 B of 100 B, -)",
-        "  gpu-0: 90 of 100 bytes (90 B of 100 B, 90 B/s)",
-        "  gpu-0: 100 of 100 bytes (100 B of 100 B, 100 B/s, in the manifest)",
+        "  gpu-0: 0 B of 100 B",
+        "  gpu-0: 90 B of 100 B, 90 B/s, 111 ms left",
+        "  gpu-0: 100 B of 100 B, 100 B/s, in the manifest",
     ]
 
 

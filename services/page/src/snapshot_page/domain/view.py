@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_shared import subjects, views
+from snapshot_shared import figures, subjects, views
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
 from snapshot_shared.objects.kinds import AnyObject, kind_of
@@ -345,14 +345,18 @@ def _object_row(entry: Entry, led_to: LedTo, facts: Facts, *, is_below: bool) ->
     row = entry.row | {"rev": revision(entry, facts, led_to), "below": is_below}
     if not is_below and (orders := working(entry, led_to)):
         values = [one.value for one in family(entry, led_to)]
-        row["step"] = _step(orders, values, facts.progress)
+        row["step"] = _step(orders, values, facts)
     return row
 
 
 def _step(
-    orders: Sequence[OrderStatus], values: Sequence[AnyObject], received: Mapping[str, Progress]
+    orders: Sequence[OrderStatus], values: Sequence[AnyObject], facts: Facts
 ) -> dict[str, Any]:
-    """Return what is being done now; `done` and `total` are bytes, absent where none move."""
+    """Return what is being done now.
+
+    `done` and `total` are bytes, `speed` is their rate and what is left; absent where none move.
+    """
+    received = facts.progress
     moving = [(order, last) for order in orders if (last := views.received_for(order, received))]
     if not moving:
         order = orders[-1]
@@ -361,11 +365,14 @@ def _step(
     order, last = moving[-1]
     parts = views.progress(values, received)
     what = f"{len(moving)} parts" if len(moving) > 1 else last.part
+    since = moving[0][0].ordered_at.timestamp()
+    done, total = sum(part.done for part in parts), sum(part.total for part in parts)
     return {
         "what": f"{order.verb} {what}: {last.step} on {order.node}",
-        "since": moving[0][0].ordered_at.timestamp(),
-        "done": sum(part.done for part in parts),
-        "total": sum(part.total for part in parts),
+        "since": since,
+        "done": done,
+        "total": total,
+        "speed": figures.speed(done, total, max(each.at for _, each in moving) - since),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared import views
+from snapshot_shared import figures, views
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Job, Node, NodeStatus, Pod, gpus_wanted
@@ -128,6 +128,8 @@ def now_lines(
     if found.message:
         lines.append(formats.plain(found.message))
     lines += [f"{name}: {formats.plain(str(value))}" for name, value in found.values.items()]
+    if numbers := numbers_of(related):
+        lines.append(numbers)
     if found.since is not None and found.order is None:
         lines.append(
             f"since {formats.stamp(found.since)[:19]}Z, {formats.age(now - found.since)} ago"
@@ -142,6 +144,15 @@ def now_lines(
     return lines + [f"{name} does not answer: {_ABSENT}" for name in silent]
 
 
+def numbers_of(related: RelatedObjects) -> str:
+    """Return what a capture or a restore has cost, in a sentence; empty where it is not over."""
+    if isinstance(related.root, Node | Job):
+        return ""
+    if isinstance(related.root, Pod | SnapshotRestore):
+        return figures.restore_text(related.restore.status) if related.restore else ""
+    return figures.capture_text(related.content) if related.content else ""
+
+
 def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[str]:
     where = f"{order.service}@{order.node}"
     taken = "has not accepted it" if order.state == "ordered" else f"reported {order.state}"
@@ -154,6 +165,9 @@ def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[st
     if progress is not None and progress.attempt == order.attempt:
         done = formats.size(progress.done)
         share = f"{done} of {formats.size(progress.total)}" if progress.total else done
+        lasted = progress.at - order.ordered_at.timestamp()
+        speed = figures.speed(progress.done, progress.total, lasted)
+        share = ", ".join(filter(None, (share, speed)))
         lines.append(
             f"last progress {formats.age(now - progress.at)} ago: {progress.part}, step "
             f"{progress.step}, {share}"
