@@ -79,12 +79,15 @@ def restore_text(status: SnapshotRestoreStatus) -> str:
 def speed(done: int, total: int, seconds: float) -> str:
     """Return the rate of what moves and how long the rest will take; empty before it moves.
 
-    `done` and `total` are bytes; a total of 0 is not known.
+    `done` and `total` are bytes; a total of 0 is not known. Less than a second is not worth a word.
     """
     if done <= 0 or seconds <= 0:
         return ""
     left = (total - done) * seconds / done
-    return rate(done, seconds) + (f", {span_time(left)} left" if left > 0 else "")
+    if left < 1:
+        return rate(done, seconds)
+    shown = f"{left:.0f} s" if left < 100 else span_time(left)
+    return f"{rate(done, seconds)}, {shown} left"
 
 
 def comparison(cold_s: float, restored_s: float) -> str:

@@ -141,7 +141,7 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
         "attempt 1 is under way",
         f"waits for gms@node-1 to end save-{UID}-gpu-0 (attempt 1)",
         f"ordered 4s ago; gms@node-1 {shown}; its deadline is in 56s",
-        "last progress 2s ago: gpu-0, step write, 1 KiB of 4 KiB, 512 B/s, 6.00 s left",
+        "last progress 2s ago: gpu-0, step write, 1 KiB of 4 KiB, 512 B/s, 6 s left",
         "node-1 was last seen 7s ago",
     ]
 

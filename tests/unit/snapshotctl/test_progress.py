@@ -83,7 +83,7 @@ def test_the_line_says_how_fast_it_goes() -> None:
     board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 0, 4_000_000_000), 1.0)
     moved = board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 2_000_000_000, 4_000_000_000), 2.0)
     assert moved is not None
-    assert moved.line() == "gpu-0: 1.86 GiB of 3.73 GiB, 2 GB/s, 1.00 s left"
+    assert moved.line() == "gpu-0: 1.86 GiB of 3.73 GiB, 2 GB/s, 1 s left"
 
 
 def test_a_verification_is_one_part_whose_messages_count_all_parts_together() -> None:
@@ -95,7 +95,7 @@ def test_a_verification_is_one_part_whose_messages_count_all_parts_together() ->
         board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 50), 3.0),
     ]
     assert [part.line() if part else None for part in seen] == [
-        "artifact: 100 B of 300 B, 100 B/s, 2.00 s left",
+        "artifact: 100 B of 300 B, 100 B/s, 2 s left",
         "artifact: 300 B of 300 B, 150 B/s",
         None,
     ]

@@ -167,6 +167,10 @@ class Screen(Protocol):
         """Whether the result is for people, not for a program."""
 
     @property
+    def wants_wide(self) -> bool:
+        """Whether a table has the columns that are left out elsewhere."""
+
+    @property
     def width(self) -> int:
         """Columns that a line may have."""
 

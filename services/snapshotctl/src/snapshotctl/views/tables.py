@@ -23,10 +23,14 @@ from snapshotctl.views.state import state_text
 
 
 class Table(NamedTuple):
-    """Headers and cells; every cell is plain text on one line."""
+    """Headers and cells; every cell is plain text on one line.
+
+    `spare` are the columns that a narrow terminal leaves out, in the order in which it does.
+    """
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
+    spare: tuple[str, ...] = ()
 
 
 def table_of(
@@ -42,7 +46,7 @@ def table_of(
         place = (meta.namespace or "-",) if show_namespace else ()
         age = formats.age_of(meta.creation_timestamp, now)
         rows.append(tuple(map(formats.plain, (*place, meta.name, *cells(item), age))))
-    return Table(head, rows)
+    return Table(head, rows, tuple(name for name in _SPARE if name in columns))
 
 
 def table_of_nodes(
@@ -72,7 +76,7 @@ def table_of_nodes(
             formats.age_of(node.metadata.creation_timestamp, now),
         )
         rows.append(tuple(map(formats.plain, cells)))
-    return Table(head, rows)
+    return Table(head, rows, ("SLOTS", "DRIVERS"))
 
 
 def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
@@ -152,6 +156,9 @@ def _memory(devices: Sequence[PresenceDevice]) -> str:
 def _truth(value: bool) -> str:
     return "True" if value else "False"
 
+
+_SPARE = ("GENERATION", "ATTEMPT", "VERSION", "DRIVERS")
+"""Columns that a narrow terminal leaves out, in this order."""
 
 _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
     "DynamoCheckpoint": (("PHASE", "MODEL", "SNAPSHOT", "SIZE"), _checkpoint),
