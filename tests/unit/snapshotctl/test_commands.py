@@ -224,7 +224,7 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["up", "--name", "../x"], "lower-case"),
         (["demo", "--size-mib", "1"], "between"),
         (["up", "--gpu-memory", "100"], "100 B is not between 4 MiB and 1024 TiB"),
-        (["get", "pods", "-o", "wide"], "'--output' / '-o': 'wide' is not one of"),
+        (["get", "pods", "-o", "name"], "'--output' / '-o': 'name' is not one of"),
         (["demo", "--on", "."], "SNAPBACK_RUN"),
         (["keys", "--folder", "x"], "--node"),
         (["keys", "--folder", "x", "--node", "a/b"], "'a/b'"),
