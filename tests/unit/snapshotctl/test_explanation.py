@@ -283,6 +283,15 @@ def test_a_warning_about_the_order_of_another_object_is_not_of_this_one() -> Non
     assert len(explanation.relevant_lines(lines, [], ["node-1-agent"], since)) == 1
 
 
+def test_a_line_of_the_trace_matters_unless_it_is_of_the_order_of_another_object() -> None:
+    lines = [
+        ("operator", '{"at": "1", "level": "INFO", "message": "applied", "trace_id": "t-1"}'),
+        ("node-1-agent", '{"at": "2", "level": "WARNING", "order_id": "o", "trace_id": "t-1"}'),
+    ]
+    found = explanation.relevant_lines(lines, ["mine"], ["node-1-agent"], "", traces=["t-1"])
+    assert [line.text for line in found] == ["applied"]
+
+
 def test_the_traceback_of_a_worker_keeps_its_indentation() -> None:
     assert explanation.parse_log_line("main", '    raise OSError("no")').text == (
         '    raise OSError("no")'

@@ -112,7 +112,8 @@ async def timeline_of(operator: Operator, found: RelatedObjects) -> list[Event]:
     else:
         traces = {trace_of(value) for value in found.primary} - {""}
         for trace in sorted(traces):
-            spans += await operator.spans(trace)
+            whole = await operator.spans(trace)
+            spans += [span for span in whole if timeline.is_about(span, found.members)]
     names = timeline.names_of(found.members)
     return timeline.timeline(found.primary, reports, spans, names)
 

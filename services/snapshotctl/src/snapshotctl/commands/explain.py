@@ -168,11 +168,12 @@ def _show(
 
 def _log(found: RelatedObjects, logs: ClusterLogs) -> list[LogLine]:
     """Return the lines of the logs that matter for an object."""
-    ids = [*explanation.order_ids(found), *filter(None, map(trace_of, found.primary))]
+    ids = explanation.order_ids(found)
+    traces = [trace for trace in map(trace_of, found.primary) if trace]
     nodes = {item.node for _, item in found.orders} | {found.root.metadata.name}
     programs = ["operator", *(f"{node}-{kind}" for node in nodes for kind in _NODE_PROGRAMS)]
     since = "" if isinstance(found.root, Node) else found.root.metadata.creation_timestamp
-    chosen = explanation.relevant_lines(logs.lines(), ids, programs, since)
+    chosen = explanation.relevant_lines(logs.lines(), ids, programs, since, traces=traces)
     for value in found.primary:
         if isinstance(value, Pod) and value.status.node_name:
             written = logs.worker(value.status.node_name, value.metadata.uid)

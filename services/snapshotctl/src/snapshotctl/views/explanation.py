@@ -323,21 +323,29 @@ def parse_log_line(program: str, line: str) -> LogLine:
 
 
 def relevant_lines(
-    lines: Iterable[tuple[str, str]], ids: Sequence[str], programs: Sequence[str], since: str
+    lines: Iterable[tuple[str, str]],
+    ids: Sequence[str],
+    programs: Sequence[str],
+    since: str,
+    *,
+    traces: Sequence[str] = (),
 ) -> list[LogLine]:
     """Return the last lines that matter, in the order of their times.
 
     `lines` are programs with raw lines. A line matters when it names one of the ids, or when it
-    is a warning or worse, of one of the programs, not older than `since` (RFC 3339), and not of
-    the order of another object, where there are ids.
+    names one of the traces or is a warning or worse, of one of the programs, not older than
+    `since` (RFC 3339), and not of the order of another object, where there are ids: what was
+    applied together is in one trace.
     """
     chosen = []
     for program, raw in lines:
         if any(wanted in raw for wanted in ids):
             chosen.append(parse_log_line(program, raw))
             continue
+        if ids and _ORDERED.search(raw):
+            continue
         line = parse_log_line(program, raw)
-        is_loud = line.level in _LOUD and line.at >= since
-        if program in programs and is_loud and not (ids and _ORDERED.search(raw)):
+        is_loud = program in programs and line.level in _LOUD and line.at >= since
+        if is_loud or any(wanted in raw for wanted in traces):
             chosen.append(line)
     return sorted(chosen, key=lambda line: line.at)[-MAX_LINES:]
