@@ -62,7 +62,7 @@ def test_the_commands_of_a_page_work_in_their_order(page: Path, tmp_path: Path) 
             play(block, shell)
     finally:
         for name in shell.type("ls ~/.local/state/snapback 2>/dev/null").text.split():
-            shell.type(f"snapshotctl down --purge --name {name}")
+            shell.type(f"snapshotctl down --purge --cluster {name}")
 
 
 def _skip_without_tools(story: list[Block]) -> None:

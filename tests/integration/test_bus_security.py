@@ -602,6 +602,7 @@ async def test_who_may_look_can_examine_every_stream_and_durable(world: World, r
     assert found["SPANS"].differs == ("max_age",)
     assert len(found["SPANS"].durables) == 300
     assert found["ORDERS"].paused == {f"agent-{token(A)}"}
+    assert await bus.paused("ORDERS") == {f"agent-{token(A)}"}
     assert bus.server_version.startswith("2.")
 
 

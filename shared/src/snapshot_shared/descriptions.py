@@ -92,6 +92,7 @@ MEANINGS = {
     "phase": "the phase, for people; the conditions decide",
     "pod": "the pod",
     "policy": "what becomes of the worker after its capture",
+    "paused_s": "for how long the worker was paused, in seconds",
     "product": "the model of the device",
     "progress": "the parts that are complete, of all, for people",
     "proven": "what a verified artifact holds: its parts, the vector and the process driver",
@@ -250,8 +251,17 @@ EXACT = {
         "how many verifications had been requested when damage was last found"
     ),
     "SnapshotContentStatus.generations": "the attempts that may have left files",
+    "SnapshotContentStatus.captured_seconds": (
+        "how long the capture took, from its first order to the sealed artifact, in seconds"
+    ),
+    "SnapshotContentStatus.paused_seconds": (
+        "for how long the worker was paused, in seconds; absent where it ended"
+    ),
     "SnapshotContentStatus.readers": "the uids of the SnapshotRestores that read the artifact",
     "SnapshotContentStatus.verifications": "how many verifications were requested",
+    "SnapshotRestoreStatus.restored_seconds": (
+        "how long the restore took, from its first order to the worker that serves, in seconds"
+    ),
     "SnapshotContentStatus.verified": "how many verifications have ended",
     "SnapshotContentStatus.verify_request": (
         "the value of the annotation `nvidia.com/verify` that was obeyed last"

@@ -367,6 +367,14 @@ CAPTURE_DURATION = Instrument(
     "captures are slow or fail",
     (ERROR,),
 )
+CAPTURE_PAUSE = Instrument(
+    "snapback.capture.pause.duration",
+    Shape.HISTOGRAM,
+    "s",
+    Of.OPERATOR,
+    "time for which a capture has paused its worker, where that went on",
+    "users notice captures",
+)
 CAPTURE_IO = Instrument(
     "snapback.capture.io",
     Shape.COUNTER,

@@ -433,7 +433,8 @@ class Report(
 
     `at` is seconds since the epoch on the reporter's clock, for people only. `failure` is set for
     `failed` and `rejected`. `exit_codes` are those of each container by name, `exit_code` that of
-    the pod. The other fields belong to the kind that needs them.
+    the pod. `paused_s` of `released` is for how many seconds the worker was quiet, where it goes on
+    and that was measured. The other fields belong to the kind that needs them.
     """
 
     order: OrderIdStr
@@ -456,6 +457,7 @@ class Report(
     unconfirmed: bool = False
     message: Text = ""
     steps: list[StepTime] = []
+    paused_s: float = 0.0
     schema: int = FIRST_SCHEMA
 
     @property

@@ -772,6 +772,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The pod has ended, or was made without one.",
             "`kubectl logs POD --container gms-server` shows what became of it.",
         ),
+        "OrdersPaused": Reason(
+            "A service of the node gets no orders; what runs there goes on.",
+            "A user paused its durable, as `nats consumer pause` does; that outlives restarts.",
+            "Let it get orders again: `nats consumer resume ORDERS agent-NODE`, or `gms-NODE`.",
+        ),
         "OutcomeUnknown": Reason(
             "A step that must not run twice was interrupted; how it ended is not known.",
             "The service crashed within the step.",

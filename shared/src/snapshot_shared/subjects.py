@@ -67,6 +67,11 @@ def durable(node: NodeName, service: str) -> str:
     return f"{_service(service)}-{token(node)}"
 
 
+def pauses(stream: str) -> str:
+    """Subject on which the servers publish that a durable of a stream was paused or resumed."""
+    return f"$JS.EVENT.ADVISORY.CONSUMER.PAUSE.{stream}.*"
+
+
 def elections(stream: str, durable_name: str) -> str:
     """Subject on which the servers publish that a durable has a new leader."""
     return f"$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.{stream}.{durable_name}"

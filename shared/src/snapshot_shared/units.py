@@ -23,3 +23,26 @@ def sizes(first: int, second: int) -> tuple[str, str]:
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, whose plural has an s: `1 order`, `2 orders`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def rate(count: float, seconds: float) -> str:
+    """Return bytes a second in decimal units, as disks and links are sold; `-` without a time."""
+    if seconds <= 0:
+        return "-"
+    value = count / seconds
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
+        if value < 1000 or unit == "GB/s":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def span_time(seconds: float) -> str:
+    """Return a measured time: `0.4 ms`, `12 ms`, `1.24 s`, `2m 05s`."""
+    if seconds < 0.001:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds // 60)}m {int(seconds % 60):02d}s"

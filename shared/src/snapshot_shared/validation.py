@@ -55,6 +55,11 @@ _MEANINGS = {
     VARIABLE_PATTERN: "the name of a variable: letters, digits and _, without a digit first",
 }
 _TEMPLATE = "spec.job.podTemplateSpec.spec"
+_POD_SPECS = {
+    "Pod": "spec",
+    "Job": "spec.template.spec",
+    "DynamoCheckpoint": _TEMPLATE,
+}
 _OWN_VOLUMES = {
     CONTROL_VOLUME: "the control directory",
     INIT_VOLUME: "the volume of the first process",
@@ -151,9 +156,17 @@ def changes(old: Any, new: Any, path: str = "spec") -> Iterator[Problem]:
         yield Problem(path, "is immutable; delete the object and apply it again")
 
 
-def warnings(document: Any) -> list[Problem]:
-    """Return what a cluster would refuse or lack later: volumes that a template does not have."""
-    if not isinstance(document, dict) or document.get("kind") != "DynamoCheckpoint":
+def warnings(document: Any, world: World) -> list[Problem]:
+    """Return what is taken and will not be as it is written.
+
+    A cluster would refuse or lack volumes later that a template does not have; standalone mode uses
+    no images.
+    """
+    if not isinstance(document, dict):
+        return []
+    if world == "standalone":
+        return list(_image_warnings(document))
+    if document.get("kind") != "DynamoCheckpoint":
         return []
     volumes = [volume.get("name") for _, volume in _rows(document, f"{_TEMPLATE}.volumes")]
     saver = "spec.gpuMemoryService.checkpoint.saver.volumeMounts"
@@ -170,6 +183,16 @@ def warnings(document: Any) -> list[Problem]:
         for index, mount in _rows(document, path)
         if mount.get("name") not in volumes
     ]
+
+
+def _image_warnings(document: dict[str, Any]) -> Iterator[Problem]:
+    where = _POD_SPECS.get(str(document.get("kind")), "")
+    for index, container in _rows(document, f"{where}.containers") if where else ():
+        if container.get("image"):
+            yield Problem(
+                f"{where}.containers[{index}].image",
+                "is not used: standalone mode starts the command as a process of the node",
+            )
 
 
 def restore_problems(pod: Any) -> Iterator[Problem]:

@@ -6,13 +6,15 @@ wherever it is shown: the one in the STATUS or PHASE column of kubectl.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_shared import figures, subjects
 from snapshot_shared.codec import encode_json
+from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Node, Pod
 from snapshot_shared.objects.meta import OrderStatus, condition, is_true
@@ -23,7 +25,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContentStatus,
     SnapshotRestore,
 )
-from snapshot_shared.orders import LoadOrder, Progress, SaveOrder, order_in
+from snapshot_shared.orders import LoadOrder, Progress, SaveOrder, Service, order_in
 from snapshot_shared.transitions import Restore
 from snapshot_shared.units import size
 
@@ -32,6 +34,7 @@ State = Literal["ok", "busy", "waiting", "bad", "off"]
 
 RESTORE_ENDED = (Restore.RESTORED, Restore.FAILED)
 CORDONED = "SchedulingDisabled"
+_SERVICES: tuple[Service, ...] = ("agent", "gms")
 BAD_ORDERS = ("failed", "rejected", "lost")
 
 _STATES: dict[str, State] = {
@@ -115,6 +118,27 @@ def state(value: AnyObject, restore: SnapshotRestore | None = None) -> State:
 
 
 # Orders and parts.
+
+
+class HeldBack(NamedTuple):
+    """A service of a node that gets no orders, because people have paused its durable."""
+
+    service: Service
+    message: str
+    next_step: str
+
+
+def held_back(node: str, paused: Collection[str]) -> list[HeldBack]:
+    """Return the services of a node that get no orders; `paused` are durables of ORDERS."""
+    return [
+        HeldBack(
+            service,
+            f"{service} gets no orders: its durable {name} is paused",
+            f"nats consumer resume {subjects.ORDERS} {name}",
+        )
+        for service in _SERVICES
+        if (name := subjects.durable(NodeName(node), service)) in paused
+    ]
 
 
 def orders_of(value: AnyObject | None) -> list[OrderStatus]:
@@ -215,15 +239,18 @@ def _size_in(order: OrderStatus) -> int:
 
 
 def with_columns(value: AnyObject) -> AnyObject:
-    """Return an object of ours with the columns of its status: its phase, progress and size."""
+    """Return an object of ours with the columns of its status: phase, progress, size and times."""
+    columns: dict[str, Any]
     match value:
         case DynamoCheckpoint(status=status) | Snapshot(status=status):
             columns = {"size": size(status.bytes) if status.bytes else ""}
         case SnapshotContent(status=status):
-            held = status.committed
+            held, times = status.committed, figures.capture_times(status)
             columns = {"size": size(held.bytes) if held else "", "progress": _done_of(value)}
+            columns |= {"paused_seconds": times.paused_s, "captured_seconds": times.captured_s}
         case SnapshotRestore(status=status):
             columns = {"progress": _done_of(value)}
+            columns["restored_seconds"] = figures.restored_seconds(status)
         case _:
             return value
     columns["phase"] = phase(value)

@@ -100,6 +100,20 @@ async def test_a_worker_whose_policy_is_terminate_gets_its_report_and_is_ended(r
     assert exited.exit_code == 128 + signal.SIGTERM
 
 
+async def test_a_release_reports_for_how_long_a_worker_that_goes_on_was_quiet(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        before = time.monotonic()
+        await rig.staged(pod, content)
+        goes_on = await rig.carry_out(rig.release_order(pod, content))
+        assert 0 < goes_on.paused_s < time.monotonic() - before
+        ended = fresh_uid()
+        await rig.staged(pod, ended)
+        order = rig.release_order(pod, ended, policy="Terminate")
+        assert (await rig.carry_out(order)).paused_s == 0
+
+
 async def test_a_worker_can_be_captured_again_and_old_state_does_not_come_along(rig: Rig) -> None:
     async with rig.agent():
         pod = await rig.running()

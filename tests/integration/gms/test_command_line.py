@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import snapback_client as client
+from snapshot_shared.service import VERSION
 
 MIB = 1024 * 1024
 GMS = Path(sys.executable).with_name("gms")
@@ -117,6 +118,31 @@ def test_diff_separates_equal_parts_from_different_ones(
     assert found["added"] == found["removed"] == found["resized"] == []
 
 
+def test_diff_compares_the_parts_of_two_generations_by_their_names(
+    service: Any, part: Path, tmp_path: Path
+) -> None:
+    assert gms("diff", part.parent, part.parent) == "gpu-0: equal: 9.02 MiB\n"
+    commit(1)
+    other = save(1, tmp_path / "other")
+    found = gms("diff", part.parent, other.parent, status=1)
+    assert f"gpu-0: only in {part.parent}\n" in found
+    assert f"gpu-1: only in {other.parent}\n" in found
+    rows = json.loads(gms("diff", part.parent, other.parent, "-o", "json", status=1))
+    assert [(row["part"], row["difference"]) for row in rows] == [("gpu-0", None), ("gpu-1", None)]
+    mixed = gms("diff", part, part.parent, status=1)
+    assert "name two parts or two generations" in mixed
+
+
+def test_an_error_has_the_form_of_snapshotctl() -> None:
+    said = gms("verify", "/nowhere", status=1).splitlines()
+    assert said[0] == "error: ArtifactMissing: there is no part at /nowhere"
+    assert said[1].startswith("next: name the folder of a part")
+
+
+def test_the_version_is_printed() -> None:
+    assert gms("--version") == f"gms {VERSION}\n"
+
+
 def test_bench_measures_and_leaves_nothing(service: Any) -> None:
     rows = json.loads(gms("bench", "--calls", 50, "--regions", 4, "-o", "json"))
     assert [row["calls"] for row in rows] == [10, 50, 1, 20]
@@ -132,7 +158,7 @@ def test_bench_measures_and_leaves_nothing(service: Any) -> None:
         (["save"], 1, "nothing is committed on device 0"),
         (["load", "/nowhere"], 1, "/nowhere is not the path of a part"),
         (["verify", "/nowhere"], 1, "there is no part at /nowhere"),
-        (["diff", "/nowhere", "/nowhere"], 1, "does not exist"),
+        (["diff", "/nowhere", "/nowhere"], 1, "there is no part at /nowhere"),
         (["status", "--events", "-1"], 2, "Invalid value"),
         (["nothing"], 2, "No such command"),
     ],
@@ -166,7 +192,7 @@ def test_an_interrupt_ends_a_save_and_leaves_nothing(launch: Any, tmp_path: Path
         wait_for(lambda: any(tmp_path.rglob("gpu-0")))
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert process.stderr.read() == "gms: interrupted\n"
+        assert process.stderr.read() == "interrupted\n"
         assert process.wait(30) == 130
     wait_for(lambda: not any(tmp_path.rglob("gpu-0")))
 

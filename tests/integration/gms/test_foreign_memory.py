@@ -123,7 +123,10 @@ def test_what_is_free_is_what_the_device_says_and_not_what_the_service_has_left(
         "used": 0,
         "holders": {},
     }
-    assert f"others {40 * MIB}" in caught.value.message
+    assert "30 MiB are needed" in caught.value.message
+    assert "24 MiB of 64 MiB are free; this service holds 0 B, others 40 MiB" in (
+        caught.value.message
+    )
     assert caught.value.next_step == "end the processes that hold it"
     foreigner.end()
     lease.allocate([AllocationSpec(id="w", size=64 * MIB)], wait_s=5.0)

@@ -424,6 +424,20 @@ async def test_a_change_is_shown_without_another_request(served: Served) -> None
             assert ["model", "example/llm-1"] in (await response.json())["facts"]
 
 
+async def test_a_durable_that_is_paused_is_shown_until_it_is_resumed(served: Served) -> None:
+    await served.cluster.create(Node(metadata=ObjectMeta(name="node-1")))
+    manager = served.bus.client.jetstream()
+    await manager.add_consumer("ORDERS", durable_name="agent-node-1", ack_policy="explicit")
+    brake = "$JS.API.CONSUMER.PAUSE.ORDERS.agent-node-1"
+    held = ["agent gets no orders: its durable agent-node-1 is paused"]
+    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+        await stream.until(lambda s: s["nodes"]["rows"][0]["held"] == [])
+        await served.bus.request(brake, b'{"pause_until": "2999-01-01T00:00:00Z"}')
+        await stream.until(lambda s: s["nodes"]["rows"][0]["held"] == held)
+        await served.bus.request(brake, b"{}")
+        await stream.until(lambda s: s["nodes"]["rows"][0]["held"] == [])
+
+
 async def test_a_cordoned_node_is_read_again_for_its_spec(served: Served) -> None:
     node = await served.cluster.create(Node(metadata=ObjectMeta(name="node-1")))
     assert isinstance(node, Node)

@@ -120,7 +120,7 @@ def test_a_cluster_of_which_a_part_died_names_that_part(cli: Cli) -> None:
     again = cli.run("up")
     assert again.code == 1
     assert "operator" in again.err
-    assert "snapshotctl down --name default && snapshotctl up --name default" in again.err
+    assert "snapshotctl down --cluster default && snapshotctl up --cluster default" in again.err
     unserved = cli.run("get", "pods")
     assert (unserved.code, "no operator answers" in unserved.err) == (5, True)
     cli.ok("down", "--purge")
@@ -177,7 +177,7 @@ def test_two_clusters_run_side_by_side_and_differ_by_name(cli: Cli) -> None:
     cli.ok("up", "--nodes", "2", "--gpu-memory", "64MiB", "--name", "two")
     lost = cli.run("nodes")
     assert "name one that is there: --cluster one or --cluster two" in lost.err
-    assert "--name one or --name two" in cli.run("down", "--name", "nope").err
+    assert "--cluster one or --cluster two" in cli.run("down", "--name", "nope").err
     counts = [len(cli.ok("nodes", "-o", "json", "--cluster", n).value()) for n in ("one", "two")]
     assert counts == [1, 2]
     cli.ok("down", "--name", "one", "--purge")
@@ -204,7 +204,7 @@ def test_what_a_killed_command_left_is_shown_and_can_be_removed(cli: Cli) -> Non
     run = cli.record(state.name)["run"]
     assert cli.run("leftovers").code == 1
     left = "\n".join(cli.left(run))
-    assert f"snapshotctl down --name {state.name} --purge" in left
+    assert f"snapshotctl down --cluster {state.name} --purge" in left
     assert f"process {cli.record(state.name)['processes'][0]['pid']} of run {run}" in left
     cli.ok("down", "--name", state.name, "--purge")
     assert cli.left(run) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.adapters import processes
+from snapshotctl.domain import formats
 from snapshotctl.domain.demo_engines import ENGINES
 from tests.integration.snapshotctl.conftest import (
     EXAMPLES,
@@ -88,11 +89,11 @@ def test_every_part_of_the_capture_rises_to_the_size_in_the_manifest(cli: Cli) -
     sizes = {part["part"]: part["bytes"] for part in content["status"]["committed"]["parts"]}
     capture = out.partition("4/6 ")[2].partition("5/6 ")[0]
     for part, size in sizes.items():
-        seen = [int(n) for n in re.findall(rf"^  {part}: (\d+)\b", capture, re.MULTILINE)]
-        assert (seen[0], seen[-1]) == (0, size)
-        assert seen == sorted(set(seen))
+        seen = re.findall(rf"^  {part}: ([\d.]+ \w*B)\b", capture, re.MULTILINE)
+        assert (seen[0], seen[-1]) == ("0 B", formats.size(size))
+        assert seen == sorted(set(seen), key=formats.parse_size)
         assert len(seen) >= 3
-    assert f"snapshotctl down --name {demo.name} --purge" in out
+    assert f"snapshotctl down --cluster {demo.name} --purge" in out
     assert f"  page {cli.record(demo.name)['page']}" in out
     assert cli.left(cli.record(demo.name)["run"]) == []
     cli.ok("down", "--name", demo.name, "--purge")

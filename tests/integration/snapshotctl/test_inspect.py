@@ -210,7 +210,8 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
     shown = running.ok("restore", "warm").out
     [pod] = re.findall(r"^pod/(warm-restored-\w+) created", shown)
     _has(shown, "load gpu-0", "done", "restore the process", "done", f"pod/{pod} is ready")
-    assert "gpu-0: 8388608 of 8388608 bytes" in shown
+    assert "gpu-0: 8 MiB of 8 MiB" in shown
+    assert re.search(r"^ +restored in [\d.]+ m?s$", shown, re.MULTILINE)
     again = running.ok("watch", pod).out
     _has(
         again, "load gpu-0", "commit gpu-0", "restore the process", f"pod/{pod} is ready: Restored"
@@ -218,6 +219,9 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
 
     taken = running.ok("checkpoint", pod, "--checkpoint-id", "second").out
     _has(taken, "snapshot/second created", "prepare", "seal", "snapshot/second is ready: Captured")
+    assert re.search(
+        r"^ +captured .* in .*/s\); worker paused for [\d.]+ m?s$", taken, re.MULTILINE
+    )
     assert "unchanged" in running.ok("checkpoint", pod, "--checkpoint-id", "second").out
     first, *_, last = _lines(running.ok("checkpoint", pod, "-o", "json"))
     assert (first["kind"], first["action"]) == ("Snapshot", "created")

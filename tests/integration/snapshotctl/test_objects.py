@@ -46,10 +46,16 @@ def test_every_problem_of_every_document_is_named_with_its_place(running: Cli) -
     bad = _pod("Bad_Name") + "  nonsense: 1\n---\n" + _pod("good") + "---\nkind: Nothing\n"
     refused = running.run("apply", "-f", "-", stdin=bad)
     assert refused.code == 4
-    assert re.search(r"stdin:1: metadata\.name: .*Bad_Name", refused.err)
-    assert "stdin:1: spec.nonsense: " in refused.err
+    assert re.search(r"stdin:4: metadata\.name: .*Bad_Name", refused.err)
+    assert "stdin:9: spec.nonsense: " in refused.err
     assert "stdin:20: kind: " in refused.err
     assert running.run("get", "pod/good").code == 3
+
+
+def test_an_image_that_is_not_used_is_named_with_its_line(running: Cli) -> None:
+    said = running.ok("apply", "-f", "-", stdin=_pod("pictured") + "      image: vllm:1\n")
+    assert said.out == "pod/pictured created\n"
+    assert said.err.startswith("warning: stdin:9: spec.containers[0].image: is not used: ")
 
 
 def test_a_changed_spec_is_refused(running: Cli) -> None:

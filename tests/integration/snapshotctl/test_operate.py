@@ -6,6 +6,7 @@ import asyncio
 import json
 import tarfile
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
     with (one_node.state() / "logs" / "node-1-agent.log").open("a") as log:
         log.write(f"a worker printed {SECRET}\n")
     path = tmp_path / "report.tar.gz"
-    text = one_node.ok("bundle", "-o", str(path), "-o", "json").value()
+    text = one_node.ok("bundle", "--file", str(path), "-o", "json").value()
     assert (text["file"], text["missing"]) == (str(path), [])
     files = _unpacked(path)
     listed = {member["name"] for member in text["members"]}
@@ -252,7 +253,7 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
 def test_a_bundle_of_a_cluster_that_is_down_has_its_logs(one_node: Cli, tmp_path: Path) -> None:
     _kill(one_node, "nats-server")
     path = tmp_path / "down.tar.gz"
-    text = one_node.ok("bundle", "-o", str(path))
+    text = one_node.ok("bundle", "--file", str(path))
     assert "   missing  everything of the cluster: cannot reach nats://127.0.0.1" in text.out
     files = _unpacked(path)
     assert b"nats-server ended" in files["down/doctor.txt"]
@@ -283,7 +284,7 @@ def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     one_node.ok("cordon", "node-1")
     ill = one_node.run("doctor")
     assert ill.code == 1
-    restart = "snapshotctl sim restart node-1 --service gms --name default"
+    restart = "snapshotctl sim restart node-1 --service gms --cluster default"
     assert f"fail  local cluster default: node-1-gms ended  → {restart}\n" in ill.out
     assert f"fail  the GMS of node-1 does not answer  → {restart}\n" in ill.out
     assert "warn  1 dead letter  → snapshotctl dead ls\n" in ill.out
@@ -307,3 +308,43 @@ def test_names_are_completed_from_the_running_cluster(running: Cli) -> None:
         shell = Cli(running.home)
         shell.environment |= variables
         assert shell.ok().out.split() == [offered]
+
+
+def test_a_paused_durable_shows_wherever_its_node_does(one_node: Cli) -> None:
+    _pause(one_node, "agent-node-1", paused=True)
+    assert " Ready,OrdersPaused " in one_node.ok("nodes").out
+    assert "node-1 agent gets no orders: its durable agent-node-1 is paused" in (
+        one_node.ok("nodes").out
+    )
+    [node] = one_node.ok("nodes", "-o", "json").value()
+    assert node["paused"] == ["agent"]
+    told = one_node.ok("explain", "node/node-1").out
+    assert "its durable agent-node-1 is paused" in told
+    assert "nats consumer resume ORDERS agent-node-1" in told
+    one_node.ok("apply", "-f", "-", stdin=POD.format(name="held"))
+    one_node.until(lambda pod: pod["status"].get("orders"), "get", "pod/held")
+    held = one_node.ok("explain", "pod/held").out
+    assert "agent gets no orders: its durable agent-node-1 is paused" in held
+    assert "nats consumer resume ORDERS agent-node-1" in held
+    _pause(one_node, "agent-node-1", paused=False)
+    assert "paused" not in one_node.ok("explain", "node/node-1").out
+    assert "Paused" not in one_node.ok("nodes").out
+
+
+def _pause(cli: Cli, durable: str, *, paused: bool) -> None:
+    """Pause a durable as `nats consumer pause` does, or resume it."""
+
+    async def ask() -> bytes:
+        user = User("snapshotctl")
+        key = str(cli.state() / "keys" / f"{user.name}.nk")
+        bus = Bus(cli.record()["url"], "test", credentials=key, inbox=user.inbox)
+        await bus.connect(patiently=False)
+        try:
+            at = datetime.now(UTC) + timedelta(hours=1)
+            body = {"pause_until": at.isoformat()} if paused else {}
+            subject = f"$JS.API.CONSUMER.PAUSE.{subjects.ORDERS}.{durable}"
+            return await bus.request(subject, json.dumps(body).encode())
+        finally:
+            await bus.close()
+
+    assert json.loads(asyncio.run(ask())).get("error") is None

@@ -89,7 +89,7 @@ def test_a_command_whose_answer_holds_times_ends_the_same_from_a_shell(
 def test_files_are_written_the_same_from_a_shell(running: Cli, tmp_path: Path) -> None:
     for name, run in (("program", running.program), ("here", running.run)):
         bundle = tmp_path / f"{name}.tar.gz"
-        ended = run("bundle", "-o", str(bundle))
+        ended = run("bundle", "--file", str(bundle))
         assert (ended.code, bundle.is_file()) == (0, True), ended
         folder = tmp_path / name
         ended = run("keys", "--folder", str(folder), "--node", "node-1")

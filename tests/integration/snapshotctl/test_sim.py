@@ -179,3 +179,29 @@ def test_a_restart_of_what_runs_or_is_not_there_is_refused(one_node: Cli) -> Non
     assert (running.code, "nothing to start" in running.err) == (1, True)
     unknown = one_node.run("sim", "restart", "node-9")
     assert (unknown.code, "it has node-1" in unknown.err) == (3, True)
+
+
+def test_an_operator_and_a_bus_that_were_killed_are_started_again_where_they_were(
+    one_node: Cli,
+) -> None:
+    url = one_node.record()["url"]
+    for name in ("nats-server", "operator"):
+        _kill(one_node, name)
+    ill = one_node.run("doctor")
+    assert "→ snapshotctl sim restart nats-server --cluster default\n" in ill.out
+    early = one_node.run("sim", "restart", "operator")
+    assert (early.code, "snapshotctl sim restart nats-server" in early.err) == (4, True)
+    for name in ("nats-server", "operator"):
+        assert one_node.ok("sim", "restart", name, "-o", "json").value()["started"] == [name]
+    assert one_node.record()["url"] == url
+    again = one_node.run("sim", "restart", "operator")
+    assert (again.code, "operator runs" in again.err) == (1, True)
+    one_node.until(lambda found: all(f["level"] == "ok" for f in found), "doctor")
+    wrong = one_node.run("sim", "restart", "operator", "--service", "gms")
+    assert (wrong.code, "--service" in wrong.err) == (2, True)
+
+
+def _kill(cli: Cli, name: str) -> None:
+    handle = processes.opened(_process(cli, name))
+    assert handle is not None
+    asyncio.run(processes.end([handle], grace_s=0))

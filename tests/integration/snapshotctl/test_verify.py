@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
@@ -30,6 +31,7 @@ def test_damage_is_found_brings_into_quarantine_and_repair_lifts_it(cli: Cli) ->
     verified = cli.ok("verify", "demo-llm")
     assert " is sound: node-1 read " in verified.out
     assert "MiB of snapshotcontent/" in verified.err.partition("reading ")[2]
+    assert re.search(r"^  artifact: (.+) of \1\b", verified.out, re.MULTILINE)
 
     [shard] = (path for path in cli.state().rglob("gpu-0/*") if path.name != "part.json")
     _flip(shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -470,3 +471,46 @@ def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
     found = waterfall(spans)
     assert (found["total"], found["paused"]) == (2.0, 90.0)
     assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]
+
+
+async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    facts = await facts_of(world, paused=frozenset({"gms-node-1", "agent-elsewhere"}))
+    [row] = rows(facts, "nodes")
+    assert row["held"] == ["gms gets no orders: its durable gms-node-1 is paused"]
+    [problem] = rows(facts, "problems")
+    assert problem["what"] == "Node node-1 gets no orders"
+    assert problem["next"] == "nats consumer resume ORDERS gms-node-1"
+
+
+async def test_the_details_say_what_a_capture_and_a_restore_have_cost() -> None:
+    world = await captured()
+    await world.apply(restore_document())
+    for _ in range(8):
+        await world.advance(0.25)
+        for item in world.open():
+            await world.answer_well(item)
+    facts = await facts_of(world)
+    led_to = by_owner(facts.entries.values())
+
+    def told(key: str) -> dict[str, str]:
+        entry = facts.entries[key]
+        values = [one.value for one in family(entry, led_to)]
+        return dict(details(entry, values, [], [], {})["facts"])
+
+    assert re.match(r"captured [\d.]+ \w*B\b", told(CHECKPOINT)["capture"])
+    assert re.match(r"restored in [\d.]+ m?s$", told(RESTORED)["restore"])
+
+
+async def test_what_moves_shows_its_rate_and_what_is_left() -> None:
+    world = World()
+    await world.join(presence("node-1"))
+    await world.apply(checkpoint_document())
+    while len(saves := world.open("save")) < 2:
+        for item in world.open():
+            await world.answer_well(item)
+    since = saves[0].ordered_at.timestamp()
+    moved = replace(progress(saves[0], 10**9, 4 * 10**9), at=since + 1)
+    [first, *_] = rows(await facts_of(world, progress={moved.order: moved}), "objects")
+    assert first["step"]["speed"].startswith("1 GB/s, ")

@@ -177,6 +177,27 @@ def test_a_pod_that_cannot_be_restored_as_it_asks_is_refused_in_both_worlds(worl
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("Pod", "spec"),
+        ("Job", "spec.template.spec"),
+        ("DynamoCheckpoint", "spec.job.podTemplateSpec.spec"),
+    ],
+)
+def test_an_image_is_named_where_nothing_is_made_from_it(kind: str, where: str) -> None:
+    spec: Any = {"containers": [{"name": "a"}, {"name": "b", "image": "vllm:1"}]}
+    for name in reversed(where.split(".")):
+        spec = {name: spec}
+    document = {"kind": kind, **spec}
+    [found] = warnings(document, "standalone")
+    assert str(found) == (
+        f"{where}.containers[1].image: is not used: standalone mode starts the command as a "
+        "process of the node"
+    )
+    assert warnings(document, "kubernetes") == []
+
+
 def test_a_volume_that_the_template_does_not_have_is_a_warning_and_no_error() -> None:
     document = in_cluster(gpuMemoryService={"checkpoint": {"saver": SAVER}})
     spec = document["spec"]["job"]["podTemplateSpec"]["spec"]
@@ -185,7 +206,7 @@ def test_a_volume_that_the_template_does_not_have_is_a_warning_and_no_error() ->
     spec["containers"][0]["volumeMounts"] = mounts
     assert problems(document, "kubernetes") == []
     volumes = "spec.job.podTemplateSpec.spec.volumes"
-    assert warnings(document) == [
+    assert warnings(document, "kubernetes") == [
         Problem(
             "spec.gpuMemoryService.checkpoint.saver.volumeMounts[0].name",
             f"no volume is called 'models'; add it to {volumes}",
@@ -254,6 +275,7 @@ def test_any_document_is_judged_and_none_raises(spec: Any, meta: Any, kind: str)
     document = {"apiVersion": version, "kind": kind, "metadata": meta, "spec": spec}
     assert problems(document, "standalone")
     problems(document, "kubernetes")
-    warnings(document)
+    for world in ("standalone", "kubernetes"):
+        warnings(document, world)  # type: ignore[arg-type]
     assert [*changes(spec, copy.deepcopy(spec))] == []
     assert without_server_fields(document)["kind"] == kind

@@ -161,7 +161,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(path) in refused.value.message
-    assert "snapshotctl bundle -o" in refused.value.next_step
+    assert "snapshotctl bundle --file" in refused.value.next_step
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == b"old"
 

@@ -191,7 +191,7 @@ def test_a_stopped_cluster_of_the_user_keeps_its_state() -> None:
 
 def test_the_state_of_a_demo_that_ended_is_left_over() -> None:
     [line] = plans.leftovers(_found((_record("demo-1", "r"), frozenset())))
-    assert "snapshotctl down --name demo-1 --purge" in line
+    assert "snapshotctl down --cluster demo-1 --purge" in line
 
 
 def test_a_demo_under_way_leaves_nothing_even_while_nothing_of_it_runs_yet() -> None:

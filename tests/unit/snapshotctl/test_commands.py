@@ -113,7 +113,7 @@ def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
 ) -> None:
     monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-show")
     path = tmp_path / "x.tar.gz"
-    assert _run(monkeypatch, "bundle", "-o", str(path), "-o", "json") == Exit.OK
+    assert _run(monkeypatch, "bundle", "--file", str(path), "-o", "json") == Exit.OK
     shown = json.loads(capsys.readouterr().out)
     assert [found["what"] for found in shown["missing"]] == ["everything of the cluster"]
     with tarfile.open(path) as archive:
@@ -224,7 +224,7 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["up", "--name", "../x"], "lower-case"),
         (["demo", "--size-mib", "1"], "between"),
         (["up", "--gpu-memory", "100"], "100 B is not between 4 MiB and 1024 TiB"),
-        (["get", "pods", "-o", "wide"], "'--output' / '-o': 'wide' is not one of"),
+        (["get", "pods", "-o", "name"], "'--output' / '-o': 'name' is not one of"),
         (["demo", "--on", "."], "SNAPBACK_RUN"),
         (["keys", "--folder", "x"], "--node"),
         (["keys", "--folder", "x", "--node", "a/b"], "'a/b'"),
@@ -276,8 +276,8 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["abort", "srestore/x"], "snapshotctl delete pod POD"),
         (["abort", "node/x"], "a Node has no capture"),
         (["abort", "x", "--timeout", "soon"], "5m"),
-        (["bundle", "-o", "cluster.yaml"], "ends with .tar.gz"),
-        (["bundle", "--reports", "-1"], "snapshotctl bundle -o report.tar.gz"),
+        (["bundle", "--file", "cluster.yaml"], "ends with .tar.gz"),
+        (["bundle", "--reports", "-1"], "snapshotctl bundle --file report.tar.gz"),
         (["completion", "tcsh"], "'fish'"),
         (["cordon", "Node_1"], "'Node_1' must match"),
         (["orders", "Node_1"], "'Node_1' must match"),
@@ -407,13 +407,16 @@ def test_the_identity_of_each_checkpoint_of_a_file_is_printed_without_a_server(
     [
         (
             ("backendFramework: vllm", "backendFramework: pod"),
-            ["two.yaml:1: spec.identity.backend"],
+            ["two.yaml:5: spec.identity.backend"],
         ),
         (
             ("tensorParallelSize: 1", "tensorParallelSize: -1, maxModelLen: x, seed: 1"),
             ["Size: -1 is less than", "maxModelLen: expected integer or null", "identity.seed: "],
         ),
-        (("identity: {model: m", "identities: {model: m"), ["two.yaml:9: spec.identity: expected"]),
+        (
+            ("identity: {model: m", "identities: {model: m"),
+            ["two.yaml:12: spec.identity: "],
+        ),
         (("v1alpha1", "v2"), ["two.yaml:1: apiVersion: ", "two.yaml:9: apiVersion: "]),
         (("DynamoCheckpoint", "Pod"), ["no DynamoCheckpoint"]),
     ],
@@ -456,7 +459,7 @@ def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_
     assert _run(monkeypatch, "validate", "-f", str(file)) == Exit.OK
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [f"{file}:1: right", f"{file}:8: right"]
-    assert f"warning: {file}:1: spec.job.podTemplateSpec.spec.containers[0]" in captured.err
+    assert f"warning: {file}:6: spec.job.podTemplateSpec.spec.containers[0]" in captured.err
     assert _run(monkeypatch, "validate", "-f", str(file), "-o", "json") == Exit.OK
     first, second = json.loads(capsys.readouterr().out)
     assert (len(first["warnings"]), second["warnings"]) == (1, [])
@@ -468,17 +471,17 @@ def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_
         (
             [],
             ("model: m,", "model: 7, seed: 1,"),
-            ["two.yaml:1: spec.identity.model: ", "two.yaml:1: spec.identity.seed: "],
+            ["two.yaml:5: spec.identity.model: ", "two.yaml:5: spec.identity.seed: "],
         ),
         (
             ["--standalone"],
             ("name: main, ", "name: main, tty: true, "),
-            ["containers[0].tty: ", "containers[0].command: is required", "two.yaml:8: kind: "],
+            ["containers[0].tty: ", "containers[0].command: is required", "two.yaml:9: kind: "],
         ),
         (
             [],
             ("apiVersion: v1\nkind: ConfigMap", MANIFESTS.partition("---")[0]),
-            ["two.yaml:8: metadata.name: llama appears twice"],
+            ["two.yaml:10: metadata.name: llama appears twice"],
         ),
     ],
 )
@@ -527,15 +530,34 @@ def test_the_version_is_shown(
         (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
         (["get", "pods", "-o"], ["-o", "get", "pods"]),
         (["up", "--name", "x"], ["up", "--name", "x"]),
-        (["bundle", "-o", "x.tar.gz"], ["bundle", "-o", "x.tar.gz"]),
-        (["bundle", "-o", "json"], ["-o", "json", "bundle"]),
-        (["-o", "json", "bundle", "-o", "x.tgz"], ["-o", "json", "bundle", "-o", "x.tgz"]),
-        (["bundle", "-o"], ["-o", "bundle"]),
+        (["up", "--cluster", "x"], ["--cluster", "x", "up"]),
+        (["bundle", "-f", "x.tar.gz", "-o", "json"], ["-o", "json", "bundle", "-f", "x.tar.gz"]),
         ([], []),
     ],
 )
 def test_common_options_move_in_front_of_the_command(words: list[str], expected: list[str]) -> None:
     assert hoisted(words) == expected
+
+
+def test_a_local_cluster_is_named_by_one_option_for_all_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["down", "--cluster", "none"], ["sim", "restart", "node-1", "--cluster", "none"]):
+        assert _run(monkeypatch, *words) == Exit.NOT_FOUND
+        assert "no local cluster 'none'" in capsys.readouterr().err
+    assert _run(monkeypatch, "down", "--help") == Exit.OK
+    assert "--name" not in capsys.readouterr().out
+    assert _run(monkeypatch, "down", "--name", "a", "--cluster", "b") == Exit.USAGE
+    assert "--name a and --cluster b are two clusters" in capsys.readouterr().err
+
+
+def test_the_file_of_a_bundle_is_no_form_of_the_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(monkeypatch, "bundle", "-o", "x.tar.gz") == Exit.USAGE
+    assert "'x.tar.gz' is not one of" in capsys.readouterr().err
+    assert _run(monkeypatch, "bundle", "--help") == Exit.OK
+    assert "-f, --file FILE.tar.gz" in capsys.readouterr().out
 
 
 def test_an_operator_of_its_own_needs_a_cluster_of_kubectl(

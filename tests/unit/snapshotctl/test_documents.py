@@ -102,3 +102,51 @@ def test_what_is_no_plain_yaml_is_refused_by_file(text: str | bytes) -> None:
 
 def test_a_syntax_error_names_its_line() -> None:
     assert _problem("a: 1\nb: [1\nc: 2\n").startswith("f.yaml:3")
+
+
+MANIFEST = b"""# a remark
+kind: Pod
+metadata:
+  name: x
+  annotations:
+    nvidia.com/restore-from: ""
+    nvidia.com/restore: x
+spec:
+  nodeSelector: {a: b,
+    c.d: e}
+  containers:
+    - name: main
+      env:
+        - name: A
+
+        - name: B
+          value: 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("kind", 2),
+        ("metadata.name", 4),
+        ("metadata.annotations[nvidia.com/restore-from]", 6),
+        ("metadata.annotations.nvidia.com/restore", 7),
+        ("spec.nodeSelector.c.d", 10),
+        ("spec.containers[0]", 12),
+        ("spec.containers[0].env[1].value", 17),
+        ("spec.containers[0].env[1].valueFrom", 16),
+        ("spec.containers[0].command", 12),
+        ("spec.containers[7].command", 11),
+        ("status", 2),
+        ("(document)", 2),
+    ],
+)
+def test_a_problem_has_the_line_of_its_field_or_of_where_that_is_missing(
+    path: str, line: int
+) -> None:
+    [document] = load(MANIFEST, "f.yaml")
+    assert document.placed(f"{path}: is wrong") == f"f.yaml:{line}: {path}: is wrong"
+
+
+def test_a_problem_of_what_was_not_read_from_a_file_has_the_name_of_that() -> None:
+    assert documents.Document("the pod", {}).placed("kind: wrong") == "the pod: kind: wrong"

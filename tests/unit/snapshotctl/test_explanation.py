@@ -141,7 +141,7 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
         "attempt 1 is under way",
         f"waits for gms@node-1 to end save-{UID}-gpu-0 (attempt 1)",
         f"ordered 4s ago; gms@node-1 {shown}; its deadline is in 56s",
-        "last progress 2s ago: gpu-0, step write, 1 KiB of 4 KiB",
+        "last progress 2s ago: gpu-0, step write, 1 KiB of 4 KiB, 512 B/s, 6 s left",
         "node-1 was last seen 7s ago",
     ]
 
@@ -283,6 +283,15 @@ def test_a_warning_about_the_order_of_another_object_is_not_of_this_one() -> Non
     assert len(explanation.relevant_lines(lines, [], ["node-1-agent"], since)) == 1
 
 
+def test_a_line_of_the_trace_matters_unless_it_is_of_the_order_of_another_object() -> None:
+    lines = [
+        ("operator", '{"at": "1", "level": "INFO", "message": "applied", "trace_id": "t-1"}'),
+        ("node-1-agent", '{"at": "2", "level": "WARNING", "order_id": "o", "trace_id": "t-1"}'),
+    ]
+    found = explanation.relevant_lines(lines, ["mine"], ["node-1-agent"], "", traces=["t-1"])
+    assert [line.text for line in found] == ["applied"]
+
+
 def test_the_traceback_of_a_worker_keeps_its_indentation() -> None:
     assert explanation.parse_log_line("main", '    raise OSError("no")').text == (
         '    raise OSError("no")'
@@ -317,3 +326,21 @@ def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another(
     lines = _now(_related(Node(metadata=stories.meta("node", "n"), status=status)))
     assert "process drivers: cooperative, CRIU 4.1.1" in lines
     assert "it cannot use the process driver criu: CRIU did not dump. Next: use CRIU 4.2" in lines
+
+
+def test_what_was_captured_says_what_it_has_cost() -> None:
+    content = stories.content(
+        attempt=1,
+        committed=stories.committed(bytes=2**30),
+        captured_seconds=4.0,
+        paused_seconds=0.1,
+        conditions=[row("Ready", "True", "Captured", "generation 1, 1 GiB")],
+    )
+    cost = "captured 1 GiB in 4.00 s (268 MB/s); worker paused for 100 ms"
+    assert cost in _now(_related(content))
+    assert cost in _now(_related(stories.snapshot(), content))
+
+
+def test_a_restored_pod_says_how_long_that_took() -> None:
+    restore = stories.restore(state=Restore.RESTORED, attempt=1, restored_seconds=1.24)
+    assert "restored in 1.24 s" in _now(_related(stories.pod(source="snap"), restore))

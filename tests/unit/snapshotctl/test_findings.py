@@ -159,13 +159,13 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             found(LOCAL._replace(cluster="big", ended=["node-1-gms"])),
             "fail",
             "node-1-gms ended",
-            "snapshotctl sim restart node-1 --service gms --name big",
+            "snapshotctl sim restart node-1 --service gms --cluster big",
         ),
         (
             found(LOCAL._replace(cluster="big", ended=["operator"])),
             "fail",
             "operator ended",
-            "snapshotctl down --name big && snapshotctl up --name big",
+            "snapshotctl sim restart operator --cluster big",
         ),
         (
             found(cluster=None, unreachable=Failure(reason="BusUnavailable", message="cannot")),
@@ -244,7 +244,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             found(LOCAL._replace(cluster="big"), CLUSTER._replace(health=None)),
             "fail",
             "no operator answers",
-            "snapshotctl down --name big && snapshotctl up --name big",
+            "snapshotctl sim restart operator --cluster big",
         ),
         (
             of(health=None, refused=Failure(reason="NotPermitted", message="viewer may not")),

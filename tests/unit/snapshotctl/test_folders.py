@@ -64,7 +64,7 @@ def test_nothing_to_find_says_what_to_start(environment: dict[str, str]) -> None
 def test_another_cluster_is_started_by_its_name(environment: dict[str, str]) -> None:
     with pytest.raises(BusUnavailable) as refused:
         Folders(environment).find_server(None, "big")
-    assert "snapshotctl up --name big" in refused.value.next_step
+    assert "snapshotctl up --cluster big" in refused.value.next_step
 
 
 def test_the_default_cluster_is_found_by_its_record(environment: dict[str, str]) -> None:

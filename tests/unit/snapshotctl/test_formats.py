@@ -92,3 +92,26 @@ def test_what_is_no_time_with_a_zone_has_no_age(text: str) -> None:
 
 def test_text_of_others_stays_on_its_line_and_sends_nothing_to_the_terminal() -> None:
     assert formats.plain("a\x1b[31m b\r\n\tc\x9b") == "a [31m b c"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("short", ["short"]),
+        ("", [""]),
+        ("x" * 30, ["x" * 30]),
+        ("one two three four five six", ["one two three four", "  five six"]),
+        ("  one two three four five six", ["  one two three four", "    five six"]),
+        (
+            "do this: `snapshotctl get pods -A -o wide`, then look",
+            ["do this:", "  `snapshotctl get pods -A -o wide`,", "  then look"],
+        ),
+        (
+            "next: snapshotctl down --cluster a && snapshotctl up",
+            ["next:", "  snapshotctl down --cluster a && snapshotctl up"],
+        ),
+        ("a  b   aligned as it was before", ["a  b   aligned as it", "  was before"]),
+    ],
+)
+def test_a_line_is_broken_between_words_and_never_in_a_command(text: str, lines: list[str]) -> None:
+    assert formats.wrapped(text, 20) == lines

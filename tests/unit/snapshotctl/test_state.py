@@ -71,6 +71,13 @@ def test_a_worker_that_was_warm_when_its_node_was_lost_did_not_fail_to_start() -
     assert [phase.failure for phase in state.phases(RelatedObjects(lost, [lost]))] == [""]
 
 
+def test_a_worker_that_was_stopped_after_a_restore_had_failed_did_not_fail_to_start() -> None:
+    run = stories.ended(order("run", POD, at=NOW - 20), "exited", exit_code=143, message="143")
+    pod = stories.pod(source="snap", orders=[run], phase="Failed", reason="InjectedFault")
+    [phase] = state.phases(RelatedObjects(pod, [pod]))
+    assert phase.line().endswith("2.00 s  done")
+
+
 def test_a_worker_that_ends_before_it_is_warm_fails_its_warm_up() -> None:
     run = stories.ended(order("run", POD, at=NOW - 20), "started")
     rows = [row("Ready", "False", "ContainerExited", "exit 1")]

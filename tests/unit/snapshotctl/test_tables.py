@@ -176,14 +176,14 @@ def test_a_node_shows_when_it_was_last_seen() -> None:
         free_bytes=1024**3,
         at=93.0,
     )
-    found = _shown(tables.table_of_nodes([node], {"x": presence}, now=100.0))  # type: ignore[dict-item]
+    found = _shown(tables.table_of_nodes([node], {"x": presence}, (), now=100.0))  # type: ignore[dict-item]
     assert (found["SEEN"], found["FREE-DISK"], found["GPUS"]) == ("7s ago", "1 GiB", "1")
 
 
 def test_a_node_that_is_not_there_says_so() -> None:
     node = _object("Node", {}, {})
     assert isinstance(node, Node)
-    assert _shown(tables.table_of_nodes([node], {}, now=100.0))["SEEN"] == "no"
+    assert _shown(tables.table_of_nodes([node], {}, (), now=100.0))["SEEN"] == "no"
 
 
 def test_a_node_shows_that_unknown_artifacts_are_below_its_artifact_root() -> None:
@@ -193,5 +193,5 @@ def test_a_node_shows_that_unknown_artifacts_are_below_its_artifact_root() -> No
     )
     node = _object("Node", {}, {"conditions": rows_of})
     assert isinstance(node, Node)
-    shown = _shown(tables.table_of_nodes([node], {}, now=100.0))
+    shown = _shown(tables.table_of_nodes([node], {}, (), now=100.0))
     assert shown["STATUS"] == "Ready,UnknownArtifacts"

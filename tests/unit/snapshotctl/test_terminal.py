@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 import yaml
@@ -78,9 +79,9 @@ def test_parts_are_one_line_a_movement_when_no_terminal_reads() -> None:
         parts.show(PartProgress("gpu-0", 100, 100, 0.0, 1.0, is_final=True))
         parts.show(PartProgress("gpu-0", 100, 100, 0.0, 1.0, is_final=True))
     assert out.getvalue().splitlines() == [
-        "  gpu-0: 0 of 100 bytes (0 B of 100 B, -)",
-        "  gpu-0: 90 of 100 bytes (90 B of 100 B, 90 B/s)",
-        "  gpu-0: 100 of 100 bytes (100 B of 100 B, 100 B/s, in the manifest)",
+        "  gpu-0: 0 B of 100 B",
+        "  gpu-0: 90 B of 100 B, 90 B/s",
+        "  gpu-0: 100 B of 100 B, 100 B/s, in the manifest",
     ]
 
 
@@ -92,3 +93,91 @@ def test_parts_are_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         parts.show(PartProgress("gpu-0", 1024, 2048, 0.0, 1.0))
     assert "gpu-0" in out.getvalue()
     assert "━" in out.getvalue()
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal with 40 columns."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+WIDE = Table(
+    ("NAME", "STATUS", "WHY", "DIGEST"),
+    [("worker-1", "Ready", "nothing is wrong with it at all", "sha256:" + "a" * 64)],
+)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_table_fits_a_terminal_and_no_word_is_broken() -> None:
+    out, err = _Tty(), _Tty()
+    Terminal("table", out, err).table(WIDE, indent="  ")
+    lines = _plain(out).splitlines()
+    assert max(map(len, lines)) <= 40
+    words = {word for line in lines for word in line.split() if "…" not in word}
+    assert {"worker-1", "Ready", "nothing", "wrong"} <= words
+    assert words <= {*WIDE.columns, "worker-1", "Ready", *WIDE.rows[0][2].split()}
+    assert any(
+        word.startswith("sha256:") and word.endswith("…") for word in " ".join(lines).split()
+    )
+    assert "-o wide shows all" in _plain(err)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_all_of_a_table_is_shown_where_that_is_asked_for_and_where_a_program_reads() -> None:
+    out, err = _Tty(), _Tty()
+    Terminal("wide", out, err).table(WIDE)
+    terminal, piped, _ = _terminal()
+    terminal.table(WIDE)
+    for shown in (_plain(out), piped.getvalue()):
+        head, line = shown.splitlines()
+        assert head.split() == list(WIDE.columns)
+        assert line.endswith("   nothing is wrong with it at all   sha256:" + "a" * 64)
+    assert err.getvalue() == ""
+
+
+@pytest.mark.usefixtures("narrow")
+def test_columns_that_can_be_spared_are_left_out_before_anything_is_cut() -> None:
+    out, err = _Tty(), _Tty()
+    rows = [("a" * 12, "b" * 12, "c" * 12, "d")]
+    table = Table(("NAME", "ONE", "TWO", "ONE"), rows, ("TWO", "NAME"))
+    Terminal("table", out, err).table(table)
+    assert [line.split() for line in _plain(out).splitlines()] == [
+        ["NAME", "ONE", "ONE"],
+        ["a" * 12, "b" * 12, "d"],
+    ]
+    assert "-o wide" in _plain(err)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_table_that_fits_with_less_between_its_columns_is_not_called_cut() -> None:
+    out, err = _Tty(), _Tty()
+    Terminal("table", out, err).table(Table(("NAME", "ONE"), [("a" * 18, "b" * 20)]))
+    assert _plain(out).splitlines()[1] == "a" * 18 + "  " + "b" * 20
+    assert err.getvalue() == ""
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_table_that_fits_a_terminal_is_as_it_is_elsewhere() -> None:
+    out, err = _Tty(), _Tty()
+    Terminal("table", out, err).table(Table(("NAME", "AGE"), [("a", "1s")]))
+    assert _plain(out) == "NAME   AGE\na      1s\n"
+    assert err.getvalue() == ""
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_long_line_is_broken_between_words_on_a_terminal() -> None:
+    out, err = _Tty(), _Tty()
+    terminal = Terminal("table", out, err)
+    terminal.line("  a line that is too long for the columns of this terminal")
+    terminal.note("remarks are broken between their words as well")
+    assert _plain(out).splitlines() == [
+        "  a line that is too long for the",
+        "    columns of this terminal",
+    ]
+    assert _plain(err).splitlines() == ["remarks are broken between their words", "  as well"]
+
+
+def _plain(stream: io.StringIO) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())

@@ -78,31 +78,45 @@ def test_an_order_that_was_lost_with_its_node_is_an_event() -> None:
     assert "seal was lost with its node: NodeLost" in _texts(stories.content(orders=[lost]))
 
 
-def test_a_span_is_an_event_when_its_step_failed_or_when_it_is_the_whole() -> None:
-    def span(name: str, error: str = "", **attributes: str) -> SpanRecord:
-        return SpanRecord(
-            trace_id="a" * 32,
-            span_id=name,
-            name=name,
-            service="s",
-            node="n",
-            start_ns=int(NOW * 1e9),
-            end_ns=int(NOW * 1e9) + 2_000_000_000,
-            error=error,
-            attributes=attributes,  # type: ignore[arg-type]
-        )
+def _span(name: str, error: str = "", **attributes: str) -> SpanRecord:
+    return SpanRecord(
+        trace_id="a" * 32,
+        span_id=name,
+        name=name,
+        service="s",
+        node="n",
+        start_ns=int(NOW * 1e9),
+        end_ns=int(NOW * 1e9) + 2_000_000_000,
+        error=error,
+        attributes=attributes,  # type: ignore[arg-type]
+    )
 
+
+def test_a_trace_that_others_share_tells_of_them_nothing() -> None:
+    content = stories.content()
+    other = order("run", derived_uid("pod", "other"))
+    mine = {"snapback.order.id": SEAL.order}
+    theirs = {"snapback.order.id": other.order}
+    assert timeline.is_about(_span("write-root", "no", **mine), [content])
+    assert not timeline.is_about(_span("spawn", "no", **theirs), [content])
+    name = content.metadata.name
+    assert timeline.is_about(_span("capture", **{"snapback.content": name}), [content])
+    assert not timeline.is_about(_span("capture", **{"snapback.content": "c"}), [content])
+    assert timeline.is_about(_span("apply"), [content])
+
+
+def test_a_span_is_an_event_when_its_step_failed_or_when_it_is_the_whole() -> None:
     names = {UID: "content/x"}
     by_order = {"snapback.order.id": SEAL.order}
-    failed = list(timeline.of_span(span("write-root", "no", **by_order), names))
+    failed = list(timeline.of_span(_span("write-root", "no", **by_order), names))
     assert [(item.object, item.text) for item in failed] == [
         ("content/x", "step write-root of seal failed after 2.00 s: no")
     ]
-    [gone] = timeline.of_span(span("write-root", "no", **by_order), {})
+    [gone] = timeline.of_span(_span("write-root", "no", **by_order), {})
     assert gone.object == f"(gone) {UID}"
-    [whole] = timeline.of_span(span("capture", **{"snapback.content": "c"}), names)
+    [whole] = timeline.of_span(_span("capture", **{"snapback.content": "c"}), names)
     assert (whole.object, whole.text) == ("snapshotcontent/c", "the capture ended after 2.00 s")
-    assert not list(timeline.of_span(span("write-root", **by_order), names))
+    assert not list(timeline.of_span(_span("write-root", **by_order), names))
 
 
 def test_an_event_is_one_flat_value_without_what_is_empty() -> None:

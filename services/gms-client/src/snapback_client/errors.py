@@ -23,8 +23,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __str__(self) -> str:
         """Return one line for people: what is wrong, then what to do."""
-        tail = f" Next: {self.next_step}" if self.next_step else ""
-        return f"{self.reason}: {self.message}{tail}"
+        text = f"{self.reason}: {self.message}"
+        if not self.next_step:
+            return text
+        return f"{text}{'' if text.endswith('.') else '.'} Next: {self.next_step}"
 
 
 class SnapbackError(Exception):

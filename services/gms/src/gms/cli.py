@@ -21,8 +21,14 @@ from gms.adapters.grpc_client import GmsCaller, fresh_token
 from gms.adapters.part_files import part_folders, read_part, verify_part
 from gms.adapters.session_bench import bench_sessions
 from gms.conformance.run import check, open_rig
-from gms.domain.parts import difference, place_of
-from gms.domain.showing import bench_text, difference_text, size_text, status_text
+from gms.domain.parts import difference, differences, place_of
+from gms.domain.showing import (
+    bench_text,
+    difference_text,
+    differences_text,
+    size_text,
+    status_text,
+)
 from snapback_client.cuda import CudaUnavailable
 from snapback_client.folders import check_folder
 from snapback_client.frames import GenerationRef, MemoryDomain
@@ -46,6 +52,7 @@ from snapshot_shared.frames import (
 )
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.orders import LayoutRef
+from snapshot_shared.service import VERSION
 
 
 class Output(StrEnum):
@@ -80,9 +87,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Look at a GPU memory service, save and load its memory, and check what was saved.",
     epilog=_EXITS,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gms {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Look at a GPU memory service, save and load its memory, and check what was saved."""
+
 
 SocketDir = Annotated[
     str | None,
@@ -164,7 +186,7 @@ def load(
     path: PartPath,
     socket_dir: SocketDir = None,
     device: Device = "0",
-    replace: Annotated[  # noqa: FBT002 - typer makes a flag of it
+    replace: Annotated[
         bool, typer.Option("--replace", help="Replace what is committed there.")
     ] = False,
     output: Form = Output.TABLE,
@@ -217,18 +239,27 @@ def verify(path: PartPath, output: Form = Output.TABLE) -> None:
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(help="Folder of a part.")],
+    first: Annotated[Path, typer.Argument(help="Folder of a part, or of a generation.")],
     second: Annotated[Path, typer.Argument(help="Folder of another one.")],
     output: Form = Output.TABLE,
 ) -> None:
-    """Compare two parts by the digests of their chunks. Status 1 when they differ."""
+    """Compare two parts, or all parts of two generations, by digests. Status 1 when they differ."""
 
     async def work() -> Exit:
-        old, _ = read_part(first.absolute())
-        new, _ = read_part(second.absolute())
-        found = difference(old, new)
-        _show(output, found, difference_text)
-        return Exit.OK if found.equal else Exit.FAILED
+        old, new = part_folders(first), part_folders(second)
+        are_parts = [old == [first.absolute()], new == [second.absolute()]]
+        if are_parts == [True, True]:
+            found = difference(read_part(old[0])[0], read_part(new[0])[0])
+            _show(output, found, difference_text)
+            return Exit.OK if found.equal else Exit.FAILED
+        if any(are_parts):
+            raise InvalidInput(
+                f"one of {first} and {second} is a part, the other a generation",
+                next_step="name two parts or two generations",
+            )
+        rows = differences(*({p.name: read_part(p)[0] for p in each} for each in (old, new)))
+        _show(output, rows, lambda _: differences_text(rows, str(first), str(second)))
+        return Exit.OK if all(row.is_equal for row in rows) else Exit.FAILED
 
     _carry_out(work())
 
@@ -281,7 +312,7 @@ def conformance(
 
 
 def main() -> None:
-    """Run the command line; errors are one line on standard error."""
+    """Run the command line; errors are a line and a next step on standard error."""
     try:
         app()
     except SnapbackError as error:
@@ -405,7 +436,10 @@ def _show(output: Output, result: Any, text: Callable[[Any], str]) -> None:
 
 
 def _failed(error: Exception) -> None:
-    sys.stderr.write(f"gms: {failure_of(error)}\n")
+    found = failure_of(error)
+    sys.stderr.write(f"error: {found.reason}: {found.message}\n")
+    if found.next_step:
+        sys.stderr.write(f"next: {found.next_step}\n")
 
 
 def _carry_out(work: Coroutine[Any, Any, Exit]) -> None:
@@ -413,7 +447,7 @@ def _carry_out(work: Coroutine[Any, Any, Exit]) -> None:
     try:
         code = asyncio.run(_with_signals(work))
     except asyncio.CancelledError:
-        sys.stderr.write("gms: interrupted\n")
+        sys.stderr.write("interrupted\n")
         code = Exit.INTERRUPTED
     except Exception as error:  # noqa: BLE001 - here every error becomes a line and a code
         _failed(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -180,19 +180,13 @@ def hoisted(words: Sequence[str]) -> list[str]:
         if word == "--":
             rest += [word, *reversed(left)]
             break
-        if word == "-o" and rest[:1] == ["bundle"] and left and left[-1] not in _FORMS:
-            # There it names the file; a form of the result cannot be the name of an archive.
-            rest += [word, left.pop()]
-        elif word in _GLOBAL_OPTIONS:
+        if word in _GLOBAL_OPTIONS:
             front += [word, *([left.pop()] if left else [])]
         elif word.partition("=")[0] in _GLOBAL_OPTIONS or word == OWN_OPERATOR or _is_short(word):
             front.append(word)
         else:
             rest.append(word)
     return front + rest
-
-
-_FORMS = get_args(OutputFormat)
 
 
 def _is_short(word: str) -> bool:

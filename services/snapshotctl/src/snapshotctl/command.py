@@ -209,7 +209,7 @@ WorkerDriver = Annotated[
     str, typer.Option("--driver", metavar="DRIVER", help="cooperative, or criu, as root.")
 ]
 ClusterName = Annotated[
-    str | None, typer.Option("--name", help="Name of the local cluster.", show_default="default")
+    str | None, typer.Option("--name", hidden=True, help="The same as --cluster.")
 ]
 KindAndName = Annotated[
     list[str],

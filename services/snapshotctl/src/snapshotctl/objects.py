@@ -112,7 +112,8 @@ async def timeline_of(operator: Operator, found: RelatedObjects) -> list[Event]:
     else:
         traces = {trace_of(value) for value in found.primary} - {""}
         for trace in sorted(traces):
-            spans += await operator.spans(trace)
+            whole = await operator.spans(trace)
+            spans += [span for span in whole if timeline.is_about(span, found.members)]
     names = timeline.names_of(found.members)
     return timeline.timeline(found.primary, reports, spans, names)
 
@@ -188,7 +189,7 @@ def _placed(failure: Failure, documents: Sequence[Document]) -> Failure:
     if not isinstance(problems, list):
         return failure
     if len(documents) == 1:
-        placed = [f"{documents[0].where}: {problem}" for problem in problems]
+        placed = [documents[0].placed(problem) for problem in problems]
     else:
         placed = [_with_place(str(problem), documents) for problem in problems]
     message = f"{len(placed)} problem{'' if len(placed) == 1 else 's'}; nothing was stored"
@@ -201,5 +202,5 @@ def _placed(failure: Failure, documents: Sequence[Document]) -> Failure:
 def _with_place(problem: str, documents: Sequence[Document]) -> str:
     for index, document in enumerate(documents):
         if problem.startswith(f"[{index}] "):
-            return f"{document.where}: {problem.removeprefix(f'[{index}] ')}"
+            return document.placed(problem.removeprefix(f"[{index}] "))
     return problem

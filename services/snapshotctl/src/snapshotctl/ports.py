@@ -113,6 +113,9 @@ class Operator(Protocol):
     async def presence(self) -> dict[NodeName, Presence]:
         """Read the last presence of each node."""
 
+    async def paused(self) -> frozenset[str]:
+        """Read which durables of the stream of orders are paused."""
+
     async def facts_of(self, node: str, artifact: ArtifactRef) -> FactsReply:
         """Ask the agent of a node for its facts, and for those of an artifact that it can read.
 
@@ -175,6 +178,10 @@ class Screen(Protocol):
     @property
     def wants_table(self) -> bool:
         """Whether the result is for people, not for a program."""
+
+    @property
+    def wants_wide(self) -> bool:
+        """Whether a table has the columns that are left out elsewhere."""
 
     @property
     def width(self) -> int:

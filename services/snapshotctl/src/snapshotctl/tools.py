@@ -191,6 +191,11 @@ class Tools:
     def _cluster_name(self, name: str | None) -> str:
         from snapshotctl.domain.servers import DEFAULT_CLUSTER, cluster_name
 
+        if name and self.cluster and name != self.cluster:
+            raise WrongArguments(
+                f"--name {name} and --cluster {self.cluster} are two clusters",
+                next_step="name one of them: --cluster NAME",
+            )
         chosen = name or self.cluster or os.environ.get("SNAPBACK_CLUSTER") or DEFAULT_CLUSTER
         return cluster_name(chosen)
 

@@ -182,6 +182,16 @@ class Assets(Connection):
             )
         return found
 
+    async def paused(self, stream: str) -> frozenset[str]:
+        """Return the durables of a stream that are paused until an hour that people have set.
+
+        BusUnavailable.
+        """
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        info = await translated(manager.stream_info(stream), f"look at stream {stream}")
+        found = await self._consumers(stream, info.state.consumer_count)
+        return frozenset(each.name for each in found if each.paused)
+
     async def _consumers(self, stream: str, count: int) -> list[ConsumerInfo]:
         manager = self.client.jetstream(timeout=REQUEST_S)
         found: list[ConsumerInfo] = []

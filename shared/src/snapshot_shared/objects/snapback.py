@@ -370,7 +370,8 @@ class SnapshotContentStatus(
     answered before this object is settled. `readers` are uids of the SnapshotRestores that read
     the artifact. `verify_request` is the value of the annotation that was last obeyed,
     `verifications` counts the requests and `verified` those that have ended; `doubted` is the
-    number that had been asked for when damage was last found.
+    number that had been asked for when damage was last found. `paused_seconds` is for how long the
+    worker was paused, `captured_seconds` how long the capture took.
     """
 
     phase: str = ""
@@ -381,6 +382,8 @@ class SnapshotContentStatus(
     retries: int = 0
     generations: list[int] = []
     started_at: datetime | None = None
+    paused_seconds: float = 0.0
+    captured_seconds: float = 0.0
     vector: list[VectorEntry] = []
     orders: list[OrderStatus] = []
     obligations: list[str] = []
@@ -441,7 +444,7 @@ class SnapshotRestoreStatus(
 
     `content_name` asks that content to register this restore as a reader; `source_lost` is set when
     it was gone before it did. `artifact`, `driver`, `node_name` and `devices` are fixed when an
-    attempt begins.
+    attempt begins. `restored_seconds` is how long the restore took.
     """
 
     phase: str = ""
@@ -456,6 +459,7 @@ class SnapshotRestoreStatus(
     node_name: str = ""
     devices: list[DeviceRef] = []
     started_at: datetime | None = None
+    restored_seconds: float = 0.0
     orders: list[OrderStatus] = []
     obligations: list[str] = []
     failure: Failure | None = None

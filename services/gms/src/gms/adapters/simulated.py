@@ -15,6 +15,7 @@ from typing import Protocol
 from gms.ports import DeviceInfo
 from snapback_client.frames import Access
 from snapback_client.reservation import HUGE_PAGE
+from snapshot_shared import units
 from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
 
 GRANULARITY = 2 * 1024 * 1024
@@ -159,8 +160,9 @@ class MemfdDevice:
         with self._lock:
             free = capacity - self._used
             if size > free:
+                wanted, there = units.sizes(size, free)
                 raise OutOfDeviceMemory(
-                    f"{size} bytes are needed, {free} of {capacity} are free",
+                    f"{wanted} are needed, {there} of {units.size(capacity)} are free",
                     needed=size,
                     free=free,
                     capacity=capacity,

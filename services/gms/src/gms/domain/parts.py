@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
 import msgspec
@@ -36,6 +36,19 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     resized: list[str]
     changed: list[str]
     metadata: list[str]
+
+
+class PartDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """How a part of two generations differs. `difference` is None when only one has the part."""
+
+    part: str
+    difference: Difference | None = None
+    is_in_first: bool = True
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both have it, with the same bytes."""
+        return self.difference is not None and self.difference.equal
 
 
 def place_of(path: PurePath) -> PartPlace:
@@ -81,6 +94,20 @@ def difference(old: PartManifest, new: PartManifest) -> Difference:
         changed=changed,
         metadata=metadata,
     )
+
+
+def differences(
+    old: Mapping[str, PartManifest], new: Mapping[str, PartManifest]
+) -> list[PartDifference]:
+    """Compare the parts of two generations, which have them by their names."""
+    return [
+        PartDifference(
+            part=name,
+            difference=difference(old[name], new[name]) if name in old and name in new else None,
+            is_in_first=name in old,
+        )
+        for name in sorted({*old, *new})
+    ]
 
 
 def chunk_sizes(entry: FileEntry) -> Iterator[tuple[int, int]]:

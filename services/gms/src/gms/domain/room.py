@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from snapshot_shared.errors import OutOfDeviceMemory
+from snapshot_shared.units import size, sizes
 
 _NAMED = 4
 """How many processes a message names."""
@@ -20,11 +21,12 @@ def out_of_memory(
     """
     others = max(0, capacity - free - used)
     named = sorted(holders.items(), key=lambda each: -each[1])[:_NAMED]
-    who = ", ".join(f"{name} {size}" for name, size in named)
-    rest = f", others {others}" + (f": {who}" if who else "") if others else ""
+    who = ", ".join(f"{name} {size(held)}" for name, held in named)
+    rest = f", others {size(others)}" + (f": {who}" if who else "") if others else ""
+    wanted, there = sizes(needed, free)
     return OutOfDeviceMemory(
-        f"{needed} bytes are needed on {device}, {free} of {capacity} are free; "
-        f"this service holds {used}{rest}",
+        f"{wanted} are needed on {device}, {there} of {size(capacity)} are free; "
+        f"this service holds {size(used)}{rest}",
         next_step="end the processes that hold it"
         if others
         else "free memory of this device, or replace its layout instead of adding to it",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from gms.domain.parts import Difference
+from gms.domain.parts import Difference, PartDifference
 from snapshot_shared.frames import DeviceStatus, DomainStatus, EventRecord, StatusReply
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -58,6 +58,17 @@ def difference_text(found: Difference) -> str:
     ):
         if names:
             lines.append(f"{what:>9}: {_some(names)}")
+    return "\n".join(lines)
+
+
+def differences_text(rows: Sequence[PartDifference], first: str, second: str) -> str:
+    """Show what differs between two generations; `first` and `second` are their folders."""
+    lines = []
+    for row in rows:
+        if row.difference is None:
+            lines.append(f"{row.part}: only in {first if row.is_in_first else second}")
+        else:
+            lines.append(f"{row.part}: {difference_text(row.difference)}")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from gms.domain.layout import structure_hash
 from snapback_client.frames import AllocationInfo, MetadataItem, aligned
+from snapshot_shared import units
 from snapshot_shared.artifact import (
     MAX_CHUNK_BYTES,
     AllocationEntry,
@@ -222,8 +223,9 @@ def check_fits(sizes: Sequence[int], *, granularity: int, capacity: int) -> int:
     """
     needed = sum(aligned(size, granularity) for size in sizes)
     if needed > capacity:
+        wanted, there = units.sizes(needed, capacity)
         raise DeviceTooSmall(
-            f"the layout needs {needed} bytes, the device has {capacity}",
+            f"the layout needs {wanted}, the device has {there}",
             needed=needed,
             capacity=capacity,
         )

@@ -195,7 +195,7 @@ class Admission:
             return Answer()
         changed = changes(old.get("spec"), new.get("spec")) if old is not None else ()
         refused = (*problems(new, "kubernetes"), *changed, *self._gated(new))
-        return Answer(refused, tuple(map(str, warnings(new))))
+        return Answer(refused, tuple(map(str, warnings(new, "kubernetes"))))
 
     def _gated(self, new: Any) -> tuple[Problem, ...]:
         if self._allows_gms or new.get("kind") != "DynamoCheckpoint":

@@ -195,6 +195,10 @@ def _driver(path: str) -> Column:
     return Column("Driver", path, "How the state of the process is captured", is_wide=True)
 
 
+def _seconds(name: str, path: str, description: str) -> Column:
+    return Column(name, path, description, "number", is_wide=True)
+
+
 def _artifact(path: str) -> Column:
     return Column("Artifact", path, "Where the artifact is found", is_wide=True)
 
@@ -218,6 +222,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         *(_REASON, _AGE),
         Column("Namespace", ".spec.snapshotRef.namespace", "The namespace of its Snapshot"),
         Column("Snapshot", ".spec.snapshotRef.name", "The Snapshot that it belongs to"),
+        _seconds("Paused", ".status.pausedSeconds", "Seconds for which the worker was paused"),
+        _seconds("Took", ".status.capturedSeconds", "Seconds that the capture took"),
         *(_driver(".spec.driver"), _artifact(".status.committed.rootDigest")),
         _TRACE._replace(path=".status.traceparent"),
     ),
@@ -226,7 +232,9 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("Source", ".spec.source", "What it is restored from"),
         *(_PHASE, _PROGRESS),
         Column("Node", ".status.nodeName", "The node of the pod"),
-        *(_REASON, _AGE, _driver(".status.driver"), _artifact(".status.contentName")),
+        *(_REASON, _AGE),
+        _seconds("Took", ".status.restoredSeconds", "Seconds that the restore took"),
+        *(_driver(".status.driver"), _artifact(".status.contentName")),
         _TRACE._replace(path=".status.traceparent"),
     ),
 }

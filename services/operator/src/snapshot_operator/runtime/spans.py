@@ -9,7 +9,7 @@ from snapshot_operator.core import fold
 from snapshot_operator.core.capture import capture_span, trace_parent
 from snapshot_operator.core.ordering import order_span as order_context
 from snapshot_operator.core.restore import ENDED
-from snapshot_shared import instruments
+from snapshot_shared import figures, instruments
 from snapshot_shared.errors import Failure
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject
@@ -88,6 +88,8 @@ class Spans:
             self._metrics.add(instruments.CAPTURE_IO, by=size)
             lasted = max(self._now() - began, 0.0)
             self._metrics.record(instruments.CAPTURE_DURATION, lasted, _reason(failure))
+            if paused_s := figures.capture_times(new.status).paused_s:
+                self._metrics.record(instruments.CAPTURE_PAUSE, paused_s)
         self._telemetry.record(
             "capture",
             parent=trace_parent(new),

@@ -125,6 +125,7 @@ class LiveView:
         self._objects_due = asyncio.Event()
         self._gms_due = asyncio.Event()
         self._dead_due = asyncio.Event()
+        self._paused_due = asyncio.Event()
         self._view_due = asyncio.Event()
         self._first_list = asyncio.Event()
 
@@ -172,6 +173,7 @@ class LiveView:
             "snap.progress.>": self._take_progress,
             "snap.span.>": lambda found: self._mark(found.subject.rpartition(".")[2]),
             "snap.dead.>": lambda _: self._dead_due.set(),
+            subjects.pauses(subjects.ORDERS): lambda _: self._paused_due.set(),
             subjects.bucket_key(subjects.NODES_BUCKET, "*"): self._take_presence,
         }
         return [
@@ -183,6 +185,7 @@ class LiveView:
             self._read_streams(),
             self._ask_gms(),
             self._read_dead(),
+            self._read_paused(),
             self._keep_offering(),
         ]
 
@@ -343,6 +346,7 @@ class LiveView:
                 await self._bus.pause(again)
                 continue
             self._dead_due.set()
+            self._paused_due.set()
             self._view_due.set()
             await again.wait()
             again.clear()
@@ -361,6 +365,17 @@ class LiveView:
                         self._facts.dead[subject] = (count, message)
             except (BusUnavailable, InvalidMessage) as error:
                 log.info("the dead letters are not shown: %s", error)
+            self._view_due.set()
+
+    async def _read_paused(self) -> None:
+        """Read which durables of orders are paused, whenever one was paused or resumed."""
+        while True:
+            await self._paused_due.wait()
+            self._paused_due.clear()
+            try:
+                self._facts.paused = await self._bus.paused(subjects.ORDERS)
+            except BusUnavailable as error:
+                log.info("which durables are paused is not shown: %s", error)
             self._view_due.set()
 
     def _ask_soon(self, node: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from snapshot_page.domain.view import Entry
-from snapshot_shared import views
+from snapshot_shared import figures, views
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import OrderStatus
@@ -182,9 +182,11 @@ def _facts_of(value: AnyObject) -> Iterable[tuple[str, str]]:
             yield "GPUs", ", ".join(device.uuid for device in value.status.devices)
         case SnapshotRestore():
             yield "restores from", value.status.content_name
+            yield "restore", figures.restore_text(value.status)
         case SnapshotContent():
             yield "content", value.metadata.name
             yield "attempt", str(value.status.attempt or "")
+            yield "capture", figures.capture_text(value)
             yield "still owed", ", ".join(value.status.obligations)
             if value.status.committed is not None:
                 yield "root digest", value.status.committed.root_digest

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_shared import subjects, views
+from snapshot_shared import figures, subjects, views
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
 from snapshot_shared.objects.kinds import AnyObject, kind_of
@@ -107,7 +107,8 @@ class Facts(msgspec.Struct, kw_only=True):
     """All that a view is made of.
 
     `gms` has None for a service that did not answer. `dead` has, by subject, how many dead letters
-    there are and the newest. `bus` and `operator` say why NATS or the operator cannot be used.
+    there are and the newest. `paused` are durables of the stream of orders. `bus` and `operator`
+    say why NATS or the operator cannot be used.
     `marks` counts the messages about an owner's uid or a trace. `now` is seconds since the epoch.
     """
 
@@ -117,6 +118,7 @@ class Facts(msgspec.Struct, kw_only=True):
     progress: dict[str, Progress] = {}
     dead: dict[str, tuple[int, DeadLetter]] = {}
     marks: dict[str, int] = {}
+    paused: frozenset[str] = frozenset()
     bus: str = ""
     operator: str = ""
     context: str = ""
@@ -343,14 +345,18 @@ def _object_row(entry: Entry, led_to: LedTo, facts: Facts, *, is_below: bool) ->
     row = entry.row | {"rev": revision(entry, facts, led_to), "below": is_below}
     if not is_below and (orders := working(entry, led_to)):
         values = [one.value for one in family(entry, led_to)]
-        row["step"] = _step(orders, values, facts.progress)
+        row["step"] = _step(orders, values, facts)
     return row
 
 
 def _step(
-    orders: Sequence[OrderStatus], values: Sequence[AnyObject], received: Mapping[str, Progress]
+    orders: Sequence[OrderStatus], values: Sequence[AnyObject], facts: Facts
 ) -> dict[str, Any]:
-    """Return what is being done now; `done` and `total` are bytes, absent where none move."""
+    """Return what is being done now.
+
+    `done` and `total` are bytes, `speed` is their rate and what is left; absent where none move.
+    """
+    received = facts.progress
     moving = [(order, last) for order in orders if (last := views.received_for(order, received))]
     if not moving:
         order = orders[-1]
@@ -359,11 +365,14 @@ def _step(
     order, last = moving[-1]
     parts = views.progress(values, received)
     what = f"{len(moving)} parts" if len(moving) > 1 else last.part
+    since = moving[0][0].ordered_at.timestamp()
+    done, total = sum(part.done for part in parts), sum(part.total for part in parts)
     return {
         "what": f"{order.verb} {what}: {last.step} on {order.node}",
-        "since": moving[0][0].ordered_at.timestamp(),
-        "done": sum(part.done for part in parts),
-        "total": sum(part.total for part in parts),
+        "since": since,
+        "done": done,
+        "total": total,
+        "speed": figures.speed(done, total, max(each.at for _, each in moving) - since),
     }
 
 
@@ -379,6 +388,7 @@ def _node_row(entry: Entry, orders: Sequence[OrderStatus], facts: Facts) -> dict
         "phase": entry.phase,
         "state": entry.state,
         "message": entry.message if entry.state == "bad" else "",
+        "held": [each.message for each in views.held_back(entry.name, facts.paused)],
         "seen": seen.at if seen else None,
         "agent": status.version,
         "gms": answer.version if answer else None,
@@ -450,6 +460,10 @@ def problems(entries: Sequence[Entry], facts: Facts) -> list[dict[str, Any]]:
         following = "start the operator, or look at its log; what is shown may be out of date"
         found.append(_problem("operator", "Operator", "BusUnavailable", facts.operator, following))
     found += [_node_problem(e) for e in entries if isinstance(e.value, Node) and e.state == "bad"]
+    for entry in entries:
+        if isinstance(entry.value, Node):
+            held = views.held_back(entry.name, facts.paused)
+            found += [_held_problem(entry, each) for each in held]
     found += [_object_problem(e) for e in _failed(entries)]
     return found + [
         _dead_problem(count, message)
@@ -478,6 +492,16 @@ def _node_problem(entry: Entry) -> dict[str, Any]:
         f"{entry.message or 'no presence'}; {words}",
         f"start the agent of {entry.name} again, or look at its log",
     ) | {"since": entry.since}
+
+
+def _held_problem(entry: Entry, held: views.HeldBack) -> dict[str, Any]:
+    return _problem(
+        f"{entry.key}/{held.service}",
+        f"Node {entry.name} gets no orders",
+        "OrdersPaused",
+        held.message,
+        held.next_step,
+    )
 
 
 def _object_problem(entry: Entry) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from snapshot_agent.domain.criu_seen import (
 from snapshot_agent.domain.criu_source import SourceFacts
 from snapshot_agent.domain.gate import Check, refuse
 from snapshot_agent.domain.mounts import Mount, visible
-from snapshot_shared import compatibility
+from snapshot_shared import compatibility, units
 from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import Incompatible, NoSpace, NotEligible, SnapbackError
 
@@ -350,9 +350,10 @@ def _fits_in_memory(dump: _Dump) -> SnapbackError | None:
     needed = int((resident(dump.seen) + dump.cuda.bytes) * _SPARE)
     if needed <= limit:
         return None
+    wanted, there = units.sizes(needed, limit)
     return NotEligible(
-        f"the worker needs {needed} bytes of memory with the {dump.cuda.bytes} that it has on "
-        f"devices, the limit of its container is {limit}",
+        f"the worker needs {wanted} of memory with the {units.size(dump.cuda.bytes)} that it has "
+        f"on devices, the limit of its container is {there}",
         next_step=f"give the container a memory limit of {needed} bytes or more",
         expected=needed,
         found=limit,
@@ -363,9 +364,10 @@ def _fits(dump: _Dump) -> SnapbackError | None:
     needed = int((estimate(dump.seen) + dump.bytes_on_devices) * _SPARE)
     if needed <= dump.disk.free:
         return None
+    wanted, there = units.sizes(needed, dump.disk.free)
     return NoSpace(
-        f"a dump of {len(dump.seen.processes)} processes needs {needed} bytes, {dump.disk.free} "
-        f"are free in {dump.disk.path}",
+        f"a dump of {len(dump.seen.processes)} processes needs {wanted}, {there} are free in "
+        f"{dump.disk.path}",
         needed=needed,
         free=dump.disk.free,
     )

@@ -105,6 +105,7 @@ class Captures:
     async def release(self, order: ReleaseOrder, ctx: OrderContext) -> Result:
         """Let a held worker go on, and end its pod where the policy is Terminate."""
         content = Uid(order.content_uid)
+        result: dict[str, float | bool] = {}
 
         async def signal() -> None:
             # No step of the capture may touch the worker once it runs again.
@@ -113,6 +114,8 @@ class Captures:
             if hold := self._holds.of(content, order.attempt):
                 if order.outcome == "complete":
                     await self._holds.complete(hold)
+                    if hold.paused_s and order.policy == "Resume":
+                        result["paused_s"] = hold.paused_s
                 else:
                     why = Aborted("the capture was released as aborted").to_failure()
                     await self._holds.give_up(hold, why)
@@ -121,7 +124,9 @@ class Captures:
 
         await ctx.steps("release", [Step("signal", signal, LET_GO_S)])
         prepare = self._entry("prepare", content, order.attempt)
-        return {"unconfirmed": True} if prepare and prepare.notes.get(UNCONFIRMED) else {}
+        if prepare and prepare.notes.get(UNCONFIRMED):
+            result["unconfirmed"] = True
+        return result
 
     async def abort(self, order: AbortOrder, ctx: OrderContext) -> Result:
         """Make sure that no attempt up to this one begins or goes on, and undo what it did."""

@@ -54,8 +54,8 @@ class Hold:
 
     `phase` decides how the worker is let go. At `thaw_by` the guard does so; infinite while the
     worker is not frozen. `watchdog` waits for the deadline. `quiet_since` and `frozen_since` are
-    None while the worker is not, and after a restart of the agent. `turn` keeps two ends of the
-    hold apart.
+    None while the worker is not, and after a restart of the agent. `paused_s` is for how long it
+    was quiet, once it goes on and where that was measured. `turn` keeps two ends of the hold apart.
     """
 
     order: PrepareOrder
@@ -69,6 +69,7 @@ class Hold:
     watchdog: asyncio.Task[None] | None = None
     quiet_since: float | None = None
     frozen_since: float | None = None
+    paused_s: float = 0.0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -283,8 +284,8 @@ class Holds:
         """Measure how long a worker was quiet; later calls do nothing."""
         since, hold.quiet_since = hold.quiet_since, None
         if since is not None:
-            lasted = self._machine.clocks.monotonic() - since
-            self._machine.metrics.record(instruments.HOLD_DURATION, lasted, outcome)
+            hold.paused_s = self._machine.clocks.monotonic() - since
+            self._machine.metrics.record(instruments.HOLD_DURATION, hold.paused_s, outcome)
 
     async def end_fence(self, order: PrepareOrder, until: float) -> None:
         """End the fence of a capture, if it has one; after UNFENCE_S in the background.

@@ -34,6 +34,7 @@ from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import KDAT, Watch, in_child, work_folder
 from snapshot_agent.helper.cuda_worker import OnCuda
 from snapshot_agent.helper.settling import Records
+from snapshot_shared import units
 from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NoSpace, NotEligible, OutcomeUnknown
 from snapshot_shared.files import (
@@ -218,8 +219,9 @@ def _naming_the_disk(part: int, disk: Path, total: int) -> Iterator[None]:
             raise
         free = free_bytes(part)
         raise NoSpace(
-            f"the disk of {disk} is full: of about {total} bytes of the dump "
-            f"{_size(part)} are written, and {free} are free ({error.message})",
+            f"the disk of {disk} is full: of about {units.size(total)} of the dump "
+            f"{units.size(_size(part))} are written, and {units.size(free)} are free "
+            f"({error.message})",
             needed=total,
             free=free,
             path=str(disk),

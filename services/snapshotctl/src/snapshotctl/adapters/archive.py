@@ -42,7 +42,7 @@ def write(path: Path, members: Sequence[BundleFile], *, now: float) -> int:
         if error.errno in _FULL:
             raise NoSpace(
                 f"no space left for {path}: {error.strerror}",
-                next_step="name a file on another disk: snapshotctl bundle -o /elsewhere/x.tar.gz",
+                next_step="name a file on another disk: snapshotctl bundle --file /else/x.tar.gz",
             ) from error
         raise WrongArguments(
             f"{path} cannot be written: {error.strerror or error}",

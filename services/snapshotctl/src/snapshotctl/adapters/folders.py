@@ -67,7 +67,7 @@ class Folders:
             case ClusterNamed(name, source):
                 record = self.record(name)
                 if record is None or not record.url:
-                    option = "" if name == "default" else f" --name {name}"
+                    option = "" if name == "default" else f" --cluster {name}"
                     raise BusUnavailable(
                         f"no server was named, and there is no local cluster {name!r} ({source})",
                         next_step=plans.instead(self.names(only_running=True), "--cluster", option)

@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +86,7 @@ class LocalCluster:
             if found is None:
                 raise NotFound(
                     f"there is no local cluster {self._name!r}",
-                    next_step=plans.instead(self._where.names(), "--name"),
+                    next_step=plans.instead(self._where.names(), "--cluster"),
                 )
             self._record = found
         return self._record
@@ -172,9 +172,8 @@ class LocalCluster:
         if not any_alive:
             return
         state = f"only partly: {', '.join(ended)} ended" if ended else f"at {known.url}"
-        end = f"snapshotctl down --name {self._name}"
-        again = f"{end} && snapshotctl up --name {self._name}"
-        as_it_is = f"use it as it is, or end it with: {end}"
+        again = plans.anew(self._name)
+        as_it_is = f"use it as it is, or end it with: snapshotctl down --cluster {self._name}"
         raise AlreadyRunning(
             f"local cluster {self._name!r} runs already, {state}",
             next_step=f"start all of it again, on its state: {again}" if ended else as_it_is,
@@ -194,8 +193,7 @@ class LocalCluster:
             await self._start_agent(node)
         await self._ready("the nodes", self._nodes_ready(nodes, since), NODES_S)
         self._say("the operator answers")
-        await self._ready(plans.PAGE, inotify.appears(self._paths.page), SERVICE_S)
-        self._save(replace(self.record, page=self._paths.page.read_text("ascii").strip()))
+        await self._page_ready()
         for node in nodes:
             self._announce(node)
         self._where.write_context(self.record)
@@ -223,15 +221,60 @@ class LocalCluster:
                     f"{' and '.join(services)} of {node} run; there is nothing to start",
                     next_step=f"to kill one: snapshotctl sim crash {node} --at STEP",
                 )
-            if plans.NATS not in running:
-                raise Conflict(
-                    f"the bus of local cluster {self._name!r} does not run",
-                    next_step=f"start it all again with: snapshotctl up --name {self._name}",
-                )
+            self._refuse_without_bus(running)
             # An agent asks its GPU memory service when it starts to recover.
             for service in sorted(ended, reverse=True):
                 await self._restart(spec, service)
             return [plans.program_of(node, service) for service in ended]
+
+    async def restart_program(self, name: str) -> list[str]:
+        """Start the bus, the operator or the page again, once it has ended.
+
+        AlreadyRunning, StartFailed; Conflict while there is no bus for another.
+        """
+        with folders.locked(Path(self.record.state_dir)):
+            alive = folders.alive(self.record)
+            running = {p.name for p in self.record.processes if p.pid in alive}
+            if name in running:
+                raise AlreadyRunning(
+                    f"{name} runs; there is nothing to start",
+                    next_step=f"to start all of it anew: {plans.anew(self._name)}",
+                )
+            if name == plans.NATS:
+                # The services go on looking for it where it was.
+                await self._start_nats(self.record.nodes, self.record.url)
+                return [name]
+            self._refuse_without_bus(running)
+            if name == plans.PAGE:
+                await self._start_page()
+            else:
+                self._start(plans.operator_program(self._settings()))
+                await self._ready(name, self._operator_answers(), SERVICE_S, among=[name])
+            return [name]
+
+    def _refuse_without_bus(self, running: Collection[str]) -> None:
+        if plans.NATS not in running:
+            raise Conflict(
+                f"the bus of local cluster {self._name!r} does not run",
+                next_step=f"start it: {plans.restart(self._name, plans.NATS)}",
+            )
+
+    async def _operator_answers(self) -> None:
+        server = plans.server_of(self.record)
+        async with connected(server, patiently=True) as client, client.api_used() as changes:
+            while not await client.is_healthy():
+                await changes.wait()
+
+    async def _start_page(self) -> None:
+        self._paths.page.unlink(missing_ok=True)
+        self._start(plans.page_program(self._settings()))
+        await self._page_ready()
+
+    async def _page_ready(self) -> None:
+        await self._ready(
+            plans.PAGE, inotify.appears(self._paths.page), SERVICE_S, among=[plans.PAGE]
+        )
+        self._save(replace(self.record, page=self._paths.page.read_text("ascii").strip()))
 
     def _known(self, node: str) -> NodeSpec:
         found = next((spec for spec in self.record.nodes if spec.name == node), None)
@@ -262,27 +305,32 @@ class LocalCluster:
         memory = node.gpu_memory // (1024 * 1024)
         self._say(f"{node.name} is ready: {node.gpus} simulated GPUs of {memory} MiB")
 
-    def _admit(self, nodes: Sequence[NodeSpec]) -> Path:
-        """Write the configuration of nats-server, with the users of these nodes and no others."""
+    def _admit(self, nodes: Sequence[NodeSpec], url: str = "") -> Path:
+        """Write the configuration of nats-server, with the users of these nodes and no others.
+
+        It listens at `url`, or without one at any free port.
+        """
         paths = self._paths
         users = users_of(NodeName(node.name) for node in nodes)
         configuration = paths.nats / plans.NATS_CONFIGURATION
-        server = plans.local_nats(self._name, paths)
+        server = plans.local_nats(self._name, paths, url)
         nkeys.admit(configuration, server, {user: paths.key(user) for user in users})
         return configuration
 
-    async def _start_nats(self, nodes: Sequence[NodeSpec]) -> None:
+    async def _start_nats(self, nodes: Sequence[NodeSpec], url: str = "") -> None:
         paths = self._paths
         ports = paths.nats / "ports"
         # The file of an earlier nats-server would name a port that is closed.
         shutil.rmtree(ports, ignore_errors=True)
         folders.make_private(ports)
-        configuration = self._admit(nodes)
+        configuration = self._admit(nodes, url)
         environment = plans.base_environment(self._environment, self.record.run)
         program = Program(plans.NATS, (nats_server_binary(), "-c", str(configuration)), environment)
         async with inotify.watching(ports) as changes:
             self._start(program)
-            url = await self._ready(plans.NATS, _listening(ports, changes), NATS_S)
+            # Other processes of the cluster may have ended meanwhile.
+            only = [plans.NATS] if url else None
+            url = await self._ready(plans.NATS, _listening(ports, changes), NATS_S, among=only)
         self._save(replace(self.record, url=url))
 
     def _start_gms(self, node: NodeSpec) -> None:

@@ -204,6 +204,14 @@ class OperatorClient:
     async def health(self) -> api.HealthReply:
         return await self._ask("health", api.HealthRequest(), api.HealthReply)
 
+    async def is_healthy(self) -> bool:
+        """Whether the operator answers."""
+        try:
+            await self.health()
+        except (NotFound, BusUnavailable):
+            return False
+        return True
+
     async def queued(self, node: NodeName | None) -> list[Queued]:
         filter_ = f"snap.order.{token(node) if node else '*'}.*.*"
         found = await self.bus.replay(subjects.ORDERS, filter_)
@@ -321,6 +329,9 @@ class OperatorClient:
             with contextlib.suppress(InvalidInput):
                 found[NodeName(name_of(key))] = decode_json(value, Presence)
         return found
+
+    async def paused(self) -> frozenset[str]:
+        return await heeding(self.bus.paused(subjects.ORDERS))
 
     @contextlib.asynccontextmanager
     async def progress(self) -> AsyncIterator[AsyncIterator[Progress]]:

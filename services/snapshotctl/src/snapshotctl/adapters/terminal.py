@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+import rich.table
 import yaml
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.text import Text
 
@@ -19,6 +21,11 @@ from snapshotctl.views.progress import PartProgress
 from snapshotctl.views.tables import Table
 
 PLAIN_WIDTH = 120
+GAP = "   "
+"""Stands between two columns of a table."""
+NARROW_GAP = "  "
+"""The same where a table does not fit otherwise."""
+_NAMES = ("NAMESPACE", "NAME", "NODE", "POD", "OBJECT")
 
 
 class Terminal:
@@ -34,7 +41,11 @@ class Terminal:
 
     @property
     def wants_table(self) -> bool:
-        return self._output == "table"
+        return self._output in ("table", "wide")
+
+    @property
+    def wants_wide(self) -> bool:
+        return self._output == "wide"
 
     @property
     def width(self) -> int:
@@ -42,7 +53,7 @@ class Terminal:
 
     def line(self, text: str = "", *, strong: bool = False) -> None:
         if self.wants_table:
-            self._console.print(Text(text, style="bold" if strong else ""))
+            _print(self._console, text, "bold" if strong else "")
             # The reader of a pipe gets each line as it is printed.
             self._out.flush()
 
@@ -51,9 +62,36 @@ class Terminal:
             max(len(row[index]) for row in (table.columns, *table.rows))
             for index in range(len(table.columns))
         ]
+        needed = len(indent) + sum(widths) + len(GAP) * (len(widths) - 1)
+        if self._console.is_terminal and not self.wants_wide and needed > self._console.width:
+            self._fit(table, indent)
+            return
         for number, row in enumerate((table.columns, *table.rows)):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self.line(indent + "   ".join(cells).rstrip(), strong=number == 0)
+            self._console.print(
+                Text(indent + GAP.join(cells).rstrip(), style="" if number else "bold")
+            )
+        self._out.flush()
+
+    def _fit(self, table: Table, indent: str) -> None:
+        """Print a table that is wider than the terminal: words are wrapped, long ones cut."""
+        width = self._console.width
+        shown = rich.table.Table(box=None, padding=(0, len(NARROW_GAP), 0, 0), pad_edge=False)
+        columns = [list(cells) for cells in zip(table.columns, *table.rows, strict=True)]
+        kept = _kept(columns, table.spare, width - len(indent))
+        for name, *cells in kept:
+            # What names a row is cut last: people copy it.
+            is_name = name in _NAMES and max(map(len, cells), default=0) <= width // 3
+            shown.add_column(name, no_wrap=is_name, overflow="ellipsis")
+        for row in list(zip(*kept, strict=True))[1:]:
+            shown.add_row(*map(Text, row))
+        with self._console.capture() as captured:
+            self._console.print(Padding(shown, (0, 0, 0, len(indent))), soft_wrap=False)
+        text = captured.get()
+        self._out.write(text)
+        self._out.flush()
+        if "…" in text or len(kept) < len(columns):
+            self.note(f"cut to {width} columns; -o wide shows all of it")
 
     def value(self, value: Any) -> None:
         if self._output == "yaml":
@@ -72,16 +110,16 @@ class Terminal:
         self._out.flush()
 
     def note(self, text: str) -> None:
-        self._errors.print(Text(text, style="dim" if self._errors.is_terminal else ""))
+        _print(self._errors, text, "dim" if self._errors.is_terminal else "")
 
     def failure(self, failure: Failure) -> None:
-        self._errors.print(Text(f"error: {formats.plain(failure.message)}", style="bold red"))
+        _print(self._errors, f"error: {formats.plain(failure.message)}", "bold red")
         for key in ("problems", "lines"):
             found = failure.values.get(key)
             for item in found if isinstance(found, list) else []:
-                self._errors.print(Text(f"  {formats.plain(str(item))}"))
+                _print(self._errors, f"  {formats.plain(str(item))}")
         if failure.next_step:
-            self._errors.print(Text(f"next: {formats.plain(failure.next_step)}"))
+            _print(self._errors, f"next: {formats.plain(failure.next_step)}")
 
     @contextlib.contextmanager
     def parts(self) -> Iterator[PlainParts | BarParts]:
@@ -96,6 +134,24 @@ class Terminal:
             console=self._console,
         ) as bars:
             yield BarParts(bars)
+
+
+def _kept(columns: list[list[str]], spare: Sequence[str], width: int) -> list[list[str]]:
+    """Return the columns that are shown in a width: all, or those that are not left out for it."""
+    kept = columns
+    for name in spare:
+        cells = sum(max(map(len, column)) for column in kept)
+        if cells + len(NARROW_GAP) * (len(kept) - 1) <= width:
+            break
+        kept = [column for column in kept if column[0] != name]
+    return kept
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    """Print a line; on a terminal in several, where it is too wide for one."""
+    lines = formats.wrapped(text, console.width) if console.is_terminal else [text]
+    for line in lines:
+        console.print(Text(line, style=style))
 
 
 class PlainParts:

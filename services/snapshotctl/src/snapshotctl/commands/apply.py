@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from snapshot_shared.validation import warnings
 from snapshotctl import objects
 from snapshotctl.command import File, command, new_app
 from snapshotctl.tools import Tools
@@ -19,6 +20,10 @@ app = new_app()
 async def apply(tools: Tools, file: File) -> None:
     """Store the manifests of a file, all or none."""
     documents = tools.documents(file)
+    if tools.kubernetes is None:
+        for document in documents:
+            for warning in warnings(msgspec.json.decode(document.encode()), "standalone"):
+                tools.screen.note(f"warning: {document.placed(warning)}")
     async with tools.operator() as operator:
         results = await objects.store(operator, tools.telemetry, documents)
     if not tools.screen.wants_table:

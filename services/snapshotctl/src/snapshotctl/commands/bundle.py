@@ -29,11 +29,11 @@ MAX_SPANS = 5000
 app = new_app()
 
 
-@command(app, "snapshotctl bundle", "snapshotctl bundle -o report.tar.gz --reports 2000")
+@command(app, "snapshotctl bundle", "snapshotctl bundle --file report.tar.gz --reports 2000")
 async def bundle(
     tools: Tools,
     file: Annotated[
-        str | None, typer.Option("-o", "--file", metavar="FILE.tar.gz", help="Where it goes.")
+        str | None, typer.Option("--file", "-f", metavar="FILE.tar.gz", help="Where it goes.")
     ] = None,
     reports: Annotated[
         int, typer.Option("--reports", metavar="N", min=0, help="How many of the last reports.")

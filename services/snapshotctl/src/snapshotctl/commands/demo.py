@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
+from snapshot_shared import figures
 from snapshot_shared.errors import NotFound
 from snapshot_shared.ids import check_uid
 from snapshot_shared.objects.kinds import KINDS, AnyObject
@@ -535,19 +536,17 @@ async def _sum_up(
         captured.trace_id,
     )
     _show_twins(setup, names, keep=keep)
-    times = captured.cold_s / restored.seconds if restored.seconds else 0.0
     setup.screen.line()
-    setup.screen.line(
-        f"  Restored {times:.1f} times as fast as it started cold, and every answer is the same.",
-        strong=True,
-    )
+    how = figures.comparison(captured.cold_s, restored.seconds)
+    setup.screen.line(f"  Every answer is the same. The restore was {how}.", strong=True)
 
 
 def _show_times(screen: Screen, captured: Captured, restored: Restored) -> None:
     cold, restore = formats.span_time(captured.cold_s), formats.span_time(restored.seconds)
-    times = captured.cold_s / restored.seconds if restored.seconds else 0.0
     screen.line("  from apply to the first answer:")
-    screen.line(f"    cold start {cold}, restore {restore}: {times:.1f} times as fast", strong=True)
+    screen.line(f"    cold start {cold}, restore {restore}", strong=True)
+    if numbers := figures.capture_text(captured.content):
+        screen.line(f"    {numbers}")
 
 
 def _show_artifact(setup: Setup, content: SnapshotContent) -> None:

@@ -12,7 +12,7 @@ from snapshotctl.tools import Tools
 app = new_app()
 
 
-@command(app, "snapshotctl down", "snapshotctl down --name big --purge")
+@command(app, "snapshotctl down", "snapshotctl down --cluster big --purge")
 async def down(
     tools: Tools,
     name: ClusterName = None,

@@ -106,13 +106,14 @@ async def _explain(
     state = object_state(found)
     progress = await operator.last_progress(state.order.order) if state.order else None
     presence = await operator.presence()
+    asked = explanation.asked_services(found, state)
     silent = [
-        f"{service}@{node}"
-        for node, service in explanation.asked_services(found, state)
-        if not await operator.answers(node, service)
+        f"{service}@{node}" for node, service in asked if not await operator.answers(node, service)
     ]
+    held = explanation.held_back(asked, await operator.paused())
     lines = explanation.now_lines(found, state, presence, progress, silent, now)
-    advice = explanation.advice(found, state, silent)
+    lines += [each.message for each in held]
+    advice = explanation.advice(found, state, silent, held)
     logged = [] if logs is None or state.word == "fine" else _log(found, logs)
     if screen.wants_table:
         _show(screen, found, state, events, lines)
@@ -167,11 +168,12 @@ def _show(
 
 def _log(found: RelatedObjects, logs: ClusterLogs) -> list[LogLine]:
     """Return the lines of the logs that matter for an object."""
-    ids = [*explanation.order_ids(found), *filter(None, map(trace_of, found.primary))]
+    ids = explanation.order_ids(found)
+    traces = [trace for trace in map(trace_of, found.primary) if trace]
     nodes = {item.node for _, item in found.orders} | {found.root.metadata.name}
     programs = ["operator", *(f"{node}-{kind}" for node in nodes for kind in _NODE_PROGRAMS)]
     since = "" if isinstance(found.root, Node) else found.root.metadata.creation_timestamp
-    chosen = explanation.relevant_lines(logs.lines(), ids, programs, since)
+    chosen = explanation.relevant_lines(logs.lines(), ids, programs, since, traces=traces)
     for value in found.primary:
         if isinstance(value, Pod) and value.status.node_name:
             written = logs.worker(value.status.node_name, value.metadata.uid)

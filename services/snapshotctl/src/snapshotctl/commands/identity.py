@@ -71,7 +71,8 @@ def identified(documents: Iterable[Document]) -> list[Identified]:
         try:
             found.append(_identified(document))
         except InvalidManifest as error:
-            problems += error.values.get("problems", [error.message])
+            found_here = error.values.get("problems", [error.message])
+            problems += [document.placed(problem) for problem in found_here]
     if not found and not problems:
         problems = [f"no {KIND} is in this file, and only a {KIND} has an identity"]
     if problems:
@@ -85,7 +86,7 @@ def identified(documents: Iterable[Document]) -> list[Identified]:
 
 def _identified(document: Document) -> Identified:
     value = msgspec.json.decode(document.encode())
-    spec = parse_identity(value, where=f"{document.where}: ")
+    spec = parse_identity(value)
     meta = value.get("metadata")
     named = meta if isinstance(meta, dict) else {}
     name, namespace = named.get("name"), named.get("namespace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from snapshot_shared import views
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.kubernetes import Node
@@ -22,18 +23,26 @@ async def nodes(tools: Tools) -> None:
     async with tools.operator() as operator:
         found = [n for n in await operator.all_of(KINDS["Node"], None) if isinstance(n, Node)]
         presence = await operator.presence()
+        paused = await operator.paused()
+    held = [views.held_back(node.metadata.name, paused) for node in found]
     if not tools.screen.wants_table:
         last = [presence.get(NodeName(node.metadata.name)) for node in found]
         tools.screen.value(
             [
-                {"node": formats.data(node), "presence": msgspec.to_builtins(seen)}
-                for node, seen in zip(found, last, strict=True)
+                {
+                    "node": formats.data(node),
+                    "presence": msgspec.to_builtins(seen),
+                    "paused": [each.service for each in back],
+                }
+                for node, seen, back in zip(found, last, held, strict=True)
             ]
         )
     elif found:
-        tools.screen.table(tables.table_of_nodes(found, presence, tools.now()))
-        for node in found:
-            for why, _ in unready(node.status.unready):
+        tools.screen.table(tables.table_of_nodes(found, presence, paused, tools.now()))
+        for node, back in zip(found, held, strict=True):
+            whys = [why for why, _ in unready(node.status.unready)]
+            whys += [f"{each.message}; {each.next_step}" for each in back]
+            for why in whys:
                 tools.screen.line(f"{node.metadata.name} {formats.plain(why)}")
     else:
         tools.screen.note("no nodes")

@@ -12,7 +12,8 @@ from snapshot_shared import steps
 from snapshot_shared.api import Fault, FaultAction
 from snapshot_shared.errors import InvalidInput, NotFound
 from snapshot_shared.steps import Place
-from snapshotctl.command import ClusterName, Node, command, new_app
+from snapshotctl.command import ClusterName, Node, command, complete_nodes, new_app
+from snapshotctl.domain.cluster import ALONE
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.tools import Tools
 
@@ -33,6 +34,11 @@ _TRIGGERS = {
 
 _OF_A_POD = ("stop", "load", "commit", "drop", "place", "restore")
 
+
+def _complete_restarted(context: typer.Context) -> list[str]:
+    return [*complete_nodes(context), *ALONE]
+
+
 At = Annotated[
     str | None, typer.Option("--at", metavar="STEP", help="The step at whose beginning it happens.")
 ]
@@ -46,6 +52,14 @@ Ended = Annotated[
     str | None,
     typer.Option(
         "--service", metavar="agent|gms", help="The service. Without: whichever does not run."
+    ),
+]
+Restarted = Annotated[
+    str,
+    typer.Argument(
+        metavar="NODE|PROGRAM",
+        help=f"A node, or one of {', '.join(ALONE)}.",
+        autocompletion=_complete_restarted,
     ),
 ]
 Verb = Annotated[
@@ -107,17 +121,28 @@ async def fail(
     await _switch(tools, node, "fail", (at, verb, service), clear=clear)
 
 
-@command(app, "snapshotctl sim restart node-1", "snapshotctl sim restart node-2 --service gms")
+@command(
+    app,
+    "snapshotctl sim restart node-1",
+    "snapshotctl sim restart node-2 --service gms",
+    "snapshotctl sim restart operator",
+)
 async def restart(
-    tools: Tools, node: Node, service: Ended = None, name: ClusterName = None
+    tools: Tools, what: Restarted, service: Ended = None, name: ClusterName = None
 ) -> None:
-    """Start a killed agent or GPU memory service again, on its state.
+    """Start what was killed again, on its state: of a node, the operator, the page or nats-server.
 
     Returns when it answers, after its recovery. What still runs is left alone.
     """
-    started = await tools.local_cluster(name).restart(node, services(service))
+    cluster = tools.local_cluster(name)
+    if what in ALONE:
+        if service is not None:
+            raise WrongArguments(f"{what} has no services; leave --service out")
+        started = await cluster.restart_program(what)
+    else:
+        started = await cluster.restart(what, services(service))
     if not tools.screen.wants_table:
-        tools.screen.value({"node": node, "started": started})
+        tools.screen.value({"node": "" if what in ALONE else what, "started": started})
         return
     for program in started:
         tools.screen.line(f"{program} answers again.", strong=True)

@@ -24,7 +24,7 @@ MAX_GPU_MEMORY = 2**50
 app = new_app()
 
 
-@command(app, "snapshotctl up", "snapshotctl up --nodes 3 --gpus 4 --gpu-memory 1GiB --name big")
+@command(app, "snapshotctl up", "snapshotctl up --nodes 3 --gpus 4 --gpu-memory 1GiB --cluster big")
 async def up(
     tools: Tools,
     count: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes.")] = 2,
@@ -60,7 +60,7 @@ async def up(
     screen.line(f"  look around      snapshotctl{option} nodes")
     screen.line(f"  the same by nats nats --context {CONTEXT_PREFIX}{record.name} kv ls snap_nodes")
     screen.line(f"  first checkpoint snapshotctl{option} apply -f deploy/examples/checkpoint.yaml")
-    screen.line(f"  end it           snapshotctl down --name {record.name}")
+    screen.line(f"  end it           snapshotctl down --cluster {record.name}")
 
 
 def _nodes(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:

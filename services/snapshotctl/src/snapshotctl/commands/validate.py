@@ -39,21 +39,22 @@ async def validate(
     found = [[str(problem) for problem in problems(value, world)] for value in values]
     for place, problem in repetitions(values):
         found[place].append(str(problem))
-    missing = [list(map(str, [] if standalone else warnings(value))) for value in values]
-    wheres = [document.where for document in documents]
+    doubts = [list(map(str, warnings(value, world))) for value in values]
     if refused := [
-        f"{where}: {problem}" for where, each in zip(wheres, found, strict=True) for problem in each
+        document.placed(problem)
+        for document, each in zip(documents, found, strict=True)
+        for problem in each
     ]:
         raise InvalidManifest(
             f"{len(refused)} problem{'' if len(refused) == 1 else 's'}",
             next_step="correct the fields and run it again",
             problems=refused,
         )
-    checked = list(zip(wheres, missing, strict=True))
+    checked = list(zip(documents, doubts, strict=True))
     if not tools.screen.wants_table:
-        tools.screen.value([{"where": where, "warnings": each} for where, each in checked])
+        tools.screen.value([{"where": each.where, "warnings": doubt} for each, doubt in checked])
         return
-    for where, each in checked:
+    for document, each in checked:
         for warning in each:
-            tools.screen.note(f"warning: {where}: {warning}")
-        tools.screen.line(f"{where}: right")
+            tools.screen.note(f"warning: {document.placed(warning)}")
+        tools.screen.line(f"{document.where}: right")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import Condition, condition
 from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_shared.tasks import end_all
 from snapshotctl import objects
 from snapshotctl.command import Captured, Namespace, Timeout, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import NeverTrue, Unsound, Unverified
 from snapshotctl.domain.targets import Target
+from snapshotctl.ports import Operator
 from snapshotctl.tools import Tools
+from snapshotctl.views.progress import WHOLE, ProgressDisplay
 
 app = new_app()
 
@@ -28,7 +35,10 @@ async def verify(
     (exit code 1).
     """
     wanted, within_s = targets.verified(name, namespace), formats.parse_duration(timeout)
-    async with tools.operator(patiently=True) as operator:
+    async with (
+        tools.operator(patiently=True) as operator,
+        _progress(tools, operator) as progress,
+    ):
         requested = await objects.request(operator, wanted, operator.verify)
         content = Target(KINDS["SnapshotContent"], None, requested.content)
         is_told = False
@@ -41,6 +51,7 @@ async def verify(
                 is_told = True
                 size = formats.size(committed.bytes)
                 tools.screen.note(f"reading {size} of {content} and comparing every digest")
+                progress.begin(found.metadata.uid, {WHOLE: committed.bytes})
             # Damage that is found starts another verification by itself.
             last = max(requested.verification, found.status.verifications)
             is_over = found.status.verified >= last
@@ -54,6 +65,19 @@ async def verify(
     else:
         value = {"content": requested.content, "verified": True, "message": result.message}
         tools.screen.value(value)
+
+
+@contextlib.asynccontextmanager
+async def _progress(tools: Tools, operator: Operator) -> AsyncIterator[ProgressDisplay]:
+    """Show how much is read for the length of the block, once that was begun."""
+    async with operator.progress() as messages:
+        with tools.screen.parts() as parts:
+            display = ProgressDisplay("verify", parts.show, tools.monotonic)
+            receiving = asyncio.create_task(display.receive(messages))
+            try:
+                yield display
+            finally:
+                await end_all(receiving)
 
 
 def _check(content: Target, result: Condition) -> None:

@@ -23,6 +23,7 @@ from snapshotctl.domain.targets import Target
 from snapshotctl.ports import News, Operator, Parts, Screen
 from snapshotctl.tools import Tools
 from snapshotctl.views import state
+from snapshotctl.views.explanation import numbers_of
 from snapshotctl.views.progress import ProgressDisplay
 from snapshotctl.views.related import ObjectChanged, RelatedObjects, reference
 from snapshotctl.views.state import ObjectState, TimedPhase
@@ -80,20 +81,23 @@ async def _watch(
             next_step=f"look at it: snapshotctl explain {reference(root)}",
         )
     phase = "restore" if isinstance(root, Pod | SnapshotRestore) else "capture"
+    numbers = ""
     try:
         async with asyncio.timeout(within_s):
             with tools.screen.parts() as parts:
-                ended = await until_ended(operator, Display(tools, parts, phase), target)
+                display = Display(tools, parts, phase)
+                ended = await until_ended(operator, display, target)
+                numbers = display.numbers
     except TimeoutError:
         raise DeadlineExceeded(
             f"{target} is not over within {within_s:g} s",
             next_step=f"see where it is: snapshotctl explain {target.typed}",
             budget_s=within_s,
         ) from None
-    _show_end(tools.screen, target, ended, tools.now())
+    _show_end(tools.screen, target, ended, numbers, tools.now())
 
 
-def _show_end(screen: Screen, target: Target, ended: ObjectState, now: float) -> None:
+def _show_end(screen: Screen, target: Target, ended: ObjectState, numbers: str, now: float) -> None:
     """Print that an object is ready. NeverTrue when it has failed."""
     why = ": ".join(filter(None, (ended.reason, ended.message)))
     if ended.word == "failed":
@@ -103,8 +107,11 @@ def _show_end(screen: Screen, target: Target, ended: ObjectState, now: float) ->
     if screen.wants_table:
         line = f"  {formats.clock(now):<12}  {target} is ready: {formats.plain(why)}"
         screen.line(line, strong=True)
+        if numbers:
+            screen.line(f"  {'':<12}  {numbers}")
     else:
-        screen.entry({"object": str(target), "state": ended.word, "message": ended.message})
+        about = {"object": str(target), "state": ended.word, "message": ended.message}
+        screen.entry({**about, "numbers": numbers})
 
 
 class Display:
@@ -117,6 +124,8 @@ class Display:
         self._now = tools.now
         self._shown: set[Any] = set()
         self._is_begun = False
+        self.numbers = ""
+        """What it has cost, in a sentence, once it is over."""
         self.progress = ProgressDisplay(
             phase,
             lambda part: parts.show(part._replace(part=f"{subject} {part.part}".lstrip())),
@@ -128,6 +137,7 @@ class Display:
         for phase in sorted(state.phases(found), key=lambda phase: phase.ended or phase.began):
             self._show_phase(phase)
         self._show_parts(found)
+        self.numbers = numbers_of(found)
         waits = ("waits", current.reason, current.message)
         if current.word in ("waiting", "unknown", "going") and waits not in self._shown:
             self._shown.add(waits)

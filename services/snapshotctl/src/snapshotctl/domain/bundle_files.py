@@ -49,7 +49,7 @@ def file_name(text: str | None, stamp: str) -> str:
         return f"snapback-bundle-{stamp}.tar.gz"
     if not text.endswith(SUFFIXES):
         raise WrongArguments(
-            f"-o {text!r} is not the name of a bundle",
+            f"--file {text!r} is not the name of a bundle",
             next_step="name a file that ends with .tar.gz",
         )
     return text

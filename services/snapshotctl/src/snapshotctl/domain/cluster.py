@@ -26,6 +26,8 @@ NATS = "nats-server"
 NATS_CONFIGURATION = "nats.conf"
 OPERATOR = "operator"
 PAGE = "page"
+ALONE = (NATS, OPERATOR, PAGE)
+"""The processes of a cluster that belong to no node."""
 
 CRIU = "criu/criu"
 INIT = "snapback-init"
@@ -105,7 +107,7 @@ def access_of(record: ClusterRecord) -> ClusterAccess:
         artifacts=paths.artifacts,
         logs=str(paths.logs),
         page=record.page,
-        end=f"end it with: snapshotctl down --name {record.name} --purge",
+        end=f"end it with: snapshotctl down --cluster {record.name} --purge",
         is_ours=True,
     )
 
@@ -118,6 +120,23 @@ def instead(names: Sequence[str], option: str, wanted: str = "") -> str:
     choices = " or ".join(f"{option} {name}" for name in names[:MAX_NAMES])
     more = f" ({len(names)} in all)" if len(names) > MAX_NAMES else ""
     return f"name one that is there: {choices}{more}; or {start}"
+
+
+def restart(cluster: str, process: str) -> str:
+    """Return the command that starts a process of a local cluster again."""
+    node, _, service = process.rpartition("-")
+    if service in ("agent", "gms"):
+        return f"snapshotctl sim restart {node} --service {service} --cluster {cluster}"
+    return (
+        f"snapshotctl sim restart {process} --cluster {cluster}"
+        if process in ALONE
+        else (anew(cluster))
+    )
+
+
+def anew(cluster: str) -> str:
+    """Return the command that ends a local cluster and starts it on its state."""
+    return f"snapshotctl down --cluster {cluster} && snapshotctl up --cluster {cluster}"
 
 
 class Program(NamedTuple):
@@ -329,11 +348,10 @@ class NatsServer(NamedTuple):
     tls: tuple[Path, Path] | None = None
 
 
-def local_nats(name: str, paths: ClusterPaths) -> NatsServer:
-    """Return the server of a local cluster: loopback, a free port."""
-    return NatsServer(
-        CONTEXT_PREFIX + name, "127.0.0.1:-1", paths.nats / "store", paths.nats / "ports"
-    )
+def local_nats(name: str, paths: ClusterPaths, url: str = "") -> NatsServer:
+    """Return the server of a local cluster: loopback, at `url` or at a free port."""
+    listen = url.rpartition("//")[2] or "127.0.0.1:-1"
+    return NatsServer(CONTEXT_PREFIX + name, listen, paths.nats / "store", paths.nats / "ports")
 
 
 def nats_configuration(server: NatsServer, keys: Sequence[tuple[User, str]]) -> str:
@@ -424,7 +442,7 @@ def leftovers(found: Inventory) -> list[str]:
     ]
     lines += [
         f"state {record.state_dir} of a demo that ended "
-        f"(fix: snapshotctl down --name {record.name} --purge)"
+        f"(fix: snapshotctl down --cluster {record.name} --purge)"
         for record, _ in found.clusters
         if record.name.startswith(DEMO_PREFIX) and record.run not in running
     ]

@@ -34,10 +34,25 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class Document(NamedTuple):
-    """One manifest: its file and line, for people, and its value of JSON types."""
+    """One manifest: its file and line, for people, and its value of JSON types.
+
+    `node` is what it was made of, where it was read from a file.
+    """
 
     where: str
     value: Any
+    node: yaml.Node | None = None
+
+    def placed(self, problem: object) -> str:
+        """Return a problem `path: text` behind file and line of its field.
+
+        What is missing has the line of that in which it is missing.
+        """
+        if self.node is None:
+            return f"{self.where}: {problem}"
+        found = _at(self.node, str(problem).partition(": ")[0])
+        source = self.where.rpartition(":")[0]
+        return f"{source}:{found.start_mark.line + 1}: {problem}"
 
     def encode(self) -> msgspec.Raw:
         """Return the JSON that goes to the operator."""
@@ -88,7 +103,7 @@ def _documents(text: str, source: str) -> Any:
             count += 1
             if count > MAX_DOCUMENTS:
                 raise _refused(source, f"holds more than {MAX_DOCUMENTS} documents")
-            yield Document(_line(source, node), value)
+            yield Document(_line(source, node), value, node)
     finally:
         loader.dispose()
 
@@ -123,6 +138,38 @@ def _check_keys(node: yaml.MappingNode, source: str) -> None:
         if key.value in seen and key.value != "<<":
             raise _refused(_line(source, key), f"the key {key.value!r} appears twice")
         seen.add(key.value)
+
+
+def _at(node: yaml.Node, path: str) -> yaml.Node:
+    """Return the key, or the item of a list, at a path such as `spec.env[1].name`.
+
+    Where the whole path is not there, that of its longest beginning.
+    """
+    marked = node
+    while path:
+        below = _below(node, path)
+        if below is None:
+            break
+        marked, node, path = below
+        path = path.removeprefix(".")
+    return marked
+
+
+def _below(node: yaml.Node, path: str) -> tuple[yaml.Node, yaml.Node, str] | None:
+    """Return what is marked for the first step of a path, what it leads to, and the other steps."""
+    inner, _, rest = path.removeprefix("[").partition("]")
+    if isinstance(node, yaml.SequenceNode):
+        is_there = path.startswith("[") and inner.isdecimal() and int(inner) < len(node.value)
+        return (node.value[int(inner)], node.value[int(inner)], rest) if is_there else None
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    # A name may have dots of its own; of two that fit, the longer one is meant.
+    for key, value in sorted(node.value, key=lambda pair: -len(pair[0].value)):
+        if path.startswith("[") and key.value == inner:
+            return key, value, rest
+        if path == key.value or path.startswith((f"{key.value}.", f"{key.value}[")):
+            return key, value, path.removeprefix(key.value)
+    return None
 
 
 def _place(error: yaml.YAMLError, source: str) -> tuple[str, str]:

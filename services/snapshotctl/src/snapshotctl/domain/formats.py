@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -11,13 +12,17 @@ import msgspec
 from snapshot_shared import units
 from snapshotctl.domain.exits import WrongArguments
 
-OutputFormat = Literal["table", "json", "yaml"]
-"""The forms of a result."""
+OutputFormat = Literal["table", "wide", "json", "yaml"]
+"""The forms of a result; `wide` is a table with more columns where there are more."""
 
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)", re.ASCII)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kKMGTP]?)(i?)B?", re.ASCII)
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+_COMMAND = re.compile(r"`[^`]*`|\b(?:snapshotctl|nats|kubectl|gms) [^;)]*")
+"""A command between backquotes, or one up to the end of what it stands in."""
+_HELD = "\x00"
+"""Stands for a blank at which a line is not broken."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 MAX_SECONDS = 7 * 86400.0
 
@@ -47,29 +52,8 @@ def parse_size(text: str) -> int:
 
 size = units.size
 counted = units.counted
-
-
-def rate(count: float, seconds: float) -> str:
-    """Return bytes a second in decimal units, as disks and links are sold; `-` without a time."""
-    if seconds <= 0:
-        return "-"
-    value = count / seconds
-    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
-        if value < 1000 or unit == "GB/s":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-
-
-def span_time(seconds: float) -> str:
-    """Return a measured time: `0.4 ms`, `12 ms`, `1.24 s`, `2m 05s`."""
-    if seconds < 0.001:
-        return f"{seconds * 1000:.1f} ms"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 100:
-        return f"{seconds:.2f} s"
-    return f"{int(seconds // 60)}m {int(seconds % 60):02d}s"
+rate = units.rate
+span_time = units.span_time
 
 
 def age(seconds: float) -> str:
@@ -114,6 +98,28 @@ def age_of(text: str, now: float) -> str:
     """Return the age of an RFC 3339 time; `-` when it is not one."""
     moment = instant(text)
     return "-" if moment is None else age(now - moment)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return a line as lines of at most `width` columns, broken between words.
+
+    A command is never broken, nor is a word that is longer than the width: the terminal wraps these
+    itself, so that they can be copied.
+    """
+    if len(text) <= width:
+        return [text]
+    kept = _COMMAND.sub(lambda found: found[0].replace(" ", _HELD), text)
+    indent = " " * (len(text) - len(text.lstrip(" ")) + 2)
+    lines = textwrap.wrap(
+        kept,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )
+    return [line.replace(_HELD, " ") for line in lines] or [text]
 
 
 def plain(text: str) -> str:

@@ -47,7 +47,7 @@ def pod_manifest(documents: Sequence[Document]) -> PodManifest:
             f"{documents[0].where}: the file holds {len(documents)} documents",
             next_step="give a file with one Pod",
         )
-    where, value = documents[0]
+    where, value = documents[0].where, documents[0].value
     if not isinstance(value, dict) or value.get("kind", "Pod") != "Pod":
         kind = value.get("kind") if isinstance(value, dict) else type(value).__name__
         raise InvalidManifest(

@@ -167,7 +167,7 @@ def table(found: Sequence[CapturedArtifact], now: float) -> Table:
             artifact.root or "unknown",
         )
         rows.append(tuple(map(formats.plain, cells)))
-    return Table(head, rows)
+    return Table(head, rows, ("ROOT", "GENERATION", "READERS", "NAMESPACE"))
 
 
 def parts_table(artifact: CapturedArtifact, manifests: Manifests | None) -> Table:

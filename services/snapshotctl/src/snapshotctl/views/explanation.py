@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot_shared import figures, views
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Job, Node, NodeStatus, Pod, gpus_wanted
@@ -127,6 +128,8 @@ def now_lines(
     if found.message:
         lines.append(formats.plain(found.message))
     lines += [f"{name}: {formats.plain(str(value))}" for name, value in found.values.items()]
+    if numbers := numbers_of(related):
+        lines.append(numbers)
     if found.since is not None and found.order is None:
         lines.append(
             f"since {formats.stamp(found.since)[:19]}Z, {formats.age(now - found.since)} ago"
@@ -141,6 +144,15 @@ def now_lines(
     return lines + [f"{name} does not answer: {_ABSENT}" for name in silent]
 
 
+def numbers_of(related: RelatedObjects) -> str:
+    """Return what a capture or a restore has cost, in a sentence; empty where it is not over."""
+    if isinstance(related.root, Node | Job):
+        return ""
+    if isinstance(related.root, Pod | SnapshotRestore):
+        return figures.restore_text(related.restore.status) if related.restore else ""
+    return figures.capture_text(related.content) if related.content else ""
+
+
 def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[str]:
     where = f"{order.service}@{order.node}"
     taken = "has not accepted it" if order.state == "ordered" else f"reported {order.state}"
@@ -153,6 +165,9 @@ def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[st
     if progress is not None and progress.attempt == order.attempt:
         done = formats.size(progress.done)
         share = f"{done} of {formats.size(progress.total)}" if progress.total else done
+        lasted = progress.at - order.ordered_at.timestamp()
+        speed = figures.speed(progress.done, progress.total, lasted)
+        share = ", ".join(filter(None, (share, speed)))
         lines.append(
             f"last progress {formats.age(now - progress.at)} ago: {progress.part}, step "
             f"{progress.step}, {share}"
@@ -198,14 +213,33 @@ def asked_services(related: RelatedObjects, found: ObjectState) -> list[tuple[st
     return [(found.order.node, found.order.service)] if found.order is not None else []
 
 
-def advice(related: RelatedObjects, found: ObjectState, silent: Sequence[str] = ()) -> list[str]:
+def held_back(asked: Iterable[tuple[str, str]], paused: Collection[str]) -> list[views.HeldBack]:
+    """Return which of some services, each as node and kind, get no orders."""
+    services = list(asked)
+    nodes = dict.fromkeys(node for node, _ in services)
+    return [
+        each
+        for node in nodes
+        for each in views.held_back(node, paused)
+        if (node, each.service) in services
+    ]
+
+
+def advice(
+    related: RelatedObjects,
+    found: ObjectState,
+    silent: Sequence[str] = (),
+    held: Sequence[views.HeldBack] = (),
+) -> list[str]:
     """Return the next steps: that of the failure, then the fix of its reason.
 
-    Where a service does not answer, to start it again is the only one.
+    Where a service does not answer, or gets no orders, to mend that is the only one.
     """
     if silent:
         again = f"snapshotctl sim restart {silent[0].partition('@')[2]}"
         return [f"Start {' and '.join(silent)} again; in a local cluster: `{again}`."]
+    if held:
+        return [f"Let it get orders again: `{each.next_step}`." for each in held]
     lines = [formats.plain(found.next_step)] if found.next_step else []
     # What is not found may be a program or a file: then only its own next step fits.
     is_told = found.reason == "NotFound" and lines
@@ -289,21 +323,29 @@ def parse_log_line(program: str, line: str) -> LogLine:
 
 
 def relevant_lines(
-    lines: Iterable[tuple[str, str]], ids: Sequence[str], programs: Sequence[str], since: str
+    lines: Iterable[tuple[str, str]],
+    ids: Sequence[str],
+    programs: Sequence[str],
+    since: str,
+    *,
+    traces: Sequence[str] = (),
 ) -> list[LogLine]:
     """Return the last lines that matter, in the order of their times.
 
     `lines` are programs with raw lines. A line matters when it names one of the ids, or when it
-    is a warning or worse, of one of the programs, not older than `since` (RFC 3339), and not of
-    the order of another object, where there are ids.
+    names one of the traces or is a warning or worse, of one of the programs, not older than
+    `since` (RFC 3339), and not of the order of another object, where there are ids: what was
+    applied together is in one trace.
     """
     chosen = []
     for program, raw in lines:
         if any(wanted in raw for wanted in ids):
             chosen.append(parse_log_line(program, raw))
             continue
+        if ids and _ORDERED.search(raw):
+            continue
         line = parse_log_line(program, raw)
-        is_loud = line.level in _LOUD and line.at >= since
-        if program in programs and is_loud and not (ids and _ORDERED.search(raw)):
+        is_loud = program in programs and line.level in _LOUD and line.at >= since
+        if is_loud or any(wanted in raw for wanted in traces):
             chosen.append(line)
     return sorted(chosen, key=lambda line: line.at)[-MAX_LINES:]

@@ -17,6 +17,7 @@ from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import SCHEMA_VERSION, Presence
 from snapshotctl.domain import formats
+from snapshotctl.domain.cluster import restart
 from snapshotctl.views.finding import Finding, fail, ok, warn
 from snapshotctl.views.installation import SeenInstallation, installation_findings
 from snapshotctl.views.state import state_text, unready
@@ -138,7 +139,7 @@ def _machine(local: ObservedMachine) -> Iterator[Finding]:
     if local.cluster and not local.ended:
         yield ok(f"local cluster {local.cluster}: all its processes run")
     for name in local.ended:
-        yield fail(f"local cluster {local.cluster}: {name} ended", _restart(local.cluster, name))
+        yield fail(f"local cluster {local.cluster}: {name} ended", restart(local.cluster, name))
     count = len(local.leftovers)
     if count:
         yield warn(
@@ -147,13 +148,6 @@ def _machine(local: ObservedMachine) -> Iterator[Finding]:
         )
     else:
         yield ok("no leftovers of local clusters")
-
-
-def _restart(cluster: str, process: str) -> str:
-    node, _, service = process.rpartition("-")
-    if service in ("agent", "gms"):
-        return f"snapshotctl sim restart {node} --service {service} --name {cluster}"
-    return f"snapshotctl down --name {cluster} && snapshotctl up --name {cluster}"
 
 
 def _cluster(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
@@ -261,7 +255,7 @@ def _operator(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
     if health is None:
         local = seen.local.cluster
         alone = "start it, python -m snapshot_operator.main; docs/architecture.md has its settings"
-        start = _restart(local, "operator") if local else alone
+        start = restart(local, "operator") if local else alone
         yield fail("no operator answers", start)
         return
     count = f", {len(cluster.operators)} of them" if len(cluster.operators) > 1 else ""
@@ -357,12 +351,12 @@ def _services(
             yield warn(f"the {service} of {it.name} is {version}, the operator {reference}", fix)
     local = seen.local.cluster
     if not it.agent_answers:
-        fix = _restart(local, f"{it.name}-agent") if local else f"restart the agent of {it.name}"
+        fix = restart(local, f"{it.name}-agent") if local else f"restart the agent of {it.name}"
         yield fail(f"the agent of {it.name} does not answer", fix)
     else:
         yield ok(f"the agent of {it.name} answers, version {presence.version}")
     if it.gms is None:
-        fix = _restart(local, f"{it.name}-gms") if local else f"restart the GMS of {it.name}"
+        fix = restart(local, f"{it.name}-gms") if local else f"restart the GMS of {it.name}"
         yield fail(f"the GMS of {it.name} does not answer", fix)
         return
     devices = it.gms.devices

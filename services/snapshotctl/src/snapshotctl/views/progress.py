@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NamedTuple
 
+from snapshot_shared import figures
 from snapshot_shared.ids import OrderId, verb_of
 from snapshot_shared.orders import Progress
 from snapshotctl.domain import formats
@@ -22,7 +23,10 @@ VERBS = {
     "load": "restore",
     "place": "restore",
     "restore": "restore",
+    "verify": "verify",
 }
+WHOLE = "artifact"
+"""The one part of a verification, whose messages count all parts together."""
 
 
 class PartProgress(NamedTuple):
@@ -42,25 +46,23 @@ class PartProgress(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Its rate, where that was seen, and whether it is complete."""
-        speed = formats.rate(self.done, self.seconds)
-        if not self.is_final:
-            return speed
-        return "in the manifest" if speed == "-" else f"{speed}, in the manifest"
+        """Its rate and how long it will take, where that was seen, and whether it is complete."""
+        speed = figures.speed(self.done, self.total, self.seconds)
+        return ", ".join(filter(None, (speed, "in the manifest" if self.is_final else "")))
 
     def line(self) -> str:
-        """Return one plain line whose first number are the bytes done."""
+        """Return one plain line, which begins with what is done."""
         if not self.total:
-            return f"{self.part}: {self.done} bytes (size not known yet)"
+            return f"{self.part}: {formats.size(self.done)}, size not known yet"
         share = f"{formats.size(self.done)} of {formats.size(self.total)}"
-        return f"{self.part}: {self.done} of {self.total} bytes ({share}, {self.note})"
+        return f"{self.part}: {', '.join(filter(None, (share, self.note)))}"
 
 
 class Board:
     """All parts of one phase. Each method returns the part when it has moved, else None."""
 
     def __init__(self, phase: str, owners: frozenset[str]) -> None:
-        """Show the phase `capture` or `restore` of the objects with these uids."""
+        """Show the phase `capture`, `restore` or `verify` of the objects with these uids."""
         self.phase = phase
         self._owners = owners
         self.parts: dict[str, PartProgress] = {}
@@ -79,14 +81,15 @@ class Board:
             return None
         if not any(owner in message.order for owner in self._owners):
             return None
-        known = self.parts.get(message.part)
+        part = WHOLE if self.phase == "verify" else message.part
+        known = self.parts.get(part)
         if known is None:
-            known = PartProgress(message.part, -1, message.total, now, now)
+            known = PartProgress(part, -1, message.total, now, now)
         # Messages may be late or repeated; those of another try begin at 0 again.
         if known.is_final or message.done <= known.done:
             return None
         moved = known._replace(done=message.done, total=message.total, last_at=now)
-        self.parts[message.part] = moved
+        self.parts[part] = moved
         return moved
 
     def complete(self, part: str, size: int, now: float) -> PartProgress:

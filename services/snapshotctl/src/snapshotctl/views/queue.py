@@ -185,7 +185,7 @@ def table_of_lines(found: Sequence[OrderLine], now: float) -> Table:
         )
         for line in found
     ]
-    return Table(head, [tuple(map(formats.plain, row)) for row in rows])
+    return Table(head, [tuple(map(formats.plain, row)) for row in rows], ("ATTEMPT", "SERVICE"))
 
 
 # One order.

@@ -16,7 +16,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
     SnapshotRestore,
 )
-from snapshot_shared.orders import TERMINAL, LoadOrder, UnreadyDriver, order_in
+from snapshot_shared.orders import LoadOrder, UnreadyDriver, order_in
 from snapshot_shared.transitions import Capture, Restore
 from snapshot_shared.views import is_answered, part_of
 from snapshotctl.domain import formats
@@ -368,10 +368,8 @@ def _order(item: OrderStatus) -> TimedPhase:
     failure = item.final.failure if item.final else None
     is_lost = item.state == "lost"
     why = f"{failure.reason}: {failure.message}" if failure else "NodeLost" if is_lost else ""
-    is_well = item.final is not None and item.final.kind == TERMINAL[item.verb]
+    # That a worker has ended says nothing of its start.
     ended = formats.seconds(item.ended_at) if item.final is not None or is_lost else 0.0
-    if not is_well and not why and item.final is not None and item.final.kind == "exited":
-        why = item.final.message or "the worker ended"
     where = f"{item.service}@{item.node}"
     began = formats.seconds(item.ordered_at)
     return TimedPhase(

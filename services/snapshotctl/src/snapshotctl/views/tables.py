@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from snapshot_shared.ids import NodeName
@@ -17,15 +17,20 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestore,
 )
 from snapshot_shared.orders import Presence, PresenceDevice
+from snapshot_shared.views import held_back
 from snapshotctl.domain import formats
 from snapshotctl.views.state import state_text
 
 
 class Table(NamedTuple):
-    """Headers and cells; every cell is plain text on one line."""
+    """Headers and cells; every cell is plain text on one line.
+
+    `spare` are the columns that a narrow terminal leaves out, in the order in which it does.
+    """
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
+    spare: tuple[str, ...] = ()
 
 
 def table_of(
@@ -41,11 +46,19 @@ def table_of(
         place = (meta.namespace or "-",) if show_namespace else ()
         age = formats.age_of(meta.creation_timestamp, now)
         rows.append(tuple(map(formats.plain, (*place, meta.name, *cells(item), age))))
-    return Table(head, rows)
+    return Table(head, rows, tuple(name for name in _SPARE if name in columns))
 
 
-def table_of_nodes(nodes: Sequence[Node], presence: dict[NodeName, Presence], now: float) -> Table:
-    """Return nodes with their last presence as a table. `now` is seconds since the epoch."""
+def table_of_nodes(
+    nodes: Sequence[Node],
+    presence: Mapping[NodeName, Presence],
+    paused: Collection[str],
+    now: float,
+) -> Table:
+    """Return nodes with their last presence as a table. `now` is seconds since the epoch.
+
+    `paused` are durables of the stream of orders to which nothing is delivered.
+    """
     head = ("NAME", "STATUS", "GPUS", "GPU-MEMORY", "DRIVERS", "FREE-DISK", "SLOTS", "SEEN", "AGE")
     rows = []
     for node in nodes:
@@ -53,7 +66,7 @@ def table_of_nodes(nodes: Sequence[Node], presence: dict[NodeName, Presence], no
         devices = node.status.devices or (seen.devices if seen else [])
         cells = (
             node.metadata.name,
-            state_text(node),
+            state_text(node) + (",OrdersPaused" if held_back(node.metadata.name, paused) else ""),
             str(len(devices)),
             _memory(devices),
             ",".join(node.status.drivers) or "-",
@@ -63,7 +76,7 @@ def table_of_nodes(nodes: Sequence[Node], presence: dict[NodeName, Presence], no
             formats.age_of(node.metadata.creation_timestamp, now),
         )
         rows.append(tuple(map(formats.plain, cells)))
-    return Table(head, rows)
+    return Table(head, rows, ("SLOTS", "DRIVERS"))
 
 
 def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
@@ -143,6 +156,9 @@ def _memory(devices: Sequence[PresenceDevice]) -> str:
 def _truth(value: bool) -> str:
     return "True" if value else "False"
 
+
+_SPARE = ("GENERATION", "ATTEMPT", "VERSION", "DRIVERS")
+"""Columns that a narrow terminal leaves out, in this order."""
 
 _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
     "DynamoCheckpoint": (("PHASE", "MODEL", "SNAPSHOT", "SIZE"), _checkpoint),

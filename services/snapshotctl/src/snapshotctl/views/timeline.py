@@ -204,6 +204,17 @@ def _result(report: Report) -> str:
     return f", {formats.size(size)}" if size else ""
 
 
+def is_about(span: SpanRecord, objects: Iterable[AnyObject]) -> bool:
+    """Whether a span is about one of some objects; their trace may hold what others did."""
+    known = list(objects)
+    if order := str(span.attributes.get("snapback.order.id", "")):
+        return owner_of(OrderId(order)) in {value.metadata.uid for value in known}
+    if span.name in _WHOLE:
+        key = "snapback.content" if span.name == "capture" else "snapback.pod"
+        return span.attributes.get(key) in {value.metadata.name for value in known}
+    return True
+
+
 def of_span(span: SpanRecord, names: Mapping[str, str]) -> Iterator[Event]:
     """Yield what reports do not have: failed steps, and how long a capture or restore took."""
     order = str(span.attributes.get("snapback.order.id", ""))

@@ -1,0 +1,141 @@
+"""What a capture and a restore have cost, from the orders of an object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_shared import figures
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects.meta import time_of
+from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
+from snapshot_shared.transitions import Restore
+from snapshot_shared.views import with_columns
+from tests.support import stories
+from tests.support.stories import NOW
+
+UID = derived_uid("content", "snap")
+
+
+def captured(*, paused_s: float = 0.139, size: int = 2**30, **more: Any) -> SnapshotContent:
+    """A content whose capture began at NOW - 10 and was sealed 4 s later."""
+    orders = [
+        stories.ended(stories.order("release", UID, at=NOW - 9), "released", paused_s=paused_s),
+        stories.ended(stories.order("seal", UID, at=NOW - 8), "sealed"),
+    ]
+    fields: dict[str, Any] = {
+        "attempt": 1,
+        "started_at": time_of(NOW - 10),
+        "orders": orders,
+        "committed": stories.committed(bytes=size),
+    }
+    return stories.content(**{**fields, **more})
+
+
+def test_a_capture_says_how_much_how_fast_and_how_long_its_worker_was_paused() -> None:
+    assert figures.capture_text(captured()) == (
+        "captured 1 GiB in 4.00 s (268 MB/s); worker paused for 139 ms"
+    )
+
+
+def test_the_size_is_that_of_the_artifact_and_no_sum_of_what_was_written() -> None:
+    moved = [
+        stories.ended(stories.order("save", UID, part=f"gpu-{n}"), "staged", bytes=2**40)
+        for n in range(2)
+    ]
+    content = captured()
+    orders = [*content.status.orders, *moved]
+    content = replace(content, status=replace(content.status, orders=orders))
+    assert figures.capture_text(content).startswith("captured 1 GiB in ")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"committed": None}, ""),
+        ({"orders": []}, "captured 1 GiB"),
+        ({"started_at": None}, "captured 1 GiB; worker paused for 139 ms"),
+        ({"started_at": time_of(NOW)}, "captured 1 GiB; worker paused for 139 ms"),
+    ],
+)
+def test_what_is_not_known_is_left_out(change: dict[str, Any], text: str) -> None:
+    assert figures.capture_text(captured(**change)) == text
+
+
+def test_a_worker_that_ended_was_not_paused() -> None:
+    assert "paused" not in figures.capture_text(captured(paused_s=0.0))
+
+
+def test_an_import_has_captured_nothing() -> None:
+    content = captured()
+    artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=stories.DIGEST)
+    source = replace(content.spec.source, pod_ref=None, artifact=artifact)
+    assert figures.capture_text(replace(content, spec=replace(content.spec, source=source))) == ""
+
+
+def test_the_status_keeps_the_times_when_the_orders_are_forgotten() -> None:
+    shown = with_columns(captured())
+    assert isinstance(shown, SnapshotContent)
+    assert (shown.status.paused_seconds, shown.status.captured_seconds) == (0.139, 4.0)
+    later = with_columns(replace(shown, status=replace(shown.status, orders=[])))
+    assert isinstance(later, SnapshotContent)
+    assert later.status == replace(shown.status, orders=[], progress=later.status.progress)
+    assert figures.capture_text(later) == figures.capture_text(captured())
+
+
+def test_the_pause_of_an_earlier_attempt_is_not_that_of_the_next() -> None:
+    shown = with_columns(captured(committed=None))
+    assert isinstance(shown, SnapshotContent)
+    assert shown.status.paused_seconds == 0.139
+    again = with_columns(replace(shown, status=replace(shown.status, attempt=2)))
+    assert isinstance(again, SnapshotContent)
+    assert (again.status.paused_seconds, again.status.captured_seconds) == (0.0, 0.0)
+
+
+def test_a_restore_says_how_long_it_took_once_the_worker_serves() -> None:
+    order = stories.ended(stories.order("restore", UID, at=NOW - 3.26), "restored")
+    restore = stories.restore(
+        state=Restore.RESTORED, attempt=1, started_at=time_of(NOW - 2.5), orders=[order]
+    )
+    assert figures.restore_text(restore.status) == "restored in 1.24 s"
+    loading = replace(restore.status, state=Restore.LOADING)
+    assert figures.restore_text(loading) == ""
+    forgotten = replace(restore.status, orders=[], restored_seconds=1.24)
+    assert figures.restore_text(forgotten) == "restored in 1.24 s"
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "text"),
+    [
+        (0, 100, 1.0, ""),
+        (100, 0, 0.0, ""),
+        (100, 0, 2.0, "50 B/s"),
+        (2_000_000_000, 8_000_000_000, 1.0, "2 GB/s, 3 s left"),
+        (10**9, 10**12, 1.0, "1 GB/s, 16m 39s left"),
+        (90, 100, 1.0, "90 B/s"),
+        (8_000_000_000, 8_000_000_000, 4.0, "2 GB/s"),
+    ],
+)
+def test_what_moves_says_its_rate_and_what_is_left(
+    done: int, total: int, seconds: float, text: str
+) -> None:
+    assert figures.speed(done, total, seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("cold_s", "restored_s", "text"),
+    [
+        (18.4, 2.0, "9.2 times as fast as the cold start"),
+        (2.0, 2.0, "as fast as the cold start"),
+        (2.1, 2.0, "as fast as the cold start"),
+        (1.9, 2.0, "as fast as the cold start"),
+        (3.0, 5.0, "slower than the cold start: it took 1.7 times as long"),
+        (3.0, 0.0, "not measured"),
+    ],
+)
+def test_a_restore_that_was_slower_is_not_worded_as_a_success(
+    cold_s: float, restored_s: float, text: str
+) -> None:
+    assert figures.comparison(cold_s, restored_s) == text
