@@ -35,14 +35,18 @@ class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
+Action = Literal["created", "configured", "unchanged"]
+"""`configured` comes from an API server alone: the operator changes no spec."""
+
+
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one manifest."""
+    """What became of one manifest, or with a dry run would; then a new one has no `uid`."""
 
     kind: str
     namespace: str | None = None
     name: str
     uid: str
-    action: Literal["created", "unchanged"]
+    action: Action
 
 
 class ApplyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

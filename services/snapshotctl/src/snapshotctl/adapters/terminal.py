@@ -34,7 +34,11 @@ class Terminal:
 
     @property
     def wants_table(self) -> bool:
-        return self._output == "table"
+        return self._output in ("table", "wide")
+
+    @property
+    def wants_wide(self) -> bool:
+        return self._output == "wide"
 
     @property
     def width(self) -> int:

@@ -11,8 +11,8 @@ import msgspec
 from snapshot_shared import units
 from snapshotctl.domain.exits import WrongArguments
 
-OutputFormat = Literal["table", "json", "yaml"]
-"""The forms of a result."""
+OutputFormat = Literal["table", "wide", "json", "yaml"]
+"""The forms of a result; `wide` is a table with more columns where there are more."""
 
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)", re.ASCII)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
