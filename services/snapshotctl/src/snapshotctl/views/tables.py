@@ -44,7 +44,7 @@ def table_of(
     columns, cells = _LAYOUTS[kind.name]
     more, more_cells = wide_columns.WIDE[kind.name] if is_wide else ((), _nothing)
     show_namespace = with_namespace and kind.namespaced
-    head = (("NAMESPACE",) if show_namespace else ()) + ("NAME", *columns, "AGE", *more)
+    head = (("NAMESPACE",) if show_namespace else ()) + ("NAME", *columns, "AGE")
     rows = []
     for item in found:
         meta = item.metadata
@@ -52,7 +52,7 @@ def table_of(
         age = formats.age_of(meta.creation_timestamp, now)
         shown = (*place, meta.name, *cells(item), age, *more_cells(item))
         rows.append(tuple(map(formats.plain, shown)))
-    return Table(head, rows)
+    return Table(head + more, rows)
 
 
 def _nothing(_item: AnyObject) -> tuple[str, ...]:
