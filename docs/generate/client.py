@@ -124,5 +124,7 @@ def _text(item: Any, name: str) -> str:
         elif is_code and line.strip() and not indented:
             lines.insert(len(lines) - (not lines[-1]), "```")
             is_code = False
-        lines.append(line.removeprefix("    ") if is_code else line)
+        # Comments that stand below one another are not what the formatter of the page has.
+        code = re.sub(r" {2,}#", "  #", line.removeprefix("    "))
+        lines.append(code if is_code else line)
     return "\n".join([*lines, "```"] if is_code else lines)
