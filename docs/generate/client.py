@@ -125,6 +125,6 @@ def _text(item: Any, name: str) -> str:
             lines.insert(len(lines) - (not lines[-1]), "```")
             is_code = False
         # Comments that stand below one another are not what the formatter of the page has.
-        code = re.sub(r" {2,}#", "  #", line.removeprefix("    "))
+        code = re.sub(r"(?<=\S) {2,}#", "  #", line.removeprefix("    "))
         lines.append(code if is_code else line)
     return "\n".join([*lines, "```"] if is_code else lines)
