@@ -19,7 +19,8 @@ INTRO = """\
 
 Everything on NATS is JSON with a `type`. This page is made from the structs themselves by
 `make docs`; the bucket `snap_schemas` holds the JSON Schema of each, so that you can ask a running
-cluster: `nats kv get snap_schemas report.v1 --raw`.
+cluster: `nats kv get snap_schemas report.v1 --raw`. [asyncapi.yaml](asyncapi.yaml) has them as an
+AsyncAPI 3 document, with the subject of each.
 
 A new field always has a default, an unknown field is ignored, and no field changes its meaning.
 Sizes are bytes, times seconds unless the name says otherwise. Who may send what is in
@@ -172,7 +173,10 @@ def _table(title: str, definition: Mapping[str, Any], names: list[str] | None = 
 def _default(definition: Mapping[str, Any], name: str) -> str:
     if name in definition.get("required", ()):
         return "required"
-    return _value(definition["properties"][name].get("default"))
+    field = definition["properties"][name]
+    # A list that a reply has although it is empty has no default in the schema.
+    is_list = field.get("type") == "array" and definition["title"].endswith("Reply")
+    return _value(field.get("default", [] if is_list else None))
 
 
 def _type(schema: Mapping[str, Any], *, link: bool = True) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from snapshotctl.cli import WHERE, app
+from snapshotctl.cli import GROUPS, WHERE, app
 from snapshotctl.domain.exits import MEANINGS
 
 PAGE = "snapshotctl.md"
@@ -25,7 +25,20 @@ INTRO = """\
 The command line. Every command explains itself with `--help`; this page is made from the same
 text. `-o json` and `-o yaml` give every result to programs, and may stand anywhere in the line, as
 `--server` and `--cluster` may.
+
+An object is named as `KIND NAME`, as `KIND/NAME`, or by its name alone. What another object of that
+name owns is not meant then, and where several are left the command lists them and does nothing
+(exit code 2). A word that is a kind is never taken for a name. Colour is for terminals, and only
+where `NO_COLOR` is not set.
 """
+
+
+_ANCHORS = {
+    "artifacts": "artifacts-ls",
+    "dead": "dead-ls",
+    "sim": "sim-crash",
+}
+"""The first section of each command that has commands of its own."""
 
 
 def page() -> str:
@@ -34,6 +47,10 @@ def page() -> str:
     context = typer.Context(root, info_name="snapshotctl")
     lines = [INTRO, textwrap.fill(WHERE, 100), "", "| exit code | meaning |", "|---|---|"]
     lines += [f"| {code.value} | {text} |" for code, text in MEANINGS.items()]
+    lines += ["", "| to | commands |", "|---|---|"]
+    for title, commands in GROUPS.items():
+        linked = ", ".join(f"[{name}](#{_ANCHORS.get(name, name)})" for name in commands)
+        lines.append(f"| {title} | {linked} |")
     lines += ["", "## Options of all commands", "", *_parameters(root, context)]
     for _, command in sorted(_commands(root, context), key=lambda found: found[0].command_path):
         lines += command

@@ -27,6 +27,11 @@ def age_headers(now: float, within_s: float) -> dict[str, str]:
     return {ASKED_AT: f"{now:.3f}", WITHIN: f"{within_s:.3f}"}
 
 
+def _empty() -> list[Any]:
+    """Return an empty list. msgspec would leave it out of a message if `list` itself made it."""
+    return []
+
+
 class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Store these manifests, all or none. `traceparent` becomes the trace of what follows."""
 
@@ -35,20 +40,24 @@ class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
+Action = Literal["created", "configured", "unchanged"]
+"""`configured` comes from an API server alone: the operator changes no spec."""
+
+
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one manifest."""
+    """What became of one manifest, or with a dry run would; then a new one has no `uid`."""
 
     kind: str
     namespace: str | None = None
     name: str
     uid: str
-    action: Literal["created", "unchanged"]
+    action: Action
 
 
 class ApplyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One result a manifest in the same order, or the failure; then nothing was stored."""
 
-    results: list[Applied] = []
+    results: list[Applied] = msgspec.field(default_factory=_empty)
     failure: Failure | None = None
 
 
@@ -65,7 +74,7 @@ class GetRequest(msgspec.Struct, frozen=True, kw_only=True):
 class GetReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Objects in the order of their keys; `next` is the `after` of the next page, or empty."""
 
-    items: list[Any] = []
+    items: list[Any] = msgspec.field(default_factory=_empty)
     next: str = ""
     failure: Failure | None = None
 
@@ -217,7 +226,7 @@ class RetentionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `limits` are what a namespace may keep (count, days, bytes); one that is missing is none.
     """
 
-    artifacts: list[Retained] = []
+    artifacts: list[Retained] = msgspec.field(default_factory=_empty)
     limits: dict[str, float] = {}
     next: str = ""
     failure: Failure | None = None
@@ -274,7 +283,7 @@ class InventoryReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seconds.
     """
 
-    verdicts: list[Verdict] = []
+    verdicts: list[Verdict] = msgspec.field(default_factory=_empty)
     others: Verdict = "keep"
     after_s: float = 0.0
     failure: Failure | None = None
@@ -293,7 +302,7 @@ class PodsRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PodsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The uids of those pods of which no object is there any more; the agent ends them."""
 
-    unknown: list[UidStr] = []
+    unknown: list[UidStr] = msgspec.field(default_factory=_empty)
     failure: Failure | None = None
 
 
@@ -319,7 +328,7 @@ class SimRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SimReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that is armed in this service now, or the failure; then nothing was changed."""
 
-    armed: list[Fault] = []
+    armed: list[Fault] = msgspec.field(default_factory=_empty)
     failure: Failure | None = None
 
 

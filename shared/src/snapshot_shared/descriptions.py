@@ -125,6 +125,7 @@ MEANINGS = {
     "sub_path_expr": "the same, with variables of the environment",
     "subject": "the subject it came on",
     "template_digest": "SHA-256 of the pod's spec, which the agent asks for",
+    "time": "`at` as RFC 3339, for people; no program reads it",
     "total": "bytes in all",
     "trace_id": "the trace",
     "traceparent": "where it belongs in its trace (W3C)",

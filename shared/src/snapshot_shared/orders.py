@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import (
@@ -25,6 +26,7 @@ from snapshot_shared.ids import (
     PART_PATTERN,
     UID_PATTERN,
 )
+from snapshot_shared.units import instant
 
 SCHEMAS = (1,)
 """The versions of the messages that this build reads, the newest last."""
@@ -421,6 +423,16 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+def _put_time(message: msgspec.Struct, at: float) -> None:
+    """Set `time` to an instant as RFC 3339, or to nothing where the calendar has no such day."""
+    try:
+        text = instant(at)
+    except (ValueError, OverflowError, OSError):
+        text = ""
+    # Whatever its sender wrote: no program reads it, and people must not read another time in it.
+    force_setattr(message, "time", text)
+
+
 class Report(
     msgspec.Struct,
     frozen=True,
@@ -459,6 +471,11 @@ class Report(
     steps: list[StepTime] = []
     paused_s: float = 0.0
     schema: int = FIRST_SCHEMA
+    time: str = ""
+
+    def __post_init__(self) -> None:
+        """Write `at` for people."""
+        _put_time(self, self.at)
 
     @property
     def is_terminal(self) -> bool:
@@ -480,6 +497,11 @@ class Progress(
     done: Bytes
     total: Bytes
     at: float
+    time: str = ""
+
+    def __post_init__(self) -> None:
+        """Write `at` for people."""
+        _put_time(self, self.at)
 
 
 class DeadLetter(
@@ -494,6 +516,11 @@ class DeadLetter(
     at: float
     failure: Failure
     payload: bytes
+    time: str = ""
+
+    def __post_init__(self) -> None:
+        """Write `at` for people."""
+        _put_time(self, self.at)
 
 
 class UnreadyDriver(msgspec.Struct, frozen=True, kw_only=True):
@@ -529,6 +556,11 @@ class Presence(
     unknown: Annotated[int, Meta(ge=0)] = 0
     quarantined: Annotated[int, Meta(ge=0)] = 0
     at: float
+    time: str = ""
+
+    def __post_init__(self) -> None:
+        """Write `at` for people."""
+        _put_time(self, self.at)
 
 
 class PresenceDevice(msgspec.Struct, frozen=True, kw_only=True):

@@ -923,6 +923,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "`snapshotctl up` or `sim restart` was run before.",
             "Use it as it is: `snapshotctl nodes`; or end it: `snapshotctl down`.",
         ),
+        "Ambiguous": Reason(
+            "Several objects have the name that a command was given.",
+            "A name alone is looked up among all kinds, such as a pod and a checkpoint.",
+            "Name the kind as well: `snapshotctl get KIND NAME`.",
+        ),
         "RequestExpired": Reason(
             "The request came after its client had stopped waiting for it; nothing was done.",
             "The operator was stopped or busy meanwhile, or the clocks of the two machines differ "

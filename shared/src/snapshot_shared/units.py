@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
+
+def instant(at: float) -> str:
+    """Return seconds since the epoch as RFC 3339 with milliseconds.
+
+    OverflowError, ValueError or OSError where the calendar has no such day.
+    """
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
 
 def size(count: float) -> str:
     """Return bytes in binary units with three digits: `512 MiB`, `1.5 GiB`."""

@@ -149,3 +149,96 @@ def test_nodes_say_when_they_were_last_seen(running: Cli) -> None:
     shown = dict(zip(re.split(r"\s{3,}", head), re.split(r"\s{3,}", row), strict=True))
     assert (shown["NAME"], shown["STATUS"], shown["GPUS"]) == ("node-1", "Ready", "2")
     assert shown["SEEN"].endswith(" ago")
+
+
+def test_a_bare_name_is_that_of_the_object_that_has_it(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("only-one"))
+    assert running.ok("get", "only-one", "-o", "json").value()["kind"] == "Pod"
+    assert running.ok("describe", "only-one").out.startswith("Name:            only-one")
+    running.ok("wait", "only-one", "--for", "condition=PodScheduled")
+    assert running.ok("get", "node-1", "-o", "json").value()["kind"] == "Node"
+    assert running.ok("delete", "only-one").out.startswith("pod/only-one ")
+    missing = running.run("get", "never-made")
+    assert (missing.code, "pod/never-made" in missing.err) == (3, True)
+    slip = running.run("get", "pdos")
+    assert "next: did you mean the kind pods?" in slip.err
+
+
+def test_a_bare_name_that_several_objects_have_is_answered_with_them(running: Cli) -> None:
+    running.ok("apply", "-f", "-", stdin=_pod("twice") + "---\n" + JOB.format(name="twice"))
+    for command in ("get", "describe", "delete", "wait"):
+        refused = running.run(command, "twice")
+        assert refused.code == 2
+        assert "may be any of 2 objects: job/twice, pod/twice" in refused.err
+        assert "next: name the kind as well, as in job/twice" in refused.err
+    assert running.ok("get", "job/twice", "-o", "json").value()["kind"] == "Job"
+
+
+JOB = """\
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  template:
+    spec:
+      containers:
+        - name: main
+          command: ["sleep", "1000"]
+"""
+
+
+def test_labels_select_objects(running: Cli) -> None:
+    text = _pod("labelled").replace(
+        "  name: labelled\n", "  name: labelled\n  labels: {app: llm}\n"
+    )
+    running.ok("apply", "-f", "-", stdin=text + "---\n" + _pod("plain"))
+    found = running.ok("get", "pods", "-l", "app=llm", "-o", "json").value()
+    assert [item["metadata"]["name"] for item in found] == ["labelled"]
+    rest = running.ok("get", "pods", "-l", "!app", "-o", "json").value()
+    assert "plain" in [item["metadata"]["name"] for item in rest]
+    assert running.ok("get", "pods", "-l", "app=x").err.endswith(" with app=x\n")
+
+
+def test_a_watch_shows_objects_and_each_change(running: Cli) -> None:
+    follower = running.start("get", "pods", "-l", "app=watched", "--watch")
+    assert follower.stderr is not None
+    assert "no pods in namespace default yet" in follower.stderr.readline()
+    text = _pod("watched").replace(
+        "  name: watched\n", "  name: watched\n  labels: {app: watched}\n"
+    )
+    running.ok("apply", "-f", "-", stdin=text)
+    assert "RESTORE-FROM" in read_until(follower, "watched ")
+    read_until(follower, "Running")
+    running.ok("delete", "pod/watched")
+    read_until(follower, "(deleted)")
+    assert interrupt(follower).code == 130
+
+
+def test_a_watch_of_one_object_is_one_line_a_change_for_a_program(running: Cli) -> None:
+    assert running.run("get", "pod/never-made", "--watch").code == 3
+    running.ok("apply", "-f", "-", stdin=_pod("followed"))
+    follower = running.start("get", "followed", "-w", "-o", "json")
+    first = json.loads(read_until(follower, "\n"))
+    assert (first["type"], first["object"]["metadata"]["name"]) == ("ADDED", "followed")
+    running.ok("delete", "followed")
+    last = read_until(follower, '"DELETED"').splitlines()[-1]
+    assert json.loads(last)["object"]["metadata"]["deletionTimestamp"]
+    assert interrupt(follower).code == 130
+
+
+def test_a_dry_run_checks_everything_and_stores_nothing(running: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "dry.yaml"
+    file.write_text(_pod("dry"))
+    assert running.ok("apply", "-f", str(file), "--dry-run").out == "pod/dry created (dry run)\n"
+    assert running.run("get", "pod/dry").code == 3
+    running.ok("apply", "-f", str(file))
+    again = running.ok("apply", "-f", str(file), "--dry-run")
+    assert again.out == "pod/dry unchanged (dry run)\n"
+    file.write_text(_pod("dry", '["sleep", "5"]'))
+    refused = running.run("apply", "-f", str(file), "--dry-run")
+    assert refused.code == 4
+    assert '  spec.containers[0].command[1]: "5" is wanted, "1000" is there\n' in refused.err
+    bad = running.run("apply", "-f", "-", "--dry-run", stdin=_pod("Bad_Name"))
+    assert "stdin:1: metadata.name: " in bad.err
+    assert running.ok("get", "dry", "-o", "wide").out.splitlines()[0].split()[-1] == "TRACE"

@@ -89,6 +89,20 @@ async def test_another_spec_under_the_same_name_is_refused() -> None:
     reply = await apply(world, checkpoint_document(activeDeadlineSeconds=7))
     assert reply.failure is not None
     assert reply.failure.reason == "AlreadyExists"
+    [line] = reply.failure.values["lines"]
+    assert line.startswith("spec.job.activeDeadlineSeconds: 7 is wanted, ")
+
+
+async def test_a_dry_run_names_what_differs_and_shows_no_secret() -> None:
+    world = World()
+    document = checkpoint_document()
+    await apply(world, document)
+    [container] = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    container["env"] = [*container.get("env", []), {"name": "API_TOKEN", "value": "s3cret-value"}]
+    reply = await apply(world, document, dry_run=True)
+    assert reply.failure is not None
+    assert any("env" in line for line in reply.failure.values["lines"])
+    assert "s3cret-value" not in str(reply.failure)
 
 
 async def test_a_dry_run_stores_nothing() -> None:

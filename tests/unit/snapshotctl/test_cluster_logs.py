@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
-from snapshotctl.adapters.cluster_logs import TAIL_BYTES, WORKER_LINES, ClusterLogs
+from snapshot_shared.errors import NotFound
+from snapshotctl.adapters.cluster_logs import (
+    TAIL_BYTES,
+    WORKER_LINES,
+    ClusterLogs,
+    LogFile,
+    lines_of,
+)
 from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
 
 
@@ -51,3 +60,49 @@ def test_what_a_worker_puts_in_the_place_of_its_log_is_not_read(
         case _:
             (pod / "side").symlink_to(tmp_path / "secret")
     assert ClusterLogs(record).worker("node-1", "uid") == []
+
+
+async def _lines(log: LogFile, tail: int | None) -> list[str]:
+    return [line async for _, line in lines_of([log], tail, follow=False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "tail", "expected"),
+    [
+        ("one\ntwo\nthree\n", None, ["one", "two", "three"]),
+        ("one\ntwo\nthree\n", 2, ["two", "three"]),
+        ("one\ntwo\nthree", 2, ["two", "three"]),
+        ("one\ntwo\n", 5, ["one", "two"]),
+        ("one\ntwo\n", 0, []),
+        ("one\ntwo", 0, []),
+        ("\n\n", 1, [""]),
+        ("", 3, []),
+        ("x" * 70_000 + "\n" + "y" * 70_000 + "\nend\n", 2, ["y" * 70_000, "end"]),
+    ],
+)
+async def test_the_last_lines_of_a_log_are_shown(
+    tmp_path: Path, text: str, tail: int | None, expected: list[str]
+) -> None:
+    (tmp_path / "log").write_text(text)
+    assert await _lines(LogFile("x", tmp_path, ("log",)), tail) == expected
+
+
+async def test_what_is_written_later_follows_and_a_log_that_begins_anew_is_read_anew(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    path.write_text("one\nhalf")
+    log = LogFile("x", tmp_path, ("log",))
+    async with asyncio.timeout(30), contextlib.aclosing(lines_of([log], 2, follow=True)) as lines:
+        with path.open("a") as file:
+            file.write(" whole\ntwo\n")
+        assert [await anext(lines), await anext(lines)] == [("x", "half whole"), ("x", "two")]
+        later = asyncio.ensure_future(anext(lines))
+        path.write_text("new\n")
+        assert await later == ("x", "new")
+
+
+async def test_a_log_that_is_no_plain_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("/etc/passwd")
+    with pytest.raises(NotFound, match="the log of x cannot be read"):
+        await _lines(LogFile("x", tmp_path, ("log",)), None)

@@ -3,8 +3,10 @@
 import json
 import pkgutil
 import re
+import subprocess
 import sys
 import tarfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,89 @@ def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
     assert {"x/README.txt", "x/versions.json", "x/doctor.txt"} <= names
 
 
+def _keep_a_cluster(states: Path, **fields: str) -> Path:
+    """Write the record of a local cluster that does not run."""
+    state = states / "kept"
+    (state / "logs").mkdir(parents=True)
+    record = {"type": "snapback.v1.local_cluster", "name": "kept", "run": "r", "boot_id": "b"}
+    record |= {"state_dir": str(state), "socket_dir": str(state)} | fields
+    (state / "cluster.json").write_text(json.dumps(record))
+    return state
+
+
+def test_the_log_of_a_service_is_shown_when_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    states = tmp_path / "xdg_state_home" / "snapback"
+    state = _keep_a_cluster(states, url="nats://127.0.0.1:1")
+    (state / "logs" / "operator.log").write_text("one\n\ttwo\x1b[31m\x07\n")
+    assert _run(monkeypatch, "--cluster", "kept", "logs", "operator", "--tail", "1") == Exit.OK
+    assert capsys.readouterr().out.rstrip().endswith("two[31m")
+    assert _run(monkeypatch, "--cluster", "kept", "logs", "operator", "-o", "json") == Exit.OK
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first == {"source": "operator", "line": "one"}
+    assert _run(monkeypatch, "--cluster", "kept", "logs", "page") == Exit.NOT_FOUND
+    assert "name one of: operator" in capsys.readouterr().err
+
+
+def test_the_clusters_of_this_machine_are_listed_without_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    state = _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", url="nats://127.0.0.1:1")
+    assert _run(monkeypatch, "clusters") == Exit.OK
+    [row] = [line for line in capsys.readouterr().out.splitlines() if str(state) in line]
+    assert row.split() == ["kept", "down", "0/0", "-", str(state)]
+    assert _run(monkeypatch, "clusters", "-o", "json") == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    [mine] = [cluster for cluster in found if cluster["path"] == str(state)]
+    assert (mine["state"], mine["pids"], mine["ended"]) == ("down", {}, [])
+
+
+def test_the_version_needs_no_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(monkeypatch, "version", "--client", "-o", "json") == Exit.OK
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["program"], row["version"]) == ("snapshotctl", metadata.version("snapback-ctl"))
+    assert _run(monkeypatch, "version") == Exit.OK
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1].startswith("snapshotctl ")
+    assert "no server" in captured.err
+
+
+def test_the_address_of_the_page_is_printed_where_there_is_no_display(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    page = {"url": "nats://127.0.0.1:1", "page": "http://127.0.0.1:1/"}
+    _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", **page)
+    assert _run(monkeypatch, "open", "--cluster", "kept") == Exit.OK
+    assert capsys.readouterr().out == "http://127.0.0.1:1/\n"
+    assert _run(monkeypatch, "open", "--server", "127.0.0.1:2") == Exit.NOT_FOUND
+    assert "SNAPBACK_PAGE_URL" in capsys.readouterr().err
+    monkeypatch.setenv("SNAPBACK_PAGE_URL", "http://page.test/")
+    assert _run(monkeypatch, "open", "-o", "json") == Exit.OK
+    assert json.loads(capsys.readouterr().out) == {"page": "http://page.test/"}
+
+
+def test_the_page_is_opened_where_there_is_a_display(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened = tmp_path / "opened"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >{opened}\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setenv("BROWSER", str(browser))
+    monkeypatch.setenv("SNAPBACK_PAGE_URL", "http://page.test/")
+    program = [sys.executable, "-m", "snapshotctl", "open"]
+    assert subprocess.run([*program, "--no-browser"], check=True).returncode == 0
+    assert not opened.exists()
+    subprocess.run(program, check=True)
+    assert opened.read_text() == "http://page.test/\n"
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str
@@ -147,14 +232,25 @@ def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(
         ("--server http://x cordon ", []),
         ("schema dump", ["dump_order.v1"]),
         ("-o y", ["yaml"]),
+        ("-o w", ["wide"]),
+        ("explain DeviceTooS", ["DeviceTooSmall"]),
+        ("explain x", []),
+        ("wait pod/x --for del", ["delete"]),
+        ("logs ", []),
+        ("ask ", []),
+        ("exec ", []),
+        ("--cluster ", ["kept"]),
+        ("down --name k", ["kept"]),
     ],
 )
 def test_completion_offers_what_it_knows_and_without_a_server_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     line: str,
     offered: list[str],
 ) -> None:
+    _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback")
     monkeypatch.setenv("_SNAPSHOTCTL_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"snapshotctl {line}")
     monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
@@ -207,7 +303,10 @@ def test_the_help_lists_every_command_and_every_exit_code(
     [
         (["gett"], "'get'"),
         (["get"], "KIND [NAME]"),
-        (["get", "nothing"], "dynamocheckpoints"),
+        (["get", "nothing/x"], "dynamocheckpoints"),
+        (["get", "pod/x", "-l", "a=b"], "exclude each other"),
+        (["get", "pods", "-l", "a>b"], "app in (llm, asr)"),
+        (["get", "No_Name"], "No_Name"),
         (["get", "pods", "--nonsense"], "--nonsense"),
         (["-o", "xml", "nodes"], "'yaml'"),
         (["get", "pods", "-o", "xml"], "'yaml'"),
@@ -225,6 +324,18 @@ def test_the_help_lists_every_command_and_every_exit_code(
         (["demo", "--size-mib", "1"], "between"),
         (["up", "--gpu-memory", "100"], "100 B is not between 4 MiB and 1024 TiB"),
         (["get", "pods", "-o", "name"], "'--output' / '-o': 'name' is not one of"),
+        (["logs"], "POD|SERVICE"),
+        (["logs", "x", "--tail", "-1"], "-1"),
+        (["logs", "operator", "-c", "main"], "--container is for a pod"),
+        (["logs", "saver@node-1"], "gms@NODE"),
+        (["exec", "x"], "exec x -- env"),
+        (["exec", "node/x", "--", "env"], "a Node has no process"),
+        (["ask", "x"], "the question is missing"),
+        (["ask", "x", "hello", "--as", "shout"], "ask, chat, raw or a /PATH"),
+        (["ask", "x", "a\nb", "--as", "raw"], "one line"),
+        (["ask", "x", "hello", "--to", "99999"], "between 1 and 65535"),
+        (["ask", "x", "hello", "--to", "../y"], "--to worker.sock or --to 8000"),
+        (["ask", "x", "hello", "--timeout", "soon"], "5m"),
         (["demo", "--on", "."], "SNAPBACK_RUN"),
         (["keys", "--folder", "x"], "--node"),
         (["keys", "--folder", "x", "--node", "a/b"], "'a/b'"),
@@ -306,13 +417,20 @@ def test_nothing_at_all_is_answered_with_the_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(monkeypatch) == Exit.USAGE
-    assert "Commands:" in capsys.readouterr().err
+    assert "Capture and restore:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["get", "pods"],
+        ["get", "nothing"],
+        ["get", "pods", "-w"],
+        ["logs", "x"],
+        ["logs", "operator"],
+        ["exec", "x", "--", "env"],
+        ["ask", "x", "hello"],
+        ["open"],
         ["nodes"],
         ["trace", "x"],
         ["delete", "pod/x"],

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_operator.kube import crds
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import Presence, PresenceDevice
@@ -195,3 +196,50 @@ def test_a_node_shows_that_unknown_artifacts_are_below_its_artifact_root() -> No
     assert isinstance(node, Node)
     shown = _shown(tables.table_of_nodes([node], {}, (), now=100.0))
     assert shown["STATUS"] == "Ready,UnknownArtifacts"
+
+
+@pytest.mark.parametrize(
+    "definition", crds.definitions(), ids=lambda found: str(found["spec"]["names"]["kind"])
+)
+def test_a_wide_table_has_the_wide_columns_of_kubectl(definition: dict[str, Any]) -> None:
+    kind = KINDS[definition["spec"]["names"]["kind"]]
+    [version] = definition["spec"]["versions"]
+    wide = {
+        column["name"].upper()
+        for column in version["additionalPrinterColumns"]
+        if column.get("priority")
+    }
+    head = tables.table_of(kind, [], 0.0, is_wide=True).columns
+    # The snapshot of a content is one column here, and the content of a snapshot is not wide.
+    assert wide - set(head) <= {"NAMESPACE", "ARTIFACT"}
+    assert len(head) > len(tables.table_of(kind, [], 0.0).columns)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "status", "expected"),
+    [
+        (
+            "DynamoCheckpoint",
+            {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
+            {"checkpointID": "abc", "contentName": "c", "conditions": [DOUBTED]},
+            {
+                "BACKEND": "vllm",
+                "CHECKPOINTID": "abc",
+                "ARTIFACT": "c",
+                "REASON": "ArtifactCorrupt",
+            },
+        ),
+        ("Snapshot", {"source": {"podRef": {"name": "w"}}}, {}, {"DRIVER": "cooperative"}),
+        ("SnapshotContent", CONTENT, {}, {"DRIVER": "cooperative", "TRACE": "-"}),
+        ("SnapshotRestore", RESTORE, {"contentName": "c"}, {"ARTIFACT": "c"}),
+        ("Job", {"template": {"spec": POD_SPEC}}, {}, {"CONTAINERS": "main"}),
+        ("Pod", POD_SPEC, {"devices": [TARGET]}, {"CONTAINERS": "main", "DEVICES": "GPU-0"}),
+        ("Node", {}, {"criu": "4.2", "slots": 2}, {"CRIU": "4.2", "SLOTS": "2", "ARTIFACTS": "-"}),
+    ],
+)
+def test_a_wide_table_shows_more_of_an_object(
+    kind: str, spec: dict[str, Any], status: dict[str, Any], expected: dict[str, str]
+) -> None:
+    item = _object(kind, spec, status)
+    shown = _shown(tables.table_of(KINDS[kind], [item], 100.0, is_wide=True))
+    assert {name: shown[name] for name in expected} == expected

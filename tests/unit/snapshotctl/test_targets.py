@@ -2,8 +2,19 @@
 
 import pytest
 
+from snapshot_shared.objects.kinds import KINDS
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.domain.targets import everywhere, one_target, target, traced, verified
+from snapshotctl.domain.targets import (
+    everywhere,
+    kinds_like,
+    meant,
+    meant_one,
+    one_target,
+    pod_named,
+    target,
+    traced,
+    verified,
+)
 
 
 @pytest.mark.parametrize("words", [["pod", "w"], ["pod/w"], ["pods/w"], ["Pod", "w"], ["po/w"]])
@@ -85,3 +96,32 @@ def test_a_bare_name_is_verified_as_checkpoint_snapshot_and_content() -> None:
 def test_what_holds_no_artifact_cannot_be_verified() -> None:
     with pytest.raises(WrongArguments, match="holds no artifact"):
         verified("pod/x", "ns")
+
+
+def test_a_bare_name_may_be_that_of_any_kind() -> None:
+    found = meant(["demo-llm"], "ns")
+    assert {item.kind.name for item in found} == set(KINDS)
+    assert {item.name for item in found} == {"demo-llm"}
+    assert meant_one(["demo-llm"], "ns") == found
+
+
+@pytest.mark.parametrize("words", [["pod", "x"], ["pod/x"], ["dckpt/x"]])
+def test_words_with_a_kind_mean_one_object(words: list[str]) -> None:
+    assert meant(words, "ns") == [one_target(words, "ns")]
+
+
+def test_a_kind_is_no_name() -> None:
+    assert [item.name for item in meant(["pods"], "ns")] == [None]
+    with pytest.raises(WrongArguments, match="a name is missing"):
+        meant_one(["pods"], "ns")
+
+
+def test_a_slip_in_a_kind_is_seen() -> None:
+    assert kinds_like("pdos") == ["pods"]
+    assert kinds_like("demo-llm") == []
+
+
+def test_a_process_is_that_of_a_pod() -> None:
+    assert pod_named("w") == pod_named("pod/w") == pod_named("po/w") == "w"
+    with pytest.raises(WrongArguments, match="a Node has no process"):
+        pod_named("node/w")

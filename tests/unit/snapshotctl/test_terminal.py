@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.errors import Failure, InvalidManifest
 from snapshotctl.adapters.terminal import Terminal
 from snapshotctl.domain.formats import OutputFormat
 from snapshotctl.views.progress import PartProgress
@@ -181,3 +181,36 @@ def test_a_long_line_is_broken_between_words_on_a_terminal() -> None:
 
 def _plain(stream: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_there_is_colour_on_a_terminal_unless_it_is_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], is_coloured: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm-256color"} | settings).items():
+        monkeypatch.setenv(name, value)
+    err = _Tty()
+    Terminal("table", io.StringIO(), err).failure(Failure(reason="X", message="wrong"))
+    assert "error: wrong" in err.getvalue()
+    assert bool(COLOUR.search(err.getvalue())) == is_coloured
+
+
+def test_a_pipe_gets_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal, _, err = _terminal()
+    terminal.failure(Failure(reason="X", message="wrong"))
+    assert err.getvalue() == "error: wrong\n"
+
+
+def test_a_wide_result_is_a_table() -> None:
+    terminal, out, _ = _terminal("wide")
+    assert (terminal.wants_table, terminal.wants_wide) == (True, True)
+    terminal.line("x")
+    assert out.getvalue() == "x\n"

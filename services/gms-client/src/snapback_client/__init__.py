@@ -10,6 +10,10 @@
         weights.sleep()          # nothing is mapped, open or running
         weights.wake()           # the same arrays at the same addresses
 
+A pool is a mapping of names to arrays. Errors are also those of Python where it has one of the same
+meaning: an array that is not there is a KeyError, a wait that was too long a TimeoutError, an
+argument that cannot be used a ValueError, and memory that does not suffice a MemoryError.
+
 While a pool sleeps its arrays must not be touched: the process would end with SIGSEGV, as CUDA
 would fault. After `wake` they are valid again.
 
@@ -24,6 +28,7 @@ from snapback_client.errors import (
     DeadlineExceeded,
     Fenced,
     GenerationMismatch,
+    InvalidInput,
     LayoutConflict,
     NotEligible,
     NotFound,
@@ -48,6 +53,7 @@ __all__ = [
     "GenerationMismatch",
     "GenerationRef",
     "Identity",
+    "InvalidInput",
     "LayoutConflict",
     "MemoryPool",
     "NotEligible",

@@ -65,5 +65,6 @@ def _check_size(data: bytes, limit: int) -> None:
 
 
 def _invalid(type_: Any, error: Exception) -> InvalidMessage:
-    name = getattr(type_, "__name__", str(type_))
+    # A union has no name, and its members say nothing of the message.
+    name = getattr(type_, "__name__", "message")
     return InvalidMessage(f"not a valid {name}: {error}", type=name)

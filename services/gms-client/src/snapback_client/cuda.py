@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from snapback_client import dlpack
 from snapback_client.devices import find_device
-from snapback_client.errors import DeviceError, InvalidInput, OutOfDeviceMemory, UnknownDevice
+from snapback_client.errors import DeviceError, InvalidValue, OutOfDeviceMemory, UnknownDevice
 from snapback_client.forks import check_owner
 from snapback_client.frames import MEMORY_S
 from snapback_client.mappings import AddressTaken, Mappings, neighbours
@@ -526,7 +526,7 @@ class CudaArray:
     def set(self, values: Any) -> None:
         """Fill it from the host; `values` are converted and broadcast as numpy does."""
         if not self.flags.writeable:
-            raise InvalidInput("the array is read-only: it is committed, or the lock is RO")
+            raise InvalidValue("the array is read-only: it is committed, or the lock is RO")
         whole = np.empty(self.shape, self.dtype)
         whole[...] = values
         if self.nbytes:

@@ -42,6 +42,9 @@ class SnapbackError(Exception):
         self.message = message
         self.values = values
         self.next_step = self.default_next_step if next_step is None else next_step
+        if self.next_step:
+            # Python shows it below the message of a traceback.
+            self.add_note(f"Next: {self.next_step}")
 
     def __init_subclass__(cls) -> None:
         """Name the reason after the class unless the class gives its own."""
@@ -169,3 +172,53 @@ class Internal(SnapbackError):
     """A defect of ours; the log of the service has the traceback."""
 
     default_next_step = "read the service's log and report a bug"
+
+
+# What a client raises is also the error of Python of the same meaning, so that code that knows
+# nothing of Snapback handles it. Services raise the classes above: there a `TimeoutError`, which is
+# an OSError, would be taken for one of the system.
+
+
+class InvalidValue(InvalidInput, ValueError):
+    """An argument is not acceptable."""
+
+    reason = "InvalidInput"
+
+
+class NoSuchArray(NotFound, KeyError):
+    """The pool has no array of this name."""
+
+    reason = "NotFound"
+
+    def __str__(self) -> str:
+        """Return the message as it is; a KeyError would show it in quotes."""
+        return self.message
+
+
+class TimedOut(DeadlineExceeded, TimeoutError):
+    """A lock, or the service, was waited for as long as was asked."""
+
+    reason = "DeadlineExceeded"
+
+
+class NoDeviceMemory(OutOfDeviceMemory, MemoryError):
+    """An allocation does not fit into the memory of the device."""
+
+    reason = "OutOfDeviceMemory"
+
+
+_OF_PYTHON: dict[type[SnapbackError], type[SnapbackError]] = {
+    DeadlineExceeded: TimedOut,
+    InvalidInput: InvalidValue,
+    OutOfDeviceMemory: NoDeviceMemory,
+}
+
+
+def for_python(error: SnapbackError) -> SnapbackError:
+    """Return an error that was received as one that Python knows, where there is one."""
+    kind = _OF_PYTHON.get(type(error))
+    if kind is None:
+        return error
+    found = kind(error.message, next_step=error.next_step)
+    found.values = error.values
+    return found

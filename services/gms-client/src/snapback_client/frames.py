@@ -54,7 +54,8 @@ MAX_METADATA_BYTES = 4 * 1024 * 1024
 """Keys and values of one layout together, so that its manifest stays within its limit."""
 
 # Not `$`, which also matches before a final newline.
-AllocationId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:/+@-]{0,127}\Z")]
+ALLOCATION_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.:/+@-]{0,127}\Z"
+AllocationId = Annotated[str, Meta(pattern=ALLOCATION_PATTERN)]
 Tag = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/+@-]{0,64}\Z")]
 Key = Annotated[str, Meta(min_length=1, max_length=256)]
 DeviceUuid = Annotated[str, Meta(min_length=1, max_length=64)]

@@ -18,12 +18,13 @@ from msgspec.structs import replace
 
 from snapback_client.errors import (
     Aborted,
-    DeadlineExceeded,
     Forbidden,
     InvalidMessage,
     NotEligible,
     NotFound,
     SnapbackError,
+    TimedOut,
+    for_python,
 )
 from snapback_client.forks import check_owner
 from snapback_client.frames import (
@@ -253,7 +254,7 @@ class Lease:
             reply = decode_reply(data, self._versions) if data else None
         self.close()
         if isinstance(reply, ErrorReply):
-            raise error_of(reply.to_failure()) from error
+            raise for_python(error_of(reply.to_failure())) from error
         raise _lost(error) from error
 
     def _receive(self, timeout: float) -> tuple[Reply, list[int]]:
@@ -262,7 +263,7 @@ class Lease:
             data, descriptors = self._inbox.receive(self._socket)
         except TimeoutError:
             self.close()
-            raise DeadlineExceeded(
+            raise TimedOut(
                 f"the GPU memory service did not answer in {timeout:.1f} s", budget_s=timeout
             ) from None
         except ConnectionResetError as error:
@@ -312,7 +313,7 @@ def _connect(sock: socket.socket, path: str) -> None:
 
 def _expect(reply: Reply, kind: type[R]) -> R:
     if isinstance(reply, ErrorReply):
-        raise error_of(reply.to_failure())
+        raise for_python(error_of(reply.to_failure()))
     if not isinstance(reply, kind):
         raise InvalidMessage(f"the answer is {type(reply).__name__}, not {kind.__name__}")
     return reply

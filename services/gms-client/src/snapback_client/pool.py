@@ -16,9 +16,9 @@ from snapback_client.codec import decode_json
 from snapback_client.devices import count_of, names_of, ordinal_of, visible_names
 from snapback_client.errors import (
     Incompatible,
-    InvalidInput,
+    InvalidValue,
+    NoSuchArray,
     NotEligible,
-    NotFound,
     SnapbackError,
     StaleLayout,
     UnknownDevice,
@@ -59,6 +59,9 @@ Array = Any
 """`numpy.ndarray`, or on a CUDA device `snapback_client.cuda.CudaArray`."""
 
 Shape = int | Sequence[int]
+
+MAX_SHOWN = 8
+"""How many names of arrays a message lists."""
 
 DEADLINE_S = 60.0
 """How long a lock is waited for unless the caller says, in seconds."""
@@ -129,8 +132,8 @@ def restore(
     return pool
 
 
-class MemoryPool:
-    """Named arrays in the memory of one device. One thread at a time.
+class MemoryPool(Mapping[str, Array]):
+    """Named arrays in the memory of one device: a mapping of names to them. One thread at a time.
 
     A pool of the domain `weights` writes, commits and then reads. A pool of `kv` only writes: its
     contents are dropped at `sleep` and zero after `wake`. It belongs to the process that opened it:
@@ -150,7 +153,7 @@ class MemoryPool:
         self._cuda = _shown_by_cuda() if isinstance(device, int) else []
         self._names = names_of(device, cuda=self._cuda, visible=_visible())
         self._ordinal = device if isinstance(device, int) else -1
-        self._domain = MemoryDomain(domain)
+        self._domain = MemoryDomain(_one_of(MemoryDomain, "domain", domain))
         self._name = name or f"pid-{os.getpid()}"
         self._folder = _folder(socket_dir)
         self._slots: dict[str, Slot] = {}
@@ -205,12 +208,24 @@ class MemoryPool:
         return self._mode is _Mode.ASLEEP
 
     def allocate(
-        self, name: str, shape: Shape, dtype: DTypeLike, *, wait_s: float = MEMORY_S
+        self,
+        name: str,
+        shape: Shape,
+        dtype: DTypeLike,
+        *,
+        wait_s: float = MEMORY_S,
+        overwrite: bool = False,
     ) -> Array:
-        """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict.
+        """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict, InvalidInput.
 
-        Memory that others hold is waited for, up to `wait_s` seconds.
+        Memory that others hold is waited for, up to `wait_s` seconds. With `overwrite` an array of
+        that name is freed first, and must not be used any more.
         """
+        self._require(_Mode.WRITING)
+        # Refused before anything is freed.
+        new_slots({name: (shape, dtype)}, start=self._end, granularity=self.granularity)
+        if overwrite and name in self:
+            self.free(name)
         return self.allocate_many({name: (shape, dtype)}, wait_s=wait_s)[name]
 
     def allocate_many(
@@ -271,6 +286,34 @@ class MemoryPool:
         self._require(_Mode.WRITING, _Mode.READING)
         self._slot(name)
         return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the arrays, in the order in which they were made."""
+        return iter(list(self._slots))
+
+    def __len__(self) -> int:
+        """Return how many arrays there are."""
+        return len(self._slots)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is an array of this name; a pool that sleeps knows, too."""
+        return name in self._slots
+
+    def __bool__(self) -> bool:
+        """Return True: a pool without arrays is one, too."""
+        return True
+
+    # Two pools are one only if they are the same: to compare arrays would read all their memory.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """Return the domain, the device, the mode, and how many arrays with how many bytes."""
+        size = sum(slot.size for slot in self._slots.values())
+        return (
+            f"<MemoryPool {self._domain.value} of {self.device} {self._mode.value}, "
+            f"{len(self)} arrays, {size} bytes>"
+        )
 
     # Life.
 
@@ -386,7 +429,8 @@ class MemoryPool:
     def _open(
         self, lock: str, deadline_s: float, if_match: GenerationRef | None, *, replace: bool
     ) -> None:
-        self._lease = self._attach(LockMode(lock), deadline_s, if_match, replace=replace)
+        mode = LockMode(_one_of(LockMode, "lock", lock))
+        self._lease = self._attach(mode, deadline_s, if_match, replace=replace)
         attached = self._lease.attached
         try:
             if attached.generation:
@@ -557,7 +601,10 @@ class MemoryPool:
         try:
             return self._slots[name]
         except KeyError:
-            raise NotFound(f"the pool has no array {name!r}", name=name) from None
+            known = ", ".join(sorted(self._slots)[:MAX_SHOWN]) or "none"
+            raise NoSuchArray(
+                f"the pool has no array {name!r}", next_step=f"it has: {known}", name=str(name)
+            ) from None
 
     @property
     def _is_weights(self) -> bool:
@@ -588,12 +635,22 @@ def _places(slots: Iterable[Slot]) -> list[tuple[int, int]]:
     return neighbours((slot.at, slot.aligned) for slot in slots)
 
 
+def _one_of(kind: type[StrEnum], name: str, value: str) -> str:
+    """Return the value of an argument if it is one of `kind`. InvalidValue lists them."""
+    known = [item.value for item in kind]
+    if value not in known:
+        raise InvalidValue(
+            f"{name} {value!r} is not known", next_step=f"use one of: {', '.join(known)}"
+        )
+    return value
+
+
 def _folder(socket_dir: str | None) -> str:
     if socket_dir:
         return check_folder("socket_dir", socket_dir)
     folder = os.environ.get("GMS_SOCKET_DIR")
     if not folder:
-        raise InvalidInput(
+        raise InvalidValue(
             "GMS_SOCKET_DIR is not set", next_step="set it to the folder of the GMS sockets"
         )
     return check_folder("GMS_SOCKET_DIR", folder)

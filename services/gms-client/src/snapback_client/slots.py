@@ -5,7 +5,9 @@ All of it may come from another process, so types, sizes and places are checked 
 
 from __future__ import annotations
 
+import importlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from snapback_client.codec import decode_json, decode_msgpack, encode_json, encode_msgpack
-from snapback_client.errors import InvalidInput, InvalidMessage, UnsupportedVersion
+from snapback_client.errors import InvalidMessage, InvalidValue, UnsupportedVersion
 from snapback_client.frames import (
+    ALLOCATION_PATTERN,
     MAX_ALLOCATIONS,
     AllocationId,
     AllocationInfo,
@@ -38,6 +41,19 @@ _PAGE = 4096
 _LOWEST, _HIGHEST = 1 << 30, 1 << 57
 """Where a range may stand: above what programs load, in the widest address space that there is."""
 
+RAW = {
+    "bfloat16": "uint16",
+    "float8_e3m4": "uint8",
+    "float8_e4m3": "uint8",
+    "float8_e4m3b11fnuz": "uint8",
+    "float8_e4m3fn": "uint8",
+    "float8_e4m3fnuz": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e5m2fnuz": "uint8",
+    "float8_e8m0fnu": "uint8",
+}
+"""Types that numpy has with the package ml_dtypes alone, and integers of their width."""
+
 Dimensions = Annotated[list[Bytes], Meta(max_length=32)]
 
 
@@ -53,7 +69,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
     def array(self, at: AddressRange) -> Any:
         """Return the array over its place."""
-        return at.array(self.at, self.shape, self.dtype)
+        return at.array(self.at, self.shape, dtype_of(self.dtype))
 
 
 class _Descriptor(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,18 +100,22 @@ def new_slots(
     arrays: Mapping[str, tuple[int | Sequence[int], DTypeLike]], *, start: int, granularity: int
 ) -> tuple[list[Slot], int]:
     """Return new arrays, one after another from `start`, and their end. InvalidInput."""
-    # Not above: every service imports this package for its errors, and numpy takes long.
-    import numpy as np  # noqa: PLC0415
-
     slots: list[Slot] = []
     at = start
     for name, (shape, dtype) in arrays.items():
-        kind = _plain(np.dtype(dtype))
+        if re.fullmatch(ALLOCATION_PATTERN, name) is None:
+            raise InvalidValue(
+                f"the name of an array {name[:80]!r} must match {ALLOCATION_PATTERN}",
+                next_step="use letters, digits and _ . : / + @ -, at most 128, and begin with one "
+                "of the first three",
+                name=name[:80],
+            )
+        kind, written = _written(dtype)
         dimensions = [shape] if isinstance(shape, int) else [int(each) for each in shape]
         size = max(1, math.prod(dimensions) * kind.itemsize)
         aligned = -(-size // granularity) * granularity
         slots.append(
-            Slot(name=name, shape=dimensions, dtype=kind.str, at=at, size=size, aligned=aligned)
+            Slot(name=name, shape=dimensions, dtype=written, at=at, size=size, aligned=aligned)
         )
         at += aligned
     return slots, at
@@ -159,16 +179,14 @@ def read_state(data: bytes) -> PoolState:
 
 
 def _check(slots: Sequence[Slot], reserved: int) -> None:
-    import numpy as np  # noqa: PLC0415 - as above
-
     end = 0
     for slot in sorted(slots, key=lambda each: each.at):
         if slot.at < end or slot.at % _PAGE or slot.aligned % _PAGE or slot.size > slot.aligned:
             raise InvalidMessage(f"array {slot.name!r} overlaps another or is misplaced")
         end = slot.at + slot.aligned
         try:
-            needed = math.prod(slot.shape) * _plain(np.dtype(slot.dtype)).itemsize
-        except (TypeError, InvalidInput) as error:
+            needed = math.prod(slot.shape) * _plain(dtype_of(slot.dtype)).itemsize
+        except (TypeError, InvalidValue) as error:
             raise InvalidMessage(f"array {slot.name!r} has no plain dtype: {error}") from error
         if needed > slot.size:
             raise InvalidMessage(f"array {slot.name!r} is larger than its memory")
@@ -181,5 +199,47 @@ def _check(slots: Sequence[Slot], reserved: int) -> None:
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Refuse types that hold Python objects or fields: their bytes mean nothing elsewhere."""
     if dtype.hasobject or dtype.fields is not None or dtype.itemsize == 0:
-        raise InvalidInput(f"dtype {dtype} cannot live in shared memory", dtype=str(dtype))
+        raise InvalidValue(
+            f"dtype {dtype} cannot live in shared memory",
+            next_step="use numbers, or raw bytes as uint8",
+            dtype=str(dtype),
+        )
     return dtype
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype that is written as `name`. TypeError for a name that is none.
+
+    One of RAW is that of ml_dtypes where it is installed. Elsewhere it is an integer of the same
+    width, whose `metadata["dtype"]` is the name.
+    """
+    # Not above: every service imports this package for its errors, and numpy takes long.
+    import numpy as np  # noqa: PLC0415
+
+    if name not in RAW:
+        return np.dtype(name)
+    try:
+        # Not everyone has it.
+        kind: Any = getattr(importlib.import_module("ml_dtypes"), name)
+    except (ImportError, AttributeError):
+        return np.dtype(RAW[name], metadata={"dtype": name})
+    found: np.dtype[Any] = np.dtype(kind)
+    return found
+
+
+def _written(dtype: DTypeLike) -> tuple[np.dtype[Any], str]:
+    """Return a dtype, and how it is written. InvalidValue where it has no plain bytes."""
+    import numpy as np  # noqa: PLC0415 - as above
+
+    try:
+        found = dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    except TypeError as error:
+        raise InvalidValue(
+            f"dtype {dtype!r} is not known: {error}",
+            next_step="use one of numpy, or bfloat16 or a float8 of ml_dtypes",
+            dtype=str(dtype),
+        ) from error
+    notes: Mapping[str, Any] = found.metadata or {}
+    named = notes.get("dtype", found.name)
+    # Those of ml_dtypes are written as bytes of no type by numpy.
+    return _plain(found), named if named in RAW else found.str

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snapback_client.cuda import CudaArray
-from snapback_client.errors import InvalidInput, NotEligible, NotFound
+from snapback_client.errors import InvalidValue, NoSuchArray, NotEligible
 from snapback_client.frames import GenerationRef, MetadataItem
 from snapback_client.pool import DEADLINE_S, MemoryPool
 from snapback_client.tensors import (
@@ -111,7 +111,7 @@ class TorchMemory:
         self._torch = import_torch()
         devices = {(pool.device_kind, pool.device) for pool in pools.values()}
         if len(devices) != 1:
-            raise InvalidInput(
+            raise InvalidValue(
                 f"the pools are on {len(devices)} devices, a model has one",
                 next_step="make a TorchMemory for each device",
                 found=sorted(uuid for _, uuid in devices),
@@ -300,7 +300,9 @@ class TorchMemory:
         try:
             return self._parts[tag]
         except KeyError:
-            raise NotFound(f"there is no pool {tag!r}: {', '.join(self._parts)}", tag=tag) from None
+            raise NoSuchArray(
+                f"there is no pool {tag!r}: {', '.join(self._parts)}", tag=tag
+            ) from None
 
     def _move_out(self, part: _Part, tensors: list[Any]) -> None:
         """Give tensors that stand in the pool memory of their own. They stay the same objects."""
@@ -399,7 +401,7 @@ def tensor_of(array: Any, dtype: Any = None) -> Any:
     """
     is_cuda = isinstance(array, CudaArray)
     if not (array.dtype.isnative and (is_cuda or array.flags.c_contiguous)):
-        raise InvalidInput(
+        raise InvalidValue(
             f"a {array.dtype.str} array of shape {array.shape} has its elements apart, in another "
             "order, or in the byte order of another machine",
             next_step="take the array of the pool itself, and slice the tensor",
@@ -408,7 +410,7 @@ def tensor_of(array: Any, dtype: Any = None) -> Any:
     torch = import_torch()
     kind = _dtype(torch, array.dtype.name) if dtype is None else dtype
     if kind.itemsize != array.dtype.itemsize:
-        raise InvalidInput(
+        raise InvalidValue(
             f"elements of {kind} have {kind.itemsize} bytes, those of the array "
             f"{array.dtype.itemsize}",
             expected=array.dtype.itemsize,
@@ -439,7 +441,7 @@ def _check_identity(pool: MemoryPool, identity: str) -> None:
     """Compare what was published with what is wanted. InvalidInput."""
     found = "".join(item.value.decode(errors="replace") for item in pool.metadata(_IDENTITY))
     if identity and found != identity:
-        raise InvalidInput(
+        raise InvalidValue(
             f"the pool holds {found or 'a model without an identity'}, and not {identity}",
             next_step="start with the model, the revision and the ranks that were published here, "
             "or connect with lock='RW' to publish another",
@@ -456,7 +458,7 @@ def _dtype(torch: Any, name: str) -> Any:
     """Return a type by its name, which another process may have written. InvalidInput."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise InvalidInput(
+        raise InvalidValue(
             f"this PyTorch ({torch.__version__}) has no type {name!r}",
             next_step="use the version of PyTorch with which the tensors were committed",
             found=name,

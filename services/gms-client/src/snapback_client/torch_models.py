@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from snapback_client.errors import InvalidInput
+from snapback_client.errors import InvalidValue
 from snapback_client.tensors import View
 
 
@@ -66,7 +66,7 @@ def dense_tensors(torch: Any, model: Any, device: str) -> list[Named]:
     }
     if wrong:
         name, found = next(iter(wrong.items()))
-        raise InvalidInput(
+        raise InvalidValue(
             f"{len(wrong)} parameters are not dense on {device}: {name} is {found}",
             next_step=f"move the model there: `model.to({device!r})`",
             found=wrong,
@@ -132,7 +132,7 @@ def check_names(model: list[Named], stored: Mapping[str, tuple[Kind, list[int]]]
         if kind is Kind.PARAMETER and (name not in own or own[name].kind is not Kind.PARAMETER)
     ]
     if missing or unknown:
-        raise InvalidInput(
+        raise InvalidValue(
             f"the pool holds another model: it lacks {', '.join(missing[:4]) or 'nothing'}, "
             f"and has {', '.join(unknown[:4]) or 'nothing'} besides",
             next_step="build the model with the configuration with which it was published",
@@ -141,7 +141,7 @@ def check_names(model: list[Named], stored: Mapping[str, tuple[Kind, list[int]]]
         )
     for name, (kind, shape) in stored.items():
         if kind is Kind.PARAMETER and shape != list(own[name].tensor.shape):
-            raise InvalidInput(
+            raise InvalidValue(
                 f"parameter {name} is committed with shape {shape}, the model has "
                 f"{list(own[name].tensor.shape)}",
                 next_step="build the model with the configuration with which it was published",
@@ -156,7 +156,7 @@ def place_of(model: Any, name: str) -> tuple[Any, str]:
     try:
         return model.get_submodule(path), key
     except AttributeError as error:
-        raise InvalidInput(
+        raise InvalidValue(
             f"the model has no module {path!r} for {name}",
             next_step="build the model with the configuration with which it was published",
             name=name,

@@ -46,8 +46,8 @@ from snapback_client.control import (
     Signal,
 )
 from snapback_client.errors import (
-    InvalidInput,
     InvalidMessage,
+    InvalidValue,
     NotEligible,
     NotFound,
     SnapbackError,
@@ -165,7 +165,7 @@ class Worker:
         while the worker is captured, and is closed with the worker.
         """
         if name in self._pools:
-            raise InvalidInput(f"the worker has a pool {name!r} already", name=name)
+            raise InvalidValue(f"the worker has a pool {name!r} already", name=name)
         if self.state is not None:
             try:
                 saved = (self.state / f"{name}{_SUFFIX}").read_bytes()
@@ -407,7 +407,7 @@ class AsyncWorker:
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         if self._loop is None:
-            raise InvalidInput("the worker was not started")
+            raise InvalidValue("the worker was not started")
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _quiesced(self, state: Path) -> None:
@@ -465,7 +465,7 @@ class _ControlDirectory:
         self._changes = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         if libc.inotify_add_watch(self._changes, os.fsencode(path), _IN_MOVED_TO) < 0:
             code = ctypes.get_errno()
-            raise InvalidInput(
+            raise InvalidValue(
                 f"{CONTROL_DIR} is {path!r}, which cannot be followed: {os.strerror(code)}",
                 next_step="leave the variable as it was set for the container",
                 path=path,

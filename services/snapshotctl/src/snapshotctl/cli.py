@@ -19,42 +19,71 @@ from snapshotctl.domain.exits import Exit
 from snapshotctl.domain.formats import OutputFormat
 from snapshotctl.tools import Tools
 
-COMMANDS = {
-    "apply": "Store the manifests of a file, all or none.",
-    "validate": "Check the manifests of a file by the rules of the operator, without a server.",
-    "identity": "Print the identity hash of each DynamoCheckpoint of a file, without a server.",
-    "get": "Show one object, or all of a kind.",
-    "describe": "Show all that is known of one object, and what happened to it.",
-    "explain": "Explain an object: what was asked, what happened, its state, what to do.",
-    "events": "Show what happened to one object and what belongs to it, or to all.",
-    "watch": "Show a capture or a restore phase by phase and part by part, until it is over.",
-    "wait": "Wait until a condition comes true, or cannot any more.",
-    "delete": "Delete an object and what belongs to it.",
-    "checkpoint": "Capture a running pod, or the pod of a manifest.",
-    "restore": "Start a pod from what was captured, and wait until it serves.",
-    "abort": "End a capture that is under way, now.",
-    "verify": "Have every byte of a captured artifact read and compared.",
-    "artifacts": "List, show, verify and compare captured artifacts; apply retention.",
-    "nodes": "Show the nodes, their GPUs, and when each was last seen.",
-    "cordon": "Let nothing new begin on a node; what runs there goes on.",
-    "uncordon": "Let new work begin on a node again.",
-    "drain": "Capture the pods of a node that are labelled for it, and restore them elsewhere.",
-    "orders": "Show the orders under way, and the state of each.",
-    "dead": "Look at messages that no service could take as an order.",
-    "trace": "Show what was done for an object as a waterfall of spans.",
-    "schema": "Print the JSON Schema of a message or object, or list all.",
-    "doctor": "Check this machine and the cluster; print the fix of each problem.",
-    "bundle": "Collect what a bug report needs into one archive.",
-    "up": "Start a local cluster whose nodes have simulated GPUs.",
-    "down": "End a local cluster and its workers.",
-    "leftovers": "Show what local clusters left behind.",
-    "sim": "Break a local cluster on purpose: crash, stall or fail a service at a step.",
-    "keys": "Make the keys of a NATS of your own, and the configuration of its server.",
-    "install": "Write the systemd units of a machine, with their settings and keys.",
-    "demo": "Capture a worker, lose its node, restore it on another.",
-    "completion": "Print the script by which a shell completes commands and names.",
+GROUPS: dict[str, dict[str, str]] = {
+    "Try it on this machine": {
+        "demo": "Capture a worker, lose its node, restore it on another.",
+        "up": "Start a local cluster whose nodes have simulated GPUs.",
+        "down": "End a local cluster and its workers.",
+        "clusters": "Show the local clusters of this machine: state, processes, address, folder.",
+        "open": "Print the address of the page, and open it in the browser.",
+        "sim": "Break a local cluster on purpose: crash, stall or fail a service at a step.",
+        "leftovers": "Show what local clusters left behind.",
+    },
+    "Capture and restore": {
+        "checkpoint": "Capture a running pod, or the pod of a manifest.",
+        "restore": "Start a pod from what was captured, and wait until it serves.",
+        "watch": "Show a capture or a restore phase by phase and part by part, until it is over.",
+        "abort": "End a capture that is under way, now.",
+        "verify": "Have every byte of a captured artifact read and compared.",
+        "artifacts": "List, show, verify and compare captured artifacts; apply retention.",
+    },
+    "Objects": {
+        "get": "Show one object, or all of a kind.",
+        "describe": "Show all that is known of one object, and what happened to it.",
+        "explain": "Explain an object: what was asked, what happened, its state, what to do.",
+        "events": "Show what happened to one object and what belongs to it, or to all.",
+        "wait": "Wait until a condition comes true, or cannot any more.",
+        "delete": "Delete an object and what belongs to it.",
+    },
+    "Manifests": {
+        "apply": "Store the manifests of a file, all or none.",
+        "validate": "Check the manifests of a file by the rules of the operator, without a server.",
+        "identity": (
+            "Print the identity hash of each DynamoCheckpoint of a file, without a server."
+        ),
+        "schema": "Print the JSON Schema of a message or object, or list all.",
+    },
+    "Workers and services": {
+        "ask": "Put one question to a worker, and print its answer.",
+        "exec": "Run a program beside a worker, as in its container.",
+        "logs": "Show what a worker or a service has written.",
+    },
+    "Nodes": {
+        "nodes": "Show the nodes, their GPUs, and when each was last seen.",
+        "cordon": "Let nothing new begin on a node; what runs there goes on.",
+        "uncordon": "Let new work begin on a node again.",
+        "drain": (
+            "Capture the pods of a node that are labelled for it, and restore them elsewhere."
+        ),
+    },
+    "Find out what is wrong": {
+        "doctor": "Check this machine and the cluster; print the fix of each problem.",
+        "orders": "Show the orders under way, and the state of each.",
+        "dead": "Look at messages that no service could take as an order.",
+        "trace": "Show what was done for an object as a waterfall of spans.",
+        "bundle": "Collect what a bug report needs into one archive.",
+    },
+    "Set up": {
+        "keys": "Make the keys of a NATS of your own, and the configuration of its server.",
+        "install": "Write the systemd units of a machine, with their settings and keys.",
+        "completion": "Print the script by which a shell completes commands and names.",
+        "version": "Show the versions of this program, of the services that answer, and of NATS.",
+    },
 }
-"""The first sentence of the help of each command, in the order in which `--help` lists them."""
+"""The commands by what they are for, in the order in which `--help` lists them."""
+
+COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
+"""The first sentence of the help of each command."""
 
 WHERE = (
     "Where the server is: --server, --context or --kubeconfig (the Snapback of a Kubernetes "
@@ -96,8 +125,12 @@ class _Group(TyperGroup):
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        # One width for all groups, so that the texts stand below one another.
+        width = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                rows = [(name.ljust(width), about) for name, about in commands.items()]
+                formatter.write_dl(rows)
 
 
 app = typer.Typer(
@@ -108,6 +141,12 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+
+
+def _clusters() -> list[str]:
+    from snapshotctl.command import complete_clusters  # noqa: PLC0415 - costs start-up time
+
+    return complete_clusters()
 
 
 def _version(wanted: bool) -> None:
@@ -126,7 +165,13 @@ def common(
         typer.Option("--server", metavar="URL", help="Address of NATS; several with commas."),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Use this local cluster.")
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Use this local cluster.",
+            autocompletion=_clusters,
+        ),
     ] = None,
     context_name: Annotated[
         str | None,

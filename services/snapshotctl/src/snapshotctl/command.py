@@ -23,7 +23,7 @@ from snapshotctl.tools import Tools
 if TYPE_CHECKING:
     from snapshotctl.ports import Screen
 
-Work = TypeVar("Work", bound=Callable[..., Coroutine[Any, Any, Exit | None]])
+Work = TypeVar("Work", bound=Callable[..., Coroutine[Any, Any, int | None]])
 
 SHOW_TRACEBACKS = "SNAPBACK_TRACEBACK"
 COMPLETION_S = 1.0
@@ -50,7 +50,7 @@ def command(app: typer.Typer, *examples: str, name: str | None = None) -> Callab
     """Make an async function a command of `app`.
 
     Its first parameter is the `Tools`, the others are options and arguments as typer has them. It
-    returns its exit code, or None for success.
+    returns its exit code (an `Exit`, or that of a program that it ran), or None for success.
     """
 
     def register(work: Work) -> Work:
@@ -64,7 +64,8 @@ def command(app: typer.Typer, *examples: str, name: str | None = None) -> Callab
             tools: Tools = context.obj
             raise typer.Exit(int(carry_out(work(tools, **values), tools.screen)))
 
-        run.__name__, run.__doc__ = work.__name__, work.__doc__
+        # `exec_` and `open_` would hide what Python has under these names.
+        run.__name__, run.__doc__ = work.__name__.rstrip("_"), work.__doc__
         # typer reads both.
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {found.name: found.annotation for found in parameters}
@@ -83,7 +84,7 @@ def _epilog(examples: Sequence[str]) -> str:
     )
 
 
-def carry_out(work: Coroutine[Any, Any, Exit | None], screen: Screen) -> Exit:
+def carry_out(work: Coroutine[Any, Any, int | None], screen: Screen) -> int:
     """Run a command and return its exit code. An interrupt cancels it; it cleans up first."""
     try:
         return asyncio.run(_interruptible(work, screen))
@@ -111,7 +112,7 @@ def _described(error: Exception) -> Failure:
     )
 
 
-async def _interruptible(work: Coroutine[Any, Any, Exit | None], screen: Screen) -> Exit:
+async def _interruptible(work: Coroutine[Any, Any, int | None], screen: Screen) -> int:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
     interrupted = False
@@ -169,15 +170,66 @@ def _kinds_and_names(context: typer.Context, incomplete: str) -> list[str]:
     if known:
         kind = _kind(known[0]) if len(known) == 1 else None
         return _names(context, [kind]) if kind else []
-    return [kind.plural for kind in KINDS.values()]
+    kinds = list(KINDS.values())
+    # A name alone is enough as well.
+    return [*(kind.plural for kind in kinds), *_names(context, kinds)]
 
 
-def _captured(context: typer.Context) -> list[str]:
-    return _names(context, [KINDS[name] for name in targets.VERIFIABLE])
+def _captured(context: typer.Context, incomplete: str) -> list[str]:
+    return _kind_or_name(context, incomplete, [KINDS[name] for name in targets.VERIFIABLE])
 
 
-def _traced(context: typer.Context) -> list[str]:
-    return _names(context, [KINDS[name] for name in targets.TRACED])
+def _traced(context: typer.Context, incomplete: str) -> list[str]:
+    return _kind_or_name(context, incomplete, [KINDS[name] for name in targets.TRACED])
+
+
+def complete_logs(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete what has a log: pods, and services, of a local cluster also when it is down."""
+    root = context.find_root().params
+    tools = Tools(root.get("server"), root.get("cluster"), "table")
+    services: list[str] = []
+    with contextlib.suppress(SnapbackError, OSError):
+        if (kept := tools.logs()) is not None:
+            from snapshotctl.domain.sources import known_services  # noqa: PLC0415
+
+            services = known_services(kept.programs())
+    if incomplete.startswith("pod/"):
+        return [f"pod/{name}" for name in _names(context, [KINDS["Pod"]])]
+    return [*services, *_names(context, [KINDS["Pod"]])]
+
+
+def _pods(context: typer.Context) -> list[str]:
+    return _names(context, [KINDS["Pod"]])
+
+
+def complete_explained(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete a name that `explain` takes, or a reason, which begins with a capital."""
+    if incomplete[:1].isupper():
+        from snapshot_shared.reasons import REASONS  # noqa: PLC0415 - long, and rarely needed
+
+        return list(REASONS)
+    kinds = [*(KINDS[name] for name in targets.TRACED), KINDS["Node"]]
+    return _kind_or_name(context, incomplete, kinds)
+
+
+def _kind_or_name(context: typer.Context, incomplete: str, kinds: Sequence[Kind]) -> list[str]:
+    typed, slash, _ = incomplete.partition("/")
+    if not slash:
+        return _names(context, kinds)
+    kind = _kind(typed)
+    return [f"{typed}/{n}" for n in _names(context, [kind])] if kind and kind in kinds else []
+
+
+def complete_clusters() -> list[str]:
+    """Complete the name of a local cluster."""
+    with contextlib.suppress(SnapbackError, OSError):
+        return Tools(None, None, "table").folders.names()
+    return []
+
+
+def complete_goals() -> list[str]:
+    """Complete what can be waited for."""
+    return ["condition=Ready", "condition=Failed", "delete"]
 
 
 def complete_nodes(context: typer.Context) -> list[str]:
@@ -209,21 +261,33 @@ WorkerDriver = Annotated[
     str, typer.Option("--driver", metavar="DRIVER", help="cooperative, or criu, as root.")
 ]
 ClusterName = Annotated[
-    str | None, typer.Option("--name", hidden=True, help="The same as --cluster.")
+    str | None,
+    typer.Option(
+        "--name", hidden=True, help="The same as --cluster.", autocompletion=complete_clusters
+    ),
 ]
 KindAndName = Annotated[
     list[str],
     typer.Argument(
-        metavar="KIND NAME", help="KIND NAME or KIND/NAME.", autocompletion=_kinds_and_names
+        metavar="[KIND] NAME",
+        help="KIND NAME, KIND/NAME, or a name that one object has.",
+        autocompletion=_kinds_and_names,
     ),
 ]
 KindAndMaybeName = Annotated[
     list[str],
     typer.Argument(
         metavar="KIND [NAME]",
-        help="What to show; KIND/NAME also works.",
+        help="What to show; KIND/NAME, or a name that one object has.",
         autocompletion=_kinds_and_names,
     ),
+]
+RunningPod = Annotated[
+    str, typer.Argument(metavar="POD", help="A pod that runs.", autocompletion=_pods)
+]
+WorkerContainer = Annotated[
+    str | None,
+    typer.Option("--container", "-c", metavar="NAME", help="A container of the pod."),
 ]
 Captured = Annotated[
     str,

@@ -21,7 +21,8 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.documents import Document
-from snapshotctl.domain.targets import Target
+from snapshotctl.domain.exits import Ambiguous
+from snapshotctl.domain.targets import Target, kinds_like
 from snapshotctl.ports import Operator
 from snapshotctl.views import related, timeline
 from snapshotctl.views.related import RelatedObjects, trace_of
@@ -35,25 +36,53 @@ T = TypeVar("T")
 
 async def existing(operator: Operator, target: Target) -> AnyObject:
     """Read an object that has to exist. NotFound."""
-    found = await operator.get(target)
-    if found is None:
-        where = f" in namespace {target.namespace}" if target.namespace else ""
-        raise NotFound(
-            f"{target.kind.name} {target.name} does not exist{where}",
-            next_step=f"list what there is: snapshotctl get {target.kind.plural}",
-        )
-    return found
+    return await find(operator, [target])
+
+
+async def resolved(operator: Operator, targets: Sequence[Target]) -> Target:
+    """Return the target that is meant. NotFound, Ambiguous where that is one of several.
+
+    A single one is not read: what it names need not exist.
+    """
+    return targets[0] if len(targets) == 1 else target_of(await find(operator, targets), targets)
 
 
 async def find(operator: Operator, targets: Sequence[Target]) -> AnyObject:
-    """Read the first of the targets that exists. NotFound lists them all."""
-    for target in targets:
-        found = await operator.get(target)
-        if found is not None:
-            return found
-    raise NotFound(
+    """Read the one of the targets that exists. NotFound lists them all.
+
+    What another one owns is not meant, such as the snapshot of a checkpoint of the same name.
+    Ambiguous lists what is left, where that is more than one.
+    """
+    read = [await operator.get(target) for target in targets]
+    found = [value for value in read if value is not None]
+    uids = {value.metadata.uid for value in found}
+    roots = [value for value in found if not related.owners_of(value.metadata) & uids] or found
+    if len(roots) == 1:
+        return roots[0]
+    if roots:
+        named = [target_of(value, targets).typed for value in roots]
+        raise Ambiguous(
+            f"{targets[0].name!r} may be any of {len(named)} objects: {', '.join(named)}",
+            next_step=f"name the kind as well, as in {named[0]}",
+            candidates=named,
+        )
+    raise _none_of(targets)
+
+
+def _none_of(targets: Sequence[Target]) -> NotFound:
+    if len(targets) == 1:
+        found = targets[0]
+        where = f" in namespace {found.namespace}" if found.namespace else ""
+        return NotFound(
+            f"{found.kind.name} {found.name} does not exist{where}",
+            next_step=f"list what there is: snapshotctl get {found.kind.plural}",
+        )
+    close = kinds_like(targets[0].name or "")
+    return NotFound(
         f"there is no {', no '.join(map(str, targets))}",
-        next_step="list what there is, for example: snapshotctl get dynamocheckpoints -A",
+        next_step=f"did you mean the kind {' or '.join(close)}?"
+        if close
+        else "list what there is, for example: snapshotctl get dynamocheckpoints -A",
     )
 
 
@@ -164,6 +193,15 @@ class Sent(NamedTuple):
 
     results: list[Applied]
     traceparent: str
+
+
+async def tried(operator: Operator, documents: Sequence[Document]) -> list[Applied]:
+    """Return what a `store` would do; nothing is stored. Problems name the place of each."""
+    encoded = [document.encode() for document in documents]
+    try:
+        return await operator.apply(encoded, "", dry_run=True)
+    except RemoteFailure as error:
+        raise RemoteFailure(_placed(error.failure, documents)) from error
 
 
 async def send(operator: Operator, telemetry: Telemetry, documents: Sequence[Document]) -> Sent:

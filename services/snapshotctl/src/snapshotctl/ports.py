@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -60,8 +60,13 @@ class Operator(Protocol):
     What it refuses is a RemoteFailure.
     """
 
-    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
-        """Store manifests, all or none. InvalidManifest lists every problem."""
+    async def apply(
+        self, documents: Sequence[msgspec.Raw], traceparent: str, *, dry_run: bool = False
+    ) -> list[Applied]:
+        """Store manifests, all or none; with `dry_run` say what that would do.
+
+        InvalidManifest lists every problem.
+        """
 
     async def get(self, target: Target) -> AnyObject | None:
         """Read one object; None when it does not exist."""
@@ -142,6 +147,35 @@ class Operator(Protocol):
 
     def news(self) -> AbstractAsyncContextManager[AsyncIterator[News]]:
         """Subscribe to all changes for the length of the block. None where some may be lost."""
+
+
+class Ran(NamedTuple):
+    """A program that has ended: its exit code, and what it printed."""
+
+    code: int
+    out: bytes
+    err: str
+
+
+class Workers(Protocol):
+    """The workers of a cluster, and programs that run beside them. NotFound, WrongArguments.
+
+    Without a container that of a pod with one is meant.
+    """
+
+    @property
+    def python(self) -> str:
+        """How Python is called there."""
+
+    async def run(
+        self, namespace: str, pod: str, container: str | None, program: Sequence[str]
+    ) -> int:
+        """Run a program with this terminal; return its exit code."""
+
+    async def answer(
+        self, namespace: str, pod: str, container: str | None, program: Sequence[str]
+    ) -> Ran:
+        """Run a program that reads nothing; return what it printed."""
 
 
 class Parts(Protocol):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from snapshotctl.domain.cluster import ClusterRecord
     from snapshotctl.domain.documents import Document
     from snapshotctl.domain.servers import Server
-    from snapshotctl.ports import DemoCluster
+    from snapshotctl.ports import DemoCluster, Workers
     from snapshotctl.views.findings import Observed
 
 SERVICE = "snapshotctl"
@@ -111,6 +111,21 @@ class Tools:
 
         record = self.folders.record_at(self.find_server())
         return None if record is None else ClusterLogs(record)
+
+    def workers(self) -> Workers:
+        """Return the workers of the server's cluster. NotFound when they are not reached here."""
+        if self.kubernetes is not None:
+            return self.kubernetes
+        from snapshot_shared.errors import NotFound
+        from snapshotctl.adapters.local_workers import LocalWorkers
+
+        record = self.folders.record_at(self.find_server())
+        if record is None:
+            raise NotFound(
+                "the workers of this cluster are not on this machine",
+                next_step="log in where they run, or name a Kubernetes cluster with --context",
+            )
+        return LocalWorkers(record)
 
     @contextlib.asynccontextmanager
     async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:

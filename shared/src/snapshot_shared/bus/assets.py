@@ -35,6 +35,7 @@ CONSUMERS_A_PAGE = 256
 STREAMS: tuple[StreamConfig, ...] = (
     StreamConfig(
         name=subjects.ORDERS,
+        description="What nodes are to do, one message an order until it is settled",
         subjects=["snap.order.*.*.*"],
         retention=RetentionPolicy.LIMITS,
         storage=StorageType.FILE,
@@ -48,6 +49,7 @@ STREAMS: tuple[StreamConfig, ...] = (
     ),
     StreamConfig(
         name=subjects.REPORTS,
+        description="What became of orders, for 14 days",
         subjects=["snap.report.*.*.*"],
         storage=StorageType.FILE,
         discard=DiscardPolicy.OLD,
@@ -58,6 +60,7 @@ STREAMS: tuple[StreamConfig, ...] = (
     ),
     StreamConfig(
         name=subjects.PROGRESS,
+        description="How far the running step of each order is, the last value alone",
         subjects=["snap.progress.*.*"],
         storage=StorageType.MEMORY,
         discard=DiscardPolicy.OLD,
@@ -68,6 +71,7 @@ STREAMS: tuple[StreamConfig, ...] = (
     ),
     StreamConfig(
         name=subjects.SPANS,
+        description="Finished spans of traces, for 2 days",
         subjects=["snap.span.*.*"],
         storage=StorageType.FILE,
         discard=DiscardPolicy.OLD,
@@ -77,6 +81,7 @@ STREAMS: tuple[StreamConfig, ...] = (
     ),
     StreamConfig(
         name=subjects.DEAD,
+        description="Messages that no service could take as an order or a report, for 30 days",
         subjects=["snap.dead.*"],
         storage=StorageType.FILE,
         discard=DiscardPolicy.OLD,
@@ -87,9 +92,25 @@ STREAMS: tuple[StreamConfig, ...] = (
 )
 
 BUCKETS: tuple[KeyValueConfig, ...] = (
-    KeyValueConfig(bucket=subjects.NODES_BUCKET, history=1, ttl=PRESENCE_TTL_S, direct=True),
-    KeyValueConfig(bucket=subjects.OBJECTS_BUCKET, history=1, direct=True),
-    KeyValueConfig(bucket=subjects.SCHEMAS_BUCKET, history=1, direct=True),
+    KeyValueConfig(
+        bucket=subjects.NODES_BUCKET,
+        description="What each node says of itself; a key is gone 30 s after its node fell silent",
+        history=1,
+        ttl=PRESENCE_TTL_S,
+        direct=True,
+    ),
+    KeyValueConfig(
+        bucket=subjects.OBJECTS_BUCKET,
+        description="Identity and status of every object, for people; no program reads it",
+        history=1,
+        direct=True,
+    ),
+    KeyValueConfig(
+        bucket=subjects.SCHEMAS_BUCKET,
+        description="The JSON Schema of every message and object",
+        history=1,
+        direct=True,
+    ),
 )
 
 
@@ -101,6 +122,7 @@ def stream_of(bucket: KeyValueConfig) -> StreamConfig:
     """
     return StreamConfig(
         name=subjects.stream_of_bucket(bucket.bucket),
+        description=bucket.description,
         subjects=[subjects.bucket_key(bucket.bucket, ">")],
         discard=DiscardPolicy.NEW,
         max_msgs_per_subject=bucket.history,
@@ -235,6 +257,7 @@ def fill_of(messages: int, size: int, limits: StreamConfig) -> float:
 
 def _differing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
     fields = (
+        "description",
         "subjects",
         "max_msgs_per_subject",
         "max_bytes",

@@ -5,21 +5,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import nats.errors
 import nats.micro
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.micro.request import ServiceError
 from nats.micro.service import ServiceConfig
 
 from snapshot_shared.bus.client import InboxAnswers
 from snapshot_shared.bus.connection import REQUEST_S, unavailable
 from snapshot_shared.bus.streams import Delivery, Streams
-from snapshot_shared.errors import NotFound
+from snapshot_shared.errors import Failure, NotFound
 
 ASKED = "Snapback-Asked"
 """The header with the subject of a request, whatever its sender wrote into that header."""
+
+DESCRIPTIONS = {
+    "snap-operator": "Answers what people and nodes ask about objects: snap.api.VERB",
+    "snap-agent": "Says how the agent of a node is: snap.rpc.agent.NODE.status",
+    "snap-gms": "Says how the GPU memory service of a node is: snap.rpc.gms.NODE.status",
+}
+"""What each service is there for, by its name."""
+
+DEFECT = 500
+ERROR_CODES = {
+    "AlreadyExists": 409,
+    "Conflict": 409,
+    "Forbidden": 403,
+    "InvalidInput": 400,
+    "InvalidManifest": 400,
+    "InvalidMessage": 400,
+    "InvalidName": 400,
+    "NotEligible": 409,
+    "NotFound": 404,
+    "NotPermitted": 403,
+    "RequestExpired": 408,
+    "StalePodReference": 404,
+    "UnsupportedVersion": 400,
+}
+"""The code of a failed answer by its reason, as HTTP has it; DEFECT where this has none."""
+
+MAX_HEADER = 256
 
 Handler = Callable[[bytes, Mapping[str, str]], Awaitable[bytes]]
 
@@ -34,8 +64,9 @@ class _Service(NamedTuple):
         answering = cast("Client", InboxAnswers(client))
         service = await nats.micro.add_service(answering, self.config)
         for subject, handler in self.endpoints.items():
-            name = subject.replace(".", "-").replace("*", "any")
-            await service.add_endpoint(name=name, subject=subject, handler=_responding(handler))
+            await service.add_endpoint(
+                name=_named(subject), subject=subject, handler=_responding(handler)
+            )
 
 
 class Bus(Streams):
@@ -119,7 +150,12 @@ class Bus(Streams):
 
         Handlers answer quickly, never raise for bad input and run one at a time.
         """
-        config = ServiceConfig(name=name, version=version, metadata=dict(metadata))
+        config = ServiceConfig(
+            name=name,
+            version=version,
+            description=DESCRIPTIONS.get(name),
+            metadata=dict(metadata),
+        )
         await self._attach(_Service(config, dict(endpoints)))
         await self._flush()
 
@@ -127,6 +163,40 @@ class Bus(Streams):
 def _responding(handler: Handler) -> Callable[[Any], Awaitable[None]]:
     async def answer(request: Any) -> None:
         headers = {**(request.headers or {}), ASKED: request.subject}
-        await request.respond(await handler(request.data, headers))
+        reply = await handler(request.data, headers)
+        failure = _failure_in(reply)
+        if failure is None:
+            await request.respond(reply)
+            return
+        # nats-py counts an error where a handler raises, and answers it by this without a body.
+        request.respond_error = partial(request.respond_error, data=reply)
+        code = ERROR_CODES.get(failure.reason, DEFECT)
+        raise ServiceError(str(code), _as_header(f"{failure.reason}: {failure.message}"))
 
     return answer
+
+
+class _Answered(msgspec.Struct):
+    failure: Failure | None = None
+
+
+def _failure_in(reply: bytes) -> Failure | None:
+    """Return the failure that an answer is; most are none, and are not decoded."""
+    if b'"failure":' not in reply:
+        return None
+    try:
+        return msgspec.json.decode(reply, type=_Answered).failure
+    except msgspec.MsgspecError:
+        return None
+
+
+def _as_header(text: str) -> str:
+    """Return a text as the value of a header: printable ASCII on one line."""
+    plain = text.encode("ascii", "replace").decode()
+    return "".join(sign if sign.isprintable() else " " for sign in plain)[:MAX_HEADER]
+
+
+def _named(subject: str) -> str:
+    """Return the name of an endpoint: what is asked, such as `get` or `status`."""
+    words = [word for word in subject.split(".") if word != "*"]
+    return "-".join(words[2:] if words[:2] == ["snap", "api"] else words[-1:])

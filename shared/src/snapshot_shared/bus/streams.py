@@ -208,6 +208,7 @@ class Streams(Assets):
         config = ConsumerConfig(
             name=durable,
             durable_name=durable,
+            description=f"{stream} for {durable}: {filter_}",
             filter_subject=filter_,
             ack_policy=AckPolicy.EXPLICIT,
             deliver_policy=DeliverPolicy.ALL,

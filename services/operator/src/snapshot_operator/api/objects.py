@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -49,6 +49,9 @@ from snapshot_shared.validation import repetitions
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
+MAX_SHOWN = 60
+"""How many characters of a value are shown in a message."""
+
 RETENTION_PAGE = 1000
 """Artifacts in one reply: names are bounded, so that they fit."""
 
@@ -121,16 +124,13 @@ class Api:
                 next_step=f"wait until it is gone: snapshotctl wait {kind.short}/{name} "
                 "--for=delete",
             )
-        same = found.spec == value.spec and all(
-            found.metadata.annotations.get(key) == text
-            for key, text in value.metadata.annotations.items()
-        )
-        if not same:
+        if differing := _differing(found, value):
             raise AlreadyExists(
                 f"{kind.name} {name} exists with another spec, and a spec never changes",
                 next_step="delete it first, or use another name",
                 kind=kind.name,
                 name=name,
+                lines=differing,
             )
         return found
 
@@ -256,6 +256,41 @@ def check_uid(value: AnyObject, uid: str) -> None:
 
 def _page_key(value: AnyObject) -> str:
     return f"{value.metadata.namespace or ''}/{value.metadata.name}"
+
+
+def _differing(found: AnyObject, wanted: AnyObject) -> list[str]:
+    """Return the fields in which a manifest differs from what is stored, each with both values.
+
+    Values that may be secret are not shown.
+    """
+    notes = found.metadata.annotations
+    lines = [
+        f"metadata.annotations[{key}]: {text!r} is wanted, {notes.get(key, '')!r} is there"
+        for key, text in wanted.metadata.annotations.items()
+        if notes.get(key) != text
+    ]
+    if found.spec == wanted.spec:
+        return lines
+    there, given = (redacted(json.loads(encode_json(each)))["spec"] for each in (found, wanted))
+    shown = list(_differences("spec", there, given))
+    return lines + (shown or ["spec: it differs in values that are not shown"])
+
+
+def _differences(path: str, there: Any, wanted: Any) -> Iterator[str]:
+    """Yield each innermost field that differs; values are those of JSON."""
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        for key in [*there, *(key for key in wanted if key not in there)]:
+            yield from _differences(f"{path}.{key}", there.get(key), wanted.get(key))
+    elif isinstance(there, list) and isinstance(wanted, list) and len(there) == len(wanted):
+        for index, pair in enumerate(zip(there, wanted, strict=True)):
+            yield from _differences(f"{path}[{index}]", *pair)
+    elif there != wanted:
+        yield f"{path}: {_short(wanted)} is wanted, {_short(there)} is there"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _parse_all(documents: list[msgspec.Raw]) -> list[AnyObject]:

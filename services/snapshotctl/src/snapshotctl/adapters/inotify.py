@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 # The masks of linux/inotify.h, which the standard library does not have.
+_MODIFY = 0x2
 _CLOSE_WRITE = 0x8
 _MOVED_TO = 0x80
 _CREATE = 0x100
@@ -41,14 +42,18 @@ class Folder:
 
 
 @contextlib.asynccontextmanager
-async def watching(folder: Path) -> AsyncIterator[Folder]:
-    """Watch a folder for the length of the block. FileNotFoundError when there is none."""
+async def watching(folder: Path, *, writes: bool = False) -> AsyncIterator[Folder]:
+    """Watch a folder for the length of the block. FileNotFoundError when there is none.
+
+    With `writes` every write to one of its files counts as a change, too.
+    """
+    mask = _CHANGES | _ONLYDIR | (_MODIFY if writes else 0)
     fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:
         raise _error(folder)
     loop = asyncio.get_running_loop()
     try:
-        if _libc.inotify_add_watch(fd, os.fsencode(folder), _CHANGES | _ONLYDIR) < 0:
+        if _libc.inotify_add_watch(fd, os.fsencode(folder), mask) < 0:
             raise _error(folder)
         found = Folder(fd)
         loop.add_reader(fd, found._read)  # noqa: SLF001 - the reader belongs to the folder

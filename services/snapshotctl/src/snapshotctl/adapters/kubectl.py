@@ -6,6 +6,7 @@ applied goes through the API server, so that the rights and the name of the user
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -17,11 +18,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from snapshot_shared.api import Applied
+from snapshot_shared.api import Action, Applied
 from snapshot_shared.errors import (
     BusUnavailable,
     InvalidManifest,
@@ -32,9 +33,11 @@ from snapshot_shared.errors import (
 from snapshot_shared.objects.meta import TRACEPARENT
 from snapshot_shared.objects.snapback import GROUP, RESTORE_FROM
 from snapshot_shared.permissions import Role, User
+from snapshotctl.adapters.local_workers import answered, ended
 from snapshotctl.adapters.processes import ending_with_us
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.kubernetes import (
+    KUBE_PARTS,
     NatsService,
     api_path,
     nats_services,
@@ -42,7 +45,9 @@ from snapshotctl.domain.kubernetes import (
     problem_in,
 )
 from snapshotctl.domain.servers import Server
+from snapshotctl.domain.sources import OF_NODES, ServiceNamed
 from snapshotctl.domain.targets import Target
+from snapshotctl.ports import Ran
 from snapshotctl.views.clones import brought_back
 from snapshotctl.views.installation import (
     DEFINITIONS,
@@ -114,8 +119,13 @@ class Kubernetes:
             "SNAPBACK_NATS_CREDENTIALS": self._kept(self._seed(self._service, "operator")),
         }
 
-    def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[Applied]:
-        """Apply manifests, all or none, as this user. InvalidManifest, NotPermitted."""
+    def apply(
+        self, documents: Sequence[msgspec.Raw], traceparent: str, *, dry_run: bool = False
+    ) -> list[Applied]:
+        """Apply manifests, all or none, as this user. InvalidManifest, NotPermitted.
+
+        With `dry_run` the API server checks them, and says what it would do.
+        """
         if self._are_shaped_here:
             documents = [self._standing_by(document) for document in documents]
         items = [msgspec.json.decode(document) for document in documents]
@@ -125,19 +135,68 @@ class Kubernetes:
             meta.setdefault("annotations", {}).setdefault(TRACEPARENT, traceparent)
         given = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
         apply = ("apply", "--filename", "-")
-        self._run(*apply, "--dry-run=server", given=given)
+        said = self._run(*apply, "--dry-run=server", given=given).splitlines()
+        if dry_run:
+            return [_applied(item, line) for item, line in zip(items, said, strict=True)]
         said = self._run(*apply, given=given).splitlines()
         stored = json.loads(self._run("get", "--output=json", "--filename", "-", given=given))
-        return [
-            Applied(
-                kind=found["kind"],
-                namespace=found["metadata"].get("namespace"),
-                name=found["metadata"]["name"],
-                uid=found["metadata"]["uid"],
-                action="created" if line.endswith("created") else "unchanged",
-            )
-            for found, line in zip(stored.get("items", [stored]), said, strict=True)
+        found = stored.get("items", [stored])
+        return [_applied(item, line) for item, line in zip(found, said, strict=True)]
+
+    # Workers and logs.
+
+    @property
+    def python(self) -> str:
+        return "python3"
+
+    async def run(
+        self, namespace: str, pod: str, container: str | None, program: Sequence[str]
+    ) -> int:
+        terminal = ["--stdin", *(["--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else [])]
+        return await self.show(
+            "exec", pod, "--namespace", namespace, *terminal, *_within(container), "--", *program
+        )
+
+    async def answer(
+        self, namespace: str, pod: str, container: str | None, program: Sequence[str]
+    ) -> Ran:
+        words = ("exec", pod, "--namespace", namespace, *_within(container), "--", *program)
+        pipe = asyncio.subprocess.PIPE
+        nowhere = asyncio.subprocess.DEVNULL
+        return await answered(await self._started(words, stdin=nowhere, stdout=pipe, stderr=pipe))
+
+    async def show(self, *words: str) -> int:
+        """Run kubectl with this terminal; return its exit code. WrongArguments without kubectl."""
+        return await ended(await self._started(words))
+
+    async def _started(self, words: Sequence[str], **streams: Any) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(*self._words(*words), **streams)
+        except FileNotFoundError:
+            raise _no_kubectl() from None
+
+    def log_of(self, service: ServiceNamed) -> list[str]:
+        """Return the words by which kubectl shows the log of a service. NotFound."""
+        component, container = KUBE_PARTS[service.service]
+        part = f"app.kubernetes.io/part-of=snapback,app.kubernetes.io/component={component}"
+        on = f",spec.nodeName={service.node}" if service.node else ""
+        words = ("pods", "--all-namespaces", f"--selector={part}", "--output=json")
+        found = json.loads(self._run("get", *words, f"--field-selector=status.phase!=Pending{on}"))
+        pods = [
+            (item["metadata"]["namespace"], item["metadata"]["name"], item["spec"].get("nodeName"))
+            for item in found["items"]
         ]
+        if not pods:
+            raise NotFound(
+                f"there is no pod of {service} in the cluster of {self.name}",
+                next_step="see those that there are: kubectl get pods --all-namespaces "
+                "--selector=app.kubernetes.io/part-of=snapback",
+            )
+        if len(pods) > 1 and service.service in OF_NODES:
+            each = " or ".join(f"{service.service}@{node}" for _, _, node in pods)
+            raise WrongArguments(f"the {service} of which node?", next_step=f"name {each}")
+        namespace, pod, _ = pods[0]
+        return ["logs", pod, "--namespace", namespace, f"--container={container}"]
 
     def cordon(self, node: str, *, unschedulable: bool) -> bool:
         """Cordon a node, or uncordon it; return whether it was not so already."""
@@ -345,10 +404,7 @@ class Kubernetes:
                 timeout=COMMAND_S,
             )
         except FileNotFoundError:
-            raise WrongArguments(
-                "kubectl is not on the PATH",
-                next_step="install it: https://kubernetes.io/docs/tasks/tools/",
-            ) from None
+            raise _no_kubectl() from None
         except subprocess.TimeoutExpired:
             raise BusUnavailable(
                 f"kubectl {words[0]} took longer than {COMMAND_S:g} s ({self.name})"
@@ -361,3 +417,27 @@ class Kubernetes:
         problem = problem_in(said)
         values: dict[str, Any] = {"next_step": problem.next_step} if problem.next_step else {}
         return _ERRORS[problem.kind](f"{problem.message} ({self.name})", **values)
+
+
+def _applied(item: dict[str, Any], said: str) -> Applied:
+    """Return what became of an object, from the line of kubectl."""
+    meta, line = item["metadata"], said.removesuffix(" (server dry run)")
+    known: tuple[Action, ...] = get_args(Action)
+    return Applied(
+        kind=item["kind"],
+        namespace=meta.get("namespace"),
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        action=next((action for action in known if line.endswith(f" {action}")), "unchanged"),
+    )
+
+
+def _within(container: str | None) -> list[str]:
+    return [f"--container={container}"] if container else []
+
+
+def _no_kubectl() -> WrongArguments:
+    return WrongArguments(
+        "kubectl is not on the PATH",
+        next_step="install it: https://kubernetes.io/docs/tasks/tools/",
+    )

@@ -48,6 +48,8 @@ SAFETY_S = 15.0
 ASK_S = 5.0
 """How long an answer of the operator may take, in seconds; it refuses older requests."""
 CONNECT_S = 10.0
+DIRECTORY_S = 1.0
+"""How long services are waited for that may not be there, in seconds."""
 # nats-server takes 1 MB, headers included.
 MAX_REQUEST_BYTES = 900 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
@@ -72,8 +74,10 @@ Message = TypeVar("Message", Progress, Report, SpanRecord)
 class Store(Protocol):
     """The API server of a cluster, as the user may read and change it. Each call blocks."""
 
-    def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[api.Applied]:
-        """Apply manifests, which are to have the traceparent."""
+    def apply(
+        self, documents: Sequence[msgspec.Raw], traceparent: str, *, dry_run: bool = False
+    ) -> list[api.Applied]:
+        """Apply manifests, which are to have the traceparent, or say what that would do."""
 
     def cordon(self, node: str, *, unschedulable: bool) -> bool:
         """Cordon or uncordon a node; return whether that changed it."""
@@ -83,6 +87,14 @@ class Store(Protocol):
 
     def manifest(self, target: Target) -> dict[str, Any] | None:
         """Return the whole of an object; None when it does not exist."""
+
+
+class DirectoryEntry(msgspec.Struct):
+    """A service as it answers `$SRV.INFO`."""
+
+    name: str
+    version: str = ""
+    metadata: dict[str, str] = {}
 
 
 class _GetReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,10 +124,15 @@ class OperatorClient:
         self._server = server
         self._wall = wall
 
-    async def apply(self, documents: Sequence[msgspec.Raw], traceparent: str) -> list[api.Applied]:
+    async def apply(
+        self, documents: Sequence[msgspec.Raw], traceparent: str, *, dry_run: bool = False
+    ) -> list[api.Applied]:
         if self._store is not None:
-            return await in_thread(self._store.apply, documents, traceparent)
-        request = api.ApplyRequest(documents=list(documents), traceparent=traceparent)
+            apply = partial(self._store.apply, documents, traceparent, dry_run=dry_run)
+            return await in_thread(apply)
+        request = api.ApplyRequest(
+            documents=list(documents), traceparent=traceparent, dry_run=dry_run
+        )
         return (await self._ask("apply", request, api.ApplyReply)).results
 
     async def get(self, target: Target) -> AnyObject | None:
@@ -313,6 +330,19 @@ class OperatorClient:
         except (NotFound, BusUnavailable):
             return False
         return True
+
+    async def versions(self) -> list[tuple[str, str, str]]:
+        """Return what answers, each with its version and where it is. BusUnavailable."""
+        present = await self.presence()
+        # An operator, and an agent and a GMS a node; a wrong count only costs the full wait.
+        expected = 1 + 2 * len(present)
+        found = [("nats-server", self.bus.server_version, shown(self._server.url))]
+        for answer in await self.bus.ask_all("$SRV.INFO", expected=expected, within_s=DIRECTORY_S):
+            with contextlib.suppress(InvalidMessage):
+                service = decode_json(answer, DirectoryEntry)
+                found.append((service.name, service.version, service.metadata.get("node", "-")))
+        is_of_node = ("snap-agent", "snap-gms")
+        return sorted(found, key=lambda row: (row[0] in is_of_node, row[2], row[0]))
 
     @contextlib.asynccontextmanager
     async def _changes(self, subject: str) -> AsyncIterator[_Changes]:

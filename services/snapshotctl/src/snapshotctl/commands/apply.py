@@ -1,8 +1,11 @@
-"""The command apply: store manifests."""
+"""The command apply: store manifests, or see what that would do."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+import typer
 
 from snapshot_shared.validation import warnings
 from snapshotctl import objects
@@ -15,19 +18,35 @@ app = new_app()
 @command(
     app,
     "snapshotctl apply -f deploy/examples/checkpoint.yaml",
+    "snapshotctl apply -f checkpoint.yaml --dry-run",
     "cat *.yaml | snapshotctl apply -f -",
 )
-async def apply(tools: Tools, file: File) -> None:
-    """Store the manifests of a file, all or none."""
+async def apply(
+    tools: Tools,
+    file: File,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, say what would change, store nothing."),
+    ] = False,
+) -> None:
+    """Store the manifests of a file, all or none.
+
+    With --dry-run the server checks them by all its rules, also against what is there; `validate`
+    needs no server and so knows less.
+    """
     documents = tools.documents(file)
     if tools.kubernetes is None:
         for document in documents:
             for warning in warnings(msgspec.json.decode(document.encode()), "standalone"):
                 tools.screen.note(f"warning: {document.placed(warning)}")
     async with tools.operator() as operator:
-        results = await objects.store(operator, tools.telemetry, documents)
+        if dry_run:
+            results = await objects.tried(operator, documents)
+        else:
+            results = await objects.store(operator, tools.telemetry, documents)
     if not tools.screen.wants_table:
         tools.screen.value([msgspec.to_builtins(result) for result in results])
         return
+    tail = " (dry run)" if dry_run else ""
     for result in results:
-        tools.screen.line(f"{result.kind.lower()}/{result.name} {result.action}")
+        tools.screen.line(f"{result.kind.lower()}/{result.name} {result.action}{tail}")

@@ -12,11 +12,17 @@ from snapshotctl.tools import Tools
 app = new_app()
 
 
-@command(app, "snapshotctl delete pod my-worker", "snapshotctl delete snap/demo")
+@command(
+    app,
+    "snapshotctl delete pod my-worker",
+    "snapshotctl delete snap/demo",
+    "snapshotctl delete my-worker",
+)
 async def delete(tools: Tools, words: KindAndName, namespace: Namespace = "default") -> None:
     """Delete an object and what belongs to it."""
-    target = targets.one_target(words, namespace)
+    wanted = targets.meant_one(words, namespace)
     async with tools.operator() as operator:
+        target = await objects.resolved(operator, wanted)
         gone = await delete_as_read(operator, target)
     if not tools.screen.wants_table:
         tools.screen.value({"kind": target.kind.name, "name": target.name, "gone": gone})

@@ -33,9 +33,9 @@ app = new_app()
 )
 async def describe(tools: Tools, words: KindAndName, namespace: Namespace = "default") -> None:
     """Show all that is known of one object, and what happened to it."""
-    target = targets.one_target(words, namespace)
+    wanted = targets.meant_one(words, namespace)
     async with tools.operator() as operator:
-        value = await objects.existing(operator, target)
+        value = await objects.find(operator, wanted)
         found = await objects.gather(operator, value)
         events = await objects.timeline_of(operator, found)
         readers = await _readers(operator, value)

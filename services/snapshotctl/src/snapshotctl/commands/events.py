@@ -12,7 +12,13 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl import objects
-from snapshotctl.command import AllNamespaces, Namespace, command, new_app
+from snapshotctl.command import (
+    AllNamespaces,
+    Namespace,
+    command,
+    complete_explained,
+    new_app,
+)
 from snapshotctl.domain import targets
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.targets import Target
@@ -36,7 +42,9 @@ async def events(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="[NAME]", help="A checkpoint, snapshot, content, pod or node; KIND/NAME."
+            metavar="[NAME]",
+            help="A checkpoint, snapshot, content, pod or node; KIND/NAME.",
+            autocompletion=complete_explained,
         ),
     ] = "",
     follow: Annotated[

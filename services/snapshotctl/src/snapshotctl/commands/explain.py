@@ -12,7 +12,7 @@ from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.reasons import REASONS, Reason, explained
 from snapshotctl import objects
 from snapshotctl.adapters.cluster_logs import ClusterLogs
-from snapshotctl.command import Namespace, command, new_app
+from snapshotctl.command import Namespace, command, complete_explained, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.targets import Target
@@ -45,6 +45,7 @@ async def explain(
         typer.Argument(
             metavar="NAME|REASON",
             help="A checkpoint, snapshot, content, pod or node; KIND/NAME; or a reason.",
+            autocompletion=complete_explained,
         ),
     ],
     namespace: Namespace = "default",

@@ -1,12 +1,25 @@
-"""The command get: objects as a table, as JSON or as YAML."""
+"""The command get: objects as a table, as JSON or as YAML, now and as they change."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.objects.kinds import AnyObject
 from snapshotctl import objects
 from snapshotctl.command import AllNamespaces, KindAndMaybeName, Namespace, command, new_app
-from snapshotctl.domain import formats, targets
+from snapshotctl.domain import formats, selectors, targets
+from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.selectors import Requirement
+from snapshotctl.domain.targets import Target
+from snapshotctl.ports import Operator, Screen
 from snapshotctl.tools import Tools
 from snapshotctl.views import tables
+from snapshotctl.views.changing import ChangingTable, changes
 
 app = new_app()
 
@@ -14,7 +27,9 @@ app = new_app()
 @command(
     app,
     "snapshotctl get dynamocheckpoints",
+    "snapshotctl get demo-llm -o wide",
     "snapshotctl get pod my-worker -o yaml",
+    "snapshotctl get pods -l app=llm --watch",
     "snapshotctl get snapshots -A",
 )
 async def get(
@@ -22,26 +37,123 @@ async def get(
     words: KindAndMaybeName,
     namespace: Namespace = "default",
     everywhere: AllNamespaces = False,
+    selector: Annotated[
+        str,
+        typer.Option(
+            "--selector",
+            "-l",
+            metavar="LABELS",
+            help="Only objects with these labels: app=llm,tier!=dev.",
+        ),
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Go on with what changes, until interrupted.")
+    ] = False,
 ) -> None:
     """Show one object, or all of a kind.
 
-    The kinds are dynamocheckpoints, snapshots, snapshotcontents, restores, jobs, pods and nodes.
-    A pod is Unknown while its node is silent: its worker may well run.
+    The kinds are dynamocheckpoints, snapshots, snapshotcontents, restores, jobs, pods and nodes. A
+    name without a kind is that of the object that has it. A pod is Unknown while its node is
+    silent: its worker may well run.
     """
-    target = targets.target(words, namespace)
+    wanted = targets.meant(words, namespace)
     if everywhere:
-        target = targets.everywhere(target)
-    async with tools.operator() as operator:
+        wanted = [targets.everywhere(wanted[0])]
+    required = _required(selector, wanted)
+    async with tools.operator(patiently=watch) as operator:
+        target = await objects.resolved(operator, wanted)
+        if watch:
+            await _follow(operator, tools, target, required, with_namespace=everywhere)
+            return
         if target.name is None:
-            found = await operator.all_of(target.kind, target.namespace)
+            found = await _all(operator, target, required)
         else:
             found = [await objects.existing(operator, target)]
     if not tools.screen.wants_table:
         values = [formats.data(item) for item in found]
         tools.screen.value(values if target.name is None else values[0])
     elif found:
-        now = tools.now()
-        tools.screen.table(tables.table_of(target.kind, found, now, with_namespace=everywhere))
+        shown = tables.table_of(
+            target.kind,
+            found,
+            tools.now(),
+            with_namespace=everywhere,
+            is_wide=tools.screen.wants_wide,
+        )
+        tools.screen.table(shown)
     else:
-        where = f" in namespace {target.namespace}" if target.namespace else ""
-        tools.screen.note(f"no {target.kind.plural}{where}")
+        tools.screen.note(_none(target, selector))
+
+
+def _required(selector: str, wanted: Sequence[Target]) -> list[Requirement]:
+    if not selector:
+        return []
+    if wanted[0].name is not None:
+        raise WrongArguments(
+            "a name and --selector exclude each other",
+            next_step=f"leave one of them out: get {wanted[0].kind.plural} -l {selector}",
+        )
+    return selectors.parse(selector)
+
+
+async def _all(
+    operator: Operator, target: Target, required: Sequence[Requirement]
+) -> list[AnyObject]:
+    found = await operator.all_of(target.kind, target.namespace)
+    return [item for item in found if selectors.matches(required, item.metadata.labels)]
+
+
+def _none(target: Target, selector: str) -> str:
+    where = f" in namespace {target.namespace}" if target.namespace else ""
+    return f"no {target.kind.plural}{where}" + (f" with {selector}" if selector else "")
+
+
+async def _follow(
+    operator: Operator,
+    tools: Tools,
+    target: Target,
+    required: Sequence[Requirement],
+    *,
+    with_namespace: bool,
+) -> None:
+    """Show objects, and each again when it has changed, until cancelled.
+
+    A server that does not answer is waited for, but not at the beginning.
+    """
+    screen = tools.screen
+    table = ChangingTable(target.kind, with_namespace=with_namespace, is_wide=screen.wants_wide)
+    # Subscribed before they are read, so that no change between the two is lost.
+    async with operator.watching(target) as changing:
+        known = await _read(operator, target, required)
+        if target.name is not None and not known:
+            await objects.existing(operator, target)
+        _show(screen, table, "ADDED", known, tools.now())
+        if not known:
+            screen.note(f"{_none(target, '')} yet")
+        while True:
+            await changing.wait()
+            with contextlib.suppress(BusUnavailable):
+                found = await _read(operator, target, required)
+                for kind, item in changes(known, found):
+                    _show(screen, table, kind, [item], tools.now())
+                known = found
+
+
+async def _read(
+    operator: Operator, target: Target, required: Sequence[Requirement]
+) -> list[AnyObject]:
+    if target.name is None:
+        return await _all(operator, target, required)
+    one = await operator.get(target)
+    return [] if one is None else [one]
+
+
+def _show(
+    screen: Screen, table: ChangingTable, kind: str, found: Sequence[AnyObject], now: float
+) -> None:
+    if not screen.wants_table:
+        for item in found:
+            screen.entry({"type": kind, "object": formats.data(item)})
+        return
+    for number, line in enumerate(table.lines(found, now, is_gone=kind == "DELETED")):
+        screen.line(line, strong=number == 0 and table.is_first)

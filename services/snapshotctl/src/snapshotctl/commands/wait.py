@@ -13,7 +13,14 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import condition
 from snapshotctl import objects
-from snapshotctl.command import KindAndName, Namespace, Timeout, command, new_app
+from snapshotctl.command import (
+    KindAndName,
+    Namespace,
+    Timeout,
+    command,
+    complete_goals,
+    new_app,
+)
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import NeverTrue, WrongArguments
 from snapshotctl.domain.targets import Target
@@ -34,15 +41,21 @@ async def wait(
     words: KindAndName,
     goal: Annotated[
         str,
-        typer.Option("--for", metavar="GOAL", help="condition=TYPE, condition=TYPE=False, delete."),
+        typer.Option(
+            "--for",
+            metavar="GOAL",
+            help="condition=TYPE, condition=TYPE=False, delete.",
+            autocompletion=complete_goals,
+        ),
     ] = "condition=Ready",
     timeout: Timeout = "5m",
     namespace: Namespace = "default",
 ) -> None:
     """Wait until a condition comes true, or cannot any more."""
-    target = targets.one_target(words, namespace)
+    named = targets.meant_one(words, namespace)
     wanted, within_s = parse_goal(goal), formats.parse_duration(timeout)
     async with tools.operator(patiently=True) as operator:
+        target = await objects.resolved(operator, named)
         met = await _met(operator, target, wanted, within_s)
     if tools.screen.wants_table:
         tools.screen.line(f"{target} {wanted}: {met.detail}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -76,6 +76,34 @@ class ClusterRecord(
     def process(self, name: str) -> ProcessRecord | None:
         """Return a process by its name."""
         return next((found for found in self.processes if found.name == name), None)
+
+
+class SeenCluster(NamedTuple):
+    """A local cluster as it is: pids by the names of its processes, and those that have ended."""
+
+    name: str
+    state: str
+    path: str
+    url: str
+    page: str
+    pids: dict[str, int]
+    ended: list[str]
+
+    def value(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return self._asdict()
+
+
+def seen_cluster(record: ClusterRecord, alive: frozenset[int]) -> SeenCluster:
+    """Return a cluster of which the processes `alive` run: `running`, `down` or `partly running`.
+
+    What is down has no address: the next start takes other ports.
+    """
+    pids = {found.name: found.pid for found in record.processes if found.pid in alive}
+    gone, runs = ended(record.processes, alive)
+    state = "down" if not runs else "partly running" if gone else "running"
+    url, page = (record.url, record.page) if runs else ("", "")
+    return SeenCluster(record.name, state, record.state_dir, url, page, pids, gone)
 
 
 def server_of(record: ClusterRecord) -> Server:

@@ -33,6 +33,7 @@ MEANINGS: dict[Exit, str] = {
 
 REASONS: dict[str, Exit] = {
     "AlreadyExists": Exit.REFUSED,
+    "Ambiguous": Exit.USAGE,
     "BusUnavailable": Exit.UNREACHABLE,
     "Conflict": Exit.REFUSED,
     "DeadlineExceeded": Exit.TIMEOUT,
@@ -54,6 +55,10 @@ REASONS: dict[str, Exit] = {
 
 class WrongArguments(InvalidInput):
     """A command line that no command accepts."""
+
+
+class Ambiguous(WrongArguments):
+    """A bare name that several objects have; `values['candidates']` lists them."""
 
 
 class NeverTrue(SnapbackError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -50,6 +50,7 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * base ** _POWERS[unit])
 
 
+stamp = units.instant
 size = units.size
 counted = units.counted
 rate = units.rate
@@ -77,11 +78,6 @@ def instant(text: str) -> float | None:
     except ValueError:
         return None
     return moment.timestamp() if moment.tzinfo else None
-
-
-def stamp(at: float) -> str:
-    """Return seconds since the epoch as RFC 3339 with milliseconds."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def clock(at: float) -> str:

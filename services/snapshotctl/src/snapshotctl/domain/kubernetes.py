@@ -24,6 +24,17 @@ class Problem(NamedTuple):
     next_step: str = ""
 
 
+KUBE_PARTS = {
+    "operator": ("operator", "operator"),
+    "nats": ("nats", "nats"),
+    "nats-server": ("nats", "nats"),
+    "page": ("page", "page"),
+    "agent": ("node", "agent"),
+    "gms": ("node", "gms"),
+    "helper": ("node", "helper"),
+}
+"""The component, as the chart labels it, and the container of each service."""
+
 _SIGNS: tuple[tuple[str, Kind, str], ...] = (
     ("context was not found", "arguments", "list them: kubectl config get-contexts"),
     ("does not exist", "arguments", "list them: kubectl config get-contexts"),

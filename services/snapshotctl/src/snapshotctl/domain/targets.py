@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from snapshot_shared.ids import NodeName, check_label, check_name
 from snapshot_shared.objects.kinds import KINDS, Kind, find_kind
 from snapshotctl.domain.exits import WrongArguments
 
+NAMED = tuple(KINDS)
+"""Every kind, in the order in which a bare name is looked up."""
 VERIFIABLE = ("DynamoCheckpoint", "Snapshot", "SnapshotContent")
 """What leads to an artifact, in the order in which a bare name is looked up."""
 TRACED = (*VERIFIABLE, "Pod", "SnapshotRestore")
@@ -54,6 +57,36 @@ def target(words: list[str], namespace: str | None) -> Target:
     kind = kind_named(words[0])
     name = checked_name(words[1]) if len(words) == 2 else None
     return Target(kind, place(kind, namespace), name)
+
+
+def meant(words: list[str], namespace: str) -> list[Target]:
+    """Return what words may mean: the one that they say, or for a bare name one of each kind.
+
+    A word that is a kind is that. WrongArguments when it can be neither.
+    """
+    if len(words) != 1 or "/" in words[0] or _is_kind(words[0]):
+        return [target(words, namespace)]
+    return _of_kinds(NAMED, words[0], namespace)
+
+
+def meant_one(words: list[str], namespace: str) -> list[Target]:
+    """Return what words may mean that have to name one object. WrongArguments."""
+    found = meant(words, namespace)
+    return found if len(found) > 1 else [one_target(words, namespace)]
+
+
+def kinds_like(word: str) -> list[str]:
+    """Return the names of kinds that a word may be a slip of."""
+    names = [name for kind in KINDS.values() for name in (kind.plural, kind.name.lower())]
+    return difflib.get_close_matches(word.lower(), names, n=2, cutoff=0.75)
+
+
+def _is_kind(text: str) -> bool:
+    try:
+        find_kind(text)
+    except NotFound:
+        return False
+    return True
 
 
 def one_target(words: list[str], namespace: str) -> Target:
@@ -135,6 +168,16 @@ def _with_artifact(found: Target, problem: str) -> Target:
             next_step="name a checkpoint, a snapshot or a snapshotcontent",
         )
     return found
+
+
+def pod_named(text: str) -> str:
+    """Return the name of a pod, from NAME or pod/NAME. WrongArguments for another kind."""
+    found = one_target([text] if "/" in text else ["pod", text], "default")
+    if found.kind.name != "Pod":
+        raise WrongArguments(
+            f"a {found.kind.name} has no process", next_step="name a pod: snapshotctl get pods"
+        )
+    return found.name or ""
 
 
 def node_named(text: str) -> NodeName:

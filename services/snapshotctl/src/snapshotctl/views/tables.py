@@ -19,6 +19,7 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshot_shared.views import held_back
 from snapshotctl.domain import formats
+from snapshotctl.views import wide_columns
 from snapshotctl.views.state import state_text
 
 
@@ -34,10 +35,19 @@ class Table(NamedTuple):
 
 
 def table_of(
-    kind: Kind, found: Sequence[AnyObject], now: float, *, with_namespace: bool = False
+    kind: Kind,
+    found: Sequence[AnyObject],
+    now: float,
+    *,
+    with_namespace: bool = False,
+    is_wide: bool = False,
 ) -> Table:
-    """Return the objects of one kind as a table. `now` is seconds since the epoch."""
+    """Return the objects of one kind as a table. `now` is seconds since the epoch.
+
+    With `is_wide` it has more columns, those that `kubectl get -o wide` shows in a cluster.
+    """
     columns, cells = _LAYOUTS[kind.name]
+    more, more_cells = wide_columns.WIDE[kind.name] if is_wide else ((), _nothing)
     show_namespace = with_namespace and kind.namespaced
     head = (("NAMESPACE",) if show_namespace else ()) + ("NAME", *columns, "AGE")
     rows = []
@@ -45,8 +55,13 @@ def table_of(
         meta = item.metadata
         place = (meta.namespace or "-",) if show_namespace else ()
         age = formats.age_of(meta.creation_timestamp, now)
-        rows.append(tuple(map(formats.plain, (*place, meta.name, *cells(item), age))))
-    return Table(head, rows, tuple(name for name in _SPARE if name in columns))
+        shown = (*place, meta.name, *cells(item), age, *more_cells(item))
+        rows.append(tuple(map(formats.plain, shown)))
+    return Table(head + more, rows, tuple(name for name in _SPARE if name in columns))
+
+
+def _nothing(_item: AnyObject) -> tuple[str, ...]:
+    return ()
 
 
 def table_of_nodes(

@@ -1,0 +1,81 @@
+"""The columns of `get -o wide`: those that `kubectl get -o wide` has for the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from snapshot_shared.objects.kubernetes import Job, Node, Pod
+from snapshot_shared.objects.meta import condition
+from snapshot_shared.objects.snapback import (
+    DynamoCheckpoint,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+)
+from snapshotctl.views.related import trace_of
+
+Layout = tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]
+
+
+def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
+    status, engine = item.status, item.spec.identity.backend_framework
+    driver = item.spec.job.driver if item.spec.job else ""
+    return _shown(
+        engine, _reason(item), status.checkpoint_id, driver, status.content_name, trace_of(item)
+    )
+
+
+def _snapshot(item: Snapshot) -> tuple[str, ...]:
+    return _shown(_reason(item), item.spec.driver, trace_of(item))
+
+
+def _content(item: SnapshotContent) -> tuple[str, ...]:
+    committed = item.status.committed
+    digest = committed.root_digest if committed else ""
+    return _shown(_reason(item), item.spec.driver, digest, trace_of(item))
+
+
+def _restore(item: SnapshotRestore) -> tuple[str, ...]:
+    status = item.status
+    return _shown(_reason(item), status.driver, status.content_name, trace_of(item))
+
+
+def _job(item: Job) -> tuple[str, ...]:
+    containers = item.spec.template.spec.containers
+    return _shown(",".join(found.name for found in containers))
+
+
+def _pod(item: Pod) -> tuple[str, ...]:
+    devices = item.status.devices
+    containers = ",".join(found.name for found in item.spec.containers)
+    return _shown(",".join(device.uuid for device in devices), containers, trace_of(item))
+
+
+def _node(item: Node) -> tuple[str, ...]:
+    status = item.status
+    return _shown(_reason(item), status.criu, str(status.slots), status.artifact_root)
+
+
+def _reason(item: Any) -> str:
+    held = condition(item.status.conditions, "Ready")
+    return held.reason if held else ""
+
+
+def _shown(*cells: str) -> tuple[str, ...]:
+    return tuple(cell or "-" for cell in cells)
+
+
+WIDE: dict[str, Layout] = {
+    "DynamoCheckpoint": (
+        ("BACKEND", "REASON", "CHECKPOINTID", "DRIVER", "ARTIFACT", "TRACE"),
+        _checkpoint,
+    ),
+    "Snapshot": (("REASON", "DRIVER", "TRACE"), _snapshot),
+    "SnapshotContent": (("REASON", "DRIVER", "ARTIFACT", "TRACE"), _content),
+    "SnapshotRestore": (("REASON", "DRIVER", "ARTIFACT", "TRACE"), _restore),
+    "Job": (("CONTAINERS",), _job),
+    "Pod": (("DEVICES", "CONTAINERS", "TRACE"), _pod),
+    "Node": (("REASON", "CRIU", "SLOTS", "ARTIFACTS"), _node),
+}
+"""The heads and the cells of each kind, behind those that it always has."""

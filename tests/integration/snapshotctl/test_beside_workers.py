@@ -1,0 +1,153 @@
+"""Logs, programs beside workers and questions to them, in a real local cluster."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
+
+SERVER = """\
+import http.server, json, os, socketserver, threading
+
+class Line(socketserver.StreamRequestHandler):
+    def handle(self):
+        asked = json.loads(self.rfile.readline())
+        end = b"" if "cut" in asked else b"\\n"
+        self.wfile.write(json.dumps({"heard": asked}).encode() + end)
+
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(b"models of " + os.environ["POD_NAME"].encode())
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+web = http.server.HTTPServer(("127.0.0.1", 0), Page)
+threading.Thread(target=web.serve_forever, daemon=True).start()
+socket = os.environ["POD_SOCKET_DIR"] + "/worker.sock"
+server = socketserver.UnixStreamServer(socket, Line)
+print("serving at", web.server_port, flush=True)
+server.serve_forever()
+"""
+POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "talker"},
+    "spec": {"containers": [{"name": "main", "command": ["python3", "-c", SERVER]}]},
+}
+
+
+@pytest.fixture(scope="module")
+def talking(running: Cli) -> Cli:
+    """A user whose worker serves."""
+    running.ok("apply", "-f", "-", stdin=json.dumps(POD))
+    running.ok("wait", "talker", "--for", "condition=PodScheduled")
+    follower = running.start("logs", "talker", "-f")
+    read_until(follower, "serving at ")
+    interrupt(follower)
+    return running
+
+
+def test_a_question_is_answered_over_the_socket_of_the_worker(talking: Cli) -> None:
+    heard = json.loads(talking.ok("ask", "talker", "Who am I?").out)["heard"]
+    assert heard == {"op": "ask", "prompt": "Who am I?"}
+    heard = json.loads(talking.ok("ask", "pod/talker", "I am Ada.", "--as", "chat").out)["heard"]
+    assert heard == {"op": "chat", "text": "I am Ada."}
+    raw = talking.ok("ask", "talker", '{"x": 1}', "--as", "raw", "-o", "json").value()
+    assert raw == {"pod": "talker", "namespace": "default", "answer": {"heard": {"x": 1}}}
+
+
+def test_a_question_is_answered_over_http(talking: Cli) -> None:
+    port = talking.ok("logs", "talker", "--tail", "1").out.split()[-1]
+    got = talking.ok("ask", "talker", "--as", "/v1/models", "--to", port)
+    assert got.out == "models of talker\n"
+    posted = talking.ok("ask", "talker", '{"a": 1}', "--as", "/v1/chat", "--to", port)
+    assert posted.out == '{"a": 1}\n'
+    refused = talking.run("ask", "talker", "--as", "/nothing", "--to", port)
+    assert refused.code == 1
+    assert "HTTP 404 Not Found: models of talker" in refused.err
+
+
+def test_a_worker_that_does_not_answer_is_an_error_with_a_next_step(talking: Cli) -> None:
+    cut = talking.run("ask", "talker", '{"cut": 1}', "--as", "raw")
+    assert (cut.code, "before the end of its answer" in cut.err) == (1, True)
+    absent = talking.run("ask", "talker", "x", "--to", "other.sock")
+    assert "other.sock: [Errno 2]" in absent.err
+    assert "next: see whether it serves: snapshotctl logs talker" in absent.err
+    nobody = talking.run("ask", "nobody", "x")
+    assert (nobody.code, "name a pod that runs: talker" in nobody.err) == (3, True)
+
+
+def test_a_program_runs_with_the_environment_and_the_folder_of_the_worker(talking: Cli) -> None:
+    ran = talking.program(
+        "exec", "talker", "--", "sh", "-c", "echo $POD_NAME; pwd; cat", stdin="in"
+    )
+    assert ran.out.splitlines() == ["talker", str(talking.workdir), "in"]
+    assert talking.program("exec", "talker", "--", "sh", "-c", "exit 7").code == 7
+    assert talking.program("exec", "talker", "-c", "main", "--", "true").code == 0
+    other = talking.run("exec", "talker", "-c", "side", "--", "true")
+    assert (other.code, "name one of: main" in other.err) == (2, True)
+    missing = talking.run("exec", "talker", "--", "no-such-program")
+    assert (missing.code, "'no-such-program' is not on this machine" in missing.err) == (3, True)
+
+
+def test_a_program_ends_with_the_command(talking: Cli) -> None:
+    running = talking.start("exec", "talker", "--", "sh", "-c", "echo $$; exec sleep 1000")
+    read_until(running, "\n")
+    assert interrupt(running).code == 130
+
+
+def test_the_logs_of_services_are_found_by_their_names(talking: Cli) -> None:
+    [line] = talking.ok("logs", "agent@node-1", "--tail", "1").out.splitlines()
+    assert json.loads(line)["service"] == "snap-agent"
+    assert "Server is ready" in talking.ok("logs", "nats").out
+    assert talking.ok("logs", "gms", "--tail", "1").out == (
+        talking.ok("logs", "gms@node-1", "--tail", "1").out
+    )
+    missing = talking.run("logs", "helper")
+    assert "name one of: nats, operator, page, agent@node-1, gms@node-1" in missing.err
+    assert "talker has no container 'side'" in talking.run("logs", "talker", "-c", "side").err
+
+
+def test_the_cluster_and_its_versions_are_shown(talking: Cli) -> None:
+    [mine] = [
+        found
+        for found in talking.ok("clusters", "-o", "json").value()
+        if found["path"] == str(talking.state())
+    ]
+    assert (mine["state"], mine["ended"]) == ("running", [])
+    assert set(mine["pids"]) == {"nats-server", "operator", "page", "node-1-agent", "node-1-gms"}
+    shown = {(row["program"], row["where"]) for row in talking.ok("version", "-o", "json").value()}
+    assert {
+        ("snap-agent", "node-1"),
+        ("snap-gms", "node-1"),
+        ("snap-operator", "operator"),
+    } <= shown
+    assert talking.ok("open", "--no-browser").out == f"{talking.record()['page']}\n"
+    wide = talking.ok("clusters", "-o", "wide").out
+    assert f"operator={mine['pids']['operator']}" in wide
+
+
+def test_the_names_of_objects_are_completed(talking: Cli) -> None:
+    offered = {}
+    for line in ("ask ", "logs t", "logs ag", "get ta", "get pod/", "explain node", "trace pod/"):
+        words = {"COMP_WORDS": f"snapshotctl {line}", "COMP_CWORD": str(len(line.split(" ")))}
+        talking.environment.update(words | {"_SNAPSHOTCTL_COMPLETE": "complete_bash"})
+        offered[line] = set(talking.run().out.split())
+        for name in (*words, "_SNAPSHOTCTL_COMPLETE"):
+            del talking.environment[name]
+    assert offered == {
+        "ask ": {"talker"},
+        "logs t": {"talker"},
+        "logs ag": {"agent@node-1"},
+        "get ta": {"talker"},
+        "get pod/": {"pod/talker"},
+        "explain node": {"node-1"},
+        "trace pod/": {"pod/talker"},
+    }

@@ -1,0 +1,162 @@
+"""Logs, programs and questions in a Kubernetes cluster: what kubectl is told to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from snapshot_shared.errors import NotFound
+from snapshotctl.adapters.kubectl import Kubernetes
+from snapshotctl.domain.exits import Exit, WrongArguments
+from snapshotctl.domain.sources import ServiceNamed
+from snapshotctl.main import main
+
+PROGRAM = """\
+#!{python}
+import json, pathlib, sys
+folder = pathlib.Path(__file__).parent
+with (folder / "calls").open("a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
+if "get" in sys.argv:
+    print((folder / "pods").read_text())
+elif "exec" in sys.argv:
+    print('{{"answer": "amber"}}')
+    sys.exit(int((folder / "code").read_text()))
+elif "apply" in sys.argv:
+    print((folder / "said").read_text(), end="")
+else:
+    print("a line")
+"""
+
+
+class Kubectl:
+    """A kubectl that writes down how it is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        program = folder / "kubectl"
+        program.write_text(PROGRAM.format(python=sys.executable))
+        program.chmod(0o755)
+        (folder / "code").write_text("0")
+        self.pods()
+
+    def pods(self, *names: str) -> None:
+        items = [
+            {"metadata": {"namespace": "sys", "name": name}, "spec": {"nodeName": f"on-{name}"}}
+            for name in names
+        ]
+        (self.folder / "pods").write_text(json.dumps({"items": items}))
+
+    @property
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+
+@pytest.fixture
+def kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kubectl:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SNAPBACK_PAGE_URL", raising=False)
+    return Kubectl(tmp_path)
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["snapshotctl", "--context", "there", *words])
+    return main()
+
+
+def test_the_log_of_a_pod_is_shown_by_kubectl(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+) -> None:
+    assert _run(monkeypatch, "logs", "w", "-n", "ns", "-f", "--tail", "5") == Exit.OK
+    assert _run(monkeypatch, "logs", "pod/w", "-c", "main") == Exit.OK
+    assert capfd.readouterr().out == "a line\na line\n"
+    to = ["--context", "there", "logs", "w", "--namespace"]
+    assert kubectl.calls == [
+        [*to, "ns", "--all-containers", "--prefix", "--follow", "--tail=5"],
+        [*to, "default", "--container=main", "--tail=-1"],
+    ]
+
+
+def test_the_log_of_a_service_is_that_of_its_container(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+) -> None:
+    kubectl.pods("snapback-node-x")
+    assert _run(monkeypatch, "logs", "agent@n", "--tail", "1") == Exit.OK
+    assert capfd.readouterr().out == "a line\n"
+    looked, shown = kubectl.calls
+    assert "--field-selector=status.phase!=Pending,spec.nodeName=n" in looked
+    assert any("app.kubernetes.io/component=node" in word for word in looked)
+    assert shown[2:] == ["logs", "snapback-node-x", "--namespace", "sys", *shown[6:]]
+    assert shown[6:] == ["--container=agent", "--tail=1"]
+
+
+def test_a_service_of_kubernetes_that_is_missing_or_of_several_nodes_is_asked_for(
+    kubectl: Kubectl,
+) -> None:
+    with pytest.raises(NotFound, match="no pod of operator"):
+        Kubernetes(None, "there").log_of(ServiceNamed("operator"))
+    kubectl.pods("a", "b")
+    with pytest.raises(WrongArguments) as refused:
+        Kubernetes(None, "there").log_of(ServiceNamed("gms"))
+    assert refused.value.next_step == "name gms@on-a or gms@on-b"
+
+
+def test_a_program_runs_in_the_container_and_its_exit_code_is_that_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+) -> None:
+    (kubectl.folder / "code").write_text("7")
+    assert _run(monkeypatch, "exec", "w", "-c", "main", "--", "ls", "-l") == 7
+    assert "amber" in capfd.readouterr().out
+    [call] = kubectl.calls
+    assert call[2:] == [
+        *("exec", "w", "--namespace", "default", "--stdin"),
+        *("--container=main", "--", "ls", "-l"),
+    ]
+
+
+def test_a_worker_is_asked_by_a_program_in_its_container(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+) -> None:
+    assert _run(monkeypatch, "ask", "w", "Who am I?", "-o", "json") == Exit.OK
+    answer: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert answer == {"pod": "w", "namespace": "default", "answer": {"answer": "amber"}}
+    [call] = kubectl.calls
+    *_, python, _, source, asked = call
+    assert python == "python3"
+    assert "def main(" in source
+    question = {"op": "ask", "prompt": "Who am I?"}
+    assert json.loads(json.loads(asked)["line"]) == question
+    (kubectl.folder / "code").write_text("1")
+    assert _run(monkeypatch, "ask", "w", "Who am I?") == Exit.FAILED
+    assert "pod w gave no answer: exit code 1" in capfd.readouterr().err
+
+
+def test_the_chart_has_no_page_to_open(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+) -> None:
+    assert _run(monkeypatch, "open") == Exit.NOT_FOUND
+    assert "docs/page.md" in capfd.readouterr().err
+
+
+def test_a_dry_run_asks_the_api_server_and_stores_nothing(kubectl: Kubectl) -> None:
+    said = ["created", "configured", "unchanged"]
+    lines = [f"thing.nvidia.com/x{n} {word} (server dry run)\n" for n, word in enumerate(said)]
+    (kubectl.folder / "said").write_text("".join(lines))
+    documents = [
+        msgspec.Raw(json.dumps({"kind": "Snapshot", "metadata": {"name": f"x{n}"}}).encode())
+        for n in range(len(said))
+    ]
+    found = Kubernetes(None, "there").apply(documents, "", dry_run=True)
+    assert [(item.name, item.action) for item in found] == [
+        ("x0", "created"),
+        ("x1", "configured"),
+        ("x2", "unchanged"),
+    ]
+    [call] = kubectl.calls
+    assert call[2:] == ["apply", "--filename", "-", "--dry-run=server"]
