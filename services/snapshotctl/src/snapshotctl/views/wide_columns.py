@@ -13,6 +13,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
     SnapshotRestore,
 )
+from snapshotctl.domain import formats
 from snapshotctl.views.related import trace_of
 
 Layout = tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]
@@ -33,12 +34,14 @@ def _snapshot(item: Snapshot) -> tuple[str, ...]:
 def _content(item: SnapshotContent) -> tuple[str, ...]:
     committed = item.status.committed
     digest = committed.root_digest if committed else ""
-    return _shown(_reason(item), item.spec.driver, digest, trace_of(item))
+    paused, took = _seconds(item.status.paused_seconds), _seconds(item.status.captured_seconds)
+    return _shown(_reason(item), item.spec.driver, paused, took, digest, trace_of(item))
 
 
 def _restore(item: SnapshotRestore) -> tuple[str, ...]:
     status = item.status
-    return _shown(_reason(item), status.driver, status.content_name, trace_of(item))
+    took = _seconds(status.restored_seconds)
+    return _shown(_reason(item), status.driver, took, status.content_name, trace_of(item))
 
 
 def _job(item: Job) -> tuple[str, ...]:
@@ -62,6 +65,10 @@ def _reason(item: Any) -> str:
     return held.reason if held else ""
 
 
+def _seconds(value: float) -> str:
+    return formats.span_time(value) if value else ""
+
+
 def _shown(*cells: str) -> tuple[str, ...]:
     return tuple(cell or "-" for cell in cells)
 
@@ -72,8 +79,8 @@ WIDE: dict[str, Layout] = {
         _checkpoint,
     ),
     "Snapshot": (("REASON", "DRIVER", "TRACE"), _snapshot),
-    "SnapshotContent": (("REASON", "DRIVER", "ARTIFACT", "TRACE"), _content),
-    "SnapshotRestore": (("REASON", "DRIVER", "ARTIFACT", "TRACE"), _restore),
+    "SnapshotContent": (("REASON", "DRIVER", "PAUSED", "TOOK", "ARTIFACT", "TRACE"), _content),
+    "SnapshotRestore": (("REASON", "DRIVER", "TOOK", "ARTIFACT", "TRACE"), _restore),
     "Job": (("CONTAINERS",), _job),
     "Pod": (("DEVICES", "CONTAINERS", "TRACE"), _pod),
     "Node": (("REASON", "CRIU", "SLOTS", "ARTIFACTS"), _node),
