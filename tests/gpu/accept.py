@@ -106,7 +106,9 @@ class Child:
         line = self.process.stdout.readline()
         if not line:
             status, written = self.process.wait(), self.errors()
-            last = written.rpartition("\n")[2]
+            # The message of an error of the product has its next step on a line of its own.
+            lines = [line for line in written.splitlines() if not line.startswith("Next: ")]
+            last = lines[-1] if lines else ""
             raise Broken(f"{self._role} ended with {status}: {last}", written)
         return json.loads(line)
 

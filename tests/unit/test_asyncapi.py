@@ -6,12 +6,12 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from docs.generate import asyncapi
 
 from snapshot_shared.bus import STREAMS
 from snapshot_shared.codec import encode_json
@@ -19,7 +19,7 @@ from snapshot_shared.manifests import message_schemas
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import Presence
 
-DOCUMENT = asyncapi.document()
+DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs/asyncapi.yaml").read_text("utf-8"))
 CHANNELS: dict[str, Any] = DOCUMENT["channels"]
 
 
@@ -41,11 +41,6 @@ def test_every_reference_leads_somewhere() -> None:
         value: Any = DOCUMENT
         for word in reference.removeprefix("#/").split("/"):
             value = value[word]
-
-
-def test_it_is_what_yaml_says() -> None:
-    [(_, text)] = asyncapi.files()
-    assert yaml.safe_load(text) == json.loads(json.dumps(DOCUMENT))
 
 
 def test_every_message_is_in_a_channel() -> None:

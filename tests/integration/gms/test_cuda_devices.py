@@ -247,7 +247,7 @@ def test_what_is_free_is_what_nvml_says_and_who_holds_the_rest_is_named(
     assert lease.attached.free == 56 * MIB
     assert (service.device().free, service.device(1).free) == (56 * MIB, 256 * MIB)
     lease.allocate([AllocationSpec(id="a", size=6 * MIB)])
-    with pytest.raises(OutOfDeviceMemory, match=rf"python\S* \(pid {pid}\) {200 * MIB}") as caught:
+    with pytest.raises(OutOfDeviceMemory, match=rf"python\S* \(pid {pid}\) 200 MiB") as caught:
         lease.allocate([AllocationSpec(id="w", size=60 * MIB)], wait_s=0.1)
     values = caught.value.values
     (holder,) = values.pop("holders").items()

@@ -240,5 +240,5 @@ def test_a_dry_run_checks_everything_and_stores_nothing(running: Cli, tmp_path: 
     assert refused.code == 4
     assert '  spec.containers[0].command[1]: "5" is wanted, "1000" is there\n' in refused.err
     bad = running.run("apply", "-f", "-", "--dry-run", stdin=_pod("Bad_Name"))
-    assert "stdin:1: metadata.name: " in bad.err
+    assert "stdin:4: metadata.name: " in bad.err
     assert running.ok("get", "dry", "-o", "wide").out.splitlines()[0].split()[-1] == "TRACE"
