@@ -391,8 +391,9 @@ def flags(run: Run) -> dict[str, Any]:
         require(granted["plain"] == 0, f"plain memory: {granted['plain']}")
         has_rdma = each["capabilities"].get("gpu-direct-rdma")
         require(granted["rdma"] == 0 or not has_rdma, f"it has RDMA, and says {granted['rdma']}")
-        is_made = each["capabilities"]["rdma-memory"]
-        require(is_made == (granted["rdma"] == 0), f"the service has RDMA memory: {is_made}")
+        is_made = bool(each["capabilities"]["rdma-memory"])
+        wanted = bool(has_rdma and granted["rdma"] == 0)
+        require(is_made == wanted, f"the service has RDMA memory: {is_made}")
     return found
 
 
@@ -734,11 +735,14 @@ def role_flags(ordinal: str) -> None:
 
     driver, found = CudaDriver(), {}
     device = driver.call("cuDeviceGet", int(ordinal))
-    kinds = {"plain": (1, 0), "rdma": (1, 1), "fabric": (9, 0), "fabric and rdma": (9, 1)}
-    for name, (handles, rdma) in kinds.items():
-        prop = driver.allocation(device)
-        prop.requestedHandleTypes = handles
-        prop.allocFlags.gpuDirectRDMACapable = rdma
+    kinds = {
+        "plain": {},
+        "rdma": {"rdma": True},
+        "fabric": {"fabric": True},
+        "fabric and rdma": {"fabric": True, "rdma": True},
+    }
+    for name, wanted in kinds.items():
+        prop = driver.allocation(device, **wanted)
         status, handle = driver.api.cuMemCreate(2 * MIB, prop, 0)
         found[name] = int(status)
         if not found[name]:

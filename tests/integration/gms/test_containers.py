@@ -139,6 +139,17 @@ def test_what_a_saver_wrote_a_loader_brings_into_an_empty_service(container: Con
     assert bytes_are_there()
 
 
+def test_a_saver_that_may_use_only_the_lease_socket_saves(container: Container) -> None:
+    orders = container.save_orders()
+    grpc = container.service.folder / "gms-grpc.sock"
+    grpc.rename(grpc.with_suffix(".hidden"))
+    try:
+        saved = container.run("gms-saver", orders)
+    finally:
+        grpc.with_suffix(".hidden").rename(grpc)
+    assert [part.part for part in saved.parts] == ["gpu-0", "gpu-1"]
+
+
 def test_a_loader_that_finds_its_layouts_committed_leaves_them_alone(container: Container) -> None:
     before = [container.layout(index) for index in range(2)]
     saved = container.run("gms-saver", container.save_orders())

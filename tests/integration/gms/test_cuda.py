@@ -103,6 +103,28 @@ def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_
     assert service.device().capabilities["driver"] == 13000
 
 
+@pytest.mark.parametrize(("fabric", "handles"), [(False, 1), (True, 9)])
+def test_the_kinds_of_handles_have_the_value_that_most_bindings_read(
+    driver: ThisProcess, monkeypatch: pytest.MonkeyPatch, fabric: bool, handles: int
+) -> None:
+    """Those before 12.9.7 and 13.5 take what they are given for an enumerator."""
+    cuda = CudaDriver()
+    given: list[int] = []
+
+    class Described(cuda.api.CUmemAllocationProp):  # type: ignore[misc, name-defined]
+        @property
+        def requestedHandleTypes(self) -> Any:  # noqa: N802 - as in the bindings
+            return None
+
+        @requestedHandleTypes.setter
+        def requestedHandleTypes(self, kinds: Any) -> None:  # noqa: N802
+            given.append(kinds.value)
+
+    monkeypatch.setattr(cuda.api, "CUmemAllocationProp", Described)
+    cuda.allocation(cuda.call("cuDeviceGet", 0), fabric=fabric)
+    assert given[-1] == handles
+
+
 def test_arrays_are_filled_copied_and_described_to_other_libraries(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         matrix = pool.allocate("matrix", (3, 5), np.float32)

@@ -58,14 +58,15 @@ def test_settings_that_were_changed_are_kept_and_units_are_replaced(
     root = tmp_path / "root"
     cli.run(*of_node(keys, root))
     settings, unit = root / "etc/snapback/gms.env", root / "etc/systemd/system/snapback-gms.service"
-    settings.write_text(changed := settings.read_text() + "SNAPBACK_LOG_LEVEL=DEBUG\n")
+    changed = settings.read_bytes() + b"# caf\xe9\nSNAPBACK_LOG_LEVEL=DEBUG\n"
+    settings.write_bytes(changed)
     written = unit.read_text()
     unit.write_text("[Unit]\n")
     done = json.loads(cli.run("-o", "json", *of_node(keys, root)).out)["files"]
     what = {Path(each["path"]).name: each["what"] for each in done}
     assert (what["gms.env"], what["snapback-gms.service"]) == ("kept", "replaced")
     assert what["agent.env"] == "unchanged"
-    assert (settings.read_text(), unit.read_text()) == (changed, written)
+    assert (settings.read_bytes(), unit.read_text()) == (changed, written)
 
 
 def test_no_file_with_a_key_can_be_read_by_others(cli: Cli, keys: Path, tmp_path: Path) -> None:

@@ -105,6 +105,20 @@ async def test_a_dry_run_names_what_differs_and_shows_no_secret() -> None:
     assert "s3cret-value" not in str(reply.failure)
 
 
+async def test_what_kubectl_has_noted_of_a_manifest_is_not_shown_where_it_differs() -> None:
+    world = World()
+    document = checkpoint_document()
+    key = "kubectl.kubernetes.io/last-applied-configuration"
+    for secret in ("hunter2", "hunter3"):
+        document["metadata"]["annotations"] = {key: f'{{"env": "{secret}"}}', "note": secret * 100}
+        reply = await apply(world, document)
+    assert reply.failure is not None
+    noted, note = reply.failure.values["lines"]
+    assert noted == f"metadata.annotations[{key}]: it differs, and is not shown"
+    assert note.startswith("metadata.annotations[note]: ")
+    assert len(note) < 200
+
+
 async def test_a_dry_run_stores_nothing() -> None:
     world = World()
     reply = await apply(world, checkpoint_document(), dry_run=True)

@@ -185,10 +185,10 @@ class CudaDriver:
         prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         prop.location.id = int(device)
-        kinds = api.CUmemAllocationHandleType
-        # A mask, which has no name as a whole.
-        fabric_kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC.value if fabric else 0
-        prop.requestedHandleTypes = self.posix.value | fabric_kind
+        prop.requestedHandleTypes = self.posix
+        if fabric:
+            kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+            prop.requestedHandleTypes = _Mask(self.posix.value | kind.value)
         prop.allocFlags.gpuDirectRDMACapable = int(rdma)
         return prop
 
@@ -196,6 +196,12 @@ class CudaDriver:
     def posix(self) -> Any:
         """The kind of handle that is a file descriptor."""
         return self.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class _Mask(int):
+    """Kinds of handles together. Most bindings want an enumerator, of which they read `value`."""
+
+    value = property(int)
 
 
 class CudaFailed(DeviceError):

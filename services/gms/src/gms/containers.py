@@ -274,6 +274,17 @@ async def _warm(processes: TransferProcesses, settings: Settings) -> None:
             await any_set(AGAIN_S)
 
 
+async def _processes(settings: Settings) -> TransferProcesses:
+    """Return the processes of one order; each is shown its GPU alone where the service names them.
+
+    Its gRPC socket is for its own user, and another one may move bytes: by the lease socket.
+    """
+    try:
+        return TransferProcesses(gpus=await _gpus(settings))
+    except SnapbackError:
+        return TransferProcesses()
+
+
 async def _gpus(settings: Settings) -> list[str]:
     """Return the uuids of the devices of the service that are GPUs. GmsUnavailable."""
     async with GmsCaller(Path(settings.socket_dir), traceparent=settings.traceparent) as gms:
@@ -328,10 +339,10 @@ async def _carry_out(verb: Literal["save", "load"], settings: Settings) -> Outco
     path = Path(settings.order_file)
     if verb == "save":
         saves: list[SaveOrder] = _orders(path, SaveOrders)
-        processes = TransferProcesses(gpus=await _gpus(settings))
+        processes = await _processes(settings)
         return Outcome(verb=verb, parts=await save_all(settings, saves, processes))
     loads: list[LoadOrder] = _orders(path, LoadOrders)
-    processes = TransferProcesses(gpus=await _gpus(settings))
+    processes = await _processes(settings)
     return Outcome(verb=verb, parts=await load_all(settings, loads, processes))
 
 

@@ -43,13 +43,16 @@ from snapshot_shared.objects.kinds import AnyObject, Kind, find_kind, kind_of
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import TRACEPARENT, is_true
 from snapshot_shared.objects.snapback import GROUP, VERIFY, SnapshotContent
-from snapshot_shared.redaction import redacted
+from snapshot_shared.redaction import names_secret, redacted
 from snapshot_shared.validation import repetitions
 
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
 MAX_SHOWN = 60
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+"""The annotation that has the whole manifest, with all that is secret in it."""
+
 """How many characters of a value are shown in a message."""
 
 RETENTION_PAGE = 1000
@@ -265,7 +268,10 @@ def _differing(found: AnyObject, wanted: AnyObject) -> list[str]:
     """
     notes = found.metadata.annotations
     lines = [
-        f"metadata.annotations[{key}]: {text!r} is wanted, {notes.get(key, '')!r} is there"
+        f"metadata.annotations[{key}]: it differs, and is not shown"
+        if key == LAST_APPLIED or names_secret(key)
+        else f"metadata.annotations[{key}]: {_short(text)} is wanted, "
+        f"{_short(notes.get(key))} is there"
         for key, text in wanted.metadata.annotations.items()
         if notes.get(key) != text
     ]

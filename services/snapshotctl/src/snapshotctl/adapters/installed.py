@@ -48,8 +48,8 @@ def install_files(root: Path, files: Iterable[File]) -> list[Installed]:
 
 
 def _install(path: Path, file: File) -> Installed:
-    before = path.read_text("utf-8") if path.exists() else None
-    if before == file.text:
+    before = path.read_bytes() if path.exists() else None
+    if before == file.text.encode():
         return Installed(path, "unchanged")
     if before is not None and file.is_theirs:
         return Installed(path, "kept")

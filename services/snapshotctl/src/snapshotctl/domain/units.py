@@ -25,6 +25,8 @@ CA = CONFIGURATION / "ca.pem"
 
 _SYSTEM = PurePosixPath("/etc/systemd/system")
 _USER = "snapback"
+_READ = ("*.nk", "*.env", "ca.pem", "nats.crt", "nats.key", SERVER_CONFIGURATION.name)
+"""What services read that others may not; people may have more in the folder."""
 
 
 class Programs(NamedTuple):
@@ -150,7 +152,7 @@ def files_of(services: Iterable[Service]) -> list[File]:
         File(PurePosixPath("/etc/sysusers.d/snapback.conf"), f'u {_USER} - "Snapback"\n'),
         File(
             PurePosixPath("/etc/tmpfiles.d/snapback.conf"),
-            f"z {CONFIGURATION}/* 0640 root {_USER}\n",
+            "".join(f"z {CONFIGURATION}/{name} 0640 root {_USER}\n" for name in _READ),
         ),
     ]
     for service in services:
