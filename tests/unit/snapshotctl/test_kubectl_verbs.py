@@ -29,6 +29,8 @@ elif "exec" in sys.argv:
     print('{{"answer": "amber"}}')
     sys.exit(int((folder / "code").read_text()))
 elif "apply" in sys.argv:
+    with (folder / "given").open("a") as given:
+        given.write(sys.stdin.read() + "\\n")
     print((folder / "said").read_text(), end="")
 else:
     print("a line")
@@ -56,6 +58,11 @@ class Kubectl:
     @property
     def calls(self) -> list[list[str]]:
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+    @property
+    def given(self) -> list[str]:
+        """What each `apply` was given."""
+        return (self.folder / "given").read_text().splitlines()
 
 
 @pytest.fixture
@@ -144,6 +151,18 @@ def test_the_chart_has_no_page_to_open(
     assert "docs/page.md" in capfd.readouterr().err
 
 
+def test_what_is_there_keeps_its_trace_so_that_it_may_be_unchanged(kubectl: Kubectl) -> None:
+    (kubectl.folder / "said").write_text("thing.nvidia.com/x configured (server dry run)\n")
+    trace = {"nvidia.com/traceparent": "00-live"}
+    there = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x", "annotations": trace}}
+    (kubectl.folder / "pods").write_text(json.dumps(there))
+    given = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x"}, "spec": {}}
+    Kubernetes(None, "there").apply([msgspec.Raw(json.dumps(given).encode())], "new", dry_run=True)
+    first, last = (json.loads(text)["items"][0]["metadata"] for text in kubectl.given)
+    assert first["annotations"] == {"nvidia.com/traceparent": "new"}
+    assert last["annotations"] == trace
+
+
 def test_a_dry_run_asks_the_api_server_and_stores_nothing(kubectl: Kubectl) -> None:
     said = ["created", "configured", "unchanged"]
     lines = [f"thing.nvidia.com/x{n} {word} (server dry run)\n" for n, word in enumerate(said)]
@@ -158,5 +177,6 @@ def test_a_dry_run_asks_the_api_server_and_stores_nothing(kubectl: Kubectl) -> N
         ("x1", "configured"),
         ("x2", "unchanged"),
     ]
-    [call] = kubectl.calls
-    assert call[2:] == ["apply", "--filename", "-", "--dry-run=server"]
+    assert {call[2] for call in kubectl.calls} == {"apply", "get"}
+    for call in (kubectl.calls[0], kubectl.calls[-1]):
+        assert call[2:] == ["apply", "--filename", "-", "--dry-run=server"]

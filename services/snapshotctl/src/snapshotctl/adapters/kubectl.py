@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, get_args
 
@@ -130,12 +130,16 @@ class Kubernetes:
             documents = [self._standing_by(document) for document in documents]
         items = [msgspec.json.decode(document) for document in documents]
         for item in items:
-            meta = item.setdefault("metadata", {})
-            meta.setdefault("namespace", "default")
-            meta.setdefault("annotations", {}).setdefault(TRACEPARENT, traceparent)
-        given = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+            item.setdefault("metadata", {}).setdefault("namespace", "default")
+        given = _traced(items, traceparent, {})
         apply = ("apply", "--filename", "-")
         said = self._run(*apply, "--dry-run=server", given=given).splitlines()
+        if any(line.endswith(" configured (server dry run)") for line in said):
+            # Perhaps by the new trace alone: what is there keeps its own.
+            there = self._run("get", "--output=json", "--ignore-not-found", *apply[1:], given=given)
+            given = _traced(items, traceparent, _traces_in(json.loads(there or "{}")))
+            if dry_run:
+                said = self._run(*apply, "--dry-run=server", given=given).splitlines()
         if dry_run:
             return [_applied(item, line) for item, line in zip(items, said, strict=True)]
         said = self._run(*apply, given=given).splitlines()
@@ -417,6 +421,34 @@ class Kubernetes:
         problem = problem_in(said)
         values: dict[str, Any] = {"next_step": problem.next_step} if problem.next_step else {}
         return _ERRORS[problem.kind](f"{problem.message} ({self.name})", **values)
+
+
+def _key(item: dict[str, Any]) -> tuple[str, str | None, str]:
+    meta = item["metadata"]
+    return item["kind"], meta.get("namespace"), meta.get("name", "")
+
+
+def _traces_in(found: dict[str, Any]) -> dict[tuple[str, str | None, str], str]:
+    """Return the trace of each object of an answer of `get`, which may be one or a list."""
+    each = found.get("items", [found] if found else [])
+    return {_key(item): item["metadata"].get("annotations", {}).get(TRACEPARENT) for item in each}
+
+
+def _traced(
+    items: Sequence[dict[str, Any]],
+    traceparent: str,
+    there: Mapping[tuple[str, str | None, str], str | None],
+) -> str:
+    """Return a list for kubectl: objects with the traces that they have or, if new, with this."""
+    traced = []
+    for item in items:
+        trace = there.get(_key(item), traceparent)
+        meta = item["metadata"]
+        notes = {TRACEPARENT: trace} if trace is not None else {}
+        traced.append(
+            item | {"metadata": meta | {"annotations": notes | (meta.get("annotations") or {})}}
+        )
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": traced})
 
 
 def _applied(item: dict[str, Any], said: str) -> Applied:
