@@ -208,6 +208,18 @@ BODIES: dict[str, msgspec.Struct] = {
     "grpc_status_reply_events": calls.StatusReply(
         node="node-1", incarnation=INCARNATION, devices=[], events=[EVENT], now_s=12.5
     ),
+    "grpc_status_reply_missing": calls.StatusReply(
+        node="node-1",
+        incarnation=INCARNATION,
+        devices=[],
+        missing=[
+            calls.MissingDevice(
+                uuid=DEVICE,
+                index=1,
+                failure=Failure(reason="DeviceProcessGone", message="gone", retryable=True),
+            )
+        ],
+    ),
     "grpc_watch_request": calls.WatchRequest(after=7, status=True),
     "grpc_watch_reply": calls.WatchReply(events=[EVENT], missed=3),
     "grpc_save_request": calls.SaveRequest(device=DEVICE, content_uid=INCARNATION),

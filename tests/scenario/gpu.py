@@ -50,7 +50,7 @@ from snapback_client.frames import (
 from snapshot_agent.adapters.gms_grpc import GmsUnavailable
 from snapshot_shared.artifact import part_path
 from snapshot_shared.errors import (
-    Aborted,
+    ConnectionLost,
     OutOfDeviceMemory,
     TransferKilled,
 )
@@ -248,7 +248,7 @@ class SimLease:
 
 
 def _lost() -> Exception:
-    return Aborted("the GPU memory service closed the connection")
+    return ConnectionLost("the GPU memory service closed the connection")
 
 
 def _hang_up(server: SimGms, session: Session) -> None:

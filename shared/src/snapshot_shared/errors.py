@@ -16,6 +16,7 @@ SnapbackError
 ├── CriuFailed                CRIU did not dump or restore a process
 ├── OutcomeUnknown            a step may or may not have happened; it is never run again
 ├── Aborted                   ended by an abort
+│   └── ConnectionLost        the GPU memory service ended, or hung up
 ├── DeviceError
 │   ├── OutOfDeviceMemory / DeviceTooSmall / UnknownDevice
 ├── LayoutError
@@ -46,6 +47,7 @@ import errno
 from snapback_client.errors import (
     Aborted,
     ArtifactError,
+    ConnectionLost,
     DeadlineExceeded,
     DeviceError,
     Failure,

@@ -25,7 +25,7 @@ from snapback_client.frames import (
     Wait,
     negotiated,
 )
-from snapshot_shared.errors import InvalidMessage
+from snapshot_shared.errors import Failure, InvalidMessage
 from snapshot_shared.orders import (
     Attempt,
     Bytes,
@@ -253,14 +253,26 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     kind: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class MissingDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device of which nothing is known now, and why."""
+
+    uuid: str
+    index: int
+    failure: Failure
+
+
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole server. `events` are oldest first, `now_s` is the clock of their `at_s`."""
+    """The whole server. `events` are oldest first, `now_s` is the clock of their `at_s`.
+
+    `missing` are the devices whose process does not serve or does not answer.
+    """
 
     node: str
     incarnation: str
     devices: list[DeviceStatus]
     events: list[EventRecord] | msgspec.UnsetType = msgspec.UNSET
     now_s: float | msgspec.UnsetType = msgspec.UNSET
+    missing: list[MissingDevice] | msgspec.UnsetType = msgspec.UNSET
 
 
 class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):

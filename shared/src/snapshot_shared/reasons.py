@@ -641,6 +641,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The message says how. With SNAPBACK_PROCESS_PER_DEVICE each GPU has a process.",
             "It is started again by itself: attach again, and load the weights again.",
         ),
+        "ConnectionLost": Reason(
+            "The GPU memory service ended, or closed the connection of a session.",
+            "It was killed, or it was stopped; with it went all memory that it had.",
+            "It is started again by itself, and an order is tried again. A program attaches again, "
+            "and loads its weights again.",
+        ),
         "GmsUnavailable": Reason(
             "The GPU memory service of the node does not answer its agent.",
             "It does not run, or its socket folder is another one than the agent's.",

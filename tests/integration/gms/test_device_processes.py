@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -18,9 +20,16 @@ import numpy as np
 import pytest
 
 import snapback_client as client
+from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.grpc_client import GmsCaller, RemoteControl, fresh_token
+from gms.adapters.lease_router import Intake, hand, until_ready
 from gms.adapters.simulated import simulated_uuid
-from snapback_client.errors import Aborted
+from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.tasks import LoadTask, TransferLeased
+from gms.handlers.orders import GmsOrders
+from gms.handlers.split import SplitControl
+from gms.ports import Memory, StartedDevice
+from snapback_client.errors import ConnectionLost
 from snapback_client.frames import (
     Attach,
     Detach,
@@ -38,10 +47,12 @@ from snapshot_shared.frames import (
     FenceRequest,
     SaveRequest,
     StatusReply,
+    StatusRequest,
     TransferStage,
     UnfenceRequest,
     WatchRequest,
 )
+from snapshot_shared.orders import CommitOrder, PodRef
 from tests.support.cuda_rig import UUIDS as CUDA
 from tests.support.cuda_rig import CudaNode
 
@@ -131,7 +142,7 @@ def test_the_crash_of_one_leaves_the_pools_and_the_layouts_of_the_others(node: N
         assert killed not in (0, node.pid(1))
         before = kept.generation
         os.kill(killed, signal.SIGKILL)
-        with pytest.raises(Aborted, match=r"service (closed the connection|is gone)"):
+        with pytest.raises(ConnectionLost, match=r"service (closed the connection|is gone)"):
             writing.allocate("kv", MIB, np.uint8)
         # What is mapped stays, until the worker itself lets go of it.
         assert lost["w"][7] == 1
@@ -168,7 +179,7 @@ def test_who_asks_for_a_device_whose_process_was_killed_is_told_so_until_it_serv
         until(serves_again, node.log.read_text)
         reasons = {error.to_failure().reason for error in said}
         # A client whom the process had taken before it ended sees its connection closed.
-        assert reasons <= {"DeviceProcessGone", "Aborted"}
+        assert reasons <= {"DeviceProcessGone", "ConnectionLost"}
         gone = [each for each in said if each.to_failure().reason == "DeviceProcessGone"]
         assert gone, said
         assert UUIDS[0] in gone[-1].message
@@ -264,6 +275,280 @@ def test_a_fence_is_on_the_devices_of_all_processes_or_on_none(node: Node) -> No
             pool.close()
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def asleep(node: Node) -> Iterator[Node]:
+    """A node both of whose devices have weights, which no session uses."""
+    with committed(0, 1) as first, committed(1, 2) as second:
+        first.sleep()
+        second.sleep()
+        yield node
+
+
+async def fence(
+    sockets: Path, token: str, devices: list[str], wait_s: float = 5.0, deadline_s: float = 60.0
+) -> None:
+    request = FenceRequest(token=token, devices=devices, wait_s=wait_s, deadline_s=deadline_s)
+    await RemoteControl(sockets).fence(request)
+
+
+async def fenced(node: Node) -> list[bool]:
+    return [device.fence is not None for device in (await node.status()).devices]
+
+
+def test_a_fence_does_not_count_as_ended_while_a_process_that_hangs_has_it(asleep: Node) -> None:
+    async def run() -> None:
+        control, request = RemoteControl(asleep.sockets), UnfenceRequest(token=fresh_token("fence"))
+        await fence(asleep.sockets, request.token, UUIDS)
+        stopped = asleep.pid(0)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            with pytest.raises(SnapbackError) as raised:
+                await control.unfence(request)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        failure = raised.value.to_failure()
+        assert (failure.reason, failure.retryable) == ("DeadlineExceeded", True)
+        assert UUIDS[0] in failure.message
+        await control.unfence(request)
+        assert await fenced(asleep) == [False, False]
+
+    asyncio.run(run())
+
+
+def test_a_fence_ends_with_the_process_that_has_it(asleep: Node) -> None:
+    async def run() -> None:
+        token = fresh_token("fence")
+        await fence(asleep.sockets, token, UUIDS)
+        os.kill(asleep.pid(0), signal.SIGKILL)
+        assert (await RemoteControl(asleep.sockets).unfence(UnfenceRequest(token=token))).ended
+        assert not any(await fenced(asleep))
+
+    asyncio.run(run())
+
+
+def test_a_device_that_refuses_a_fence_may_have_it_later(asleep: Node) -> None:
+    async def run() -> None:
+        first, second = fresh_token("fence"), fresh_token("fence")
+        await fence(asleep.sockets, first, UUIDS[1:])
+        with pytest.raises(SnapbackError, match="another capture holds"):
+            await fence(asleep.sockets, second, UUIDS)
+        assert await fenced(asleep) == [False, True]
+        await RemoteControl(asleep.sockets).unfence(UnfenceRequest(token=first))
+        await fence(asleep.sockets, second, UUIDS[1:])
+        assert await fenced(asleep) == [False, True]
+
+    asyncio.run(run())
+
+
+def test_a_call_for_a_fence_that_is_cancelled_may_be_repeated(asleep: Node) -> None:
+    async def run() -> None:
+        token = fresh_token("fence")
+        with client.connect(1, lock="RW", domain="kv") as pool:
+            asked = asyncio.create_task(fence(asleep.sockets, token, UUIDS, wait_s=20.0))
+            async with asyncio.timeout(20):
+                while await fenced(asleep) != [True, True]:  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(0)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert await fenced(asleep) == [True, True]
+            pool.close()
+            await fence(asleep.sockets, token, UUIDS)
+
+    asyncio.run(run())
+
+
+class StalledNode:
+    """One whose first device is not served: its process hangs, or cannot be started again."""
+
+    def __init__(self, node: Node, number: signal.Signals) -> None:
+        self._pid = node.pid(0)
+        if number is signal.SIGKILL:
+            folder = node.sockets / "gpu-0"
+            folder.rename(node.sockets / "moved")
+            # What starts again has no place for its sockets.
+            folder.touch()
+        os.kill(self._pid, number)
+        self._is_stopped = number is signal.SIGSTOP
+
+    def close(self) -> None:
+        if self._is_stopped:
+            os.kill(self._pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGSTOP, "DeadlineExceeded"), (signal.SIGKILL, "DeviceProcessGone")],
+)
+@pytest.mark.parametrize("name", ["gpu-0", UUIDS[0]])
+def test_an_order_for_a_device_that_is_not_served_now_may_be_given_again(
+    node: Node, tmp_path: Path, number: signal.Signals, reason: str, name: str
+) -> None:
+    async def find(_: PodRef | None) -> Memory:
+        return Memory(RemoteControl(node.sockets), node.sockets)
+
+    unused: Any = None
+    orders = GmsOrders(find, unused, unused, unused, root=tmp_path)
+    order = CommitOrder(
+        order=f"commit-{UID}-gpu-0",
+        attempt=1,
+        node="n1",
+        owner=UID,
+        deadline_s=30.0,
+        device=name,
+        load_token="t",
+        layout_id="l",
+    )
+    stalled = StalledNode(node, number)
+    try:
+        with pytest.raises(SnapbackError) as raised:
+            asyncio.run(orders.commit(order, unused))
+    finally:
+        stalled.close()
+    failure = raised.value.to_failure()
+    assert (failure.reason, failure.retryable) == (reason, True)
+    assert UUIDS[0] in failure.message
+
+
+def test_a_load_whose_device_process_is_killed_may_be_tried_again(
+    node: Node, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        root = tmp_path / "root"
+        request = SaveRequest(device=UUIDS[1], content_uid=UID, root=str(root))
+        with committed(1, 2):
+            async with GmsCaller(node.sockets) as gms:
+                done = [update async for update in gms.save(request)][-1]
+        assert done.layout is not None
+        task = LoadTask(
+            socket_dir=str(node.sockets),
+            root=str(root),
+            device=UUIDS[0],
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            part="gpu-1",
+            deadline_s=30.0,
+            part_digest=done.digest,
+            load_token="t",
+            layout_id=done.layout.layout_id,
+            structure_hash=done.layout.structure_hash,
+            memory_wait_s=20.0,
+        )
+        # The load waits for memory, so that it is under way when the process ends.
+        with client.connect(0, lock="RW", domain="kv") as pool:
+            pool.allocate("kv", 64 * MIB, np.uint8)
+            events = TransferProcesses().run(task)
+            assert isinstance(await anext(events), TransferLeased)
+            os.kill(node.pid(0), signal.SIGKILL)
+            with pytest.raises(SnapbackError) as raised:
+                await anext(events)
+        failure = raised.value.to_failure()
+        assert (failure.reason, failure.retryable) == ("ConnectionLost", True)
+
+    asyncio.run(run())
+
+
+class OneDevice:
+    """The device of a service as one that a process of its own serves."""
+
+    def __init__(self, service: Any) -> None:
+        self.infos = [device.info for device in service.devices]
+        self.ended = asyncio.Event()
+        self._folder = service.folder
+
+    async def settled(self) -> None:
+        """It is served all the time."""
+
+    def control(self, device: str) -> RemoteControl:
+        return RemoteControl(self._folder)
+
+    async def started(self, device: str) -> StartedDevice:
+        if self.ended.is_set():
+            await asyncio.Event().wait()
+        return StartedDevice(RemoteControl(self._folder), self.ended)
+
+
+def test_the_events_of_a_process_that_lives_come_once_and_it_does_not_count_as_ended(
+    launch: Callable[..., Any],
+) -> None:
+    service = launch(capacities=(64 * MIB,))
+    uuid = service.uuids[0]
+    committed(0, 1).close()
+
+    async def run() -> list[tuple[EventKind, str]]:
+        devices = OneDevice(service)
+        split = SplitControl("n1", "incarnation", devices)
+
+        async def until_said(*wanted: tuple[EventKind, str]) -> None:
+            async with asyncio.timeout(20):
+                async for _ in split.watch(WatchRequest()):
+                    if set(wanted) <= set(await said()):
+                        return
+
+        async def said() -> list[tuple[EventKind, str]]:
+            events = (await split.status(StatusRequest(events=64))).events
+            assert isinstance(events, list)
+            found = [(event.kind, event.reason) for event in events]
+            return [each for each in found if each[0] in (EventKind.FENCE, EventKind.DEATH)]
+
+        request = FenceRequest(token="t", devices=[uuid], wait_s=5.0, deadline_s=60.0)
+        async with split.following():
+            await service.control.fence(request)
+            await until_said((EventKind.FENCE, "asked"))
+            await service.grpc.close()
+            service.grpc = GrpcServer(service.folder, service.control, service.transfers)
+            await service.grpc.start()
+            await service.control.unfence(UnfenceRequest(token="t"))
+            await until_said((EventKind.FENCE, "ended"))
+            devices.ended.set()
+            await service.grpc.close()
+            await until_said((EventKind.DEATH, "device-process"))
+            service.grpc = GrpcServer(service.folder, service.control, service.transfers)
+            await service.grpc.start()
+            return await said()
+
+    assert service.run(run()) == [
+        (EventKind.FENCE, "asked"),
+        (EventKind.FENCE, "held"),
+        (EventKind.FENCE, "ended"),
+        (EventKind.DEATH, "device-process"),
+    ]
+
+
+async def test_a_client_for_whom_no_descriptor_is_left_is_let_go_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    taken: list[socket.socket] = []
+    intake = Intake(theirs, taken.append, lambda: pytest.fail("the other end is there"))
+    intake.start()
+    assert await until_ready(ours)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ours, contextlib.closing(intake):
+        for is_full in (True, False):
+            client_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with client_end, server_end:
+                client_end.settimeout(10)
+                next_one = os.dup(server_end.fileno())
+                os.close(next_one)
+                hand(ours, server_end)
+                if is_full:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, limits[1]))
+                try:
+                    # The message is read in this turn of the event loop or in the next.
+                    for _ in range(10):
+                        await asyncio.sleep(0)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(taken) == 1
+    taken[0].close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "no descriptor is left" in lines[0]
+    assert caplog.records[0].exc_info is None
 
 
 def test_what_one_process_saves_another_loads(node: Node, tmp_path: Path) -> None:

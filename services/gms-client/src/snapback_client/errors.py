@@ -120,6 +120,13 @@ class Aborted(SnapbackError):
     """The work was ended by an abort order."""
 
 
+class ConnectionLost(Aborted):
+    """The GPU memory service ended, or closed the connection; what was committed may be there."""
+
+    retryable = True
+    default_next_step = "memory that was not committed is lost; attach again"
+
+
 class DeviceError(SnapbackError):
     """A GPU, real or simulated, refused."""
 

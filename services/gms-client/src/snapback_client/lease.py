@@ -17,7 +17,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from snapback_client.errors import (
-    Aborted,
+    ConnectionLost,
     Forbidden,
     InvalidMessage,
     NotEligible,
@@ -321,7 +321,4 @@ def _expect(reply: Reply, kind: type[R]) -> R:
 
 def _lost(error: OSError | None) -> SnapbackError:
     why = "closed the connection" if error is None else f"is gone: {error.strerror or error}"
-    return Aborted(
-        f"the GPU memory service {why}",
-        next_step="memory that was not committed is lost; attach again",
-    )
+    return ConnectionLost(f"the GPU memory service {why}")

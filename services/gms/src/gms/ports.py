@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -190,21 +191,28 @@ class Control(Protocol):
         ...
 
 
+class StartedDevice(NamedTuple):
+    """A process that serves a device: what it is asked by, and what is set when it has ended."""
+
+    control: Control
+    ended: asyncio.Event
+
+
 class DeviceControls(Protocol):
     """The devices of a node, each of which a process of its own serves."""
 
     infos: Sequence[DeviceInfo]
 
-    async def running(self) -> list[str]:
-        """Return the uuids of the devices that are served now, or very soon."""
+    async def settled(self) -> None:
+        """Wait for the devices that are served very soon."""
         ...
 
     def control(self, device: str) -> Control:
         """Return what a device is asked by. UnknownDevice, NotFound while it is not served."""
         ...
 
-    async def started(self, device: str) -> Control:
-        """Wait until a device is served, and return what it is asked by."""
+    async def started(self, device: str) -> StartedDevice:
+        """Wait until a device is served."""
         ...
 
 

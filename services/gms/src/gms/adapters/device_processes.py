@@ -20,7 +20,7 @@ from typing import Self
 
 from gms.adapters.grpc_client import GmsCaller, RemoteControl
 from gms.adapters.lease_router import hand, until_ready
-from gms.ports import Control, DeviceInfo
+from gms.ports import Control, DeviceInfo, StartedDevice
 from snapshot_shared.errors import NotFound, UnknownDevice
 from snapshot_shared.frames import LoadRequest, SaveRequest, TransferUpdate
 from snapshot_shared.tasks import any_set, end_all, in_thread
@@ -80,10 +80,9 @@ class DeviceProcesses:
         """Give a client to the process of a device. UnknownDevice, DeviceProcessGone."""
         self._of(device).take(client)
 
-    async def running(self) -> list[str]:
-        """Return the uuids of the devices whose process serves, or does so BACK_S after its end."""
+    async def settled(self) -> None:
+        """Wait for the processes that have ended just now, for BACK_S after the end of each."""
         await asyncio.gather(*(kept.back() for kept in self._kept.values()))
-        return [uuid for uuid, kept in self._kept.items() if kept.serves.is_set()]
 
     def control(self, device: str) -> Control:
         """Return what a device is asked by. UnknownDevice, DeviceProcessGone."""
@@ -91,11 +90,11 @@ class DeviceProcesses:
         kept.check()
         return RemoteControl(kept.folder)
 
-    async def started(self, device: str) -> Control:
-        """Wait until the process of a device serves, and return what it is asked by."""
+    async def started(self, device: str) -> StartedDevice:
+        """Wait until the process of a device serves."""
         kept = self._of(device)
         await kept.serves.wait()
-        return RemoteControl(kept.folder)
+        return StartedDevice(RemoteControl(kept.folder), kept.ended)
 
     async def save(self, request: SaveRequest) -> AsyncGenerator[TransferUpdate, None]:
         """Have the process of the device save."""
@@ -132,6 +131,7 @@ class _Kept:
         self.name = f"gpu-{info.index}"
         self.folder = socket_dir / self.name
         self.serves = asyncio.Event()
+        self.ended = asyncio.Event()
         self._info = info
         self._channel: socket.socket | None = None
         self._state = "is being started"
@@ -184,6 +184,7 @@ class _Kept:
                 has_served = await until_ready(ours)
                 if has_served:
                     self._channel = ours
+                    self.ended = asyncio.Event()
                     self.serves.set()
                 status = await process.wait()
                 how = f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
@@ -191,6 +192,7 @@ class _Kept:
                 return has_served
             finally:
                 self.serves.clear()
+                self.ended.set()
                 self._ended_at = asyncio.get_running_loop().time()
                 self._channel = None
                 await _ended(process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from snapshot_shared.codec import MAX_FRAME_BYTES
 from snapshot_shared.errors import DeadlineExceeded, InvalidMessage, SnapbackError, failure_of
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.tasks import end_all
+
+log = logging.getLogger(__name__)
 
 _CLIENT = b"client"
 _READY = b"ready"
@@ -138,6 +141,12 @@ class Intake:
         try:
             data, descriptors = self._inbox.receive(self._channel)
         except BlockingIOError:
+            return
+        except InvalidMessage:
+            # Its copy of the socket is closed with the message: the client sees a hang-up.
+            log.warning(
+                "a client is let go: no descriptor is left for it; see LimitNOFILE, ulimit -n"
+            )
             return
         except OSError:
             data, descriptors = b"", []

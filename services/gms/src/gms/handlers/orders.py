@@ -27,6 +27,7 @@ from gms.domain.tasks import (
 )
 from gms.handlers.transfers import persistent
 from gms.ports import FindMemory, Memory, NoMemoryServer, Tracer, Transfers
+from snapback_client.frames import error_of
 from snapshot_shared.courier import Handler, OrderContext, Result
 from snapshot_shared.errors import Internal, NotFound, SnapbackError, UnknownDevice
 from snapshot_shared.frames import (
@@ -250,11 +251,18 @@ class GmsOrders:
 
 
 async def _device(memory: Memory, name: str) -> DeviceStatus:
-    """Return a device by its uuid, or by the part of a worker that it holds, as `gpu-0`."""
-    devices = (await memory.control.status(StatusRequest())).devices
+    """Return a device by its uuid, or by the part of a worker that it holds, as `gpu-0`.
+
+    UnknownDevice, and what is wrong with a device that does not answer.
+    """
+    status = await memory.control.status(StatusRequest())
+    devices = status.devices
     for device in devices:
         if name in (device.uuid, f"gpu-{device.index}"):
             return device
+    for missing in status.missing or ():
+        if name in (missing.uuid, f"gpu-{missing.index}"):
+            raise error_of(missing.failure)
     raise UnknownDevice(
         f"device {name} is not served here",
         found=name,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import TypeVar
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from gms.domain.history import History
 from gms.handlers.memory_server import followed
-from gms.ports import Control, DeviceControls
-from snapshot_shared.errors import NotFound, SnapbackError
+from gms.ports import Control, DeviceControls, StartedDevice
+from snapshot_shared.errors import DeadlineExceeded, NotFound, SnapbackError, failure_of
 from snapshot_shared.frames import (
+    DeviceStatus,
     DropLayoutReply,
     DropLayoutRequest,
     EventKind,
@@ -23,6 +25,7 @@ from snapshot_shared.frames import (
     FenceRequest,
     ForgetReply,
     ForgetRequest,
+    MissingDevice,
     PublishReply,
     PublishRequest,
     StatusReply,
@@ -62,6 +65,7 @@ class SplitControl:
         began = loop.time()
         found: dict[str, LayoutRef] = {}
         order = {info.uuid: info.index for info in self._devices.infos}
+        fenced: list[str] = []
         try:
             # In one order, so that two fences never wait for each other.
             for device in sorted(set(request.devices), key=lambda uuid: order.get(uuid, -1)):
@@ -74,10 +78,12 @@ class SplitControl:
                         deadline_s=max(0.001, request.deadline_s - passed),
                     )
                 )
+                fenced.append(device)
                 found.update((ref.device, ref) for ref in reply.vector)
-        except BaseException:
-            # On all devices or on none.
-            await undisturbed(self.unfence(UnfenceRequest(token=request.token)))
+        except Exception:
+            # On all devices or on none, and no token is spent on a device that has refused it. A
+            # call that is cancelled may be repeated with its token: it leaves what it has.
+            await undisturbed(self._give_back(request.token, fenced))
             raise
         wanted = dict.fromkeys(request.devices)
         return FenceReply(vector=[found[device] for device in wanted if device in found])
@@ -85,8 +91,14 @@ class SplitControl:
     async def unfence(self, request: UnfenceRequest) -> UnfenceReply:
         if request.device:
             return await self._devices.control(request.device).unfence(request)
-        replies = await self._all(lambda control: control.unfence(request))
-        return UnfenceReply(ended=any(reply.ended for reply in replies))
+        answers = await self._all(lambda control: control.unfence(request))
+        for answer in answers.values():
+            # The fences of a process that has ended are gone with it.
+            if isinstance(answer, SnapbackError) and not isinstance(answer, NotFound):
+                raise answer
+        return UnfenceReply(
+            ended=any(isinstance(each, UnfenceReply) and each.ended for each in answers.values())
+        )
 
     async def drop_layout(self, request: DropLayoutRequest) -> DropLayoutReply:
         return await self._devices.control(request.device).drop_layout(request)
@@ -98,11 +110,23 @@ class SplitControl:
         return await self._devices.control(request.device).forget(request)
 
     async def status(self, request: StatusRequest) -> StatusReply:
-        replies = await self._all(lambda control: control.status(StatusRequest(events=0)))
+        answers = await self._all(lambda control: control.status(StatusRequest(events=0)))
+        devices: list[DeviceStatus] = []
+        missing: list[MissingDevice] = []
+        for info in self._devices.infos:
+            answer = answers[info.uuid]
+            if isinstance(answer, SnapbackError):
+                log.warning("device %s is left out: %s", info.uuid, answer)
+                missing.append(
+                    MissingDevice(uuid=info.uuid, index=info.index, failure=failure_of(answer))
+                )
+            else:
+                devices += answer.devices
         return StatusReply(
             node=self._node,
             incarnation=self._incarnation,
-            devices=[device for reply in replies for device in reply.devices],
+            devices=devices,
+            missing=missing or UNSET,
             events=self._history.latest(request.events or 0),
             now_s=asyncio.get_running_loop().time(),
         )
@@ -127,34 +151,67 @@ class SplitControl:
 
     async def _follow(self, device: str) -> None:
         while True:
-            control = await self._devices.started(device)
-            with contextlib.suppress(SnapbackError):
-                async with aclosing(control.watch(WatchRequest())) as replies:
-                    async for reply in replies:
-                        for event in reply.events:
-                            self._history.take(event)
-                        self._notify()
+            process = await self._devices.started(device)
+            seen = 0
+            while not process.ended.is_set():
+                try:
+                    async for seq in self._taken_over(process, seen):
+                        seen = seq
+                    why = "there are no more"
+                except Exception as error:  # noqa: BLE001 - the events of a device are never given up
+                    why = str(failure_of(error))
+                if not await any_set(AGAIN_S, process.ended):
+                    log.warning("the events of device %s are asked for again: %s", device, why)
             now = asyncio.get_running_loop().time()
             self._history.add(EventKind.DEATH, now, device, reason="device-process")
             self._notify()
-            await any_set(AGAIN_S)
+
+    async def _taken_over(self, process: StartedDevice, after: int) -> AsyncGenerator[int, None]:
+        """Take over the events after number `after`; yield the number of each."""
+        async with aclosing(process.control.watch(WatchRequest(after=after))) as replies:
+            async for reply in replies:
+                for event in reply.events:
+                    self._history.take(event)
+                    yield event.seq
+                self._notify()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _all(self, ask: Callable[[Control], Awaitable[T]]) -> list[T]:
-        """Ask every device that is served, at the same time; leave out what does not answer."""
+    async def _give_back(self, token: str, devices: Iterable[str]) -> None:
+        """End what a fence that is refused elsewhere has on these devices."""
 
-        async def answer(uuid: str) -> list[T]:
+        async def end(device: str) -> None:
+            try:
+                control = self._devices.control(device)
+                async with asyncio.timeout(ANSWER_S):
+                    await control.unfence(UnfenceRequest(token=token))
+            except NotFound:
+                # It has ended with the process.
+                return
+            except (SnapbackError, TimeoutError) as error:
+                log.warning("the fence of device %s goes on: %s", device, failure_of(error))
+
+        await asyncio.gather(*map(end, devices))
+
+    async def _all(self, ask: Callable[[Control], Awaitable[T]]) -> dict[str, T | SnapbackError]:
+        """Ask every device at the same time; return what each says, or why it says nothing."""
+
+        async def answer(uuid: str) -> T | SnapbackError:
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    return [await ask(self._devices.control(uuid))]
-            except NotFound as error:
-                log.warning("device %s is left out: %s", uuid, error)
+                    return await ask(self._devices.control(uuid))
+            except SnapbackError as error:
+                return error
             except TimeoutError:
-                log.warning("device %s is left out: no answer in %.0f s", uuid, ANSWER_S)
-            return []
+                return DeadlineExceeded(
+                    f"device {uuid} does not answer in {ANSWER_S:.0f} s",
+                    next_step="look at its process: it may hang in the driver",
+                    device=uuid,
+                    budget_s=ANSWER_S,
+                )
 
-        answers = await asyncio.gather(*map(answer, await self._devices.running()))
-        return [each for found in answers for each in found]
+        await self._devices.settled()
+        uuids = [info.uuid for info in self._devices.infos]
+        return dict(zip(uuids, await asyncio.gather(*map(answer, uuids)), strict=True))
