@@ -44,6 +44,8 @@ def page() -> str:
     rest = (
         "The helper of a node looks at more before it restores a process by CRIU: whether its CRIU "
         "is fit for\nits kernel at all, capabilities, mounts and the limit of memory of the pod.\n"
+        "\nArrays of bfloat16 and the float8 types that this version of `snapback_client` writes "
+        "cannot be\nopened by the version before it, which refuses them as `InvalidMessage`.\n"
     )
     return "\n".join([_HEAD + "\n".join(rows), "", rest, "## Why", "", *why, ""])
 

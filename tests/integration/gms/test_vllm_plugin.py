@@ -19,6 +19,7 @@ import pytest
 
 from snapback_client import engines
 from snapback_client.errors import InvalidInput, NotEligible, UnsupportedVersion
+from snapback_client.pool import connect
 from tests.integration.gms.conftest import RunningGms
 from tests.support.torch_site import VARIABLE, path_with_torch
 
@@ -319,12 +320,108 @@ def test_after_a_restore_the_cache_wakes_on_the_device_that_the_agent_named(
     worker.kv_cache.fill_(7)
 
 
-def test_what_no_agent_has_written_names_no_device(tmp_path: Path) -> None:
+def devices_of_cache(service: RunningGms) -> list[int]:
+    return [index for index in (0, 1) if service.device(index).domains[1].sessions]
+
+
+def test_a_map_of_devices_is_applied_once_for_each_restore(
+    plugin: Any, service: RunningGms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = service.uuids[:2]
+    swapped = {first: second, second: first}
+
+    def restored(attempt: int, generation: int) -> None:
+        body = {"attempt": attempt, "generation": generation, "devices": swapped}
+        (tmp_path / "restore-complete").write_text(json.dumps(body))
+
+    def slept_and_woken() -> list[int]:
+        worker.sleep()
+        worker.wake_up(["kv_cache"])
+        return devices_of_cache(service)
+
+    worker = started(plugin)
+    monkeypatch.setenv("SNAPSHOT_CONTROL_DIR", str(tmp_path))
+    worker.sleep()
+    restored(1, 1)
+    worker.wake_up(["kv_cache"])
+    assert devices_of_cache(service) == [1]
+    assert slept_and_woken() == [1]
+    restored(2, 1)
+    assert slept_and_woken() == [0]
+    assert slept_and_woken() == [0]
+    restored(2, 2)
+    assert slept_and_woken() == [1]
+
+
+def test_a_map_of_devices_from_before_the_process_has_its_memory_is_not_applied(
+    plugin: Any, service: RunningGms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was started after a restore has connected to the devices of this node."""
+    first, second = service.uuids[:2]
+    body = {"attempt": 1, "devices": {first: second, second: first}}
+    (tmp_path / "restore-complete").write_text(json.dumps(body))
+    monkeypatch.setenv("SNAPSHOT_CONTROL_DIR", str(tmp_path))
+    worker = started(plugin)
+    worker.sleep()
+    worker.wake_up()
+    assert devices_of_cache(service) == [0]
+
+
+def test_what_no_agent_has_written_is_no_restore(tmp_path: Path) -> None:
     environment = {"SNAPSHOT_CONTROL_DIR": str(tmp_path)}
-    assert engines.restored_devices({}) == {}
-    assert engines.restored_devices(environment) == {}
+    assert engines.last_restore({}) is None
+    assert engines.last_restore(environment) is None
     (tmp_path / "restore-complete").write_text("{")
-    assert engines.restored_devices(environment) == {}
+    assert engines.last_restore(environment) is None
+
+
+def test_a_worker_that_takes_the_lock_to_write_publishes_anew(
+    plugin: Any, service: RunningGms
+) -> None:
+    for generation in (1, 2):
+        worker = started(plugin, extra={"lock": "RW", "deadline_s": 5})
+        assert answer(worker)
+        layout = service.device().domains[0].layout
+        assert layout is not None
+        assert layout.generation == generation
+        assert loads_from_disk() == generation
+        engines.close_memory()
+
+
+def test_a_writer_gives_up_what_is_published_where_there_is_no_room_for_both(
+    likeness: None, service: RunningGms
+) -> None:
+    for _ in range(2):
+        memory = engines.EngineMemory(0, lock="RW", deadline_s=5, name="test")
+        pool = memory._pools["weights"]
+        assert memory.is_writer
+        pool.allocate("w", 40 << 20, "uint8")
+        pool.commit()
+        memory.close()
+    assert pool.generation is not None
+    assert pool.generation.generation == 2
+
+
+def test_a_writer_beside_readers_leaves_them_what_they_read(
+    likeness: None, service: RunningGms
+) -> None:
+    with connect(1, lock="RW") as pool:
+        pool.allocate("w", 3, "uint8")[:] = 5
+        pool.commit()
+        # The addresses in this process belong to the pool that is open.
+        code = (
+            "from snapback_client.engines import EngineMemory\n"
+            "memory = EngineMemory(1, lock='RW', deadline_s=5, name='test')\n"
+            "print(memory.is_writer)\n"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"],
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+        assert found.stdout == "True\n", found.stderr
+        assert list(pool["w"]) == [5, 5, 5]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -19,8 +19,13 @@ from typing import Any
 
 from snapback_client.codec import decode_json, encode_json
 from snapback_client.control import CONTROL_DIR, MAX_BODY_BYTES, RESTORE_COMPLETE, Signal
-from snapback_client.errors import InvalidMessage, NotEligible, UnsupportedVersion
-from snapback_client.pool import connect
+from snapback_client.errors import (
+    GenerationMismatch,
+    InvalidMessage,
+    NotEligible,
+    UnsupportedVersion,
+)
+from snapback_client.pool import MemoryPool, connect, look
 from snapback_client.torch import TorchMemory
 
 TAGS = ("weights", "kv_cache")
@@ -35,15 +40,19 @@ class EngineMemory:
     def __init__(self, device: int | str, *, lock: str, deadline_s: float, name: str) -> None:
         """Wait until there is a model to read, or the right to write one.
 
-        The errors of `snapback_client.connect` and of `TorchMemory`.
+        With the lock "RW" it is written in any case, in the place of one that is published. The
+        errors of `snapback_client.connect` and of `TorchMemory`.
         """
         with contextlib.ExitStack() as opened:
-            weights = connect(device, lock=lock, deadline_s=deadline_s, name=name)
+            weights = _connect_weights(device, lock=lock, deadline_s=deadline_s, name=name)
             opened.callback(weights.close)
             cache = connect(device, lock="RW", domain="kv", deadline_s=deadline_s, name=name)
             opened.callback(cache.close)
             self.torch = TorchMemory({"weights": weights, "kv_cache": cache})
             self._pools = {"weights": weights, "kv_cache": cache}
+            # What was restored before this is over: the devices above are those of this node.
+            before = last_restore(os.environ)
+            self._restores: dict[str, Signal | None] = dict.fromkeys(self._pools, before)
             self._opened = opened.pop_all()
 
     @property
@@ -60,14 +69,40 @@ class EngineMemory:
 
     def resume(self, tags: Collection[str] = TAGS) -> None:
         """Map what sleeps of these tags, on the device that a restore has given this process."""
-        devices = restored_devices(os.environ)
+        restore = last_restore(os.environ)
         for tag, pool in self._pools.items():
             if tag in tags and pool.is_asleep:
-                pool.wake(device=devices.get(pool.device, ""))
+                device = ""
+                # The file stays, and names devices from before the restore: it is applied once.
+                # Also where the wake fails, for the pool is one of the other device from then on.
+                if restore is not None and restore != self._restores[tag]:
+                    self._restores[tag] = restore
+                    device = restore.devices.get(pool.device, "")
+                pool.wake(device=device)
 
     def close(self) -> None:
         """Close the pools. Tensors of the model must not be touched."""
         self._opened.close()
+
+
+def _connect_weights(device: int | str, *, lock: str, deadline_s: float, name: str) -> MemoryPool:
+    if lock != "RW":
+        return connect(device, lock=lock, deadline_s=deadline_s, name=name)
+    while True:
+        found = look(device, deadline_s=deadline_s, name=name)
+        try:
+            return connect(
+                device,
+                lock=lock,
+                deadline_s=deadline_s,
+                if_match=found.committed,
+                # Readers are waited for only where two models do not fit.
+                replace=found.free < found.bytes,
+                name=name,
+            )
+        except GenerationMismatch:
+            # Another worker has published meanwhile; its model is replaced, too.
+            continue
 
 
 _held: list[EngineMemory] = []
@@ -140,19 +175,16 @@ def version_of(engine: str) -> str:
         return ""
 
 
-def restored_devices(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the uuid of the device here for each that the source had, as the agent left it.
-
-    Empty where the process was not restored.
-    """
+def last_restore(environment: Mapping[str, str]) -> Signal | None:
+    """Return what the agent says of the last restore; None where the process was not restored."""
     folder = environment.get(CONTROL_DIR)
     if not folder:
-        return {}
+        return None
     try:
         with (Path(folder) / RESTORE_COMPLETE).open("rb") as file:
-            return decode_json(file.read(MAX_BODY_BYTES + 1), Signal, limit=MAX_BODY_BYTES).devices
+            return decode_json(file.read(MAX_BODY_BYTES + 1), Signal, limit=MAX_BODY_BYTES)
     except (OSError, InvalidMessage):
-        return {}
+        return None
 
 
 def resolve(engine: str, known: str, names: Mapping[str, str]) -> dict[str, Any]:

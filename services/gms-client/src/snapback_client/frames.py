@@ -225,6 +225,13 @@ class Attached(_Frame, frozen=True, kw_only=True, tag="attached"):
     bytes: Bytes = 0
     device_kind: ShortText | msgspec.UnsetType = msgspec.UNSET
 
+    @property
+    def committed(self) -> GenerationRef | None:
+        """The generation that is committed, None when nothing is."""
+        if not self.generation:
+            return None
+        return GenerationRef(incarnation=self.incarnation, generation=self.generation)
+
 
 class Allocated(_Frame, frozen=True, kw_only=True, tag="allocated"):
     """The allocations made, in the order asked for."""

@@ -131,6 +131,9 @@ class Lease:
         made: list[AllocationInfo] = []
         try:
             for batch in batches(specs, cost=cost_of_allocation):
+                if not batch:
+                    # No allocations are one empty batch, which the service refuses.
+                    continue
                 request = AllocateMany(allocations=batch, wait_s=wait_s)
                 for part in self._parts(request, Allocated, CALL_S + wait_s):
                     made += part.allocations

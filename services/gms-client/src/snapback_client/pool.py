@@ -11,17 +11,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace as changed
 
 from snapback_client.codec import decode_json
 from snapback_client.devices import count_of, names_of, ordinal_of, visible_names
 from snapback_client.errors import (
     Incompatible,
+    InvalidInput,
     InvalidValue,
+    LayoutError,
+    NoDeviceMemory,
     NoSuchArray,
     NotEligible,
     SnapbackError,
     StaleLayout,
     UnknownDevice,
+    for_python,
 )
 from snapback_client.folders import check_folder
 from snapback_client.forks import check_owner
@@ -43,6 +48,7 @@ from snapback_client.reservation import DOMAIN_BYTES, address_of, reserve
 from snapback_client.slots import (
     PoolState,
     Slot,
+    first_place,
     metadata_of,
     new_slots,
     read_state,
@@ -132,6 +138,18 @@ def restore(
     return pool
 
 
+def look(device: int | str, *, deadline_s: float = DEADLINE_S, name: str = "") -> Attached:
+    """Return what a device has: what is committed there, if anything, and what is free.
+
+    Nothing is held afterwards, so it may have changed. A layout of which nothing is known here is
+    as good as any.
+    """
+    pool = MemoryPool(device, name=name)
+    lease = pool._attach(LockMode.RW_OR_RO, deadline_s)  # noqa: SLF001 - our own
+    lease.detach()
+    return lease.attached
+
+
 class MemoryPool(Mapping[str, Array]):
     """Named arrays in the memory of one device: a mapping of names to them. One thread at a time.
 
@@ -219,24 +237,26 @@ class MemoryPool(Mapping[str, Array]):
         """Make one array, zeroed and writable. OutOfDeviceMemory, LayoutConflict, InvalidInput.
 
         Memory that others hold is waited for, up to `wait_s` seconds. With `overwrite` an array of
-        that name is freed first, and must not be used any more.
+        that name is freed first, and must not be used any more: the new one may stand in its place.
+        It is not freed where the new one can never fit beside the others of this pool.
         """
         self._require(_Mode.WRITING)
-        # Refused before anything is freed.
-        new_slots({name: (shape, dtype)}, start=self._end, granularity=self.granularity)
-        if overwrite and name in self:
-            self.free(name)
-        return self.allocate_many({name: (shape, dtype)}, wait_s=wait_s)[name]
+        arrays = {name: (shape, dtype)}
+        if not overwrite or name not in self:
+            return self.allocate_many(arrays, wait_s=wait_s)[name]
+        (slot,), _ = new_slots(arrays, start=0, granularity=self.granularity)
+        slot = self._placed(slot)
+        self.free(name)
+        self._add([slot], wait_s)
+        return self._arrays[name]
 
     def allocate_many(
         self, arrays: Mapping[str, tuple[Shape, DTypeLike]], *, wait_s: float = MEMORY_S
     ) -> dict[str, Array]:
         """Make arrays, all or none, in one exchange with the service."""
         self._require(_Mode.WRITING)
-        slots, end = new_slots(arrays, start=self._end, granularity=self.granularity)
-        self._create(slots, wait_s)
-        self._end = end
-        self._slots |= {slot.name: slot for slot in slots}
+        slots, _ = new_slots(arrays, start=self._end, granularity=self.granularity)
+        self._add(slots, wait_s)
         return {slot.name: self._arrays[slot.name] for slot in slots}
 
     def free(self, name: str) -> None:
@@ -244,8 +264,9 @@ class MemoryPool(Mapping[str, Array]):
         self._require(_Mode.WRITING)
         slot = self._slot(name)
         self._range.unmap(slot.at, slot.aligned)
-        self._held.free([name])
+        # Whatever the service answers: to read what is unmapped ends the process.
         del self._slots[name], self._arrays[name]
+        self._held.free([name])
 
     def arrays(self) -> dict[str, Array]:
         """Return every array by name."""
@@ -433,10 +454,7 @@ class MemoryPool(Mapping[str, Array]):
         self._lease = self._attach(mode, deadline_s, if_match, replace=replace)
         attached = self._lease.attached
         try:
-            if attached.generation:
-                self.generation = GenerationRef(
-                    incarnation=attached.incarnation, generation=attached.generation
-                )
+            self.generation = attached.committed
             is_reader = attached.granted is Access.RO
             if is_reader:
                 self.layout_id = attached.layout_id
@@ -444,7 +462,8 @@ class MemoryPool(Mapping[str, Array]):
                 found = slots_of(self._lease.allocations(), self._lease.metadata())
                 self._slots = {slot.name: slot for slot in found}
                 self._end = max((slot.at + slot.aligned for slot in found), default=0)
-            # The offsets of freed arrays are not used again, so leave room for four capacities.
+            # The offsets of freed arrays are used again by `overwrite` alone, so leave room for
+            # four capacities.
             wanted = aligned(max(4 * attached.capacity, self._end), attached.granularity)
             reserved = min(DOMAIN_BYTES, wanted)
             # The index and not the ordinal, which differs between processes.
@@ -497,6 +516,37 @@ class MemoryPool(Mapping[str, Array]):
             else:
                 self._names = [lease.attached.device]
                 return lease
+
+    def _placed(self, slot: Slot) -> Slot:
+        """Return a slot in the place of its name. NoDeviceMemory and LayoutError: it has none."""
+        others = [each for each in self._slots.values() if each.name != slot.name]
+        needed, capacity = (
+            sum(each.aligned for each in [*others, slot]),
+            self._held.attached.capacity,
+        )
+        if needed > capacity:
+            raise NoDeviceMemory(
+                f"with array {slot.name!r} of {slot.size} bytes the arrays of this pool would take "
+                f"{needed} bytes, {self.device} has {capacity}",
+                next_step="free other arrays first, or use a smaller shape",
+                needed=needed,
+                capacity=capacity,
+            )
+        at = first_place(others, slot.aligned)
+        if at + slot.aligned > self._range.size:
+            raise LayoutError(
+                f"no place for array {slot.name!r} of {slot.size} bytes is left among the "
+                "addresses of this pool",
+                next_step="free arrays that stand beside it, or close this pool and connect again",
+                size=slot.size,
+                reserved=self._range.size,
+            )
+        return changed(slot, at=at)
+
+    def _add(self, slots: Sequence[Slot], wait_s: float) -> None:
+        self._create(slots, wait_s)
+        self._end = max([self._end, *(slot.at + slot.aligned for slot in slots)])
+        self._slots |= {slot.name: slot for slot in slots}
 
     def _create(self, slots: Sequence[Slot], wait_s: float) -> None:
         specs = [AllocationSpec(id=slot.name, size=slot.size, tag="array") for slot in slots]
@@ -584,9 +634,7 @@ class MemoryPool(Mapping[str, Array]):
                 expected=known,
                 found=found,
             )
-        self.generation = GenerationRef(
-            incarnation=attached.incarnation, generation=attached.generation
-        )
+        self.generation = attached.committed
 
     def _require(self, *modes: _Mode) -> None:
         check_owner(self._owner, "the pool")
@@ -646,14 +694,15 @@ def _one_of(kind: type[StrEnum], name: str, value: str) -> str:
 
 
 def _folder(socket_dir: str | None) -> str:
-    if socket_dir:
-        return check_folder("socket_dir", socket_dir)
-    folder = os.environ.get("GMS_SOCKET_DIR")
+    folder = socket_dir or os.environ.get("GMS_SOCKET_DIR")
     if not folder:
         raise InvalidValue(
             "GMS_SOCKET_DIR is not set", next_step="set it to the folder of the GMS sockets"
         )
-    return check_folder("GMS_SOCKET_DIR", folder)
+    try:
+        return check_folder("socket_dir" if socket_dir else "GMS_SOCKET_DIR", folder)
+    except InvalidInput as error:
+        raise for_python(error) from None
 
 
 def _shown_by_cuda() -> list[str]:

@@ -103,6 +103,12 @@ def new_slots(
     slots: list[Slot] = []
     at = start
     for name, (shape, dtype) in arrays.items():
+        if not isinstance(name, str):
+            raise InvalidValue(
+                f"the name of an array must be a str, {name!r} is of type {type(name).__name__}",
+                next_step="give the name first, then the shape and the dtype",
+                found=repr(name)[:80],
+            )
         if re.fullmatch(ALLOCATION_PATTERN, name) is None:
             raise InvalidValue(
                 f"the name of an array {name[:80]!r} must match {ALLOCATION_PATTERN}",
@@ -112,6 +118,13 @@ def new_slots(
             )
         kind, written = _written(dtype)
         dimensions = [shape] if isinstance(shape, int) else [int(each) for each in shape]
+        if min(dimensions, default=0) < 0:
+            raise InvalidValue(
+                f"the shape of array {name!r} has a negative dimension: {dimensions}",
+                next_step="use dimensions from 0 on",
+                name=name,
+                shape=dimensions,
+            )
         size = max(1, math.prod(dimensions) * kind.itemsize)
         aligned = -(-size // granularity) * granularity
         slots.append(
@@ -119,6 +132,16 @@ def new_slots(
         )
         at += aligned
     return slots, at
+
+
+def first_place(slots: Iterable[Slot], size: int) -> int:
+    """Return the lowest offset from which `size` bytes stand clear of the arrays."""
+    at = 0
+    for slot in sorted(slots, key=lambda each: each.at):
+        if slot.at - at >= size:
+            break
+        at = slot.at + slot.aligned
+    return at
 
 
 def metadata_of(slots: Iterable[Slot]) -> list[MetadataItem]:

@@ -77,7 +77,8 @@ class Resumed(NamedTuple):
     """Why a worker goes on: its capture is over, or its process was restored in another place.
 
     `devices` has the uuid of the device that a restored process has now for each that it had, and
-    `identity` who it is there; None where it goes on in its own place.
+    `identity` who it is there; None where it goes on in its own place. Read the fields by their
+    names: later versions may have more of them.
     """
 
     outcome: Outcome

@@ -471,10 +471,12 @@ class MemoryServer:
         while True:
             # Read before the attempt, so that the wait below sees every later release.
             changed = self._changed
+            # Also one that is over when the attempt has failed.
+            was_releasing = bool(self._releases.get(uuid))
             try:
                 return await self._create(device, sizes)
             except OutOfDeviceMemory:
-                is_releasing = bool(self._releases.get(uuid))
+                is_releasing = was_releasing or bool(self._releases.get(uuid))
                 others = is_shared or is_releasing or self.table.has_others(session)
                 if not others or sum(sizes) > device.info.capacity - session.charged:
                     raise
