@@ -125,7 +125,7 @@ class Tools:
                 "the workers of this cluster are not on this machine",
                 next_step="log in where they run, or name a Kubernetes cluster with --context",
             )
-        return LocalWorkers(record)
+        return LocalWorkers(record, self.operator)
 
     @contextlib.asynccontextmanager
     async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:
