@@ -74,8 +74,7 @@ async def ask(
         )
     text = ran.out.decode("utf-8", "replace").rstrip("\n")
     if tools.screen.wants_table:
-        for line in text.split("\n"):
-            tools.screen.line(line)
+        tools.screen.verbatim(text)
     else:
         tools.screen.value({"pod": name, "namespace": space, "answer": _value(text)})
 

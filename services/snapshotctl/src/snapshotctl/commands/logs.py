@@ -124,6 +124,6 @@ async def _show(tools: Tools, files: list[LogFile], tail: int | None, *, follow:
     async for source, line in lines_of(files, tail, follow=follow):
         plain = _CONTROL.sub("", line)
         if tools.screen.wants_table:
-            tools.screen.line(plain if is_one else f"[{source}] {plain}")
+            tools.screen.verbatim(plain if is_one else f"[{source}] {plain}")
         else:
             tools.screen.entry({"source": source, "line": plain})
