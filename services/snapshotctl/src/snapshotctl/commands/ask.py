@@ -13,6 +13,7 @@ from snapshotctl.adapters import asking
 from snapshotctl.command import Namespace, RunningPod, Timeout, WorkerContainer, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.sources import pod_typed
 from snapshotctl.tools import Tools
 
 MAX_PORT = 65535
@@ -67,9 +68,11 @@ async def ask(
     ran = await workers.answer(space, name, container, program)
     if ran.code:
         said = ran.err.strip().splitlines() or [f"exit code {ran.code}"]
+        # The cluster may have a program of that name.
+        typed = pod_typed(name, [name])
         raise Aborted(
             f"pod {name} gave no answer: {said[-1]}",
-            next_step=f"see whether it serves: snapshotctl logs {name} --tail 20; name another "
+            next_step=f"see whether it serves: snapshotctl logs {typed} --tail 20; name another "
             "socket or a port with --to",
         )
     text = ran.out.decode("utf-8", "replace").rstrip("\n")

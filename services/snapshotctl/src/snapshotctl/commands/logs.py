@@ -72,6 +72,8 @@ async def logs(
         which = [f"--container={container}"] if container else ["--all-containers", "--prefix"]
         return await tools.kubernetes.show("logs", str(pod), "--namespace", space, *which, *options)
     kept = _kept(tools)
+    if service is None and container is None:
+        service = sources.service_named(name, kept.programs())
     if service is not None:
         files = [kept.program(sources.program_of(service, kept.programs()))]
     else:
