@@ -106,10 +106,16 @@ class Tools:
         return time.monotonic()
 
     def logs(self) -> ClusterLogs | None:
-        """Return the logs of the server's cluster; None when they are not on this machine."""
+        """Return the logs of the server's cluster; None when they are not on this machine.
+
+        A local cluster that was named has them also when it is down.
+        """
         from snapshotctl.adapters.cluster_logs import ClusterLogs
 
-        record = self.folders.record_at(self.find_server())
+        if self.kubernetes is not None and not self.server:
+            record = self.folders.record_at(self.find_server())
+        else:
+            record = self.folders.find_record(self.server, self.cluster)
         return None if record is None else ClusterLogs(record)
 
     def workers(self) -> Workers:
