@@ -142,7 +142,7 @@ class _Reader:
         self._rest = b""
 
     def is_deleted(self) -> bool:
-        """Whether the file has no name any more, so that nobody writes to it."""
+        """Whether the file has no name any more: it was deleted."""
         return os.fstat(self._fd).st_nlink == 0
 
     def begin(self, tail: int | None) -> None:
