@@ -116,6 +116,35 @@ def test_a_demo_loses_a_node_and_its_worker_goes_on_as_the_process_that_it_was(
     assert cli.left(run[1]) == []
 
 
+def test_a_worker_that_was_restored_is_asked_and_has_programs_beside_it(
+    criu: Path, tmp_path: Path
+) -> None:
+    if why := nodes.lacking():
+        pytest.skip(why)
+    cli = Cli(tmp_path)
+    try:
+        out = cli.ok("demo", "--size-mib", "16", "--driver", "criu", "--keep").out
+        run = re.search(r"logs: .*/(demo-[0-9a-f]{8})/logs", out)
+        assert run is not None
+        cli.environment["SNAPBACK_CLUSTER"] = run[1]
+        answer = cli.ok("ask", "demo-llm-restored", "What is my name?", "-o", "json").value()
+        assert answer["answer"]["turns"] == 8
+        shown = "echo $POD_NAME $NODE_NAME; ps ax"
+        ran = cli.program("exec", "demo-llm-restored", "-c", "main", "--", "sh", "-c", shown).out
+        assert ran.startswith("demo-llm-restored node-2\n")
+        assert "deploy/examples/worker.py" in ran
+        assert "snapback-init" not in ran
+        pods = cli.ok("get", "pods", "-o", "json").value()
+        [source] = {pod["metadata"]["name"] for pod in pods} - {
+            "demo-llm-restored",
+            "demo-llm-restored-too-small",
+        }
+        dead = cli.run("exec", source, "--", "true")
+        assert (dead.code, "name a pod that runs: demo-llm-restored\n" in dead.err) == (3, True)
+    finally:
+        cli.purge()
+
+
 async def test_a_plain_process_waits_in_its_place_until_it_is_restored(node: PlainNode) -> None:
     source = await node.worker("source")
     artifact = await node.captured(source, fresh_uid(), **CRIU)

@@ -97,6 +97,15 @@ def test_a_program_runs_with_the_environment_and_the_folder_of_the_worker(talkin
     assert (missing.code, "'no-such-program' is not on this machine" in missing.err) == (3, True)
 
 
+def test_a_process_is_not_of_the_pod_that_its_environment_names(talking: Cli) -> None:
+    command = "POD_NAME=ghost; export POD_NAME; echo $POD_NAME; exec sleep 1000"
+    posing = talking.start("exec", "talker", "--", "sh", "-c", command)
+    read_until(posing, "ghost")
+    refused = talking.run("exec", "ghost", "--", "true")
+    interrupt(posing)
+    assert (refused.code, "no process of pod ghost" in refused.err) == (3, True)
+
+
 def test_a_program_ends_with_the_command(talking: Cli) -> None:
     running = talking.start("exec", "talker", "--", "sh", "-c", "echo $$; exec sleep 1000")
     read_until(running, "\n")

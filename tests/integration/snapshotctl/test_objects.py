@@ -91,6 +91,8 @@ def test_a_deleted_object_is_waited_for_until_it_is_gone(running: Cli) -> None:
     running.ok("wait", "pod/goner", "--for", "condition=PodScheduled")
     running.ok("delete", "pod", "goner")
     gone = running.ok("wait", "pod/goner", "--for", "delete", "--timeout", "60s")
+    again = running.ok("wait", "goner", "--for", "delete").out
+    assert again == "goner delete: it is gone\n"
     assert gone.out == "pod/goner delete: it is gone\n"
     assert running.run("get", "pod/goner").code == 3
 

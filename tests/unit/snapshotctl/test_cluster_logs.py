@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,20 @@ async def test_what_is_written_later_follows_and_a_log_that_begins_anew_is_read_
         later = asyncio.ensure_future(anext(lines))
         path.write_text("new\n")
         assert await later == ("x", "new")
+
+
+async def test_the_logs_of_a_pod_are_followed_until_it_is_deleted(tmp_path: Path) -> None:
+    logs = []
+    for name in ("main", "side"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log").write_text(f"{name}\nhalf")
+        logs.append(LogFile(name, tmp_path, (name, "log")))
+    async with asyncio.timeout(30), contextlib.aclosing(lines_of(logs, None, follow=True)) as lines:
+        assert [await anext(lines), await anext(lines)] == [("main", "main"), ("side", "side")]
+        shutil.rmtree(tmp_path / "main")
+        assert await anext(lines) == ("main", "half")
+        shutil.rmtree(tmp_path / "side")
+        assert [line async for line in lines] == [("side", "half")]
 
 
 async def test_a_log_that_is_no_plain_file_is_named(tmp_path: Path) -> None:

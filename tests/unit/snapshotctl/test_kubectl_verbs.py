@@ -27,6 +27,7 @@ if "get" in sys.argv:
     print((folder / "pods").read_text())
 elif "exec" in sys.argv:
     print('{{"answer": "amber"}}')
+    sys.stderr.write((folder / "err").read_text())
     sys.exit(int((folder / "code").read_text()))
 elif "apply" in sys.argv:
     with (folder / "given").open("a") as given:
@@ -46,6 +47,7 @@ class Kubectl:
         program.write_text(PROGRAM.format(python=sys.executable))
         program.chmod(0o755)
         (folder / "code").write_text("0")
+        (folder / "err").write_text("")
         self.pods()
 
     def pods(self, *names: str) -> None:
@@ -142,6 +144,15 @@ def test_a_worker_is_asked_by_a_program_in_its_container(
     (kubectl.folder / "code").write_text("1")
     assert _run(monkeypatch, "ask", "w", "Who am I?") == Exit.FAILED
     assert "pod w gave no answer: exit code 1" in capfd.readouterr().err
+
+
+def test_why_a_worker_gave_no_answer_is_what_the_program_said_and_not_how_kubectl_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+) -> None:
+    (kubectl.folder / "code").write_text("1")
+    (kubectl.folder / "err").write_text("x.sock: refused\ncommand terminated with exit code 1\n")
+    assert _run(monkeypatch, "ask", "w", "Who am I?") == Exit.FAILED
+    assert "pod w gave no answer: x.sock: refused\n" in capfd.readouterr().err
 
 
 def test_the_chart_has_no_page_to_open(

@@ -4,7 +4,7 @@ import pytest
 
 from snapshot_shared.errors import NotFound
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.domain.sources import known_services, program_of, service_named
+from snapshotctl.domain.sources import known_services, pod_typed, program_of, service_named
 
 PROGRAMS = ["nats-server", "node-1-agent", "node-1-gms", "node-2-agent", "operator", "page"]
 
@@ -21,14 +21,31 @@ PROGRAMS = ["nats-server", "node-1-agent", "node-1-gms", "node-2-agent", "operat
     ],
 )
 def test_a_service_is_a_program(word: str, program: str) -> None:
-    service = service_named(word)
+    service = service_named(word, PROGRAMS)
     assert service is not None
     assert program_of(service, PROGRAMS) == program
 
 
-@pytest.mark.parametrize("word", ["my-worker", "pod/operator", "demo-llm-dfec6", "pod/x-agent"])
+@pytest.mark.parametrize(
+    "word",
+    ["my-worker", "pod/operator", "demo-llm-dfec6", "pod/node-1-agent", "x-agent", "node-2-gms"],
+)
 def test_any_other_word_is_a_pod(word: str) -> None:
-    assert service_named(word) is None
+    assert service_named(word, PROGRAMS) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [
+        ("my-worker", "my-worker"),
+        ("x-agent", "x-agent"),
+        ("node-1-agent", "pod/node-1-agent"),
+        ("operator", "pod/operator"),
+        ("gms", "pod/gms"),
+    ],
+)
+def test_a_pod_that_is_called_like_a_service_is_typed_with_its_kind(name: str, typed: str) -> None:
+    assert pod_typed(name, PROGRAMS) == typed
 
 
 def test_a_service_of_several_nodes_is_asked_for_by_its_node() -> None:

@@ -36,6 +36,14 @@ def test_a_long_line_is_not_broken() -> None:
     assert out.getvalue() == "x" * 500 + "\n"
 
 
+def test_what_a_worker_wrote_is_not_broken_on_a_terminal_either() -> None:
+    out = _Tty()
+    terminal = Terminal("table", out, io.StringIO())
+    text = "  two  words\t" * 50
+    terminal.verbatim(text)
+    assert out.getvalue() == text + "\n"
+
+
 def test_what_looks_like_markup_is_printed_as_it_is() -> None:
     terminal, out, _ = _terminal()
     terminal.line("[red]x[/red] :smile:")

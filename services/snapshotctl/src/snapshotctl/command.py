@@ -187,15 +187,16 @@ def complete_logs(context: typer.Context, incomplete: str) -> list[str]:
     """Complete what has a log: pods, and services, of a local cluster also when it is down."""
     root = context.find_root().params
     tools = Tools(root.get("server"), root.get("cluster"), "table")
-    services: list[str] = []
+    from snapshotctl.domain.sources import known_services, pod_typed  # noqa: PLC0415
+
+    programs: list[str] = []
     with contextlib.suppress(SnapbackError, OSError):
         if (kept := tools.logs()) is not None:
-            from snapshotctl.domain.sources import known_services  # noqa: PLC0415
-
-            services = known_services(kept.programs())
+            programs = kept.programs()
+    pods = _names(context, [KINDS["Pod"]])
     if incomplete.startswith("pod/"):
-        return [f"pod/{name}" for name in _names(context, [KINDS["Pod"]])]
-    return [*services, *_names(context, [KINDS["Pod"]])]
+        return [f"pod/{name}" for name in pods]
+    return [*known_services(programs), *(pod_typed(name, programs) for name in pods)]
 
 
 def _pods(context: typer.Context) -> list[str]:

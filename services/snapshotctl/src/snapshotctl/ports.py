@@ -191,6 +191,9 @@ class Screen(Protocol):
     def line(self, text: str = "", *, strong: bool = False) -> None:
         """Print one line of the result."""
 
+    def verbatim(self, text: str) -> None:
+        """Print a line that another program wrote, as it is."""
+
     def table(self, table: Table, *, indent: str = "") -> None:
         """Print rows below their headers, each line after an indent."""
 

@@ -106,10 +106,16 @@ class Tools:
         return time.monotonic()
 
     def logs(self) -> ClusterLogs | None:
-        """Return the logs of the server's cluster; None when they are not on this machine."""
+        """Return the logs of the server's cluster; None when they are not on this machine.
+
+        A local cluster that was named has them also when it is down.
+        """
         from snapshotctl.adapters.cluster_logs import ClusterLogs
 
-        record = self.folders.record_at(self.find_server())
+        if self.kubernetes is not None and not self.server:
+            record = self.folders.record_at(self.find_server())
+        else:
+            record = self.folders.find_record(self.server, self.cluster)
         return None if record is None else ClusterLogs(record)
 
     def workers(self) -> Workers:
@@ -125,7 +131,7 @@ class Tools:
                 "the workers of this cluster are not on this machine",
                 next_step="log in where they run, or name a Kubernetes cluster with --context",
             )
-        return LocalWorkers(record)
+        return LocalWorkers(record, self.operator)
 
     @contextlib.asynccontextmanager
     async def operator(self, *, patiently: bool = False) -> AsyncIterator[OperatorClient]:

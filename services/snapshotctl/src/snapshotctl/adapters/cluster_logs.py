@@ -102,7 +102,7 @@ async def lines_of(
 ) -> AsyncIterator[tuple[str, str]]:
     """Yield the last lines of logs, or all with None, each with its log; the logs one by one.
 
-    With `follow` yield what is written from then on as well, until cancelled. NotFound.
+    With `follow` yield what is written from then on as well, until all are deleted. NotFound.
     """
     async with contextlib.AsyncExitStack() as stack:
         readers = []
@@ -115,10 +115,12 @@ async def lines_of(
             folder = log.folder.joinpath(*log.parts[:-1])
             changes.append(await stack.enter_async_context(inotify.watching(folder, writes=True)))
         while True:
+            ended = [reader for reader in readers if not follow or reader.is_deleted()]
             for reader in readers:
-                for line in reader.lines(to_the_end=not follow):
+                for line in reader.lines(to_the_end=reader in ended):
                     yield reader.name, line
-            if not follow:
+            readers = [reader for reader in readers if reader not in ended]
+            if not readers:
                 return
             waiters = [asyncio.ensure_future(change.wait()) for change in changes]
             try:
@@ -138,6 +140,10 @@ class _Reader:
         self._fd = fd
         self._at = 0
         self._rest = b""
+
+    def is_deleted(self) -> bool:
+        """Whether the file has no name any more: it was deleted."""
+        return os.fstat(self._fd).st_nlink == 0
 
     def begin(self, tail: int | None) -> None:
         """Go to the beginning of the last `tail` lines, or of the file."""

@@ -82,6 +82,16 @@ class Folders:
             return server
         return server._replace(credentials=plans.server_of(record).credentials)
 
+    def find_record(self, server: str | None, cluster: str | None) -> ClusterRecord | None:
+        """Return the local cluster of a command, also when it is down; None for another server.
+
+        WrongArguments, BusUnavailable where there is none.
+        """
+        choice = choose(server, cluster, self._environment, self._selected_context())
+        if isinstance(choice, ClusterNamed) and (record := self.record(choice.name)) is not None:
+            return record
+        return self.record_at(self._resolve(choice))
+
     def record_at(self, server: Server) -> ClusterRecord | None:
         """Return the local cluster of this user whose bus has that address."""
         for state in self.states.iterdir() if self.states.is_dir() else ():

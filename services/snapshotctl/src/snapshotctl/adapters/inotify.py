@@ -14,6 +14,7 @@ _MODIFY = 0x2
 _CLOSE_WRITE = 0x8
 _MOVED_TO = 0x80
 _CREATE = 0x100
+_DELETE = 0x200
 _DELETE_SELF = 0x400
 _ONLYDIR = 0x1000000
 _CHANGES = _CLOSE_WRITE | _MOVED_TO | _CREATE | _DELETE_SELF
@@ -45,9 +46,9 @@ class Folder:
 async def watching(folder: Path, *, writes: bool = False) -> AsyncIterator[Folder]:
     """Watch a folder for the length of the block. FileNotFoundError when there is none.
 
-    With `writes` every write to one of its files counts as a change, too.
+    With `writes` every write to one of its files counts as a change, and the end of one, too.
     """
-    mask = _CHANGES | _ONLYDIR | (_MODIFY if writes else 0)
+    mask = _CHANGES | _ONLYDIR | (_MODIFY | _DELETE if writes else 0)
     fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:
         raise _error(folder)

@@ -65,6 +65,7 @@ PYTHON = (sys.executable, "-P", "-m")
 ROLES: tuple[Role, ...] = ("snapshotctl", "viewer")
 """Whose keys are tried: one who may not read the first may be given the second."""
 
+_ENDED = re.compile(r"^command terminated with exit code \d+\n?", re.MULTILINE)
 _ERRORS = {
     "arguments": WrongArguments,
     "forbidden": NotPermitted,
@@ -167,7 +168,9 @@ class Kubernetes:
         words = ("exec", pod, "--namespace", namespace, *_within(container), "--", *program)
         pipe = asyncio.subprocess.PIPE
         nowhere = asyncio.subprocess.DEVNULL
-        return await answered(await self._started(words, stdin=nowhere, stdout=pipe, stderr=pipe))
+        ran = await answered(await self._started(words, stdin=nowhere, stdout=pipe, stderr=pipe))
+        # The last words of kubectl would hide those of the program.
+        return ran._replace(err=_ENDED.sub("", ran.err))
 
     async def show(self, *words: str) -> int:
         """Run kubectl with this terminal; return its exit code. WrongArguments without kubectl."""

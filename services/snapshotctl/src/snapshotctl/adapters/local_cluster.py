@@ -213,8 +213,7 @@ class LocalCluster:
     async def restart(self, node: str, services: Sequence[str]) -> list[str]:
         with folders.locked(Path(self.record.state_dir)):
             spec = self._known(node)
-            alive = folders.alive(self.record)
-            running = {p.name for p in self.record.processes if p.pid in alive}
+            running = self._running()
             ended = [name for name in services if plans.program_of(node, name) not in running]
             if not ended:
                 raise AlreadyRunning(
@@ -230,11 +229,10 @@ class LocalCluster:
     async def restart_program(self, name: str) -> list[str]:
         """Start the bus, the operator or the page again, once it has ended.
 
-        AlreadyRunning, StartFailed; Conflict while there is no bus for another.
+        AlreadyRunning, StartFailed; Conflict while there is no bus for another, or nothing runs.
         """
         with folders.locked(Path(self.record.state_dir)):
-            alive = folders.alive(self.record)
-            running = {p.name for p in self.record.processes if p.pid in alive}
+            running = self._running()
             if name in running:
                 raise AlreadyRunning(
                     f"{name} runs; there is nothing to start",
@@ -251,6 +249,17 @@ class LocalCluster:
                 self._start(plans.operator_program(self._settings()))
                 await self._ready(name, self._operator_answers(), SERVICE_S, among=[name])
             return [name]
+
+    def _running(self) -> set[str]:
+        """Return the names of the programs that run. Conflict where there are none."""
+        alive = folders.alive(self.record)
+        running = {p.name for p in self.record.processes if p.pid in alive}
+        if not running:
+            raise Conflict(
+                f"local cluster {self._name!r} is down",
+                next_step=f"start all of it: snapshotctl up --cluster {self._name}",
+            )
+        return running
 
     def _refuse_without_bus(self, running: Collection[str]) -> None:
         if plans.NATS not in running:

@@ -5,65 +5,101 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_shared.errors import InvalidInput, NotFound
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.kubernetes import Pod
 from snapshotctl.adapters import processes
-from snapshotctl.domain.cluster import ClusterRecord
+from snapshotctl.domain.cluster import INIT, ClusterPaths, ClusterRecord
 from snapshotctl.domain.exits import WrongArguments
-from snapshotctl.ports import Ran
+from snapshotctl.domain.targets import Target
+from snapshotctl.ports import Operator, Ran
+
+Connect = Callable[[], AbstractAsyncContextManager[Operator]]
 
 CONTROL_DIR = "SNAPSHOT_CONTROL_DIR"
+_OF_PLACE = ("NODE_NAME", "SNAPBACK_RUN")
+"""What a process does not keep, beside `POD_*`, when it is restored elsewhere."""
 _SPACES = ("mnt", "uts", "ipc", "pid")
 END_S = 5.0
 
 
 class _Found(NamedTuple):
     pid: int
-    started: int
-    container: str
-    environment: dict[str, str]
     is_apart: bool
+    environment: dict[str, str]
+
+
+class _Outer(NamedTuple):
+    """The first process of a container, which the agent has started."""
+
+    started: int
+    pid: int
+    environment: dict[str, str]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The namespace and the name of its pod."""
+        return self.environment.get("POD_NAMESPACE", ""), self.environment.get("POD_NAME", "")
 
 
 class LocalWorkers:
-    """The port `Workers` on processes of this machine, found by their environment."""
+    """The port `Workers` on processes of this machine.
+
+    A process that was restored keeps the environment of its source, so that a container is found by
+    the process that its agent has started.
+    """
 
     python = sys.executable
 
-    def __init__(self, record: ClusterRecord) -> None:
-        """Use the workers of a local cluster."""
+    def __init__(self, record: ClusterRecord, connect: Connect) -> None:
+        """Use the workers of a local cluster, whose operator `connect` reaches."""
         self._run = record.run
         self._name = record.name
+        self._paths = ClusterPaths(Path(record.state_dir), Path(record.socket_dir))
+        self._connect = connect
 
     async def run(
         self, namespace: str, pod: str, container: str | None, program: Sequence[str]
     ) -> int:
-        found = self._worker(namespace, pod, container)
+        found = await self._worker(namespace, pod, container)
         process = await self._start(found, program)
         return await ended(process)
 
     async def answer(
         self, namespace: str, pod: str, container: str | None, program: Sequence[str]
     ) -> Ran:
-        found = self._worker(namespace, pod, container)
+        found = await self._worker(namespace, pod, container)
         pipe = asyncio.subprocess.PIPE
         nowhere = asyncio.subprocess.DEVNULL
         process = await self._start(found, program, nowhere, pipe, pipe)
         return await answered(process)
 
-    def _worker(self, namespace: str, pod: str, container: str | None) -> _Found:
-        """Return the first process of a container. NotFound, WrongArguments."""
-        everyone = [
-            (place, found)
-            for place, found in _workers(self._run)
-            if place[0] == namespace or place == (namespace, pod)
-        ]
-        ours = [found for place, found in everyone if place == (namespace, pod)]
+    async def _worker(self, namespace: str, pod: str, container: str | None) -> _Found:
+        """Return the process of a container. NotFound, WrongArguments."""
+        async with self._connect() as operator:
+            seen = await operator.get(Target(KINDS["Pod"], namespace, pod))
+        everyone = _outers(self._run)
+        ours: dict[str, _Outer] = {}
+        if isinstance(seen, Pod) and seen.status.node_name:
+            home = self._paths.node(seen.status.node_name, "agent") / "pods" / seen.metadata.uid
+            ours = {
+                control.parent.name: min(outers)
+                for control, outers in everyone.items()
+                if control.parent.parent == home
+            }
         if not ours:
-            names = sorted({name for (_, name), _ in everyone})
+            places = {
+                outer.place
+                for control, outers in everyone.items()
+                if control.is_relative_to(self._paths.state)
+                for outer in outers
+            }
+            names = sorted(name for space, name in places if space == namespace and name)
             raise NotFound(
                 f"no process of pod {pod} in namespace {namespace} runs in local cluster "
                 f"{self._name}",
@@ -71,20 +107,19 @@ class LocalWorkers:
                 if names
                 else "see the pods, and which have ended: snapshotctl get pods -A",
             )
-        names = sorted({found.container for found in ours})
+        names = sorted(ours)
         if container is None and len(names) > 1:
             raise WrongArguments(
                 f"pod {pod} has several containers",
                 next_step=f"name one with --container: {', '.join(names)}",
             )
-        chosen = [found for found in ours if container in (None, found.container)]
-        if not chosen:
+        chosen = ours.get(names[0] if container is None else container)
+        if chosen is None:
             raise WrongArguments(
                 f"pod {pod} has no container {container!r} that runs",
                 next_step=f"name one of: {', '.join(names)}",
             )
-        # What starts a worker that has namespaces of its own is not within them.
-        return min(chosen, key=lambda found: (not found.is_apart, found.started, found.pid))
+        return _within(chosen)
 
     async def _start(
         self,
@@ -95,14 +130,17 @@ class LocalWorkers:
         stderr: int | None = None,
     ) -> asyncio.subprocess.Process:
         enter: list[str] = []
-        cwd = str(Path(f"/proc/{found.pid}/cwd").readlink())
+        cwd = "/"
         if found.is_apart:
-            enter = ["nsenter", f"--target={found.pid}", *_entered(found.pid), f"--wd={cwd}", "--"]
+            # Without a value --wd is the folder of the target, as it is seen from within.
+            enter = ["nsenter", f"--target={found.pid}", *_entered(found.pid), "--wd", "--"]
+        else:
+            cwd = str(Path(f"/proc/{found.pid}/cwd").readlink())
         try:
             return await asyncio.create_subprocess_exec(
                 *enter,
                 *program,
-                cwd="/" if enter else cwd,
+                cwd=cwd,
                 env=found.environment,
                 stdin=stdin,
                 stdout=stdout,
@@ -149,26 +187,36 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _workers(run: str) -> list[tuple[tuple[str, str], _Found]]:
-    """Return the processes of all pods of a run, each with the namespace and name of its pod."""
-    found = []
+def _outers(run: str) -> dict[Path, list[_Outer]]:
+    """Return the processes of a run by their control directories, `pods/<uid>/<container>/control`.
+
+    Those within namespaces of their own have another one.
+    """
+    found: dict[Path, list[_Outer]] = {}
     for member in processes.members(run):
         environment = processes.environment_of(member.pid)
         started = processes.started(member.pid)
         control = environment.get(CONTROL_DIR)
-        if control is None or "POD_NAME" not in environment or started is None:
-            continue
-        place = (environment.get("POD_NAMESPACE", "default"), environment["POD_NAME"])
-        # Its control directory is <pod>/<container>/control.
-        worker = _Found(
-            member.pid,
-            started,
-            Path(control).parent.name,
-            environment,
-            bool(_entered(member.pid)),
-        )
-        found.append((place, worker))
+        if control is not None and started is not None:
+            outer = _Outer(started, member.pid, environment)
+            found.setdefault(Path(control), []).append(outer)
     return found
+
+
+def _within(outer: _Outer) -> _Found:
+    """Return the process of a container by the one that the agent has started, often the same."""
+    if not _entered(outer.pid):
+        return _Found(outer.pid, False, outer.environment)
+    # What starts a worker that has namespaces of its own is not within all of them.
+    apart = [pid for pid in processes.descendants(outer.pid) if "--pid" in _entered(pid)]
+    restored = [pid for pid in apart if processes.command_of(pid) != INIT]
+    pid = next(iter(restored or apart), outer.pid)
+    own = {
+        name: value
+        for name, value in outer.environment.items()
+        if name.startswith("POD_") or name in _OF_PLACE
+    }
+    return _Found(pid, True, processes.environment_of(pid) | own)
 
 
 def _entered(pid: int) -> list[str]:

@@ -125,12 +125,30 @@ def state_folders(found: Iterable[RunProcess]) -> set[Path]:
     return {Path(seed).parent.parent for seed in seeds if seed.startswith("/")}
 
 
-def _adopts(pid: int) -> bool:
+def descendants(pid: int) -> list[int]:
+    """Return what a process has started, directly or not: the nearest first, then by age."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and (parent := _parent(int(entry.name))) is not None:
+            children.setdefault(parent, []).append(int(entry.name))
+    found: list[int] = []
+    for each in (generation := [pid]):
+        young = sorted(children.get(each, ()), key=lambda child: (started(child) or 0, child))
+        generation += young
+        found += young
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Return the name of a process as the kernel has it, of 15 bytes; empty when it is gone."""
     try:
-        name = (_PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
+        return (_PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
     except OSError:
-        name = ""
-    return pid == 1 or name in _REAPERS
+        return ""
+
+
+def _adopts(pid: int) -> bool:
+    return pid == 1 or command_of(pid) in _REAPERS
 
 
 def _parent(pid: int) -> int | None:

@@ -57,6 +57,11 @@ class Terminal:
             # The reader of a pipe gets each line as it is printed.
             self._out.flush()
 
+    def verbatim(self, text: str) -> None:
+        if self.wants_table:
+            self._out.write(f"{text}\n")
+            self._out.flush()
+
     def table(self, table: Table, *, indent: str = "") -> None:
         widths = [
             max(len(row[index]) for row in (table.columns, *table.rows))

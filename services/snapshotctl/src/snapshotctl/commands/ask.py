@@ -13,6 +13,7 @@ from snapshotctl.adapters import asking
 from snapshotctl.command import Namespace, RunningPod, Timeout, WorkerContainer, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.exits import WrongArguments
+from snapshotctl.domain.sources import pod_typed
 from snapshotctl.tools import Tools
 
 MAX_PORT = 65535
@@ -67,22 +68,23 @@ async def ask(
     ran = await workers.answer(space, name, container, program)
     if ran.code:
         said = ran.err.strip().splitlines() or [f"exit code {ran.code}"]
+        # The cluster may have a program of that name.
+        typed = pod_typed(name, [name])
         raise Aborted(
             f"pod {name} gave no answer: {said[-1]}",
-            next_step=f"see whether it serves: snapshotctl logs {name} --tail 20; name another "
+            next_step=f"see whether it serves: snapshotctl logs {typed} --tail 20; name another "
             "socket or a port with --to",
         )
     text = ran.out.decode("utf-8", "replace").rstrip("\n")
     if tools.screen.wants_table:
-        for line in text.split("\n"):
-            tools.screen.line(line)
+        tools.screen.verbatim(text)
     else:
         tools.screen.value({"pod": name, "namespace": space, "answer": _value(text)})
 
 
 def _checked_place(to: str) -> str:
     """Return the name of a socket, or a port. WrongArguments."""
-    if to.isdigit() and not 1 <= int(to) <= MAX_PORT:
+    if to.isascii() and to.isdigit() and not 1 <= int(to) <= MAX_PORT:
         raise WrongArguments(f"--to {to} is not between 1 and {MAX_PORT}")
     if not to or "/" in to or "\0" in to:
         raise WrongArguments(

@@ -72,6 +72,8 @@ async def logs(
         which = [f"--container={container}"] if container else ["--all-containers", "--prefix"]
         return await tools.kubernetes.show("logs", str(pod), "--namespace", space, *which, *options)
     kept = _kept(tools)
+    if service is None and container is None:
+        service = sources.service_named(name, kept.programs())
     if service is not None:
         files = [kept.program(sources.program_of(service, kept.programs()))]
     else:
@@ -124,6 +126,6 @@ async def _show(tools: Tools, files: list[LogFile], tail: int | None, *, follow:
     async for source, line in lines_of(files, tail, follow=follow):
         plain = _CONTROL.sub("", line)
         if tools.screen.wants_table:
-            tools.screen.line(plain if is_one else f"[{source}] {plain}")
+            tools.screen.verbatim(plain if is_one else f"[{source}] {plain}")
         else:
             tools.screen.entry({"source": source, "line": plain})

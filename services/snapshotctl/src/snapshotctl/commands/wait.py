@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from snapshot_shared.errors import DeadlineExceeded
+from snapshot_shared.errors import DeadlineExceeded, NotFound
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import condition
@@ -55,12 +56,11 @@ async def wait(
     named = targets.meant_one(words, namespace)
     wanted, within_s = parse_goal(goal), formats.parse_duration(timeout)
     async with tools.operator(patiently=True) as operator:
-        target = await objects.resolved(operator, named)
-        met = await _met(operator, target, wanted, within_s)
+        shown, met = await _resolved_and_met(operator, named, wanted, within_s)
     if tools.screen.wants_table:
-        tools.screen.line(f"{target} {wanted}: {met.detail}")
+        tools.screen.line(f"{shown} {wanted}: {met.detail}")
     else:
-        tools.screen.value({"target": str(target), "goal": str(wanted), "detail": met.detail})
+        tools.screen.value({"target": shown, "goal": str(wanted), "detail": met.detail})
 
 
 _CONDITION = re.compile(
@@ -155,6 +155,19 @@ def _judge(type_: str, status: str, found: AnyObject) -> Outcome:
         why = f": {reason_of(placed)}" if placed is not None and is_stuck else ""
         return Open(f"it has no condition {type_} yet{why}")
     return Open(f"{held.type} is {held.status}: {reason_of(held)}")
+
+
+async def _resolved_and_met(
+    operator: Operator, named: Sequence[Target], goal: Goal, within_s: float
+) -> tuple[str, Met]:
+    """Wait until a goal is met; return of what as well, as it is typed."""
+    try:
+        target = await objects.resolved(operator, named)
+    except NotFound:
+        if not isinstance(goal, Gone):
+            raise
+        return named[0].name or "", Met("it is gone")
+    return str(target), await _met(operator, target, goal, within_s)
 
 
 async def _met(operator: Operator, target: Target, goal: Goal, within_s: float) -> Met:

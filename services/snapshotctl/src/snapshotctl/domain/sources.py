@@ -32,8 +32,8 @@ class ServiceNamed(NamedTuple):
         return f"{self.service}@{self.node}" if self.node else self.service
 
 
-def service_named(word: str) -> ServiceNamed | None:
-    """Return the service of `operator`, `agent@node-1` or `node-1-agent`; None for a pod.
+def service_named(word: str, programs: Sequence[str] = ()) -> ServiceNamed | None:
+    """Return the service of `operator` or `agent@node-1`, or of one of `programs`; None for a pod.
 
     WrongArguments for a service that there is not. A pod of such a name is `pod/NAME`.
     """
@@ -48,14 +48,19 @@ def service_named(word: str) -> ServiceNamed | None:
             )
         return ServiceNamed(service, targets.node_named(node))
     node, mark, service = word.rpartition("-")
-    if mark and node and service in OF_NODES and "/" not in word:
+    if mark and node and service in OF_NODES and word in programs:
         return ServiceNamed(service, targets.node_named(node))
     return None
 
 
+def pod_typed(name: str, programs: Sequence[str]) -> str:
+    """Return how a pod is typed that may be called like a service or one of `programs`."""
+    return name if service_named(name, programs) is None else f"pod/{name}"
+
+
 def known_services(programs: Sequence[str]) -> list[str]:
     """Return how the services are typed whose programs have these names, those of nodes last."""
-    found = (service_named(program) for program in programs)
+    found = (service_named(program, programs) for program in programs)
     names = {str(item) for item in found if item is not None}
     if NATS in names:
         names = names - {NATS} | {"nats"}
@@ -70,7 +75,7 @@ def program_of(wanted: ServiceNamed, programs: Sequence[str]) -> str:
     if not wanted.node and wanted.service in OF_NODES:
         found = [name for name in programs if name.endswith(f"-{wanted.service}")]
         if len(found) > 1:
-            each = " or ".join(str(service_named(name)) for name in found)
+            each = " or ".join(str(service_named(name, programs)) for name in found)
             raise WrongArguments(f"the {wanted.service} of which node?", next_step=f"name {each}")
     else:
         found = [name for name in programs if name == wanted.program]
