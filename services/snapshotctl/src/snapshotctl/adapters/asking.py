@@ -36,7 +36,9 @@ def main(argument: str) -> int:
 
 def _where(to: str) -> str:
     """Return the address of a port, or the path of a socket."""
-    return f"127.0.0.1:{to}" if to.isascii() and to.isdigit() else str(Path(os.environ["POD_SOCKET_DIR"]) / to)
+    if to.isascii() and to.isdigit():
+        return f"127.0.0.1:{to}"
+    return str(Path(os.environ["POD_SOCKET_DIR"]) / to)
 
 
 def _connected(where: str, timeout_s: float) -> socket.socket:
