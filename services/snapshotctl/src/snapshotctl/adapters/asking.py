@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -24,14 +25,23 @@ def main(argument: str) -> int:
     """Ask, and return the exit code: 1 with a line on standard error where there is no answer."""
     asked = json.loads(argument)
     where = _where(asked["to"])
+    # The timeout of a socket is that of each read, and a worker may say a little at a time.
+    signal.signal(signal.SIGALRM, _late)
+    signal.setitimer(signal.ITIMER_REAL, max(asked["timeout_s"], 0.001))
     try:
-        with _connected(where, asked["timeout_s"]) as connection:
+        with _connected(where) as connection:
             answer = _line(connection, asked) if "line" in asked else _http(connection, asked)
     except (OSError, http.client.HTTPException, ValueError) as error:
         sys.stderr.write(f"{where}: {error or type(error).__name__}\n")
         return 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     sys.stdout.buffer.write(answer)
     return 0
+
+
+def _late(_number: int, _frame: object) -> None:
+    raise TimeoutError("the whole answer was not there in time")
 
 
 def _where(to: str) -> str:
@@ -41,13 +51,12 @@ def _where(to: str) -> str:
     return str(Path(os.environ["POD_SOCKET_DIR"]) / to)
 
 
-def _connected(where: str, timeout_s: float) -> socket.socket:
+def _connected(where: str) -> socket.socket:
     if not where.startswith("/"):
         host, _, port = where.partition(":")
-        return socket.create_connection((host, int(port)), timeout_s)
+        return socket.create_connection((host, int(port)))
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(timeout_s)
         connection.connect(where)
     except BaseException:
         connection.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from typing import Annotated, Any
 
 import typer
 
-from snapshot_shared.errors import Aborted
+from snapshot_shared.errors import Aborted, DeadlineExceeded
 from snapshotctl.adapters import asking
 from snapshotctl.command import Namespace, RunningPod, Timeout, WorkerContainer, command, new_app
 from snapshotctl.domain import formats, targets
@@ -19,6 +20,9 @@ from snapshotctl.tools import Tools
 MAX_PORT = 65535
 
 app = new_app()
+
+START_S = 10.0
+"""How long the program that asks may take to start and to end, beside the time of the answer."""
 
 
 @command(
@@ -65,7 +69,13 @@ async def ask(
     workers = tools.workers()
     source = inspect.getsource(asking)
     program = [workers.python, "-c", source, json.dumps(asked)]
-    ran = await workers.answer(space, name, container, program)
+    try:
+        async with asyncio.timeout(asked["timeout_s"] + START_S):
+            ran = await workers.answer(space, name, container, program)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"pod {name} gave no answer within {timeout}", next_step="give it longer with --timeout"
+        ) from None
     if ran.code:
         said = ran.err.strip().splitlines() or [f"exit code {ran.code}"]
         # The cluster may have a program of that name.
