@@ -357,8 +357,8 @@ COLUMNS = {
 WIDE = {
     "DynamoCheckpoint": "CHECKPOINTID DRIVER ARTIFACT TRACE",
     "Snapshot": "DRIVER ARTIFACT TRACE",
-    "SnapshotContent": "DRIVER ARTIFACT TRACE",
-    "SnapshotRestore": "DRIVER ARTIFACT TRACE",
+    "SnapshotContent": "PAUSED TOOK DRIVER ARTIFACT TRACE",
+    "SnapshotRestore": "TOOK DRIVER ARTIFACT TRACE",
 }
 
 
@@ -375,6 +375,9 @@ def test_kubectl_shows_the_columns(
         "conditions": [ready],
         "traceparent": "trace",
         "nodeName": "node-1",
+        "pausedSeconds": 0.25,
+        "capturedSeconds": 2.5,
+        "restoredSeconds": 1.5,
     }
     fields = schema_at(kind, "status")["properties"]
     status = {field: value for field, value in shown.items() if field in fields}

@@ -35,13 +35,13 @@ def _content(item: SnapshotContent) -> tuple[str, ...]:
     committed = item.status.committed
     digest = committed.root_digest if committed else ""
     paused, took = _seconds(item.status.paused_seconds), _seconds(item.status.captured_seconds)
-    return _shown(_reason(item), item.spec.driver, paused, took, digest, trace_of(item))
+    return _shown(_reason(item), paused, took, item.spec.driver, digest, trace_of(item))
 
 
 def _restore(item: SnapshotRestore) -> tuple[str, ...]:
     status = item.status
     took = _seconds(status.restored_seconds)
-    return _shown(_reason(item), status.driver, took, status.content_name, trace_of(item))
+    return _shown(_reason(item), took, status.driver, status.content_name, trace_of(item))
 
 
 def _job(item: Job) -> tuple[str, ...]:
@@ -79,8 +79,8 @@ WIDE: dict[str, Layout] = {
         _checkpoint,
     ),
     "Snapshot": (("REASON", "DRIVER", "TRACE"), _snapshot),
-    "SnapshotContent": (("REASON", "DRIVER", "PAUSED", "TOOK", "ARTIFACT", "TRACE"), _content),
-    "SnapshotRestore": (("REASON", "DRIVER", "TOOK", "ARTIFACT", "TRACE"), _restore),
+    "SnapshotContent": (("REASON", "PAUSED", "TOOK", "DRIVER", "ARTIFACT", "TRACE"), _content),
+    "SnapshotRestore": (("REASON", "TOOK", "DRIVER", "ARTIFACT", "TRACE"), _restore),
     "Job": (("CONTAINERS",), _job),
     "Pod": (("DEVICES", "CONTAINERS", "TRACE"), _pod),
     "Node": (("REASON", "CRIU", "SLOTS", "ARTIFACTS"), _node),
