@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from gms.domain.claims import ClaimableDevice, ClaimRef, PreparedClaim, ResourceClaim
 from gms.domain.sessions import Peer, Session
@@ -39,6 +38,9 @@ from snapshot_shared.frames import (
 )
 from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
 from snapshot_shared.spans import SpanKind
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
