@@ -198,7 +198,7 @@ async def _serve_devices(
             intake.start()
         log.info("GMS serves %d devices", len(devices))
         async with processes, _kubelet_plugin(stop, settings, devices):
-            await _follow_orders(stop, settings, options, processes, control, telemetry, metrics)
+            await _serve_orders(stop, settings, options, processes, control, telemetry, metrics)
     finally:
         if intake is not None:
             intake.close()
@@ -232,9 +232,7 @@ async def _serve_by_processes(
             try:
                 await grpc.start()
                 log.info("GMS serves %d devices by a process each", len(infos))
-                await _follow_orders(
-                    stop, settings, options, processes, control, telemetry, metrics
-                )
+                await _serve_orders(stop, settings, options, processes, control, telemetry, metrics)
             finally:
                 await grpc.close()
     finally:
@@ -247,21 +245,6 @@ def _processes(settings: GmsSettings, infos: Sequence[DeviceInfo]) -> TransferPr
         spares=len(infos) if settings.nats_url else 0,
         gpus=[info.uuid for info in infos if info.kind == "cuda"],
     )
-
-
-async def _follow_orders(
-    stop: asyncio.Event,
-    settings: GmsSettings,
-    options: TransferOptions,
-    processes: TransferProcesses,
-    control: Control,
-    telemetry: Telemetry,
-    metrics: Metrics,
-) -> None:
-    if settings.nats_url:
-        await _serve_orders(stop, settings, options, processes, control, telemetry, metrics)
-    else:
-        await stop.wait()
 
 
 def transfer_options(settings: GmsSettings) -> TransferOptions:
@@ -422,6 +405,10 @@ async def _serve_orders(
     telemetry: Telemetry,
     metrics: Metrics,
 ) -> None:
+    """Carry out orders until `stop` is set; without NATS there are none."""
+    if not settings.nats_url:
+        await stop.wait()
+        return
     clocks = system_clocks()
     node = check_node(settings.node)
     transfers = _telemetry(settings, TRANSFER_SERVICE, metrics)
