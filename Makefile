@@ -37,7 +37,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -266,13 +266,16 @@ docs: $(STAMP) ## Write what is made from the code: pages of docs/, deploy/crds,
 site: .mkdocs/.installed ## Build the documentation into site/latest, or into the folder of a release (VERSION=0.1.0)
 	@$(BIN)/python -m docs.site $(if $(VERSION),--version $(VERSION))
 
+test-site: $(STAMP) .mkdocs/.installed ## Build two versions of the site and read them: links, search, nothing from elsewhere
+	@$(BIN)/pytest -q tests/integration/test_site.py
+
 site-serve: site ## Build the documentation and serve it (PORT=8000)
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site $(or $(PORT),8000)
 
 screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots
 
-docs-test: $(STAMP) .mkdocs/.installed ## Type the commands of every document
+docs-test: $(STAMP) ## Type the commands of every document
 	@log=$$(mktemp); trap 'rm -f $$log' EXIT; \
 	$(BIN)/pytest tests/docs -k "break-it" >$$log 2>&1 & longest=$$!; \
 	status=0; $(BIN)/pytest --durations=5 tests/docs -k "not break-it" || status=1; \

@@ -104,12 +104,17 @@ def contents() -> dict[str, list[Heading]]:
     }
     placed = [page.file for headings in found.values() for each in headings for page in each.pages]
     there = {*DOCS.rglob("*.md"), *(ROOT / name for name in OUTSIDE)} - {ROOT / HOME}
+    check(placed, there)
+    return found
+
+
+def check(placed: list[Path], there: set[Path]) -> None:
+    """Raise LookupError for a page that has no place, and for one that has two."""
     for path in sorted(there - set(placed)):
         raise LookupError(f"{path.relative_to(ROOT)} has no place; give it one in docs/contents.py")
     for path in placed:
         if placed.count(path) > 1:
             raise LookupError(f"{path.relative_to(ROOT)} is twice in docs/contents.py")
-    return found
 
 
 def pages() -> Iterator[Page]:

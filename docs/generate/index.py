@@ -14,18 +14,20 @@ PAGE = HOME.removeprefix("docs/")
 INTRO = """\
 # Documentation
 
-Snapback captures a GPU inference worker when it is warm, and starts every later one from the capture:
-in seconds, on the same node or on another one.
+Snapback captures a GPU inference worker when it is warm, and starts every later one from the
+capture: in seconds, on the same node or on another one.
 
-- **New here?** The [tutorial](tutorial.md) leads from a clone to a worker of your own that is captured
-  and restored. To see it work first: `make demo`, or the commands of [the front page](../README.md).
+- **New here?** The [tutorial](tutorial.md) leads from a clone to a worker of your own that is
+  captured and restored. To see it work first: `make demo`, or the commands of
+  [the front page](../README.md).
 - **Something to do?** The how-tos have one task each, with commands that can be pasted.
 - **On call?** Each alert has [a section](runbooks.md), each reason of a failure
   [another](troubleshooting.md), and [ten questions](inspect.md) have answers.
 - **Why it is so** is in [Concepts](concepts.md), [Architecture](architecture.md) and the decisions.
 
-`make site` builds these pages as a site with search ([how](../CONTRIBUTING.md#write-a-document)). This
-list is made by `make docs` from `docs/contents.py`.
+`make site` builds these pages as a site with search
+([how](../CONTRIBUTING.md#write-a-document)). This list is made by `make docs` from
+`docs/contents.py`.
 """
 
 

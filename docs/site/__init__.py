@@ -1,1 +1,1 @@
-"""The documentation as a site: `staging` lays out what is rendered, `versions` what is beside it."""
+"""The documentation as a site: `staging` lays out what is rendered, `versions` lists versions."""

@@ -1,7 +1,7 @@
 """Builds the site: `python -m docs.site [--version 0.1.0] [--into site]` (`make site`).
 
-What is rendered is laid out in a temporary folder; a version that cannot be built leaves the one that
-was built before.
+What is rendered is laid out in a temporary folder; a version that cannot be built leaves the one
+that was built before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 import yaml
-
 from docs import contents
 from docs.site import staging, versions
 
@@ -53,14 +52,24 @@ def main(words: list[str]) -> int:
 
 def build(folder: Path) -> Path | None:
     """Build into a folder of this one and return it; None when the generator found a flaw."""
-    pages, built = folder / "pages", folder / "built"
+    pages = folder / "pages"
     staging.write(contents.pages(), pages)
     (pages / "assets").mkdir()
     shutil.copyfile(HERE / "snapback.css", pages / "assets/snapback.css")
     (pages / "assets/mermaid.min.js").write_bytes(mermaid())
+    return render(folder)
+
+
+def render(folder: Path) -> Path | None:
+    """Render the folder `pages` of this one; return where, or None and print each flaw.
+
+    A link that leads nowhere, an anchor that is missing, and a page that is not in the navigation
+    are flaws.
+    """
+    built = folder / "built"
     configuration = {
         "INHERIT": str(HERE / "mkdocs.yml"),
-        "docs_dir": str(pages),
+        "docs_dir": str(folder / "pages"),
         "site_dir": str(built),
         "theme": {"custom_dir": str(HERE / "theme")},
         "nav": staging.navigation(contents.contents()),
@@ -70,7 +79,7 @@ def build(folder: Path) -> Path | None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict"],
         cwd=folder,
-        # The theme tells of its successor (docs/adr/0045).
+        # The theme prints when it ends (docs/adr/0045).
         env={**os.environ, "PYTHONPATH": str(TOOLS), "NO_MKDOCS_2_WARNING": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -78,8 +87,8 @@ def build(folder: Path) -> Path | None:
         check=False,
     )
     if done.returncode:
-        told = [line for line in done.stdout.splitlines() if not line.startswith("INFO")]
-        sys.stderr.write("\n".join(told) + "\n")
+        flaws = [line for line in done.stdout.splitlines() if not line.startswith("INFO")]
+        sys.stderr.write("\n".join(flaws) + "\n")
     return built if done.returncode == 0 else None
 
 

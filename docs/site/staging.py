@@ -32,8 +32,8 @@ class Staged(NamedTuple):
     links: tuple[Path, ...]
 
 
-def staged(page: Page, places: Mapping[Path, str]) -> Staged:
-    """Rewrite the links of a page for the site.
+def staged(page: Page, text: str, places: Mapping[Path, str]) -> Staged:
+    """Rewrite the links in the text of a page for the site.
 
     `places` has the place of each page by its file. LookupError names a link to what is not in the
     tree.
@@ -55,7 +55,7 @@ def staged(page: Page, places: Mapping[Path, str]) -> Staged:
         return f"{found['before']}{_between(page.place, place)}{found['anchor'] or ''})"
 
     lines: list[str] = []
-    for line, is_code in _lines(page.file.read_text(encoding="utf-8")):
+    for line, is_code in _lines(text):
         lines.append(line if is_code else _LINK.sub(moved, line))
     return Staged("".join(lines), tuple(links))
 
@@ -74,7 +74,7 @@ def write(pages: Iterable[Page], into: Path) -> None:
     places = {page.file: page.place for page in pages}
     linked: set[Path] = set()
     for page in pages:
-        text, links = staged(page, places)
+        text, links = staged(page, page.file.read_text(encoding="utf-8"), places)
         linked.update(links)
         # The first page is a map itself.
         head = "---\nhide: [navigation]\n---\n\n" if page.place == "index.md" else ""
@@ -123,7 +123,8 @@ def _between(page: str, place: str) -> str:
 def _shown(path: Path) -> str:
     """Return the page that shows a file, or the files of a folder; the search leaves it out."""
     name = path.relative_to(ROOT).as_posix()
-    head = f"---\nsearch: {{exclude: true}}\nhide: [navigation]\n---\n\n# {path.name}\n\n`{name}`\n\n"
+    matter = "---\nsearch: {exclude: true}\nhide: [navigation]\n---\n\n"
+    head = f"{matter}# {path.name}\n\n`{name}`\n\n"
     if path.is_dir():
         return head + "".join(
             f"- [{each.name}]({_between(place_of(path), place_of(each))})\n"
