@@ -20,6 +20,7 @@ SOURCE = "source"
 """The folder of the site with files of the tree."""
 
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
+_CODE = re.compile(r"`[^`]*`")
 _FENCE = re.compile(r"^ *(```+|~~~+)")
 _ELSEWHERE = re.compile(r"^[a-z][a-z0-9+.-]*:")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".md": "markdown"}
@@ -54,9 +55,9 @@ def staged(page: Page, text: str, places: Mapping[Path, str]) -> Staged:
             place = place_of(path)
         return f"{found['before']}{_between(page.place, place)}{found['anchor'] or ''})"
 
-    lines: list[str] = []
-    for line, is_code in _lines(text):
-        lines.append(line if is_code else _LINK.sub(moved, line))
+    lines = [
+        line if is_code else _unescaped(_LINK.sub(moved, line)) for line, is_code in _lines(text)
+    ]
     return Staged("".join(lines), tuple(links))
 
 
@@ -114,6 +115,13 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
             yield line, True
         else:
             yield line, bool(fence)
+
+
+def _unescaped(line: str) -> str:
+    """Take the escapes from bars in code of a table: only a repository needs them there."""
+    if not line.startswith("|"):
+        return line
+    return _CODE.sub(lambda found: found[0].replace("\\|", "|"), line)
 
 
 def _between(page: str, place: str) -> str:

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 BUILT = ("latest", "0.1.0")
 PAGES = list(contents.pages())
+_CODE = ("code", "pre", "script", "style")
 
 
 class Names(HTMLParser):
@@ -40,9 +41,12 @@ class Names(HTMLParser):
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.fetched: list[str] = []
+        self.prose = ""
+        self._code = 0
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._code += tag in _CODE
         given = {name: value or "" for name, value in attrs}
         self.ids |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:
@@ -51,6 +55,12 @@ class Names(HTMLParser):
             self.fetched.append(given["href"])
         elif "src" in given:
             self.fetched.append(given["src"])
+
+    def handle_endtag(self, tag: str) -> None:
+        self._code -= tag in _CODE
+
+    def handle_data(self, data: str) -> None:
+        self.prose += "" if self._code else data
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +93,14 @@ def test_every_page_is_there_with_its_headings(root: Path, page: contents.Page) 
     text = built(root, page.place).read_text(encoding="utf-8")
     name = page.file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
     assert f">{name.replace('`', '')}<" in re.sub(r"</?code>", "", text)
+
+
+def test_what_is_a_table_list_or_block_in_a_repository_is_one_in_the_site(
+    root: Path, names: dict[Path, Names]
+) -> None:
+    for page in PAGES:
+        prose = names[built(root, page.place)].prose
+        assert not re.findall(r"\|--|```|\*\*|\]\(|^- |<!--", prose, re.MULTILINE), page.place
 
 
 def test_the_search_finds_every_page_by_its_words(root: Path) -> None:

@@ -130,14 +130,16 @@ def test_a_runbook_says_what_is_lost_what_to_type_and_how_to_mend_it(name: str) 
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here")
-def test_prometheus_understands_the_rules() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("check", FOLDER / "alerts.yml"), ("test", Path(__file__).with_name("alerts_over_time.yml"))],
+)
+def test_alerts_fire_when_they_should_and_not_before(words: tuple[str, Path]) -> None:
+    verb, file = words
     done = subprocess.run(
-        ["promtool", "check", "rules", str(FOLDER / "alerts.yml")],
-        capture_output=True,
-        text=True,
-        check=False,
+        ["promtool", verb, "rules", str(file)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_prometheus_reads_the_rules_and_every_service() -> None:

@@ -81,6 +81,12 @@ def test_code_is_left_as_it_is(fence: str) -> None:
     assert moved(text) == text
 
 
+def test_a_bar_in_code_of_a_table_loses_the_escape_that_only_a_repository_needs() -> None:
+    row = r"| `a\|b` | c\|d |"
+    assert moved(row) == r"| `a|b` | c\|d |"
+    assert moved(r"`a\|b` in a line") == r"`a\|b` in a line"
+
+
 @pytest.mark.parametrize("target", ["../nowhere.md", "../../services/nothing.py", "../../../etc"])
 def test_a_link_to_nothing_names_the_page_and_the_target(target: str) -> None:
     with pytest.raises(LookupError, match=r"docs/how-to/new\.md links to " + target):
