@@ -37,7 +37,7 @@ CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE))
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,10 @@ lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
 		requirements-engines.in -o requirements-engines.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
+		--no-emit-package novasvg --no-emit-package quickjs-ng --no-emit-package termaid \
+		requirements-docs.in -o requirements-docs.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --constraints requirements-dev.lock requirements-cuda.in \
 		-o requirements-cuda.lock
@@ -252,6 +256,22 @@ demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster ma
 docs: $(STAMP) ## Write what is made from the code: pages of docs/, deploy/crds, the chart
 	$(BIN)/python -m docs.generate
 
+# Beside the environment, as nothing but the site needs it, and without what its packages do not use here.
+.mkdocs/.installed: requirements-docs.lock $(RUNTIME)
+	@rm -rf .mkdocs
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
+		--target .mkdocs -r requirements-docs.lock
+	@touch $@
+
+site: .mkdocs/.installed ## Build the documentation into site/latest, or into the folder of a release (VERSION=0.1.0)
+	@$(BIN)/python -m docs.site $(if $(VERSION),--version $(VERSION))
+
+test-site: $(STAMP) .mkdocs/.installed ## Build two versions of the site and read them: links, search, nothing from elsewhere
+	@$(BIN)/pytest -q tests/integration/test_site.py
+
+site-serve: site ## Build the documentation and serve it (PORT=8000)
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site $(or $(PORT),8000)
+
 screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots
 
@@ -330,7 +350,7 @@ leftovers: $(RUNTIME) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .kvikio .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .kvikio .mkdocs .peers .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
