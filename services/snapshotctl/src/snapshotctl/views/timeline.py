@@ -29,7 +29,7 @@ _SILENT = (("Failed", "False"), ("Lost", "False"), ("Quarantined", "False"))
 """Conditions that every object without trouble has."""
 
 _EXITS = ("Completed", "ContainerExited")
-"""Reasons of a pod whose end a report tells of."""
+"""Reasons of a pod whose end is in a report."""
 _PLACED = "PodScheduled is True"
 _DERIVED = re.compile(
     r"snapshot(content|restore)/(?:snapshotcontent|restore)-([0-9a-f]{8})[0-9a-f-]{28}"
