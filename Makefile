@@ -252,7 +252,7 @@ demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster ma
 docs: $(STAMP) ## Write what is made from the code: pages of docs/, deploy/crds, the chart
 	$(BIN)/python -m docs.generate
 
-screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
+screenshots: $(STAMP) ## Take pictures of the page, wide and on a phone, light and dark, into .screenshots and docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots
 
 docs-test: $(STAMP) ## Type the commands of every document
@@ -330,7 +330,7 @@ leftovers: $(RUNTIME) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .kvikio .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .kvikio .peers .screenshots .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -494,13 +494,58 @@ async def test_the_details_say_what_a_capture_and_a_restore_have_cost() -> None:
     facts = await facts_of(world)
     led_to = by_owner(facts.entries.values())
 
-    def told(key: str) -> dict[str, str]:
+    def told(key: str) -> list[str]:
         entry = facts.entries[key]
         values = [one.value for one in family(entry, led_to)]
-        return dict(details(entry, values, [], [], {})["facts"])
+        return details(entry, values, [], [], {})["figures"]  # type: ignore[no-any-return]
 
-    assert re.match(r"captured [\d.]+ \w*B\b", told(CHECKPOINT)["capture"])
-    assert re.match(r"restored in [\d.]+ m?s$", told(RESTORED)["restore"])
+    [capture], [restore] = told(CHECKPOINT), told(RESTORED)
+    assert re.match(r"captured [\d.]+ \w*B\b", capture)
+    assert re.match(r"restored in [\d.]+ m?s$", restore)
+    # The rows of the lists say the same, each once.
+    shown = {row["key"]: row.get("figure", "") for row in rows(facts, "objects")}
+    assert {key: text for key, text in shown.items() if text} == {
+        CHECKPOINT: capture,
+        RESTORED: restore,
+    }
+    assert [row["figure"] for row in rows(facts, "artifacts")] == [capture]
+
+
+async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led_to() -> None:
+    world = await captured()
+    await world.advance(1.0)
+    await world.apply(restore_document(node="node-2"))
+    await world.answer_all()
+    facts = await facts_of(world)
+    found = {row["key"]: row.get("words", "").split() for row in rows(facts, "objects")}
+    checkpoint = await world.get("DynamoCheckpoint", "llm")
+    assert checkpoint.spec.identity.model in found[CHECKPOINT]
+    pod = await world.get("Pod", "restored")
+    assert "node-1" in found[CHECKPOINT]
+    assert {"node-2", *(device.uuid for device in pod.status.devices)} <= set(found[RESTORED])
+    assert "node-1" not in found[RESTORED]
+    [artifact] = rows(facts, "artifacts")
+    assert artifact["words"].split() == found[CHECKPOINT]
+    assert [row["words"].split() for row in rows(facts, "runs")] == [
+        found[RESTORED],
+        found[CHECKPOINT],
+    ]
+
+
+async def test_captures_and_restores_are_listed_the_newest_first_without_their_orders() -> None:
+    world = await captured()
+    await world.advance(1.0)
+    await world.apply(restore_document(node="node-2"))
+    await world.answer_all()
+    facts = await facts_of(world)
+    found = rows(facts, "runs")
+    assert [(row["kind"], row["name"], row["node"]) for row in found] == [
+        ("restore", "restored", "node-2"),
+        ("capture", "llm", "node-1"),
+    ]
+    assert [bar["phase"] for bar in found[0]["phases"]] == ["load", "commit", "resume"]
+    assert [bar["phase"] for bar in found[1]["phases"]] == ["prepare", "write", "seal"]
+    assert all(row["key"] in facts.entries and "steps" not in row for row in found)
 
 
 async def test_what_moves_shows_its_rate_and_what_is_left() -> None:
