@@ -14,6 +14,7 @@ from snapshot_page.domain.details import details, flow, waterfall
 from snapshot_page.domain.view import (
     DEAD_SHOWN_S,
     MAX_OBJECTS,
+    MAX_RUNS,
     Entry,
     Facts,
     by_owner,
@@ -30,7 +31,7 @@ from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.orders import DeadLetter, Progress, Report
-from snapshot_shared.spans import SpanRecord
+from snapshot_shared.spans import SpanRecord, message_attributes
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
 
@@ -382,6 +383,21 @@ async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
     assert "API_KEY" not in found
 
 
+async def test_of_many_captures_the_newest_are_listed_and_all_are_counted() -> None:
+    world = await captured()
+    content = await world.content()
+    entries: dict[str, Entry] = {}
+    for number in range(MAX_RUNS + 5):
+        meta = replace(content.metadata, name=f"content-{number}", uid=str(number))
+        status = replace(content.status, started_at=time_of(1000.0 + number))
+        entry = entry_of(replace(content, metadata=meta, status=status))
+        entries[entry.key] = entry
+    found = sections(Facts(entries=entries))["runs"]
+    newest = [f"snapshotcontents/-/content-{MAX_RUNS + 4 - back}" for back in range(MAX_RUNS)]
+    assert [row["key"] for row in found["rows"]] == newest
+    assert found["all"] == MAX_RUNS + 5
+
+
 # The flow of orders.
 
 
@@ -460,6 +476,23 @@ def test_a_waterfall_gives_seconds_from_the_first_span() -> None:
         ("capture", 0, 0.0),
         ("dump", 1, 1.0),
     ]
+
+
+def test_a_message_in_a_waterfall_has_its_verb_and_no_placeholder() -> None:
+    attributes = message_attributes(
+        "publish", "snap.order.{node}.gms.save-{owner}", client="x", order="", attempt=1
+    ) | {"snapback.verb": "save"}
+    span = SpanRecord(
+        trace_id="t",
+        span_id="a",
+        service="snap-operator",
+        node="operator",
+        name="publish snap.order.{node}.gms.save-{owner}",
+        start_ns=0,
+        end_ns=1,
+        attributes=attributes,
+    )
+    assert [bar["name"] for bar in waterfall([span])["bars"]] == ["publish save"]
 
 
 def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:

@@ -17,7 +17,7 @@ from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import Progress, Report
-from snapshot_shared.spans import SpanRecord, layout
+from snapshot_shared.spans import SpanRecord, layout, shown_name
 
 OPERATOR = "operator"
 MAX_STEPS = 80
@@ -192,7 +192,7 @@ def waterfall(spans: Sequence[SpanRecord]) -> dict[str, Any]:
     bars = [
         {
             "depth": min(bar.depth, 10),
-            "name": bar.span.name,
+            "name": shown_name(bar.span),
             "service": bar.span.service,
             "node": bar.span.node,
             "start": round(bar.drawn_s, 6),

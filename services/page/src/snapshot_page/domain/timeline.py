@@ -7,6 +7,7 @@ of its times are seconds since its first order, so that runs of different days c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from snapshot_shared import figures, views
@@ -52,6 +53,13 @@ def figure(value: AnyObject) -> str:
             return figures.restore_text(status)
         case _:
             return ""
+
+
+def started_at(value: AnyObject) -> datetime | None:
+    """Return when the run of an object began; None where it has none, or none has begun."""
+    if isinstance(value, SnapshotContent | SnapshotRestore):
+        return value.status.started_at
+    return None
 
 
 def run_of(value: AnyObject) -> dict[str, Any] | None:

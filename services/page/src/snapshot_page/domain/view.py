@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_page.domain.timeline import figure, run_of
+from snapshot_page.domain.timeline import figure, run_of, started_at
 from snapshot_shared import figures, subjects, views
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
@@ -220,7 +220,9 @@ def sections(facts: Facts) -> dict[str, Any]:
     restores = [e.value for e in entries if isinstance(e.value, SnapshotRestore)]
     readers = {r.metadata.uid: f"{r.metadata.namespace}/{r.spec.pod_ref.name}" for r in restores}
     found = problems(entries, facts)
-    runs = runs_of(e.value for e in entries)
+    begun = [(at, e.value) for e in entries if (at := started_at(e.value)) is not None]
+    begun.sort(key=lambda pair: pair[0], reverse=True)
+    runs = runs_of(value for _, value in begun[:MAX_RUNS])
     known = {entry.uid: entry for entry in entries}
     products = {d.uuid: d.product for e in nodes for d in _node_of(e).status.devices}
 
@@ -256,9 +258,9 @@ def sections(facts: Facts) -> dict[str, Any]:
             "rows": [
                 {name: value for name, value in run.items() if name != "steps"}
                 | {"words": words(facts.entries[run["key"]])}
-                for run in runs[:MAX_RUNS]
+                for run in runs
             ],
-            "all": len(runs),
+            "all": len(begun),
         },
         "about": {"follow": _followed(entries, led_to), "commands": commands(facts.context)},
     }
