@@ -293,7 +293,7 @@ test-site: $(STAMP) .mkdocs/.installed ## Build two versions of the site and rea
 site-serve: site ## Build the documentation and serve it (PORT=8000)
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site $(or $(PORT),8000)
 
-screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
+screenshots: $(STAMP) ## Take pictures of the page, wide and on a phone, light and dark, into .screenshots and docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots
 
 ##@ Test
@@ -393,7 +393,7 @@ leftovers: $(RUNTIME) ## Show what a demo left running or on disk
 ##@ Set up
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .kvikio .mkdocs .peers .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .kvikio .mkdocs .peers .screenshots .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,9 +14,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from snapshot_shared.errors import Failure
-from tests.support.browser import Browser, browser, complaints, missing, see_as, until
-from tests.support.page_stories import be_busy, begin, break_things
-from tests.support.page_world import GIB, PageWorld, checkpoint, lose_node, page_world
+from tests.support.browser import Browser, browser, complaints, missing, see_as, until, violations
+from tests.support.page_stories import POISON, be_busy, begin, break_things
+from tests.support.page_world import (
+    GIB,
+    PageWorld,
+    checkpoint,
+    device_uuid,
+    lose_node,
+    page_world,
+)
 
 WHY_NOT = missing()
 pytestmark = [
@@ -30,10 +37,12 @@ LIVE = "return document.querySelector('#live').textContent === 'live'"
 
 
 @contextlib.asynccontextmanager
-async def opened(world: PageWorld, folder: Path, **size: Any) -> AsyncIterator[Browser]:
+async def opened(
+    world: PageWorld, folder: Path, address: str = "", **size: Any
+) -> AsyncIterator[Browser]:
     """Open the page; at the end nothing may have been complained of on the console."""
     with browser(folder / "profile", **size) as driver:
-        await at(driver.get, world.url)
+        await at(driver.get, world.url + address)
         await at(until, driver, LIVE, "the stream of events")
         yield driver
         assert complaints(driver) == []
@@ -88,6 +97,8 @@ async def test_what_is_wrong_stands_first_with_what_to_do(tmp_path: Path) -> Non
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path, dark=True) as driver:
         await break_things(world)
+        await shows(driver, "Show 4 more")
+        await at(driver.execute_script, "document.querySelector('#fold').click()")
         for text in (
             "Node node-4 is Lost",
             "DynamoCheckpoint mistral-7b is damaged",
@@ -145,6 +156,8 @@ async def test_a_phone_shows_everything_without_sideways_scrolling(tmp_path: Pat
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path, width=360) as driver:
         await break_things(world)
+        await shows(driver, "Show 4 more")
+        await at(driver.execute_script, "document.querySelector('#fold').click()")
         await shows(driver, "A dead letter on node-2")
         await shows(driver, "Orders and reports")
         assert await rests(driver, "document.documentElement.scrollWidth") == 360
@@ -210,7 +223,8 @@ async def test_a_command_is_copied(tmp_path: Path) -> None:
             "Browser.grantPermissions",
             {"permissions": ["clipboardReadWrite"], "origin": world.url},
         )
-        button = await at(driver.find_element, By.CSS_SELECTOR, "#nodes > .cmds button")
+        await at(driver.execute_script, "document.querySelector('#nodes details').open = true")
+        button = await at(driver.find_element, By.CSS_SELECTOR, "#nodes .cli button")
         await at(button.click)
         await shows(driver, "Copied")
         read = "navigator.clipboard.readText().then(arguments[0], e => arguments[0](String(e)))"
@@ -227,3 +241,267 @@ async def test_who_wants_no_motion_gets_none(tmp_path: Path) -> None:
         await shows(driver, "DynamoCheckpoint llama-70b")
         await at(until, driver, "return document.querySelector('.pulse') !== null", "the picture")
         assert await rests(driver, "document.getAnimations().length") == 0
+
+
+async def test_problems_fold_to_the_worst_so_that_the_open_object_is_on_the_screen(
+    tmp_path: Path,
+) -> None:
+    await lose_node(tmp_path)
+    shown = "[...document.querySelectorAll('#problems .rows > li')].filter(e => e.offsetHeight)"
+    async with (
+        page_world(tmp_path) as world,
+        opened(world, tmp_path, width=1440) as driver,
+    ):
+        await break_things(world)
+        await shows(driver, "Show 4 more")
+        assert await rests(driver, f"{shown}.map(e => e.dataset.key)") == ["nodes/-/node-4"]
+        assert await rests(driver, "document.querySelector('#problems .count').textContent") == "5"
+        top = "document.querySelector('#detail').getBoundingClientRect().top"
+        assert await rests(driver, top) < 300
+        # The keyboard unfolds them, and they stay so when the page changes and is loaded again.
+        await at(driver.execute_script, "document.querySelector('#fold').focus()")
+        await press(driver, Keys.ENTER)
+        assert await rests(driver, f"{shown}.length") == 5
+        assert await rests(driver, "document.querySelector('#fold').ariaExpanded") == "true"
+        await world.dead_message("node-1", "snap.order.node-1.agent.x", POISON)
+        await shows(driver, "A dead letter on node-1")
+        assert await rests(driver, f"{shown}.length") == 6
+        await at(driver.refresh)
+        await shows(driver, "A dead letter on node-1")
+        assert await rests(driver, f"{shown}.length") == 6
+        button = await at(driver.find_element, By.ID, "fold")
+        await at(button.click)
+        assert await rests(driver, f"{shown}.length") == 1
+
+
+async def test_one_small_problem_is_not_folded(tmp_path: Path) -> None:
+    await lose_node(tmp_path)
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await shows(driver, "start the agent of node-4 again")
+        assert await rests(driver, "document.querySelector('#fold').hidden")
+
+
+NAMES = "[...document.querySelectorAll('#{} [data-spot=name]')].map(e => e.textContent)"
+
+
+async def listed(driver: Browser, panel: str) -> list[str]:
+    found: list[str] = await rests(driver, NAMES.format(panel))
+    return found
+
+
+async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(
+    tmp_path: Path,
+) -> None:
+    await lose_node(tmp_path)
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await break_things(world)
+        await shows(driver, "5")
+        await at(until, driver, "return document.title === '(5) Snapback'", "five problems")
+        await press(driver, "/")
+        assert await rests(driver, "document.activeElement.id") == "query"
+        # A model, of which only the checkpoint knows, finds what was captured and its artifact.
+        await press(driver, "mistralai/Mistral")
+        assert await listed(driver, "nodes") == []
+        assert await listed(driver, "artifacts") == ["default/mistral-7b"]
+        assert await listed(driver, "run-rows") == ["mistral-7b"]
+        assert "qwen-32b" not in await listed(driver, "objects")
+        assert "None matches the search." in await rests(
+            driver, "document.querySelector('#nodes').innerText"
+        )
+        await press(driver, Keys.ESCAPE)
+        assert len(await listed(driver, "nodes")) == 4
+        # A node.
+        await press(driver, "NODE-3")
+        assert await listed(driver, "nodes") == ["node-3"]
+        assert {"qwen-32b", "mistral-7b-2"} <= set(await listed(driver, "objects"))
+        assert "mistral-7b-1" not in await listed(driver, "objects")
+        # A GPU, by its uuid and by its product, and two words at once.
+        uuid = device_uuid("node-2", 1)
+        await press(driver, Keys.ESCAPE)
+        await press(driver, uuid)
+        assert await listed(driver, "nodes") == ["node-2"]
+        assert (await listed(driver, "objects"))[0] == "mistral-7b-1"
+        await press(driver, Keys.ESCAPE)
+        await press(driver, "h100 lost")
+        assert await listed(driver, "nodes") == ["node-4"]
+        # A state, among the problems as well.
+        await press(driver, Keys.ESCAPE)
+        await press(driver, "noteligible")
+        assert await rests(driver, "document.querySelectorAll('#problems .rows > li').length") == 1
+        assert (await listed(driver, "objects"))[0] == "qwen-32b"
+
+
+async def test_a_search_is_in_the_address_and_can_be_passed_on(tmp_path: Path) -> None:
+    async with page_world(tmp_path) as world, opened(world, tmp_path, "?q=node-2") as driver:
+        await begin(world)
+        await shows(driver, "Found for “node-2”: 2 objects, 1 node.")
+        assert await listed(driver, "nodes") == ["node-2"]
+        # An object is opened and closed within the search.
+        await at(driver.execute_script, "document.querySelector('#objects a').click()")
+        assert await rests(driver, "location.hash") != ""
+        await press(driver, Keys.ESCAPE)
+        assert await rests(driver, "location.search + location.hash") == "?q=node-2"
+        await at(driver.refresh)
+        await shows(driver, "Found for “node-2”")
+        assert await rests(driver, "document.querySelector('#query').value") == "node-2"
+        # The name of a node is such an address; the browser goes back from it.
+        clear = await at(driver.find_element, By.ID, "clear")
+        await at(clear.click)
+        assert await rests(driver, "location.search") == ""
+        await at(driver.execute_script, "document.querySelector('#nodes a').click()")
+        assert await rests(driver, "location.search") == "?q=node-1"
+        assert await listed(driver, "nodes") == ["node-1"]
+        await at(driver.back)
+        await at(
+            until, driver, "return document.querySelectorAll('#nodes .node').length === 2", "2"
+        )
+
+
+async def test_a_search_without_a_result_says_so_and_how_to_clear_it(tmp_path: Path) -> None:
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await begin(world)
+        await shows(driver, "mistral-7b-1")
+        await press(driver, "/")
+        await press(driver, MARKUP)
+        await shows(driver, f"Nothing matches “{MARKUP}”. Escape in the search field, or Clear")
+        await press(driver, Keys.ESCAPE)
+        await shows(driver, "mistral-7b-1")
+        assert await rests(driver, "document.querySelector('#matches').hidden")
+        assert "owned" not in await rests(driver, "document.title")
+
+
+async def test_a_gpu_has_its_whole_product_and_uuid_on_a_phone_and_a_desktop(
+    tmp_path: Path,
+) -> None:
+    product = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await world.join("node-1", product=product)
+        await shows(driver, f"GPU 1 {product}")
+        for width in (390, 1440):
+            await at(see_as, driver, width, 900)
+            await shows(driver, device_uuid("node-1", 1))
+            cut = """[...document.querySelectorAll('.gpu *')].filter(e =>
+                e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflow !== 'visible'
+                || getComputedStyle(e).textOverflow === 'ellipsis').length"""
+            assert await rests(driver, cut) == 0
+
+
+async def test_what_a_capture_and_a_restore_have_cost_stands_by_their_objects(
+    tmp_path: Path,
+) -> None:
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await begin(world)
+        text = "[...document.querySelectorAll('{} .figure')].map(e => e.textContent).join()"
+        for panel in ("#objects", "#artifacts"):
+            found = text.format(panel)
+            script = f"return {found}.match(/captured 28 GiB in .* \\(.* GB.s\\)/)"
+            await at(until, driver, script, panel)
+            assert "worker paused for 64 ms" in await rests(driver, found)
+        script = f"return {text.format('#objects')}.includes('restored in ')"
+        await at(until, driver, script, "the restore")
+        for name, words in (
+            ("mistral-7b", "worker paused for 64 ms"),
+            ("mistral-7b-1", "restored"),
+        ):
+            key = f"[...document.querySelectorAll('#objects a')].find(e => e.text === '{name}')"
+            await at(driver.execute_script, f"{key}.click()")
+            script = f"return document.querySelector('#figures').innerText.includes('{words}')"
+            await at(until, driver, script, words)
+
+
+async def test_captures_and_restores_are_bars_on_one_axis_that_a_table_tells_in_words(
+    tmp_path: Path,
+) -> None:
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        world.pace_s = 0.5
+        await be_busy(world)
+        await at(
+            until,
+            driver,
+            "return document.querySelectorAll('#runs tbody tr').length === 3",
+            "three runs",
+        )
+        rows = "[...document.querySelectorAll('#runs tbody tr')]"
+        assert await listed(driver, "runs") == ["llama-70b", "mistral-7b-1", "mistral-7b"]
+        words = await rests(driver, f"{rows}.map(e => e.children[1].textContent)")
+        assert "write from" in words[0]
+        assert words[0].endswith("on, under way")
+        assert [text.split(" from")[0] for text in words[1].split("; ")] == [
+            "load",
+            "commit",
+            "resume",
+        ]
+        # Lengths of bars are those of times, from the same begin and on the same scale.
+        edges = f"""{rows}.slice(1).map(row => Math.max(...[...row.querySelectorAll('i')].map(
+            bar => bar.getBoundingClientRect().right))
+            - row.querySelector('.lane').getBoundingClientRect().left)"""
+        lengths = "view.runs.rows.slice(1).map(run => run.length)"
+        ends, seconds = await rests(driver, f"[{edges}, {lengths}]")
+        assert ends[0] / ends[1] == pytest.approx(seconds[0] / seconds[1], rel=0.1)
+        # The open capture has a bar an order.
+        steps = (
+            "[...document.querySelectorAll('#timeline tbody tr')].map(e => e.cells[0].innerText)"
+        )
+        await at(until, driver, f"return {steps}.length === 4", "its orders")
+        assert [text.split("\n")[0] for text in await rests(driver, steps)] == [
+            "prepare",
+            "dump",
+            "save gpu-0",
+            "save gpu-1",
+        ]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_axe_finds_nothing_in_any_state(tmp_path: Path, width: int, dark: bool) -> None:
+    await lose_node(tmp_path)
+    found: dict[str, list[str]] = {}
+    async with (
+        page_world(tmp_path) as world,
+        opened(world, tmp_path, width=width, dark=dark) as driver,
+    ):
+        found["empty"] = await at(violations, driver)
+        await be_busy(world)
+        await at(until, driver, "return document.querySelectorAll('#timeline tr').length > 3", "it")
+        found["busy, an open object"] = await at(violations, driver)
+        for name in ("node-1", "node-2"):
+            await world.dead_message(name, "snap.order.x", POISON)
+        await shows(driver, "Show 2 more")
+        found["problems folded"] = await at(violations, driver)
+        everything = "document.querySelectorAll('details').forEach(e => { e.open = true; })"
+        await at(driver.execute_script, f"{everything}; document.querySelector('#fold').click()")
+        await shows(driver, "A dead letter on node-2")
+        found["everything unfolded"] = await at(violations, driver)
+        await press(driver, "/")
+        await press(driver, "node-1")
+        await shows(driver, "Found for")
+        found["search"] = await at(violations, driver)
+        await press(driver, "nowhere")
+        await shows(driver, "Nothing matches")
+        found["search without a result"] = await at(violations, driver)
+    assert {state: rules for state, rules in found.items() if rules} == {}
+
+
+async def test_axe_sees_a_contrast_that_is_too_low(tmp_path: Path) -> None:
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        assert await at(violations, driver) == []
+        await at(driver.execute_script, "document.querySelector('#sums').style.color = '#ddd'")
+        assert ["color-contrast" in rule for rule in await at(violations, driver)] == [True]
+
+
+async def test_whatever_can_be_touched_on_a_phone_is_24_pixels_high_and_wide(
+    tmp_path: Path,
+) -> None:
+    await lose_node(tmp_path)
+    async with page_world(tmp_path) as world, opened(world, tmp_path, width=390) as driver:
+        await break_things(world)
+        await at(until, driver, "return document.title === '(5) Snapback'", "five problems")
+        await shows(driver, "Orders and reports")
+        everything = "document.querySelectorAll('details').forEach(e => { e.open = true; })"
+        await at(driver.execute_script, everything)
+        small = """[...document.querySelectorAll('a, button, summary, input')].filter(e => {
+            const box = e.getBoundingClientRect();
+            return box.width && !e.matches('.skip') && (box.width < 24 || box.height < 24);
+        }).map(e => `${e.tagName} ${e.textContent} ${e.offsetHeight}`)"""
+        assert await rests(driver, small) == []
+        assert await rests(driver, "document.documentElement.scrollWidth") == 390

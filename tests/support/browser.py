@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,21 @@ def until(driver: Browser, script: str, what: str, within_s: float = 30.0) -> An
 def complaints(driver: Browser) -> list[str]:
     """Give what the console says: errors of the page, refused by its policy or not loaded."""
     return [f"{row['level']}: {row['message']}" for row in driver.get_log("browser")]
+
+
+def violations(driver: Browser) -> list[str]:
+    """Give what axe-core finds inaccessible now: each rule with an element that breaks it."""
+    if not driver.execute_script("return Boolean(window.axe)"):
+        source = resources.files("axe_core_python").joinpath("axe.min.js").read_text("utf-8")
+        driver.execute_script(source)
+    # What is partly transparent for a moment would be judged by its colour at that moment.
+    found = driver.execute_async_script(
+        "const done = arguments[0];"
+        "for (const one of document.getAnimations()) one.cancel();"
+        "axe.run(document).then(r => done(r.violations), e => done([{id: String(e), nodes: []}]))"
+    )
+    return [
+        f"{rule['id']}: {node['html']}"
+        for rule in found
+        for node in rule["nodes"] or [{"html": ""}]
+    ]

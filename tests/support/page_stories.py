@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from snapshot_shared.errors import Failure
-from tests.support.page_world import GIB, PageWorld, checkpoint, restored
+from tests.support.page_world import GIB, PAUSED_S, PageWorld, checkpoint, restored
 
 DAMAGED = Failure(
     reason="ArtifactCorrupt",
@@ -53,7 +54,8 @@ async def be_busy(world: PageWorld) -> None:
     )
     await world.run_worker()
     saves = await world.prepare(66 * GIB)
-    await world.done(await world.order("release"))
+    await world.done(await world.order("release"), paused_s=PAUSED_S)
+    await asyncio.sleep(3 * world.pace_s)
     now = time.time()
     for save, share in zip(saves, (0.62, 0.48), strict=True):
         await world.span(save, "lease", now - 0.02, 0.02)

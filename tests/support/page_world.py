@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ DIGEST = "sha256:" + "0" * 64
 PATIENCE_S = 30.0
 PRESENCE_EVERY_S = 10.0
 LOST = "node-4"
+PAUSED_S = 0.064
+PRODUCT = "NVIDIA H100 80GB HBM3"
+
+
+def device_uuid(node: str, index: int) -> str:
+    """Return the uuid of a played device, in the form that NVIDIA's driver gives."""
+    return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}.{index}')}"
 
 
 class PlayedNode:
@@ -60,7 +68,7 @@ class PlayedNode:
         self.devices = [
             PresenceDevice(
                 index=index,
-                uuid=f"GPU-{name}-{index}",
+                uuid=device_uuid(name, index),
                 product=product,
                 capacity_bytes=80 * GIB,
             )
@@ -120,12 +128,16 @@ class PlayedNode:
 
 
 class PageWorld:
-    """The page at `url`, and the means to have things happen on it."""
+    """The page at `url`, and the means to have things happen on it.
+
+    The bytes of a capture or a restore take `pace_s` seconds.
+    """
 
     def __init__(self, server: KeyedServer, folder: Path) -> None:
         self.server = server
         self.folder = folder
         self.url = ""
+        self.pace_s = 0.0
         self.nodes: dict[str, PlayedNode] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._orders: dict[tuple[str, int], dict[str, Any]] = {}
@@ -207,7 +219,7 @@ class PageWorld:
 
     # What nodes do.
 
-    async def join(self, name: str, *, gpus: int = 2, product: str = "NVIDIA H100") -> PlayedNode:
+    async def join(self, name: str, *, gpus: int = 2, product: str = PRODUCT) -> PlayedNode:
         agent = await self.server.bus(User("agent", NodeName(name)))
         gms = await self.server.bus(User("gms", NodeName(name)))
         node = PlayedNode(name, agent, gms, product, gpus)
@@ -379,7 +391,8 @@ class PageWorld:
         """Play a whole capture well."""
         await self.run_worker()
         saves = await self.prepare(bytes_a_gpu)
-        await self.done(await self.order("release"))
+        await self.done(await self.order("release"), paused_s=PAUSED_S)
+        await asyncio.sleep(self.pace_s)
         for save in saves:
             part = PartResult(part=save["part"], bytes=bytes_a_gpu, digest=DIGEST)
             await self.report(save, "staged", part=part)
@@ -390,6 +403,7 @@ class PageWorld:
         """Play a restore, up to its end or to a load that fails."""
         await self.run_worker()
         loads = [await self.order("load") for _ in range(2)]
+        await asyncio.sleep(self.pace_s)
         for load in loads:
             if failure is not None:
                 await self.fail(load, failure)
@@ -434,7 +448,7 @@ async def lose_node(folder: Path, name: str = LOST) -> None:
     path = folder / "operator" / "objects.sqlite"
     store = SqliteStore(path, timestamp=lambda: timestamp(now)).open()
     device = PresenceDevice(
-        index=0, uuid=f"GPU-{name}-0", product="NVIDIA H100", capacity_bytes=80 * GIB
+        index=0, uuid=device_uuid(name, 0), product=PRODUCT, capacity_bytes=80 * GIB
     )
     presence = Presence(node=name, boot_id="boot", version="0.1.0", devices=[device], at=now)
     node = await store.create(node_from(presence, None, now))

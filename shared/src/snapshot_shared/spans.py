@@ -112,6 +112,13 @@ def message_attributes(
     }
 
 
+def shown_name(span: SpanRecord) -> str:
+    """Return the name of a span; of a message its verb, for the subject is long."""
+    operation = span.attributes.get("messaging.operation.name")
+    verb = span.attributes.get("snapback.verb")
+    return f"{operation} {verb}" if operation and verb else span.name
+
+
 class Bar(NamedTuple):
     """One span of a waterfall. Times are seconds; `start_s` counts from the trace's begin.
 

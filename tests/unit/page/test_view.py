@@ -14,6 +14,7 @@ from snapshot_page.domain.details import details, flow, waterfall
 from snapshot_page.domain.view import (
     DEAD_SHOWN_S,
     MAX_OBJECTS,
+    MAX_RUNS,
     Entry,
     Facts,
     by_owner,
@@ -30,7 +31,7 @@ from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.orders import DeadLetter, Progress, Report
-from snapshot_shared.spans import SpanRecord
+from snapshot_shared.spans import SpanRecord, message_attributes
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
 
@@ -382,6 +383,21 @@ async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
     assert "API_KEY" not in found
 
 
+async def test_of_many_captures_the_newest_are_listed_and_all_are_counted() -> None:
+    world = await captured()
+    content = await world.content()
+    entries: dict[str, Entry] = {}
+    for number in range(MAX_RUNS + 5):
+        meta = replace(content.metadata, name=f"content-{number}", uid=str(number))
+        status = replace(content.status, started_at=time_of(1000.0 + number))
+        entry = entry_of(replace(content, metadata=meta, status=status))
+        entries[entry.key] = entry
+    found = sections(Facts(entries=entries))["runs"]
+    newest = [f"snapshotcontents/-/content-{MAX_RUNS + 4 - back}" for back in range(MAX_RUNS)]
+    assert [row["key"] for row in found["rows"]] == newest
+    assert found["all"] == MAX_RUNS + 5
+
+
 # The flow of orders.
 
 
@@ -462,6 +478,23 @@ def test_a_waterfall_gives_seconds_from_the_first_span() -> None:
     ]
 
 
+def test_a_message_in_a_waterfall_has_its_verb_and_no_placeholder() -> None:
+    attributes = message_attributes(
+        "publish", "snap.order.{node}.gms.save-{owner}", client="x", order="", attempt=1
+    ) | {"snapback.verb": "save"}
+    span = SpanRecord(
+        trace_id="t",
+        span_id="a",
+        service="snap-operator",
+        node="operator",
+        name="publish snap.order.{node}.gms.save-{owner}",
+        start_ns=0,
+        end_ns=1,
+        attributes=attributes,
+    )
+    assert [bar["name"] for bar in waterfall([span])["bars"]] == ["publish save"]
+
+
 def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
     base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
     spans = [
@@ -494,13 +527,58 @@ async def test_the_details_say_what_a_capture_and_a_restore_have_cost() -> None:
     facts = await facts_of(world)
     led_to = by_owner(facts.entries.values())
 
-    def told(key: str) -> dict[str, str]:
+    def told(key: str) -> list[str]:
         entry = facts.entries[key]
         values = [one.value for one in family(entry, led_to)]
-        return dict(details(entry, values, [], [], {})["facts"])
+        return details(entry, values, [], [], {})["figures"]  # type: ignore[no-any-return]
 
-    assert re.match(r"captured [\d.]+ \w*B\b", told(CHECKPOINT)["capture"])
-    assert re.match(r"restored in [\d.]+ m?s$", told(RESTORED)["restore"])
+    [capture], [restore] = told(CHECKPOINT), told(RESTORED)
+    assert re.match(r"captured [\d.]+ \w*B\b", capture)
+    assert re.match(r"restored in [\d.]+ m?s$", restore)
+    # The rows of the lists say the same, each once.
+    shown = {row["key"]: row.get("figure", "") for row in rows(facts, "objects")}
+    assert {key: text for key, text in shown.items() if text} == {
+        CHECKPOINT: capture,
+        RESTORED: restore,
+    }
+    assert [row["figure"] for row in rows(facts, "artifacts")] == [capture]
+
+
+async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led_to() -> None:
+    world = await captured()
+    await world.advance(1.0)
+    await world.apply(restore_document(node="node-2"))
+    await world.answer_all()
+    facts = await facts_of(world)
+    found = {row["key"]: row.get("words", "").split() for row in rows(facts, "objects")}
+    checkpoint = await world.get("DynamoCheckpoint", "llm")
+    assert checkpoint.spec.identity.model in found[CHECKPOINT]
+    pod = await world.get("Pod", "restored")
+    assert "node-1" in found[CHECKPOINT]
+    assert {"node-2", *(device.uuid for device in pod.status.devices)} <= set(found[RESTORED])
+    assert "node-1" not in found[RESTORED]
+    [artifact] = rows(facts, "artifacts")
+    assert artifact["words"].split() == found[CHECKPOINT]
+    assert [row["words"].split() for row in rows(facts, "runs")] == [
+        found[RESTORED],
+        found[CHECKPOINT],
+    ]
+
+
+async def test_captures_and_restores_are_listed_the_newest_first_without_their_orders() -> None:
+    world = await captured()
+    await world.advance(1.0)
+    await world.apply(restore_document(node="node-2"))
+    await world.answer_all()
+    facts = await facts_of(world)
+    found = rows(facts, "runs")
+    assert [(row["kind"], row["name"], row["node"]) for row in found] == [
+        ("restore", "restored", "node-2"),
+        ("capture", "llm", "node-1"),
+    ]
+    assert [bar["phase"] for bar in found[0]["phases"]] == ["load", "commit", "resume"]
+    assert [bar["phase"] for bar in found[1]["phases"]] == ["prepare", "write", "seal"]
+    assert all(row["key"] in facts.entries and "steps" not in row for row in found)
 
 
 async def test_what_moves_shows_its_rate_and_what_is_left() -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from snapshot_page.domain.view import Entry
-from snapshot_shared import figures, views
+from snapshot_page.domain.timeline import figure, label, order_state
+from snapshot_page.domain.view import Entry, runs_of
+from snapshot_shared import views
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import Progress, Report
-from snapshot_shared.spans import SpanRecord, layout
+from snapshot_shared.spans import SpanRecord, layout, shown_name
 
 OPERATOR = "operator"
 MAX_STEPS = 80
@@ -45,6 +46,8 @@ def details(
     orders = [order for value in values for order in views.orders_of(value)]
     return entry.row | {
         "next": entry.next,
+        "figures": [text for value in values if (text := figure(value))],
+        "runs": runs_of(values),
         "facts": [[name, text] for name, text in _facts(values) if text],
         "conditions": [
             {"type": c.type, "status": c.status, "reason": c.reason, "message": c.message}
@@ -113,26 +116,11 @@ def _drawn(arrow: Arrow, lanes: Sequence[str], began: float) -> dict[str, Any]:
             "from": 0,
             "to": lane,
             "label": label(order),
-            "state": _state(order, order.state),
+            "state": order_state(order, order.state),
         }
-    state = _state(order, report.kind)
+    state = order_state(order, report.kind)
     text = f"{report.kind}: {report.failure.reason}" if report.failure else report.kind
     return drawn | {"from": lane, "to": 0, "label": text, "state": state, "of": label(order)}
-
-
-def label(order: OrderStatus) -> str:
-    """Return the name of an order for people: verb, part, and its attempt after the first."""
-    again = f" #{order.attempt}" if order.attempt > 1 else ""
-    return f"{order.verb} {views.part_of(order.order)}".rstrip() + again
-
-
-def _state(order: OrderStatus, kind: str) -> views.State:
-    if kind in views.BAD_ORDERS:
-        return "bad"
-    if views.is_answered(order):
-        return "ok"
-    # As `snapshotctl orders` has it: nothing is under way before the order is accepted.
-    return "waiting" if kind == "ordered" else "busy"
 
 
 def _bar(
@@ -148,7 +136,7 @@ def _bar(
         "lane": lanes.index(_lane(order)),
         "start": rows[0],
         "label": label(order),
-        "state": _state(order, order.state),
+        "state": order_state(order, order.state),
     }
     if views.is_answered(order):
         return bar | {"end": rows[-1]}
@@ -182,11 +170,9 @@ def _facts_of(value: AnyObject) -> Iterable[tuple[str, str]]:
             yield "GPUs", ", ".join(device.uuid for device in value.status.devices)
         case SnapshotRestore():
             yield "restores from", value.status.content_name
-            yield "restore", figures.restore_text(value.status)
         case SnapshotContent():
             yield "content", value.metadata.name
             yield "attempt", str(value.status.attempt or "")
-            yield "capture", figures.capture_text(value)
             yield "still owed", ", ".join(value.status.obligations)
             if value.status.committed is not None:
                 yield "root digest", value.status.committed.root_digest
@@ -206,7 +192,7 @@ def waterfall(spans: Sequence[SpanRecord]) -> dict[str, Any]:
     bars = [
         {
             "depth": min(bar.depth, 10),
-            "name": bar.span.name,
+            "name": shown_name(bar.span),
             "service": bar.span.service,
             "node": bar.span.node,
             "start": round(bar.drawn_s, 6),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_page.domain.timeline import figure, run_of, started_at
 from snapshot_shared import figures, subjects, views
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
@@ -21,11 +22,12 @@ from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
 from snapshot_shared.objects.snapback import (
     Committed,
+    DynamoCheckpoint,
     SnapshotContent,
     SnapshotContentStatus,
     SnapshotRestore,
 )
-from snapshot_shared.orders import DeadLetter, Presence, PresenceDevice, Progress
+from snapshot_shared.orders import DeadLetter, DeviceRef, Presence, PresenceDevice, Progress
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.transitions import Capture
 from snapshot_shared.views import State
@@ -34,6 +36,7 @@ MAX_OBJECTS = 200
 MAX_ARTIFACTS = 100
 MAX_NODES = 200
 MAX_PROBLEMS = 20
+MAX_RUNS = 20
 """How many of each are shown; the page says how many more there are."""
 
 MAX_OWNERS = 8
@@ -217,6 +220,15 @@ def sections(facts: Facts) -> dict[str, Any]:
     restores = [e.value for e in entries if isinstance(e.value, SnapshotRestore)]
     readers = {r.metadata.uid: f"{r.metadata.namespace}/{r.spec.pod_ref.name}" for r in restores}
     found = problems(entries, facts)
+    begun = [(at, e.value) for e in entries if (at := started_at(e.value)) is not None]
+    begun.sort(key=lambda pair: pair[0], reverse=True)
+    runs = runs_of(value for _, value in begun[:MAX_RUNS])
+    known = {entry.uid: entry for entry in entries}
+    products = {d.uuid: d.product for e in nodes for d in _node_of(e).status.devices}
+
+    def words(entry: Entry) -> str:
+        return _words(_root(entry, known), led_to, products)
+
     under_way: dict[str, list[OrderStatus]] = {}
     for order in (order for entry in entries for order in entry.open):
         under_way.setdefault(order.node, []).append(order)
@@ -229,14 +241,26 @@ def sections(facts: Facts) -> dict[str, Any]:
         "objects": {
             "rows": [
                 _object_row(entry, led_to, facts, is_below=is_below)
+                | ({} if is_below else {"words": words(entry)})
                 for entry, is_below in shown[:MAX_OBJECTS]
             ],
             "all": len(shown),
         },
         "artifacts": {
-            "rows": [_artifact_row(*row, readers) for row in held[:MAX_ARTIFACTS]],
+            "rows": [
+                _artifact_row(*row, readers) | {"words": words(row[0])}
+                for row in held[:MAX_ARTIFACTS]
+            ],
             "all": len(held),
             "bytes": sum(kept.bytes for *_, kept in held),
+        },
+        "runs": {
+            "rows": [
+                {name: value for name, value in run.items() if name != "steps"}
+                | {"words": words(facts.entries[run["key"]])}
+                for run in runs
+            ],
+            "all": len(begun),
         },
         "about": {"follow": _followed(entries, led_to), "commands": commands(facts.context)},
     }
@@ -272,6 +296,42 @@ def _root(entry: Entry, known: Mapping[str, Entry]) -> Entry:
             break
         entry = owner
     return entry
+
+
+def runs_of(values: Iterable[AnyObject]) -> list[dict[str, Any]]:
+    """Return the captures and restores among some objects, each with its key, the newest first."""
+    found = []
+    for value in values:
+        if (run := run_of(value)) is not None:
+            meta = value.metadata
+            found.append(run | {"key": key_of(kind_of(value).plural, meta.namespace, meta.name)})
+    return sorted(found, key=lambda run: (-run["at"], run["key"]))
+
+
+def _words(entry: Entry, led_to: LedTo, products: Mapping[str, str]) -> str:
+    """Return what a search finds an object and all that it led to by: models, nodes, GPUs."""
+    found = (word for one in family(entry, led_to) for word in _words_of(one.value, products))
+    return " ".join(dict.fromkeys(filter(None, found)))
+
+
+def _words_of(value: AnyObject, products: Mapping[str, str]) -> Iterable[str]:
+    devices: Sequence[DeviceRef] = ()
+    match value:
+        case DynamoCheckpoint(spec=spec):
+            yield from (spec.identity.model, spec.identity.backend_framework)
+        case Pod(status=status):
+            yield status.node_name
+            devices = status.devices
+        case SnapshotContent(spec=spec):
+            yield spec.source.node_name or ""
+            devices = spec.source.devices
+        case SnapshotRestore(status=status):
+            yield status.node_name
+            devices = status.devices
+        case _:
+            return
+    for device in devices:
+        yield from (device.uuid, products.get(device.uuid, ""))
 
 
 def _followed(entries: Sequence[Entry], led_to: LedTo) -> str:
@@ -343,8 +403,11 @@ def progress_mark(uid: str) -> str:
 
 def _object_row(entry: Entry, led_to: LedTo, facts: Facts, *, is_below: bool) -> dict[str, Any]:
     row = entry.row | {"rev": revision(entry, facts, led_to), "below": is_below}
-    if not is_below and (orders := working(entry, led_to)):
-        values = [one.value for one in family(entry, led_to)]
+    if is_below:
+        return row
+    values = [one.value for one in family(entry, led_to)]
+    row["figure"] = "; ".join(text for value in values if (text := figure(value)))
+    if orders := working(entry, led_to):
         row["step"] = _step(orders, values, facts)
     return row
 
@@ -377,8 +440,7 @@ def _step(
 
 
 def _node_row(entry: Entry, orders: Sequence[OrderStatus], facts: Facts) -> dict[str, Any]:
-    assert isinstance(entry.value, Node)  # noqa: S101 - only nodes are given
-    status = entry.value.status
+    status = _node_of(entry).status
     seen = facts.presence.get(entry.name)
     answer = facts.gms.get(entry.name)
     devices = {device.uuid: device for device in answer.devices} if answer else {}
@@ -397,6 +459,11 @@ def _node_row(entry: Entry, orders: Sequence[OrderStatus], facts: Facts) -> dict
         "busy": sum(order.verb in SLOT_VERBS for order in orders),
         "gpus": [_gpu(device, devices.get(device.uuid)) for device in status.devices],
     }
+
+
+def _node_of(entry: Entry) -> Node:
+    assert isinstance(entry.value, Node)  # noqa: S101 - only nodes are given
+    return entry.value
 
 
 def _gpu(device: PresenceDevice, now: DeviceStatus | None) -> dict[str, Any]:
@@ -428,6 +495,7 @@ def _artifact_row(
         "name": entry.name,
         "snapshot": f"{reference.namespace}/{reference.name}",
         "size": committed.bytes,
+        "figure": figure(content),
         "generation": committed.generation,
         "parts": len(committed.parts),
         "readers": [readers.get(uid, uid) for uid in status.readers],

@@ -9,7 +9,7 @@ import msgspec
 
 from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.spans import Bar, SpanRecord, Waterfall, layout, parse_traceparent
+from snapshot_shared.spans import Bar, SpanRecord, Waterfall, layout, parse_traceparent, shown_name
 from snapshotctl.command import Namespace, Traced, command, new_app
 from snapshotctl.domain import formats, targets
 from snapshotctl.domain.targets import Target
@@ -140,20 +140,13 @@ def _captures(bars: Sequence[Bar]) -> set[str]:
 
 
 def _remarks(bar: Bar) -> list[str]:
-    name = shown_name(bar.span)
+    name = formats.plain(shown_name(bar.span))
     failed = [f"  failed: {name}: {formats.plain(bar.span.error)}"] if bar.span.error else []
     return failed + ([f"  {name}: its parent has not ended"] if bar.orphan else [])
 
 
 def _name(bar: Bar) -> str:
-    return "  " * min(bar.depth, 10) + shown_name(bar.span)
-
-
-def shown_name(span: SpanRecord) -> str:
-    """Return the name of a span; of a message its verb, for the subject is long."""
-    operation = span.attributes.get("messaging.operation.name")
-    verb = span.attributes.get("snapback.verb")
-    return formats.plain(f"{operation} {verb}" if operation and verb else span.name)
+    return "  " * min(bar.depth, 10) + formats.plain(shown_name(bar.span))
 
 
 def _cut(text: str, width: int) -> str:

@@ -1,0 +1,123 @@
+"""Captures and restores as bars on one axis of time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from snapshot_page.domain.timeline import run_of
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_shared.transitions import Restore
+from tests.support import stories
+from tests.support.stories import NOW
+
+UID = derived_uid("content", "snap")
+
+
+def ended(verb: str, kind: str, start: float, end: float, **fields: Any) -> OrderStatus:
+    """An order from `start` to `end` seconds after the first one."""
+    item = stories.order(verb, UID, at=NOW + start, **fields)
+    return replace(stories.ended(item, kind), ended_at=time_of(NOW + end))
+
+
+def content(*orders: OrderStatus, **more: Any) -> SnapshotContent:
+    return stories.content(attempt=1, started_at=time_of(NOW), orders=list(orders), **more)
+
+
+def bars(value: SnapshotContent) -> list[tuple[str, float, float | None, str]]:
+    run = run_of(value)
+    assert run is not None
+    return [(bar["phase"], bar["start"], bar["length"], bar["state"]) for bar in run["phases"]]
+
+
+def test_a_phase_reaches_from_its_first_order_to_the_last_end() -> None:
+    found = content(
+        ended("prepare", "prepared", 0.0, 1.0),
+        ended("dump", "staged", 1.0, 1.5),
+        ended("save", "staged", 1.25, 4.0, part="gpu-0"),
+        ended("seal", "sealed", 4.0, 4.5),
+    )
+    assert bars(found) == [
+        ("prepare", 0.0, 1.0, "ok"),
+        ("write", 1.0, 3.0, "ok"),
+        ("seal", 4.0, 0.5, "ok"),
+    ]
+
+
+def test_a_phase_with_an_order_under_way_has_no_end() -> None:
+    saves = stories.order("save", UID, part="gpu-1", at=NOW + 1.0)
+    found = content(
+        ended("save", "staged", 1.0, 2.0, part="gpu-0"), replace(saves, state="accepted")
+    )
+    assert bars(found) == [("write", 1.0, None, "busy")]
+    run = run_of(found)
+    assert run is not None
+    assert run["length"] is None
+    assert [(step["label"], step["length"]) for step in run["steps"]] == [
+        ("save gpu-0", 1.0),
+        ("save gpu-1", None),
+    ]
+
+
+def test_a_phase_in_which_an_order_failed_is_bad() -> None:
+    failed = ended("prepare", "failed", 0.0, 1.0)
+    assert failed.final is not None
+    failure = Failure(reason="NotEligible", message="x")
+    failed = replace(failed, state="failed", final=replace(failed.final, failure=failure))
+    assert bars(content(failed)) == [("prepare", 0.0, 1.0, "bad")]
+
+
+def test_orders_of_an_earlier_attempt_and_those_that_clean_up_are_no_part_of_it() -> None:
+    found = content(
+        ended("prepare", "prepared", 0.0, 1.0),
+        ended("abort", "aborted", 1.0, 2.0),
+        ended("release", "released", 1.0, 2.0),
+    )
+    found = replace(found, status=replace(found.status, attempt=1))
+    assert [phase for phase, *_ in bars(found)] == ["prepare"]
+    later = replace(found, status=replace(found.status, attempt=2))
+    assert bars(later) == []
+
+
+def test_a_capture_whose_orders_are_forgotten_is_one_bar() -> None:
+    found = content(committed=stories.committed(), captured_seconds=4.0)
+    assert bars(found) == [("all", 0.0, 4.0, "ok")]
+
+
+def test_a_run_ends_at_the_latest_when_its_object_is_deleted() -> None:
+    found = content(ended("prepare", "prepared", 0.0, 1.0))
+    deleted = replace(found.metadata, deletion_timestamp="1970-01-12T13:46:40Z")
+    for value, length in ((found, None), (replace(found, metadata=deleted), 1.0)):
+        run = run_of(value)
+        assert run is not None
+        assert run["length"] == length
+
+
+def test_what_has_not_begun_has_no_run() -> None:
+    assert run_of(stories.content()) is None
+    assert run_of(stories.restore()) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "length"), [(Restore.RESTORED, 2.5), (Restore.FAILED, 2.5), (Restore.RESTORING, None)]
+)
+def test_a_restore_has_a_length_once_it_is_over(state: Restore, length: float | None) -> None:
+    order = ended("restore", "restored", 2.0, 2.5)
+    failure = Failure(reason="X", message="x") if state is Restore.FAILED else None
+    conditions = [stories.row("Failed", "True", "X")] if failure else []
+    value = stories.restore(
+        state=state,
+        attempt=1,
+        started_at=time_of(NOW),
+        orders=[order],
+        failure=failure,
+        conditions=conditions,
+    )
+    run = run_of(value)
+    assert run is not None
+    assert run["length"] == length
