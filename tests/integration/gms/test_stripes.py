@@ -162,6 +162,12 @@ def test_files_are_spread_over_all_folders_and_come_back(capture: Capture) -> No
         assert int(pool["zeros"].sum(dtype="i8")) == 0
 
 
+def test_shards_are_cut_shorter_so_that_every_folder_has_some(capture: Capture) -> None:
+    capture.run(capture.save_task(shard_bytes=256 * MIB))
+    assert [len(capture.shards(stripe)) for stripe in ("", "fast")] == [1, 1]
+    assert [entry.size // MIB for entry in capture.manifest().files] == [16, 12]
+
+
 def test_a_manifest_names_stripe_roots_and_no_path(capture: Capture, tmp_path: Path) -> None:
     capture.run(capture.save_task())
     found = {entry.stripe or "" for entry in capture.manifest().files}
@@ -191,7 +197,14 @@ def test_other_backends_write_into_the_same_folders(capture: Capture, backend: s
 
 
 def test_a_part_of_one_file_uses_the_artifact_root_alone(capture: Capture) -> None:
-    capture.run(capture.save_task(shard_bytes=64 * MIB))
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("small", 3 * MIB, "u1")
+        pool.commit()
+    layout = capture.service.device(1).domains[0].layout
+    uuid = capture.service.uuids[1]
+    capture.run(
+        capture.save_task(layout=layout, device=uuid, fence_token=None, shard_bytes=64 * MIB)
+    )
     assert {path.name for path in capture.path.iterdir()} == {"part.json", "shard-0000.bin"}
     assert capture.left() == []
     capture.remove()

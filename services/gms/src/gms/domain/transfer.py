@@ -7,7 +7,7 @@ from the manifest by the same function, so that writing and reading cannot disag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gms.domain.layout import structure_hash
@@ -111,6 +111,18 @@ def plan_files(
         stripe = "" if stripes is None else stripes[file]
         plans.append(FilePlan(name, size, chunk, tuple(chunks), stripe))
     return plans
+
+
+def shard_length(sizes: Iterable[int], places: int, longest: int) -> int:
+    """Return how long shards of allocations of these sizes are, in bytes, at most `longest`.
+
+    Over several places they are of one length, in whole chunks, and as many in each.
+    """
+    if places == 1:
+        return longest
+    each = -(-sum(aligned(size, PAGE) for size in sizes) // places)
+    files = max(1, -(-each // longest))
+    return min(longest, aligned(max(1, -(-each // files)), CHUNK_BYTES))
 
 
 def spread(sizes: Sequence[int], stripes: Sequence[str]) -> list[str]:

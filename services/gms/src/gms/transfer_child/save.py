@@ -23,12 +23,25 @@ from gms.domain.task_rules import (
     stripes_of,
 )
 from gms.domain.tasks import OBJECT, SaveTask, TransferDone, TransferLeased
-from gms.domain.transfer import ENCRYPTED_SHARD_BYTES, place, plan_files, spread
+from gms.domain.transfer import (
+    ENCRYPTED_SHARD_BYTES,
+    FilePlan,
+    place,
+    plan_files,
+    shard_length,
+    spread,
+)
 from gms.ports import Moved, ResumableBackend, TransferBackend
 from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationInfo, MetadataItem
 from snapback_client.lease import Lease
-from snapshot_shared.artifact import PART_MANIFEST, FileEntry, PartManifest, check_part_manifest
+from snapshot_shared.artifact import (
+    PART_MANIFEST,
+    AllocationEntry,
+    FileEntry,
+    PartManifest,
+    check_part_manifest,
+)
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest, encode_pretty
 from snapshot_shared.errors import ArtifactExists, ArtifactMissing, InvalidInput
 from snapshot_shared.files import (
@@ -93,17 +106,16 @@ def write_part(
         BUFFER_BYTES if bounced else task.shard_bytes,
         ENCRYPTED_SHARD_BYTES if ciphers else task.shard_bytes,
     )
-    entries, sizes = place(infos, shard_bytes=longest)
-    stripes = spread(sizes, stripes_of(task))
-    plans, shared = plan_files(entries, sizes, stripes=stripes), dict[str, FileEntry]()
+    entries, plans = _planned(infos, stripes_of(task), longest)
+    size, shared = sum(plan.size for plan in plans), dict[str, FileEntry]()
     compute = ciphers.older_digest if ciphers else digest_in_memory
     digest_of: DigestOf = functools.partial(compute, buffers=buffers)
     if bounced:
         digest_of = functools.partial(bounced.digest_of, compute=compute)
-    with staged(root, task, stripes={*stripes} - {""}) as staging:
+    with staged(root, task, stripes={plan.stripe for plan in plans} - {""}) as staging:
         folders = staging.folders
         encryption = ciphers.begin(staging) if ciphers else None
-        meter = ProgressMeter(sum(sizes), emit)
+        meter = ProgressMeter(size, emit)
         with parent_of(root, task) as parent:
             if parent is not None and (ciphers is None or ciphers.follow(parent.manifest)):
                 shared = share(
@@ -148,12 +160,21 @@ def write_part(
         write_new(staging.directory, PART_MANIFEST, data)
         staging.finish()
     return TransferDone(
-        bytes=sum(sizes),
+        bytes=size,
         digest=digest(data),
         layout=task.layout,
         moved=moved.bytes,
         backend=moved.backend,
     )
+
+
+def _planned(
+    infos: Sequence[AllocationInfo], stripes: Sequence[str], longest: int
+) -> tuple[list[AllocationEntry], list[FilePlan]]:
+    """Return the allocations with their extents, and the files, spread over stripe roots."""
+    length = shard_length([info.size for info in infos], 1 + len(stripes), longest)
+    entries, sizes = place(infos, shard_bytes=length)
+    return entries, plan_files(entries, sizes, stripes=spread(sizes, stripes))
 
 
 def ciphers_of(task: SaveTask) -> Ciphers | None:
