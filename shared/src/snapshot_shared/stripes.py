@@ -253,16 +253,15 @@ def folder_of(folders: Mapping[str, int], entry: FileEntry) -> int:
     return folders[entry.stripe or ""]
 
 
-def check_files(directory: int, manifest: PartManifest, roots: StripeRoots) -> None:
-    """Compare the sizes of all files of a part, without reading any.
+def check_files(folders: Mapping[str, int], manifest: PartManifest) -> None:
+    """Compare the sizes of all files of a part in its folders, without reading any.
 
-    ArtifactMissing and ArtifactCorrupt name the file; StripeMissing.
+    ArtifactMissing and ArtifactCorrupt name the file.
     """
     is_shared = manifest.kind == "gms"
-    with roots.reading(directory, manifest) as folders:
-        for entry in manifest.files:
-            folder = folder_of(folders, entry)
-            os.close(open_regular(folder, entry.name, size=entry.size, shared=is_shared))
+    for entry in manifest.files:
+        folder = folder_of(folders, entry)
+        os.close(open_regular(folder, entry.name, size=entry.size, shared=is_shared))
 
 
 def remove_stored(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +19,8 @@ import pytest
 import snapback_client as client
 from gms.adapters.part_files import read_part, verify_part
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferProgress
+from gms.handlers.transfers import whole_or_nothing
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import ROOT_MANIFEST, PartManifest
@@ -332,6 +334,51 @@ def test_a_save_that_fails_leaves_nothing(capture: Capture) -> None:
     assert capture.left() == []
 
 
+def test_a_saver_or_loader_in_a_pod_is_given_no_stripe_roots(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    with pytest.raises(SnapbackError, match="no loader in a pod is given"):
+        capture.run(capture.load_task(staged=str(capture.root.parent)))
+    task = capture.save_task()
+    written = capture.root.parent / f"{task.order}.{task.attempt}" / PART
+    written.mkdir(parents=True)
+    (written / "part.json").write_bytes((capture.path / "part.json").read_bytes())
+    capture.remove()
+    with pytest.raises(SnapbackError, match="the saver of the pod has put files of gpu-0 into"):
+        capture.run(capture.save_task(staged=str(capture.root.parent)))
+    assert capture.left() == []
+
+
+def test_what_a_saver_in_a_pod_has_written_stays_in_the_artifact_root(capture: Capture) -> None:
+    capture.run(capture.save_task(stripe_roots={}))
+    task = capture.save_task()
+    written = capture.root.parent / f"{task.order}.{task.attempt}" / PART
+    written.parent.mkdir(parents=True)
+    capture.path.rename(written)
+    capture.run(capture.save_task(staged=str(capture.root.parent)))
+    verified(capture)
+    assert capture.left() == []
+
+
+def test_object_storage_is_not_spread(capture: Capture) -> None:
+    url = (capture.root.parent / "store").as_uri()
+    capture.run(capture.save_task(backend="object", object_storage=url))
+    assert {path.name for path in capture.path.iterdir()} == {"part.json", "objects.json"}
+    assert capture.left() == []
+
+
+def test_a_call_for_a_save_that_ends_early_leaves_nothing(capture: Capture) -> None:
+    async def save_a_little() -> None:
+        events = whole_or_nothing(TransferProcesses(), capture.save_task(threads=1))
+        async for event in events:
+            if isinstance(event, TransferProgress):
+                break
+        await events.aclose()
+
+    capture.service.run(save_a_little())
+    assert not capture.path.exists()
+    assert [path for path in capture.left() if "gpu-0" in path] == []
+
+
 def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
     first = capture.run(capture.save_task())
     again = capture.run(capture.save_task())
@@ -398,7 +445,8 @@ def test_a_save_that_is_killed_anywhere_leaves_nothing_after_its_removal(
     capture: Capture,
 ) -> None:
     deaths = 0
-    for died in saves_that_die(capture, range(1, 1000)):
+    # Every call until the first bytes are written, and some of the others.
+    for died in saves_that_die(capture, itertools.chain(range(1, 50), range(50, 2000, 40))):
         deaths += died
         capture.remove()
         assert not capture.path.exists()

@@ -210,6 +210,7 @@ def saved_before(root: int, task: SaveTask) -> TransferDone | None:
         if manifest.objects:
             check_objects(ObjectStorage(task.object_storage), check_part_manifest(manifest))
         else:
-            check_files(directory, check_part_manifest(manifest), StripeRoots(task.stripe_roots))
+            with StripeRoots(task.stripe_roots).reading(directory, manifest) as folders:
+                check_files(folders, check_part_manifest(manifest))
         drop_notes(directory)
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)

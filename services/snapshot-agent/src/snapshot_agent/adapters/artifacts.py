@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -37,6 +38,7 @@ from snapshot_shared.files import (
     check_space,
     free_bytes,
     make_dir,
+    names_in,
     open_artifact,
     open_dir,
     open_root,
@@ -197,9 +199,10 @@ class ArtifactRoot:
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
             if manifest.objects:
                 check_objects(self._objects, manifest)
-            else:
-                check_files(directory, manifest, self._stripes)
-            _check_nothing_else(directory, manifest)
+            with self._stripes.reading(directory, manifest) as folders:
+                if not manifest.objects:
+                    check_files(folders, manifest)
+                _check_nothing_else(folders, manifest)
         return manifest, digest(data)
 
     async def check_bytes(
@@ -304,18 +307,21 @@ def _decoded(data: bytes, type_: type[T], name: str) -> T:
         raise ArtifactCorrupt(f"{name}: {error.message}", file=name) from error
 
 
-def _check_nothing_else(directory: int, manifest: PartManifest) -> None:
-    files = (entry.name for entry in manifest.files if not entry.stripe)
-    known = {PART_MANIFEST, *((OBJECTS_MARK,) if manifest.objects else files)}
+def _check_nothing_else(folders: Mapping[str, int], manifest: PartManifest) -> None:
+    known: dict[str, set[str]] = {stripe: set() for stripe in folders}
+    known[""] = {PART_MANIFEST, *([OBJECTS_MARK] if manifest.objects else [])}
     if manifest.kind == "gms":
         # Also where all files that were to be in stripe roots are shared with an older part.
-        known.add(STRIPES_MARK)
-    if extra := sorted(set(os.listdir(directory)) - known):
-        raise ArtifactCorrupt(
-            f"part {manifest.part} holds {extra[0]!r}, which its manifest does not name",
-            file=extra[0],
-            found=len(extra),
-        )
+        known[""].add(STRIPES_MARK)
+    for entry in manifest.files if not manifest.objects else ():
+        known[entry.stripe or ""].add(entry.name)
+    for stripe, folder in folders.items():
+        if extra := sorted(set(names_in(folder)) - known[stripe]):
+            raise ArtifactCorrupt(
+                f"part {manifest.part} holds {extra[0]!r}, which its manifest does not name",
+                file=extra[0],
+                found=len(extra),
+            )
 
 
 def _is_part(name: str) -> bool:
