@@ -21,6 +21,7 @@ from gms.adapters.part_files import read_part, verify_part
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferProgress
 from gms.handlers.transfers import whole_or_nothing
+from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import ROOT_MANIFEST, PartManifest
@@ -327,10 +328,35 @@ def test_a_save_without_a_stripe_root_fails_and_leaves_nothing(capture: Capture)
     assert capture.left() == []
 
 
-def test_a_save_that_fails_leaves_nothing(capture: Capture) -> None:
-    with pytest.raises(SnapbackError, match=r"unsaid|no such|there is no") as caught:
-        capture.run(capture.save_task(backend="unsaid"))
-    assert caught.value.to_failure().reason == "InvalidInput"
+def test_a_capture_is_refused_before_it_begins_where_a_stripe_root_is_missing(
+    capture: Capture,
+) -> None:
+    asyncio.run(capture.agent.require_space(1, 1))
+    Path(capture.stripes["other"]).rmdir()
+    with pytest.raises(StripeMissing, match="'other'"):
+        asyncio.run(capture.agent.require_space(1, 1))
+
+
+def test_what_no_manifest_names_in_a_stripe_root_is_found(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    (Path(capture.stripes["other"]) / PART / "extra").touch()
+    with pytest.raises(ArtifactCorrupt, match="'extra'"):
+        asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+
+
+def test_a_save_that_fails_at_its_end_leaves_nothing(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        assert capture.shards("fast")
+        raise NoSpace("the disk is full")
+
+    monkeypatch.setattr("gms.transfer_child.save.write_new", full)
+    with pytest.raises(NoSpace):
+        save(capture.save_task(), lambda _: None)
+    assert not capture.path.exists()
+    assert [path for path in capture.left() if "gpu-0" in path] == []
+    capture.remove()
     assert capture.left() == []
 
 
