@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from snapback_client.folders import check_folder
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.stripes import StripeRoots, parse_stripes
+
+if TYPE_CHECKING:
+    from snapshot_shared.stripes import StripeRoots
 
 Folder = Annotated[Path, Meta(description="An absolute path, as `check_folder` wants it.")]
 """The type of a setting that several processes are given: it may depend on none of them."""
@@ -103,4 +105,7 @@ class NodeSettings(Common, frozen=True, kw_only=True):
 
     def stripes(self) -> StripeRoots:
         """Return the stripe roots."""
+        # Only here: most programs that read settings move no bytes.
+        from snapshot_shared.stripes import StripeRoots, parse_stripes  # noqa: PLC0415
+
         return StripeRoots(parse_stripes(self.stripe_roots, self.artifact_root))

@@ -197,7 +197,7 @@ class StripeRoots:
             ids = {name: _identity(root) for name, root in roots.items()}
             before = _read(directory, MARK, SavedStripes)
             if before is not None and before.roots != ids:
-                self._remove(before, path)
+                self._remove(before.roots.items(), path)
                 os.unlink(MARK, dir_fd=directory)
                 secure(directory, MARK)
             if ids:
@@ -212,15 +212,15 @@ class StripeRoots:
 
         Its folder is beneath `parent` and stays, with its marks.
         """
-        for mark in _marks(parent, path[-1]):
-            self._remove(mark, path)
+        # Parts that were written on several nodes may have several ids for one name.
+        self._remove({item for mark in _marks(parent, path[-1]) for item in mark.items()}, path)
         if len(path) == _GENERATION_DEPTH:
             self._prune(path)
 
-    def _remove(self, mark: SavedStripes, path: Sequence[str]) -> None:
+    def _remove(self, ids: Iterable[tuple[str, str]], path: Sequence[str]) -> None:
         with contextlib.ExitStack() as stack:
             # Nothing is removed until all are found.
-            roots = [stack.enter_context(self._known(*item)) for item in mark.roots.items()]
+            roots = [stack.enter_context(self._known(*item)) for item in sorted(ids)]
             for root in roots:
                 with (
                     contextlib.suppress(ArtifactMissing),
@@ -316,8 +316,8 @@ def _read(directory: int, name: str, type_: type[T]) -> T | None:
         ) from error
 
 
-def _marks(parent: int, name: str) -> Iterator[SavedStripes]:
-    """Yield the marks in a folder and in those right below it. ArtifactCorrupt."""
+def _marks(parent: int, name: str) -> Iterator[dict[str, str]]:
+    """Yield the ids, by name, of the marks in a folder and in those below it. ArtifactCorrupt."""
     try:
         folder = open_dir(parent, (name,))
     except ArtifactError:
@@ -331,4 +331,4 @@ def _marks(parent: int, name: str) -> Iterator[SavedStripes]:
             with opened(below):
                 mark = _read(below, MARK, SavedStripes)
             if mark is not None:
-                yield mark
+                yield mark.roots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,6 +210,22 @@ def test_nothing_is_removed_until_every_root_is_found(places: Places) -> None:
         places.remove(3, places.of("a"))
     assert (places.stripe("a") / "shard").exists()
     assert (places.folder / MARK).exists()
+
+
+def test_nothing_of_a_generation_is_removed_until_the_roots_of_all_its_parts_are_found(
+    places: Places,
+) -> None:
+    places.write("a")
+    other = places.folder.with_name("gpu-1")
+    other.mkdir()
+    mark = (places.folder / MARK).read_text()
+    (other / MARK).write_text(re.sub(r"[0-9a-f]{32}", "0" * 32, mark))
+    with pytest.raises(StripeMissing, match=f"wanted {'0' * 32}|it is stripe root"):
+        places.remove(3)
+    assert (places.stripe("a") / "shard").exists()
+    (other / MARK).unlink()
+    places.remove(3)
+    assert not places.stripe("a").exists()
 
 
 def test_a_root_that_no_mark_names_is_not_needed(places: Places) -> None:
