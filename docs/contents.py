@@ -47,6 +47,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "Artifacts": (
             "how-to/keep-less",
             "how-to/keep-and-import",
+            "how-to/use-several-disks",
             "how-to/keep-artifacts-in-object-storage",
             "how-to/verify-and-quarantine",
             "how-to/encrypt-and-sign",

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gms.adapters import posix, sharing, staging, syscalls
+from gms.adapters import posix, sharing, staging, striping, syscalls
 from gms.transfer_child import save
 from snapshot_agent.adapters import artifacts, control_dir, copying, library
-from snapshot_shared import files, journal, tasks
+from snapshot_shared import files, journal, stripes, tasks
 from snapshot_shared.errors import SnapbackError
 from tests.scenario.disk import SimDisk
 
@@ -32,6 +32,7 @@ Site = tuple[str, str, int]
 MODULES: tuple[types.ModuleType, ...] = (
     files,
     journal,
+    stripes,
     tasks,
     artifacts,
     library,
@@ -40,6 +41,7 @@ MODULES: tuple[types.ModuleType, ...] = (
     posix,
     sharing,
     staging,
+    striping,
     syscalls,
     save,
 )

@@ -44,6 +44,7 @@ from snapshot_shared.orders import (
     SealOrder,
     VectorEntry,
 )
+from snapshot_shared.stripes import StripeRoots
 from tests.scenario.crash_rig import Story, run
 
 NOW = 2_000_000_000.0
@@ -244,6 +245,42 @@ class SecondCapture(Capture):
         assert found is not None, "the older artifact is gone"
         verify(self.root, older, found)
         super().check_generation(promises)
+
+
+class StripedCapture(Capture):
+    """The same with files of GPU memory in two stripe roots, in which nothing stays."""
+
+    name = "striped capture"
+
+    def __init__(self, base: Path = BASE) -> None:
+        super().__init__(base)
+        self.stripes = {name: str(base / name) for name in ("one", "two")}
+        self.root = ArtifactRoot(self.artifacts, stripes=StripeRoots(self.stripes))
+
+    def prepare(self) -> None:
+        super().prepare()
+        for folder in self.stripes.values():
+            files.make_folder(folder)
+
+    def task(self) -> SaveTask:
+        return msgspec.structs.replace(
+            super().task(), shard_bytes=4096, stripe_roots=self.stripes, note_bytes=1
+        )
+
+    def stage_gpu(self) -> None:
+        super().stage_gpu()
+        self._check_spread()
+
+    def _check_spread(self) -> None:
+        for folder in self.stripes.values():
+            assert files.os.path.exists(f"{folder}/default/{UID}/gen-{self.generation}/gpu-0")
+
+    def check_generation(self, promises: dict[str, Any]) -> None:
+        super().check_generation(promises)
+        run(self.root.remove(self.place))
+        for folder in self.stripes.values():
+            left = f"{folder}/default/{UID}/gen-{self.generation}"
+            assert not files.os.path.exists(left), "something is left in a stripe root"
 
 
 class ResumedSave(Capture):

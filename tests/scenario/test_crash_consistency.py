@@ -15,6 +15,7 @@ from tests.scenario.crash_stories import (
     ResumedSave,
     SecondCapture,
     SetAside,
+    StripedCapture,
 )
 
 STORIES: tuple[type[Story], ...] = (
@@ -23,6 +24,7 @@ STORIES: tuple[type[Story], ...] = (
     Capture,
     SecondCapture,
     ResumedSave,
+    StripedCapture,
     SetAside,
 )
 SYNCED_FILES = {
@@ -33,6 +35,7 @@ SYNCED_FILES = {
     "copying.py",
     "posix.py",
     "staging.py",
+    "stripes.py",
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from gms.adapters import posix, sharing, staging, syscalls
 from gms.domain.tasks import SaveTask
 from gms.transfer_child.save import save
-from snapshot_shared import files
+from snapshot_shared import files, stripes
 from snapshot_shared.codec import decode_json, encode_json
 
 COUNTS = struct.Struct("QQ")
@@ -74,7 +74,7 @@ class Doomed:
 def main() -> None:
     last, counts = sys.argv[1:]
     doomed = Doomed(int(last), counts)
-    for module in (files, posix, sharing, staging, syscalls):
+    for module in (files, posix, sharing, staging, stripes, syscalls):
         setattr(module, "os", doomed)  # noqa: B010 - for the type checker it is a module
     task = decode_json(sys.stdin.buffer.readline(), SaveTask)
     done = save(task, lambda _: None)

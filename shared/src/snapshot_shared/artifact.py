@@ -44,6 +44,7 @@ MAX_CHUNKS = 1_000_000
 MAX_WRAPPED_BYTES = 8192
 """The longest data key, as it was encrypted by whatever a KMS is."""
 MAX_SIGNATURE_BYTES = 4096
+MAX_STRIPES = 64
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 """The longest chunk that is read: a few of them are in memory at once."""
 
@@ -52,6 +53,8 @@ _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FileName = Annotated[str, Meta(pattern=_FILE_NAME.pattern, max_length=128)]
 ChunkTag = Annotated[bytes, Meta(min_length=28, max_length=28)]
 ChunkDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+StripeName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
+StripeId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class FileEncryption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -69,7 +72,8 @@ class FileEncryption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One regular file of a part: its size and an xxh3-128 digest for every chunk in order.
 
-    The last chunk is shorter when `size` is no multiple of `chunk_bytes`.
+    The last chunk is shorter when `size` is no multiple of `chunk_bytes`. `stripe` is the name of
+    the stripe root that has the file; unset, it is in the folder of the part.
     """
 
     name: FileName
@@ -77,6 +81,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     chunk_bytes: Annotated[int, Meta(ge=4096, le=2**30)]
     chunks: Annotated[list[ChunkDigest], Meta(max_length=MAX_CHUNKS)]
     encryption: FileEncryption | UnsetType = UNSET
+    stripe: StripeName | UnsetType = UNSET
 
 
 class Extent(
@@ -142,6 +147,18 @@ class SavedObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     backend: Literal["object"] = "object"
     prefix: Annotated[str, Meta(max_length=512)]
+
+
+class SavedStripes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files of a part are below these stripe roots: the id that each has, by its name."""
+
+    roots: Annotated[dict[StripeName, StripeId], Meta(min_length=1, max_length=MAX_STRIPES)]
+
+
+class StripeRoot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which stripe root a folder is, whatever name and path a node has for it."""
+
+    id: StripeId
 
 
 class Encryption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -252,8 +269,9 @@ def part_path(namespace: str, content_uid: str, generation: int, part: str) -> t
 def check_part_manifest(manifest: PartManifest) -> PartManifest:
     """Refuse a part manifest whose numbers cannot be true. ArtifactCorrupt names the entry.
 
-    Checks: version, unique file names, chunk counts and lengths, the sum of sizes, and that the
-    extents of each allocation cover it exactly once and lie inside their files without overlap.
+    Checks: version, unique file names, chunk counts and lengths, the sum of sizes, that only files
+    of GPU memory are in stripe roots, and that the extents of each allocation cover it exactly once
+    and lie inside their files without overlap.
     """
     _require(manifest.version == FORMAT_VERSION, "version", manifest.version)
     names = [entry.name for entry in manifest.files]
@@ -265,6 +283,8 @@ def check_part_manifest(manifest: PartManifest) -> PartManifest:
         wanted = -(-entry.size // entry.chunk_bytes)
         _require(len(entry.chunks) == wanted, f"files.{entry.name}: chunks", len(entry.chunks))
         _check_encryption(manifest, entry)
+        may_stripe = manifest.kind == "gms" and not manifest.objects
+        _require(may_stripe or not entry.stripe, f"files.{entry.name}: stripe", entry.stripe)
     _require(sum(e.size for e in manifest.files) == manifest.bytes, "bytes", manifest.bytes)
     if manifest.objects:
         place = (manifest.namespace, manifest.content_uid, manifest.generation, manifest.part)

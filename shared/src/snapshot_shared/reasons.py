@@ -517,6 +517,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Set `SNAPBACK_OBJECT_STORAGE` of GMS and agents to the same URL, or install the "
             "extra: `pip install 'snapback-gms[object]'`.",
         ),
+        "StripeMissing": Reason(
+            "A stripe root that has files of the artifact is not on the node.",
+            "`SNAPBACK_STRIPE_ROOTS` of the node does not name it, its disk is not mounted, or "
+            "another disk is in its place; the message says which.",
+            "Mount the disk, or correct `SNAPBACK_STRIPE_ROOTS` of GMS and agent and start them "
+            "again. A deletion is then repeated by itself; restore and verify again.",
+        ),
         "ProcMalformed": Reason(
             "A line of a file below `/proc` is not as the kernel writes it.",
             "What is mounted at `/proc` is no procfs, or a program stands in for it; the message "

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from snapback_client.folders import check_folder
 from snapshot_shared.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from snapshot_shared.stripes import StripeRoots
 
 Folder = Annotated[Path, Meta(description="An absolute path, as `check_folder` wants it.")]
 """The type of a setting that several processes are given: it may depend on none of them."""
@@ -78,6 +81,8 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     `sim` (`SNAPBACK_SIM=1`) gives a service the fault switch of the simulation.
     `transfer_backend` moves the bytes of GPU memory. `object_storage` (a URL without credentials)
     is where the backend `object` has them; agents that know of it can seal, verify and delete.
+    `stripe_roots` (`name=/folder:name2=/folder2`) are folders on other disks, over which the files
+    of GPU memory are spread.
     `artifact_keys` is a folder with the keys of artifacts, as `snapshot_shared.keys` reads it;
     `kms_command` encrypts where that folder has no `encryption.key`, and decrypts what it has
     encrypted. With `require_signature` nothing is restored that no trusted key has signed.
@@ -89,6 +94,18 @@ class NodeSettings(Common, frozen=True, kw_only=True):
     sim: bool = False
     transfer_backend: str = "posix-direct"
     object_storage: str = ""
+    stripe_roots: str = ""
     artifact_keys: Path | None = None
     kms_command: str = ""
     require_signature: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse stripe roots that are written wrong. InvalidInput."""
+        self.stripes()
+
+    def stripes(self) -> StripeRoots:
+        """Return the stripe roots."""
+        # Only here: most programs that read settings move no bytes.
+        from snapshot_shared.stripes import StripeRoots, parse_stripes  # noqa: PLC0415
+
+        return StripeRoots(parse_stripes(self.stripe_roots, self.artifact_root))

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ from gms.adapters.backends import find_backend
 from gms.adapters.bounce_buffers import BounceBuffered
 from gms.adapters.cuda import CudaDevice
 from gms.adapters.objects import Objects
+from gms.adapters.striping import in_folders
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files, without_memory
 from gms.ports import TransferBackend
 from snapback_client.cuda import CudaDriver, CudaRange
@@ -127,6 +129,48 @@ def test_what_was_saved_through_bounce_buffers_is_loaded_through_them(
             folder, plans(), moved.files, [], threads=threads, advance=lambda _: None
         )
     # To show how so many bytes differ would take minutes.
+    is_same = target.values() == values()
+    assert is_same
+    source.range.release()
+    target.range.release()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_files_in_several_folders_move_through_bounce_buffers_at_once(
+    device: CudaDevice, folder: int, tmp_path: Path, threads: int
+) -> None:
+    (tmp_path / "other").mkdir()
+    spread = [replace(plan, stripe="other" if at % 2 else "") for at, plan in enumerate(plans())]
+    source, target = Layout(device).fill(values()), Layout(device)
+    with opened(open_root(tmp_path / "other")) as other:
+        folders = {"": folder, "other": other}
+        with source.moved_by("posix-direct") as bounced:
+            moved = in_folders(
+                folders,
+                spread,
+                threads,
+                lambda place, indices, few: bounced.write_files(
+                    place, [spread[at] for at in indices], [], threads=few, advance=lambda _: None
+                ),
+            )
+        assert len(os.listdir(folder)) > 1
+        assert len(os.listdir(other)) > 1  # noqa: PTH208 - of a descriptor
+        files = {entry.name: entry for entry in moved.files}
+        entries = [files[plan.name] for plan in spread]
+        with target.moved_by("posix-direct") as bounced:
+            in_folders(
+                folders,
+                spread,
+                threads,
+                lambda place, indices, few: bounced.read_files(
+                    place,
+                    [spread[at] for at in indices],
+                    [entries[at] for at in indices],
+                    [],
+                    threads=few,
+                    advance=lambda _: None,
+                ),
+            )
     is_same = target.values() == values()
     assert is_same
     source.range.release()

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gms.adapters.backends import find_backend
 from gms.adapters.bounce_buffers import BounceBuffered
@@ -136,7 +137,7 @@ def test_what_is_encrypted_is_not_read_into_a_device_past_the_host(
     )
     with (
         opened(open_root(task.root, create=True)) as root,
-        staged(root, path_of(task), note_of(task), every_bytes=SHARD) as staging,
+        staged(root, replace(task, note_bytes=SHARD)) as staging,
         BounceBuffered(backend, device, PLACES, len(device.memory)) as bounced,
     ):
         ciphers.begin(staging)
@@ -185,7 +186,7 @@ def test_files_that_come_one_at_a_time_share_the_buffers_of_their_streams(
     backend = Encrypted(watched, ciphers)
     with (
         opened(open_root(task.root, create=True)) as root,
-        staged(root, path_of(task), note_of(task), every_bytes=SHARD) as staging,
+        staged(root, replace(task, note_bytes=SHARD)) as staging,
         BounceBuffered(backend, device, PLACES, len(device.memory)) as bounced,
     ):
         ciphers.begin(staging)
@@ -203,11 +204,11 @@ def test_files_that_come_one_at_a_time_share_the_buffers_of_their_streams(
 
 def test_a_save_that_was_cut_off_goes_on_and_is_loaded_again(task: SaveTask) -> None:
     device = filled()
-    every = 2 * SHARD
+    task = replace(task, note_bytes=2 * SHARD)
     with opened(open_root(task.root, create=True)) as root:
         path = path_of(task)
         try:
-            with staged(root, path, note_of(task), every_bytes=every) as staging:
+            with staged(root, task) as staging:
                 write(task, device, staging, PLANS[:5])
                 notes = Path(task.root, *path, ".notes").read_bytes()
                 kept = {
@@ -224,7 +225,7 @@ def test_a_save_that_was_cut_off_goes_on_and_is_loaded_again(task: SaveTask) -> 
                 (folder / name).write_bytes(data)
         noted = read_notes(notes, note_of(task))
         assert len(noted.written) == 4, "two files at a time are noted"
-        with staged(root, path, note_of(task), every_bytes=every) as staging:
+        with staged(root, task) as staging:
             ciphers, moved = write(task, device, staging, PLANS)
             assert ciphers.cipher.encryption == noted.encryption
             files = {entry.name: ciphers.finished(entry) for entry in moved.files}

@@ -33,7 +33,13 @@ from snapshot_shared.artifact import (
 )
 from snapshot_shared.codec import digest, encode_json, encode_pretty
 from snapshot_shared.encrypting import key_id
-from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable, NotTrusted
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    InvalidInput,
+    KeyUnavailable,
+    NotTrusted,
+    SnapbackError,
+)
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.object_storage import zeros_digest
@@ -486,6 +492,33 @@ def test_parts_in_object_storage_are_encrypted_and_whole_files_of_them_copied(
     changed = weights.save(2)
     assert 0 < changed.moved < 24 * MIB
     assert weights.loaded(2) == weights.bytes
+
+
+def test_an_encrypted_part_is_spread_over_stripe_roots_and_shared_within_them(
+    weights: Weights, tmp_path: Path
+) -> None:
+    stripes = {"one": str(tmp_path / "one"), "two": str(tmp_path / "two")}
+    for path in stripes.values():
+        Path(path).mkdir()
+    weights.save(1, stripe_roots=stripes, threads=6)
+    assert {entry.stripe or "" for entry in weights.manifest(1).files} == {"", "one", "two"}
+    with pytest.raises(SnapbackError, match="stripe root 'one'"):
+        weights.run(weights.load_task(1))
+    assert weights.loaded(1, stripe_roots=stripes, threads=6) == weights.bytes
+    assert weights.save(2, stripe_roots=stripes).moved == 0
+    assert weights.loaded(2, stripe_roots=stripes) == weights.bytes
+
+
+@pytest.mark.parametrize("last", [70, 90, 110])
+def test_a_killed_save_goes_on_in_its_stripe_roots_with_the_same_key(
+    weights: Weights, tmp_path: Path, last: int
+) -> None:
+    stripes = {"one": str(tmp_path / "one")}
+    Path(stripes["one"]).mkdir()
+    task = weights.save_task(stripe_roots=stripes)
+    assert doomed(weights, task, last) != 0
+    weights.run(task)
+    assert weights.loaded(1, stripe_roots=stripes) == weights.bytes
 
 
 def test_a_kms_command_has_the_key_in_place_of_a_file(weights: Weights, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from gms.domain.layout import structure_hash
 from gms.domain.transfer import (
+    CHUNK_BYTES,
     PADDING,
     PAGE,
     ChunkPlan,
@@ -21,7 +22,9 @@ from gms.domain.transfer import (
     place,
     plan_files,
     runs_of,
+    shard_length,
     shard_name,
+    spread,
     without_memory,
 )
 from snapback_client.frames import AllocationInfo
@@ -289,3 +292,55 @@ def test_a_file_that_is_only_read_has_its_chunks_and_no_allocation() -> None:
         (Piece(PADDING, 0, CHUNK),),
         (Piece(PADDING, 0, PAGE),),
     ]
+
+
+def test_shards_are_as_long_as_they_may_be_where_they_have_one_place() -> None:
+    assert shard_length([10 * CHUNK], 1, 4 * CHUNK) == 4 * CHUNK
+    assert shard_length([], 1, 4 * CHUNK) == 4 * CHUNK
+
+
+@given(
+    st.lists(st.integers(1, 9 * CHUNK_BYTES), min_size=1, max_size=20),
+    st.integers(2, 6),
+    st.sampled_from([PAGE, CHUNK_BYTES, 32 * CHUNK_BYTES]),
+)
+def test_several_places_get_shards_of_one_length_and_as_many_each(
+    sizes: list[int], places: int, longest: int
+) -> None:
+    length = shard_length(sizes, places, longest)
+    assert length <= longest
+    total = sum(-(-size // PAGE) * PAGE for size in sizes)
+    if longest >= CHUNK_BYTES:
+        assert length % CHUNK_BYTES == 0
+        files, fewest = -(-total // length), -(-total // longest)
+        assert files <= max(places, fewest + places)
+
+
+def test_a_part_that_is_shorter_than_a_shard_is_spread_too() -> None:
+    size = 6 * CHUNK_BYTES
+    _, sizes = place(_infos([size]), shard_bytes=shard_length([size], 3, 10 * size))
+    assert sizes == [2 * CHUNK_BYTES] * 3
+    assert shard_length([PAGE], 3, size) == CHUNK_BYTES
+
+
+def test_files_go_where_the_fewest_bytes_are_and_first_into_the_artifact_root() -> None:
+    assert spread([4, 4, 4, 4], []) == ["", "", "", ""]
+    assert spread([4, 4, 4, 4], ["a", "b"]) == ["", "a", "b", ""]
+    assert spread([9, 1, 1, 1], ["a"]) == ["", "a", "a", "a"]
+    assert spread([], ["a"]) == []
+
+
+@given(st.lists(st.integers(1, 2**40), max_size=60), st.integers(0, 8))
+def test_no_folder_gets_more_than_its_share_and_one_file(sizes: list[int], roots: int) -> None:
+    names = [f"s{number}" for number in range(roots)]
+    filled = dict.fromkeys(["", *names], 0)
+    for size, name in zip(sizes, spread(sizes, names), strict=True):
+        filled[name] += size
+    assert max(filled.values()) - min(filled.values()) <= max(sizes, default=0)
+
+
+def test_a_plan_says_in_which_stripe_root_each_file_is() -> None:
+    entries, sizes = place(_infos([3 * PAGE]), shard_bytes=PAGE)
+    plans = plan_files(entries, sizes, stripes=spread(sizes, ["a"]))
+    assert [plan.stripe for plan in plans] == ["", "a", ""]
+    assert {plan.stripe for plan in plan_files(entries, sizes)} == {""}

@@ -85,6 +85,12 @@ def test_the_bytes_that_differ_are_those_of_the_chunks_that_differ(
     assert back.differing == differing
 
 
+def test_a_file_in_a_stripe_root_is_shown_with_its_name() -> None:
+    files = (_file("1", name="a"), msgspec.structs.replace(_file("2", name="b"), stripe="disk1"))
+    table = artifact_tables.files_table(_manifests(_part(*files)))
+    assert [row[1] for row in table.rows] == ["a", "disk1:b"]
+
+
 def test_facts_that_differ_have_both_values() -> None:
     left, right = _manifests(arch="x86_64", devices=2), _manifests(arch="aarch64", devices=2)
     assert artifact_tables.difference(left, right).facts == {"arch": ("x86_64", "aarch64")}

@@ -64,6 +64,7 @@ from snapshot_shared.permissions import User
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
+from snapshot_shared.stripes import parse_stripes
 from snapshot_shared.tasks import end_all, in_thread
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
@@ -264,6 +265,7 @@ def transfer_options(settings: GmsSettings) -> TransferOptions:
     return TransferOptions(
         backend=settings.transfer_backend,
         object_storage=settings.object_storage,
+        stripe_roots=parse_stripes(settings.stripe_roots, settings.artifact_root),
         save_threads=settings.save_threads,
         load_threads=settings.load_threads,
         artifact_keys=str(settings.artifact_keys or ""),

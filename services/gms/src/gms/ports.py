@@ -373,6 +373,7 @@ class DeviceMemory(Protocol):
 class TransferBackend(Protocol):
     """Carries out file plans between memory and the directory of a part.
 
+    A part may have a directory on each of several disks; calls for them come at the same time.
     Both methods take at most `threads` threads, and memory for a chunk each and 32 MiB besides.
     After an error no thread of theirs runs and no descriptor is open.
     """

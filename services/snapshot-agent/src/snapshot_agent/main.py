@@ -132,6 +132,7 @@ class _Node:
         self.root = ArtifactRoot(
             settings.artifact_root,
             settings.object_storage,
+            stripes=settings.stripes(),
             weights_in_objects=settings.transfer_backend == "object",
             signing=self.keys.signing,
         )

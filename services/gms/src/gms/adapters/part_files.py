@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import xxhash
@@ -23,6 +23,8 @@ from snapshot_shared.files import (
     write_all,
 )
 from snapshot_shared.object_storage import VARIABLE, ObjectStorage, verify_objects, zeros_digest
+from snapshot_shared.stripes import VARIABLE as STRIPES_VARIABLE
+from snapshot_shared.stripes import StripeRoots, folder_of, parse_stripes
 
 
 def part_folders(path: Path) -> list[Path]:
@@ -63,22 +65,25 @@ def verify_part(path: Path, manifest: PartManifest, advance: Callable[[int], Non
         for size in verify_objects(storage, manifest):
             advance(size)
         return
-    with opened(open_root(path)) as directory:
-        for _, _, chunk in checked_chunks(directory, manifest, f"{path}/"):
+    roots = StripeRoots(parse_stripes(os.environ.get(STRIPES_VARIABLE, ""), path))
+    with opened(open_root(path)) as directory, roots.reading(directory, manifest) as folders:
+        for _, _, chunk in checked_chunks(folders, manifest, f"{path}/"):
             advance(len(chunk))
 
 
 def checked_chunks(
-    directory: int, manifest: PartManifest, where: str = ""
+    folders: Mapping[str, int], manifest: PartManifest, where: str = ""
 ) -> Iterator[tuple[FileEntry, int, memoryview]]:
     """Read every chunk of a part whose bytes are in files: the file, the offset, the bytes.
 
-    The bytes are good until the next. ArtifactCorrupt names chunk and file, below `where`.
+    `folders` are those of the part by the names of stripe roots. The bytes are good until the next.
+    ArtifactCorrupt names chunk and file, below `where`.
     """
     buffer = memoryview(bytearray(max((e.chunk_bytes for e in manifest.files), default=0)))
     shared = manifest.kind == "gms"
     for entry in manifest.files:
-        with opened(open_regular(directory, entry.name, size=entry.size, shared=shared)) as fd:
+        folder = folder_of(folders, entry)
+        with opened(open_regular(folder, entry.name, size=entry.size, shared=shared)) as fd:
             for index, (offset, size) in enumerate(chunk_sizes(entry)):
                 _read(fd, buffer[:size], offset, entry.name)
                 found = xxhash.xxh3_128_hexdigest(buffer[:size])
@@ -99,12 +104,13 @@ def copy_files(
 ) -> None:
     """Copy the files of a part into an empty directory, each byte verified, and make them durable.
 
+    None of them is in a stripe root.
     Chunks of zeros become holes. ArtifactCorrupt, NoSpace.
     """
     for entry in manifest.files:
         with opened(create_file(target, entry.name)) as fd:
             os.ftruncate(fd, entry.size)
-    for entry, offset, chunk in checked_chunks(source, manifest):
+    for entry, offset, chunk in checked_chunks({"": source}, manifest):
         if entry.chunks[offset // entry.chunk_bytes] != zeros_digest(len(chunk)):
             with opened(open_regular(target, entry.name, writable=True)) as fd:
                 os.lseek(fd, offset, os.SEEK_SET)

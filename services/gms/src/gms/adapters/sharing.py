@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from snapshot_shared.artifact import (
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json
 from snapshot_shared.errors import NoSpace, SnapbackError
 from snapshot_shared.files import open_dir, opened, read_bounded, translated
+from snapshot_shared.stripes import StripeRoots, folder_of
 
 DigestOf = Callable[[ChunkPlan], str]
 
@@ -36,9 +37,9 @@ LOOKED_AT = 16
 
 
 class Parent(NamedTuple):
-    """A part to share with: its directory and its manifest."""
+    """A part to share with: its folders, by the names of stripe roots, and its manifest."""
 
-    directory: int
+    folders: Mapping[str, int]
     manifest: PartManifest
 
 
@@ -58,6 +59,8 @@ def parent_of(root: int, task: SaveTask) -> Iterator[Parent | None]:
                 manifest = check_part_manifest(
                     decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
                 )
+                roots = StripeRoots(task.stripe_roots)
+                folders = stack.enter_context(roots.reading(directory, manifest))
             except (SnapbackError, OSError):
                 # Whatever is wrong with it, it is of no use here.
                 continue
@@ -65,14 +68,14 @@ def parent_of(root: int, task: SaveTask) -> Iterator[Parent | None]:
             is_near = bool(manifest.objects) is (task.backend == OBJECT)
             is_same = layout and layout.source.structure_hash == task.layout.structure_hash
             if is_near and is_same and bool(manifest.encryption) is task.encrypt:
-                yield Parent(directory, manifest)
+                yield Parent(folders, manifest)
                 return
     yield None
 
 
 def share(
     parent: Parent,
-    directory: int,
+    folders: Mapping[str, int],
     plans: Sequence[FilePlan],
     digest_of: DigestOf,
     backend: TransferBackend,
@@ -80,9 +83,10 @@ def share(
     threads: int,
     advance: Advance,
 ) -> dict[str, FileEntry]:
-    """Return the files that are shared with `directory`, by name, verified.
+    """Return the files that are shared with the part in `folders`, by name, verified.
 
-    `digest_of` gives the digest that a chunk of a plan has in memory now.
+    A file stays in the stripe root where it is. `digest_of` gives the digest that a chunk of a plan
+    has in memory now.
     What cannot be shared, for whatever reason, is not there and has to be written. NoSpace.
     """
     if objects := parent.manifest.objects:
@@ -93,10 +97,11 @@ def share(
     shared: dict[str, FileEntry] = {}
     for plan in plans:
         entry = known.get(plan.name)
-        if entry is None or not _is_same(plan, entry, digest_of):
+        directory = folders.get(entry.stripe or "") if entry else None
+        if entry is None or directory is None or not _is_same(plan, entry, digest_of):
             continue
         try:
-            _link(parent.directory, directory, plan.name)
+            _link(folder_of(parent.folders, entry), directory, plan.name)
             backend.read_files(
                 directory,
                 [without_memory(plan)],

@@ -12,12 +12,14 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET
 
-from gms.domain.resume import ChunksNote, KeyNote, SaveNote, Written, read_notes
+from gms.domain.resume import ChunksNote, KeyNote, SaveNote, Written, note_of, read_notes
+from gms.domain.task_rules import path_of
+from gms.domain.tasks import SaveTask
 from snapshot_shared.artifact import PART_MANIFEST, Encryption
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import ArtifactExists, ArtifactMissing, SnapbackError
@@ -32,7 +34,10 @@ from snapshot_shared.files import (
     secure,
     write_all,
 )
-from snapshot_shared.object_storage import MARK, ObjectStorage, remove_with_objects
+from snapshot_shared.object_storage import MARK as OBJECTS_MARK
+from snapshot_shared.object_storage import ObjectStorage
+from snapshot_shared.stripes import MARK as STRIPES_MARK
+from snapshot_shared.stripes import StripeRoots, remove_stored
 
 NOTES = ".notes"
 """No file of a part can have this name."""
@@ -41,9 +46,15 @@ NOTES = ".notes"
 class Staging:
     """A part that is being written. It is the `ChunkNotes` of the backend that writes it."""
 
-    def __init__(self, directory: int, notes: int, save: SaveNote, *, every_bytes: int) -> None:
-        """Resume an equal save that has notes here; else remove its files and start again."""
-        self.directory = directory
+    def __init__(
+        self, folders: Mapping[str, int], notes: int, save: SaveNote, *, every_bytes: int
+    ) -> None:
+        """Resume an equal save that has notes here; else remove its files and start again.
+
+        `folders` are those of the part by the names of stripe roots; `""` is in the artifact root.
+        """
+        self.folders = folders
+        self.directory = folders[""]
         self.every_bytes = every_bytes
         self._notes = notes
         self._lock = threading.Lock()
@@ -74,11 +85,20 @@ class Staging:
             if not self._is_secure:
                 # The names of the files, too: all of them are made before any is written.
                 secure(self.directory, NOTES)
+                self.secure_stripes()
                 self._is_secure = True
 
-    def allocated(self) -> int:
-        """Return the bytes on disk of files that are resumed."""
-        return sum(self._stat(name).st_blocks * 512 for name in self._written)
+    def secure_stripes(self) -> None:
+        """Make the names of all files in stripe roots durable."""
+        for stripe, folder in self.folders.items():
+            if stripe:
+                secure(folder, NOTES)
+
+    def allocated(self, stripe: str) -> int:
+        """Return the bytes on disk of files in one folder that are resumed."""
+        folder = self.folders[stripe]
+        names = self._written.keys() & set(os.listdir(folder))  # noqa: PTH208 - of a descriptor
+        return sum(_stat(folder, name).st_blocks * 512 for name in names)
 
     def finish(self) -> None:
         """Remove the notes: the part has its manifest."""
@@ -89,44 +109,47 @@ class Staging:
 
     def _tidy(self) -> None:
         kept: Written = {}
-        for name in os.listdir(self.directory):  # noqa: PTH208 - of a descriptor
-            found = self._stat(name)
-            # A file with another name belongs to another artifact, too, and is not written to.
-            is_ours = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
-            if name in self._written and is_ours:
-                kept[name] = self._written[name]
-            elif stat.S_ISDIR(found.st_mode):
-                remove_tree(self.directory, name)
-            elif name not in (NOTES, MARK):
-                os.unlink(name, dir_fd=self.directory)
+        for folder in self.folders.values():
+            for name in os.listdir(folder):  # noqa: PTH208 - of a descriptor
+                found = _stat(folder, name)
+                # A file with another name belongs to another artifact, too, and is not written to.
+                is_ours = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+                if name in self._written and is_ours:
+                    kept[name] = self._written[name]
+                elif stat.S_ISDIR(found.st_mode):
+                    remove_tree(folder, name)
+                elif name not in (NOTES, OBJECTS_MARK, STRIPES_MARK):
+                    os.unlink(name, dir_fd=folder)
         self._written = kept
-
-    def _stat(self, name: str) -> os.stat_result:
-        return os.stat(name, dir_fd=self.directory, follow_symlinks=False)
 
 
 @contextlib.contextmanager
 def staged(
-    root: int, path: Sequence[str], save: SaveNote, *, every_bytes: int, storage: str = ""
+    root: int,
+    task: SaveTask,
+    *,
+    stripes: Iterable[str] = (),
 ) -> Iterator[Staging]:
     """Open the directory of a part to write it. ArtifactExists when it is of another save.
 
-    What fails leaves none, and its bytes do not fill the disk; objects that it has in the object
-    storage `storage` go first. A process that is killed leaves it without manifest, which makes it
-    no part.
+    Its files may be in `stripes` as well. What fails leaves none, and its bytes do not fill the
+    disk; objects and files in stripe roots go first. A process that is killed leaves it without
+    manifest, which makes it no part.
     """
+    path, roots = path_of(task), StripeRoots(task.stripe_roots)
     with (
         opened(make_dir(root, path)) as directory,
         opened(_locked(directory, "/".join(path))) as notes,
     ):
         try:
-            yield Staging(directory, notes, save, every_bytes=every_bytes)
+            with roots.writing(directory, path, stripes) as folders:
+                yield Staging(folders, notes, note_of(task), every_bytes=task.note_bytes)
         except BaseException:
             with (
                 contextlib.suppress(OSError, SnapbackError),
                 opened(open_dir(root, path[:-1])) as parent,
             ):
-                remove_with_objects(parent, path, lambda: ObjectStorage(storage))
+                remove_stored(parent, path, lambda: ObjectStorage(task.object_storage), roots)
             raise
 
 
@@ -135,6 +158,10 @@ def drop_notes(directory: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(NOTES, dir_fd=directory)
     secure(directory, NOTES)
+
+
+def _stat(folder: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
 def _locked(directory: int, path: str) -> int:

@@ -10,10 +10,18 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from gms.domain.task_rules import stripes_of
 from gms.domain.tasks import SaveTask
 from gms.domain.transfer import CHUNK_BYTES
 from snapback_client.frames import Token
-from snapshot_shared.artifact import MAX_CHUNKS, ChunkDigest, ChunkTag, Encryption, FileName
+from snapshot_shared.artifact import (
+    MAX_CHUNKS,
+    ChunkDigest,
+    ChunkTag,
+    Encryption,
+    FileName,
+    StripeName,
+)
 from snapshot_shared.orders import Attempt, LayoutRef, OrderIdStr, ShortText
 
 ChunkIndex = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
@@ -37,6 +45,7 @@ class SaveNote(_Note, frozen=True, kw_only=True, tag="save"):
     shard_bytes: int
     chunk_bytes: int
     encrypted: bool | UnsetType = UNSET
+    stripes: list[StripeName] | UnsetType = UNSET
 
 
 class KeyNote(_Note, frozen=True, kw_only=True, tag="key"):
@@ -80,6 +89,7 @@ def note_of(task: SaveTask) -> SaveNote:
         shard_bytes=task.shard_bytes,
         chunk_bytes=CHUNK_BYTES,
         encrypted=task.encrypt or UNSET,
+        stripes=stripes_of(task) or UNSET,
     )
 
 

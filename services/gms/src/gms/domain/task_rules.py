@@ -115,6 +115,11 @@ def path_of(task: SaveTask | LoadTask) -> tuple[str, ...]:
     return part_path(task.namespace, task.content_uid, task.generation, task.part)
 
 
+def stripes_of(task: SaveTask) -> list[str]:
+    """Return the names of the stripe roots over which a save spreads its files."""
+    return [] if task.backend == OBJECT or task.staged else sorted(task.stripe_roots)
+
+
 def backend_for(task: LoadTask, manifest: PartManifest) -> str:
     """Return the name of the backend of a load: the save decided where the bytes are."""
     if manifest.objects:

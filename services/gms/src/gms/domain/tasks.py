@@ -5,6 +5,8 @@ The process is an ordinary client of the lease socket: its task has everything i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -12,6 +14,7 @@ from msgspec import Meta
 
 from gms.domain.transfer import PAGE, SHARD_BYTES
 from snapback_client.frames import MEMORY_S, DeviceUuid, GenerationRef, Token, Wait
+from snapshot_shared.artifact import StripeName
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import (
     ArtifactRef,
@@ -55,6 +58,7 @@ class TransferOptions(NamedTuple):
     """How bytes are moved: by which backend, and the URL of the object storage that it may use.
 
     Each device has as many threads as are given here: so many requests are in flight.
+    `stripe_roots` has folders by name over which files are spread; the artifact root has files too.
     `artifact_keys` is a folder with keys and `kms_command` a command that has some. What they have
     encrypted is decrypted in any case, and with `encrypt` what is saved is encrypted. With
     `require_signature` nothing is loaded that no key which is trusted has signed.
@@ -68,6 +72,7 @@ class TransferOptions(NamedTuple):
     kms_command: str = ""
     encrypt: bool = False
     require_signature: bool = False
+    stripe_roots: Mapping[str, str] = MappingProxyType({})
 
     def of_save(self) -> dict[str, Any]:
         """Return the fields of a SaveTask."""
@@ -80,7 +85,7 @@ class TransferOptions(NamedTuple):
     def _fields_of_task(self, threads: int) -> dict[str, Any]:
         fields = self._asdict()
         del fields["save_threads"], fields["load_threads"]
-        return {**fields, "threads": threads}
+        return {**fields, "stripe_roots": dict(self.stripe_roots), "threads": threads}
 
 
 DEFAULT_OPTIONS = TransferOptions()
@@ -99,6 +104,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     attempt: int = 0
     backend: ShortText = DEFAULT_BACKEND
     object_storage: Text = ""
+    stripe_roots: dict[StripeName, Text] = {}
     artifact_keys: Text = ""
     kms_command: Text = ""
     encrypt: bool = False

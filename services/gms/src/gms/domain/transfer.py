@@ -7,7 +7,7 @@ from the manifest by the same function, so that writing and reading cannot disag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gms.domain.layout import structure_hash
@@ -63,12 +63,13 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One shard file."""
+    """One shard file, in the folder of the part or, if it is named, in that of a stripe root."""
 
     name: str
     size: int
     chunk_bytes: int
     chunks: tuple[ChunkPlan, ...]
+    stripe: str = ""
 
 
 def place(
@@ -95,6 +96,7 @@ def plan_files(
     *,
     names: Sequence[str] | None = None,
     chunk_bytes: Sequence[int] | None = None,
+    stripes: Sequence[str] | None = None,
 ) -> list[FilePlan]:
     """Cut files into chunks of pieces. The extents must lie inside the files without overlap."""
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in sizes]
@@ -106,8 +108,35 @@ def plan_files(
         chunk = CHUNK_BYTES if chunk_bytes is None else chunk_bytes[file]
         name = shard_name(file) if names is None else names[file]
         chunks = _chunks(file, chunk, _filled(sorted(rows[file]), size))
-        plans.append(FilePlan(name, size, chunk, tuple(chunks)))
+        stripe = "" if stripes is None else stripes[file]
+        plans.append(FilePlan(name, size, chunk, tuple(chunks), stripe))
     return plans
+
+
+def shard_length(sizes: Iterable[int], places: int, longest: int) -> int:
+    """Return how long shards of allocations of these sizes are, in bytes, at most `longest`.
+
+    Over several places they are of one length, in whole chunks, and as many in each.
+    """
+    if places == 1:
+        return longest
+    each = -(-sum(aligned(size, PAGE) for size in sizes) // places)
+    files = max(1, -(-each // longest))
+    return min(longest, aligned(max(1, -(-each // files)), CHUNK_BYTES))
+
+
+def spread(sizes: Sequence[int], stripes: Sequence[str]) -> list[str]:
+    """Return where each file of these sizes goes: to a stripe root, or "" the artifact root.
+
+    Each goes where the fewest bytes are so far, the artifact root first and then in this order.
+    """
+    filled = dict.fromkeys(["", *stripes], 0)
+    places: list[str] = []
+    for size in sizes:
+        place = min(filled, key=lambda each: filled[each])
+        filled[place] += size
+        places.append(place)
+    return places
 
 
 def all_chunks(plans: Sequence[FilePlan]) -> Iterator[tuple[int, ChunkPlan]]:

@@ -35,8 +35,9 @@ from snapshot_shared.frames import (
     TransferStage,
     TransferUpdate,
 )
-from snapshot_shared.object_storage import ObjectStorage, remove_with_objects
+from snapshot_shared.object_storage import ObjectStorage
 from snapshot_shared.orders import LayoutRef
+from snapshot_shared.stripes import StripeRoots, remove_stored
 from snapshot_shared.tasks import in_thread, undisturbed
 from snapshot_shared.telemetry import current_traceparent
 
@@ -242,10 +243,15 @@ async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | N
     return step.result() if step.done() and not step.exception() else None
 
 
-def _remove_part(task: SaveTask | LoadTask) -> None:
+def _remove_part(task: SaveTask) -> None:
     place = part_path(task.namespace, task.content_uid, task.generation, task.part)
     with opened(open_root(task.root)) as root, opened(open_dir(root, place[:-1])) as parent:
-        remove_with_objects(parent, place, lambda: ObjectStorage(task.object_storage))
+        remove_stored(
+            parent,
+            place,
+            lambda: ObjectStorage(task.object_storage),
+            StripeRoots(task.stripe_roots),
+        )
 
 
 def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None) -> TransferUpdate:

@@ -10,7 +10,6 @@ import os
 
 from gms.adapters.part_files import copy_files
 from gms.adapters.staging import staged
-from gms.domain.resume import note_of
 from gms.domain.task_rules import handed_over, path_of
 from gms.domain.tasks import CONTAINER, LoadTask, SaveTask, TransferDone, order_folder
 from gms.transfer_child.load import read_manifest
@@ -50,7 +49,7 @@ def take(task: SaveTask, emit: Emit) -> TransferDone:
             manifest = decode_json(data, PartManifest, limit=MAX_MANIFEST_BYTES)
             _check(task, check_part_manifest(manifest))
             meter = ProgressMeter(manifest.bytes, emit)
-            with staged(root, where, note_of(task), every_bytes=task.note_bytes) as staging:
+            with staged(root, task) as staging:
                 require_space(staging.directory, manifest.bytes, f"part {task.part}")
                 copy_files(source, staging.directory, manifest, meter.advance)
                 write_new(staging.directory, PART_MANIFEST, data)
@@ -85,6 +84,11 @@ def _check(task: SaveTask, manifest: PartManifest) -> None:
             "the saver of the pod has put the part into object storage",
             next_step="set no object storage in its environment",
         )
+    if any(entry.stripe for entry in manifest.files):
+        raise InvalidInput(
+            f"the saver of the pod has put files of {task.part} into stripe roots",
+            next_step="have it write all of them into the folder that it is given",
+        )
     if manifest.layout is None or manifest.layout.source != task.layout:
         raise StaleLayout(
             "the layout that the saver of the pod has saved is not the one of the plan",
@@ -106,6 +110,11 @@ def hand_out(task: LoadTask, emit: Emit) -> TransferDone:
         if manifest.objects:
             raise InvalidInput(
                 f"{task.part} is in object storage, which no loader in a pod is given",
+                next_step="leave the container gms-loader out of the template of the pod",
+            )
+        if any(entry.stripe for entry in manifest.files):
+            raise InvalidInput(
+                f"{task.part} is in stripe roots, which no loader in a pod is given",
                 next_step="leave the container gms-loader out of the template of the pod",
             )
         if manifest.encryption:

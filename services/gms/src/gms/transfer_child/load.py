@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gms.adapters.striping import in_folders
 from gms.domain.task_rules import backend_for, check_room, load_request, path_of
 from gms.domain.tasks import LoadTask, TransferDone, TransferLeased
 from gms.domain.transfer import check_loadable, metadata_of, plan_files
+from gms.ports import Moved
 from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationSpec
 from snapback_client.lease import Lease
@@ -16,6 +20,7 @@ from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import open_artifact, open_root, opened, read_bounded
 from snapshot_shared.orders import LayoutRef
+from snapshot_shared.stripes import StripeRoots
 
 if TYPE_CHECKING:
     from gms.adapters.encrypted import Ciphers
@@ -26,6 +31,7 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
     with (
         opened(open_root(task.root)) as root,
         opened(open_artifact(root, path_of(task))) as directory,
+        contextlib.ExitStack() as stack,
     ):
         manifest = read_manifest(root, directory, task)
         layout = check_loadable(manifest, layout_id=task.layout_id, wanted_hash=task.structure_hash)
@@ -37,7 +43,9 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             [entry.size for entry in files],
             names=[entry.name for entry in files],
             chunk_bytes=[entry.chunk_bytes for entry in files],
+            stripes=[entry.stripe or "" for entry in files],
         )
+        folders = stack.enter_context(StripeRoots(task.stripe_roots).reading(directory, manifest))
         with leased(Lease.attach(task.socket_dir, load_request(task))) as lease:
             check_room(allocations, lease.attached)
             emit(TransferLeased())
@@ -46,9 +54,18 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             find = functools.partial(backend_of, task, backend_name, ciphers=ciphers)
             with mapped(lease, infos, Access.RW, find) as (buffers, backend):
                 meter = ProgressMeter(manifest.bytes, emit)
-                moved = backend.read_files(
-                    directory, plans, files, buffers, threads=task.threads, advance=meter.advance
-                )
+
+                def move(folder: int, indices: Sequence[int], threads: int) -> Moved:
+                    return backend.read_files(
+                        folder,
+                        [plans[index] for index in indices],
+                        [files[index] for index in indices],
+                        buffers,
+                        threads=threads,
+                        advance=meter.advance,
+                    )
+
+                moved = in_folders(folders, plans, task.threads, move)
             lease.put_metadata(metadata_of(layout.metadata))
             done = lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
     ref = LayoutRef(

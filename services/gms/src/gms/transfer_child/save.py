@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from gms.adapters.bounce_buffers import BUFFER_BYTES, BounceBuffered
 from gms.adapters.buffers import digest_in_memory
 from gms.adapters.sharing import DigestOf, parent_of, share
 from gms.adapters.staging import drop_notes, staged
-from gms.domain.resume import note_of
-from gms.domain.task_rules import check_fenced, check_shape, part_manifest, path_of, save_request
+from gms.adapters.striping import in_folders, require_room
+from gms.domain.task_rules import (
+    check_fenced,
+    check_shape,
+    part_manifest,
+    path_of,
+    save_request,
+    stripes_of,
+)
 from gms.domain.tasks import OBJECT, SaveTask, TransferDone, TransferLeased
-from gms.domain.transfer import ENCRYPTED_SHARD_BYTES, place, plan_files
-from gms.ports import ResumableBackend, TransferBackend
+from gms.domain.transfer import (
+    ENCRYPTED_SHARD_BYTES,
+    FilePlan,
+    place,
+    plan_files,
+    shard_length,
+    spread,
+)
+from gms.ports import Moved, ResumableBackend, TransferBackend
 from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationInfo, MetadataItem
 from snapback_client.lease import Lease
-from snapshot_shared.artifact import PART_MANIFEST, FileEntry, PartManifest, check_part_manifest
+from snapshot_shared.artifact import (
+    PART_MANIFEST,
+    AllocationEntry,
+    FileEntry,
+    PartManifest,
+    check_part_manifest,
+)
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest, encode_pretty
 from snapshot_shared.errors import ArtifactExists, ArtifactMissing, InvalidInput
 from snapshot_shared.files import (
     open_dir,
-    open_regular,
     open_root,
     opened,
     read_bounded,
-    require_space,
     settle_new,
     write_new,
 )
 from snapshot_shared.object_storage import ObjectStorage, check_objects
+from snapshot_shared.stripes import StripeRoots, check_files
 
 if TYPE_CHECKING:
     from gms.adapters.encrypted import Ciphers
@@ -85,22 +106,21 @@ def write_part(
         BUFFER_BYTES if bounced else task.shard_bytes,
         ENCRYPTED_SHARD_BYTES if ciphers else task.shard_bytes,
     )
-    entries, sizes = place(infos, shard_bytes=longest)
-    plans, shared = plan_files(entries, sizes), dict[str, FileEntry]()
+    entries, plans = _planned(infos, stripes_of(task), longest)
+    size, shared = sum(plan.size for plan in plans), dict[str, FileEntry]()
     compute = ciphers.older_digest if ciphers else digest_in_memory
     digest_of: DigestOf = functools.partial(compute, buffers=buffers)
     if bounced:
         digest_of = functools.partial(bounced.digest_of, compute=compute)
-    note, every, storage = note_of(task), task.note_bytes, task.object_storage
-    with staged(root, path_of(task), note, every_bytes=every, storage=storage) as staging:
-        directory = staging.directory
+    with staged(root, task, stripes={plan.stripe for plan in plans} - {""}) as staging:
+        folders = staging.folders
         encryption = ciphers.begin(staging) if ciphers else None
-        meter = ProgressMeter(sum(sizes), emit)
+        meter = ProgressMeter(size, emit)
         with parent_of(root, task) as parent:
             if parent is not None and (ciphers is None or ciphers.follow(parent.manifest)):
                 shared = share(
                     parent,
-                    directory,
+                    folders,
                     [plan for plan in plans if not staging.written(plan.name)],
                     digest_of,
                     backend,
@@ -109,30 +129,52 @@ def write_part(
                 )
         missing = [plan for plan in plans if plan.name not in shared]
         if task.backend != OBJECT:
-            needed = sum(plan.size for plan in missing) - staging.allocated()
-            require_space(directory, needed, f"part {task.part}")
+            needed = {
+                stripe: sum(plan.size for plan in missing if plan.stripe == stripe)
+                - staging.allocated(stripe)
+                for stripe in folders
+            }
+            require_room(folders, needed, f"part {task.part}")
         write = (
             functools.partial(backend.write_missing, notes=staging)
             if isinstance(backend, ResumableBackend)
             else backend.write_files
         )
-        moved = write(directory, missing, buffers, threads=task.threads, advance=meter.advance)
-        files = shared | {entry.name: entry for entry in moved.files}
+
+        def move(folder: int, indices: Sequence[int], threads: int) -> Moved:
+            some = [missing[index] for index in indices]
+            return write(folder, some, buffers, threads=threads, advance=meter.advance)
+
+        moved = in_folders(folders, missing, task.threads, move)
+        written = {entry.name: entry for entry in moved.files}
+        files = shared | {
+            plan.name: replace(written[plan.name], stripe=plan.stripe or UNSET) for plan in missing
+        }
         in_order = [files[plan.name] for plan in plans]
         if ciphers:
             in_order = [ciphers.finished(entry) for entry in in_order]
         data = encode_pretty(part_manifest(task, entries, in_order, metadata, encryption))
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput("the manifest would be too long", size=len(data))
-        write_new(directory, PART_MANIFEST, data)
+        staging.secure_stripes()
+        write_new(staging.directory, PART_MANIFEST, data)
         staging.finish()
     return TransferDone(
-        bytes=sum(sizes),
+        bytes=size,
         digest=digest(data),
         layout=task.layout,
         moved=moved.bytes,
         backend=moved.backend,
     )
+
+
+def _planned(
+    infos: Sequence[AllocationInfo], stripes: Sequence[str], longest: int
+) -> tuple[list[AllocationEntry], list[FilePlan]]:
+    """Return the allocations with their extents, and the files, spread over stripe roots."""
+    length = shard_length([info.size for info in infos], 1 + len(stripes), longest)
+    entries, sizes = place(infos, shard_bytes=length)
+    return entries, plan_files(entries, sizes, stripes=spread(sizes, stripes))
 
 
 def ciphers_of(task: SaveTask) -> Ciphers | None:
@@ -167,7 +209,8 @@ def saved_before(root: int, task: SaveTask) -> TransferDone | None:
         # The manifest may have outlived its files, and neither need be durable yet.
         if manifest.objects:
             check_objects(ObjectStorage(task.object_storage), check_part_manifest(manifest))
-        for entry in manifest.files if not manifest.objects else ():
-            os.close(open_regular(directory, entry.name, size=entry.size, shared=True))
+        else:
+            with StripeRoots(task.stripe_roots).reading(directory, manifest) as folders:
+                check_files(folders, check_part_manifest(manifest))
         drop_notes(directory)
     return TransferDone(bytes=manifest.bytes, digest=digest(data), layout=task.layout)

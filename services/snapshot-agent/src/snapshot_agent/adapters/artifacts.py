@@ -7,9 +7,10 @@ import contextlib
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from snapshot_agent.adapters.copying import ROOT, ByteCounter, read_checked
 from snapshot_agent.ports import GenerationRef, Progress
@@ -37,9 +38,9 @@ from snapshot_shared.files import (
     check_space,
     free_bytes,
     make_dir,
+    names_in,
     open_artifact,
     open_dir,
-    open_regular,
     open_root,
     opened,
     read_bounded,
@@ -49,15 +50,18 @@ from snapshot_shared.files import (
     write_replacing,
 )
 from snapshot_shared.ids import check_part
-from snapshot_shared.object_storage import (
-    MARK,
-    ObjectStorage,
-    check_objects,
-    remove_with_objects,
-    verify_objects,
-)
+from snapshot_shared.object_storage import MARK as OBJECTS_MARK
+from snapshot_shared.object_storage import ObjectStorage, check_objects, verify_objects
 from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.signing import NO_SIGNATURES, Signing
+from snapshot_shared.stripes import MARK as STRIPES_MARK
+from snapshot_shared.stripes import (
+    NO_STRIPES,
+    StripeRoots,
+    check_files,
+    folder_of,
+    remove_stored,
+)
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,24 @@ MEASURED_WITHIN_S = 1.0
 """How long to wait for a measurement of the free space before the last one is used, in seconds."""
 
 
+class Room(NamedTuple):
+    """The free bytes of a file system, on which `shares` of `of` shares of the weights go."""
+
+    path: Path
+    free: int
+    shares: int
+    of: int
+
+    def share_of(self, weights: int) -> int:
+        """Return the bytes of its shares, rounded up; 0 where weights go elsewhere."""
+        return -(-weights * self.shares // self.of) if self.of else 0
+
+    @property
+    def for_weights(self) -> int:
+        """How long weights fit, if the other file systems have room enough."""
+        return self.free * self.of // self.shares if self.of else self.free
+
+
 class ArtifactRoot:
     """The `Artifacts` port over one directory."""
 
@@ -76,20 +98,23 @@ class ArtifactRoot:
         root: Path,
         object_storage: str = "",
         *,
+        stripes: StripeRoots = NO_STRIPES,
         weights_in_objects: bool = False,
         signing: Signing = NO_SIGNATURES,
     ) -> None:
         """Use the directory `root`, which is created when it is missing.
 
         `object_storage` is the URL below which parts keep bytes as objects, and
-        `weights_in_objects` whether the weights of the next capture go there. `signing` has the
-        keys that sign and those that are trusted.
+        `weights_in_objects` whether the weights of the next capture go there; else they are spread
+        over the artifact root and `stripes`. `signing` has the keys that sign and those that are
+        trusted.
         """
         self._root = root
         self._object_storage = object_storage
+        self._stripes = stripes
         self._weights_in_objects = weights_in_objects
         self._signing = signing
-        self._measuring: asyncio.Future[int] | None = None
+        self._measuring: asyncio.Future[list[Room]] | None = None
         self._free = 0
 
     @functools.cached_property
@@ -108,18 +133,18 @@ class ArtifactRoot:
         await asyncio.wait([measuring], timeout=MEASURED_WITHIN_S)
         if measuring.done():
             try:
-                self._free = measuring.result()
+                self._free = min(room.for_weights for room in measuring.result())
             except (SnapbackError, OSError) as error:
                 log.warning("the free space below %s is not known: %s", self._root, error)
         return self._free
 
     async def require_space(self, own: int, weights: int) -> None:
-        needed = own if self._weights_in_objects else own + weights
         # Shielded: a caller that is cancelled need not wait, for the thread uses nothing of it.
-        free = await asyncio.shield(self._measured())
-        check_space(free, needed, f"the capture, below {self._root},")
+        for room in await asyncio.shield(self._measured()):
+            needed = room.share_of(weights) + (own if room.path == self._root else 0)
+            check_space(room.free, needed, f"the capture, below {room.path},")
 
-    def _measured(self) -> asyncio.Future[int]:
+    def _measured(self) -> asyncio.Future[list[Room]]:
         """Return the measurement under way, or a new one.
 
         One at a time: each that hangs takes a thread.
@@ -129,9 +154,18 @@ class ArtifactRoot:
             self._measuring.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._measuring
 
-    def _measure(self) -> int:
-        with opened(self._open()) as root:
-            return free_bytes(root)
+    def _measure(self) -> list[Room]:
+        roots = [("", self._root)]
+        if not self._weights_in_objects:
+            roots += zip(self._stripes.names, map(Path, self._stripes.paths()), strict=True)
+        found: dict[int, tuple[Path, int, int]] = {}
+        for name, path in roots:
+            with opened(self._stripes.open(name) if name else self._open()) as root:
+                disk = os.fstat(root).st_dev
+                first, free, shares = found.get(disk, (path, free_bytes(root), 0))
+                found[disk] = (first, free, shares + 1)
+        of = 0 if self._weights_in_objects else len(roots)
+        return [Room(path, free, shares, of) for path, free, shares in found.values()]
 
     def new_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         return ROOT.opened(self._new_part, place, part)
@@ -165,11 +199,10 @@ class ArtifactRoot:
             manifest = check_part_manifest(_decoded(data, PartManifest, f"{part}/{PART_MANIFEST}"))
             if manifest.objects:
                 check_objects(self._objects, manifest)
-            else:
-                is_shared = manifest.kind == "gms"
-                for entry in manifest.files:
-                    os.close(open_regular(directory, entry.name, size=entry.size, shared=is_shared))
-            _check_nothing_else(directory, manifest)
+            with self._stripes.reading(directory, manifest) as folders:
+                if not manifest.objects:
+                    check_files(folders, manifest)
+                _check_nothing_else(folders, manifest)
         return manifest, digest(data)
 
     async def check_bytes(
@@ -181,10 +214,14 @@ class ArtifactRoot:
             while size := await ROOT.run(next, sizes, 0):
                 await counter.add(size)
             return
+        counter, shared = ByteCounter(progress), manifest.kind == "gms"
         async with self.open_part(place, manifest.part) as directory:
-            await read_checked(
-                directory, manifest.files, ByteCounter(progress), shared=manifest.kind == "gms"
-            )
+            with contextlib.ExitStack() as stack:
+                reading = self._stripes.reading(directory, manifest)
+                folders = await ROOT.run(stack.enter_context, reading)
+                for entry in manifest.files:
+                    folder = folder_of(folders, entry)
+                    await read_checked(folder, [entry], counter, shared=shared)
 
     async def parts(self, place: GenerationRef) -> list[str]:
         return await ROOT.run(self._parts, place)
@@ -245,7 +282,7 @@ class ArtifactRoot:
                 with contextlib.suppress(ArtifactMissing):
                     _unlink_root(parent, generation)
                 path = (namespace, content, generation)
-                remove_with_objects(parent, path, lambda: self._objects)
+                remove_stored(parent, path, lambda: self._objects, self._stripes)
             # Fails while other generations of the content are there.
             with contextlib.suppress(OSError), opened(open_dir(root, (namespace,))) as folder:
                 os.rmdir(content, dir_fd=folder)
@@ -270,15 +307,21 @@ def _decoded(data: bytes, type_: type[T], name: str) -> T:
         raise ArtifactCorrupt(f"{name}: {error.message}", file=name) from error
 
 
-def _check_nothing_else(directory: int, manifest: PartManifest) -> None:
-    files = (MARK,) if manifest.objects else (entry.name for entry in manifest.files)
-    known = {PART_MANIFEST, *files}
-    if extra := sorted(set(os.listdir(directory)) - known):
-        raise ArtifactCorrupt(
-            f"part {manifest.part} holds {extra[0]!r}, which its manifest does not name",
-            file=extra[0],
-            found=len(extra),
-        )
+def _check_nothing_else(folders: Mapping[str, int], manifest: PartManifest) -> None:
+    known: dict[str, set[str]] = {stripe: set() for stripe in folders}
+    known[""] = {PART_MANIFEST, *([OBJECTS_MARK] if manifest.objects else [])}
+    if manifest.kind == "gms":
+        # Also where all files that were to be in stripe roots are shared with an older part.
+        known[""].add(STRIPES_MARK)
+    for entry in manifest.files if not manifest.objects else ():
+        known[entry.stripe or ""].add(entry.name)
+    for stripe, folder in folders.items():
+        if extra := sorted(set(names_in(folder)) - known[stripe]):
+            raise ArtifactCorrupt(
+                f"part {manifest.part} holds {extra[0]!r}, which its manifest does not name",
+                file=extra[0],
+                found=len(extra),
+            )
 
 
 def _is_part(name: str) -> bool:

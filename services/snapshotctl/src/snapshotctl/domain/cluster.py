@@ -278,6 +278,7 @@ def base_environment(inherited: Mapping[str, str], run: str) -> dict[str, str]:
         "SNAPBACK_TRANSFER_BACKEND",
         "SNAPBACK_SAVE_THREADS",
         "SNAPBACK_LOAD_THREADS",
+        "SNAPBACK_STRIPE_ROOTS",
     )
     environment = {
         name: value

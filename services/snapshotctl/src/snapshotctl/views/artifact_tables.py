@@ -192,11 +192,11 @@ def parts_table(artifact: CapturedArtifact, manifests: Manifests | None) -> Tabl
 
 
 def files_table(manifests: Manifests) -> Table:
-    """Return every file of every part as a table."""
+    """Return every file of every part as a table, with the name of its stripe root before it."""
     rows = [
         (
             part.part,
-            file.name,
+            f"{file.stripe}:{file.name}" if file.stripe else file.name,
             str(file.size),
             f"{len(file.chunks)} x {formats.size(file.chunk_bytes)}",
             file.chunks[0] if file.chunks else "-",

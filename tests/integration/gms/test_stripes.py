@@ -1,0 +1,553 @@
+"""Saves and loads over several folders: real child processes, real agents."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import snapback_client as client
+from gms.adapters.part_files import read_part, verify_part
+from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferProgress
+from gms.handlers.transfers import whole_or_nothing
+from gms.transfer_child.save import save
+from snapshot_agent.adapters.artifacts import ArtifactRoot
+from snapshot_agent.ports import GenerationRef
+from snapshot_shared.artifact import ROOT_MANIFEST, PartManifest
+from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, NoSpace, SnapbackError
+from snapshot_shared.frames import FenceRequest
+from snapshot_shared.orders import LayoutRef
+from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
+
+MIB = 1024 * 1024
+UID = "11111111-2222-3333-4444-555555555555"
+PART = f"default/{UID}/gen-1/gpu-0"
+PLACE = GenerationRef("default", UID, 1)
+
+
+class Capture:
+    """A device with weights on it, and the folders that they go to."""
+
+    def __init__(self, service: Any, folder: Path) -> None:
+        self.service = service
+        self.root = folder / "artifacts"
+        self.path = self.root / PART
+        self.stripes = {name: str(folder / name) for name in ("fast", "other")}
+        for path in self.stripes.values():
+            Path(path).mkdir()
+        self.agent = self.agent_with(self.stripes)
+        with client.connect(lock="RW") as pool:
+            arrays = pool.allocate_many({"big": (20 * MIB + 3, "u1"), "zeros": (8 * MIB, "u1")})
+            arrays["big"][...] = np.random.default_rng(7).integers(1, 100, 20 * MIB + 3)
+            pool.commit()
+            self.sum = int(arrays["big"].sum(dtype="i8"))
+            self.state = pool.save_state()
+        self.layout = self.fence("f1")
+
+    def agent_with(self, stripes: dict[str, str]) -> ArtifactRoot:
+        return ArtifactRoot(self.root, stripes=StripeRoots(stripes))
+
+    def fence(self, token: str) -> LayoutRef:
+        request = FenceRequest(
+            token=token, devices=self.service.uuids[:1], wait_s=5.0, deadline_s=600.0
+        )
+        (layout,) = self.service.run(self.service.control.fence(request)).vector
+        return layout
+
+    def save_task(self, **changes: Any) -> SaveTask:
+        task = SaveTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[0],
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            part="gpu-0",
+            deadline_s=10.0,
+            order=f"save-{UID}-gpu-0",
+            fence_token="f1",
+            layout=self.layout,
+            shard_bytes=4 * MIB,
+            stripe_roots=self.stripes,
+        )
+        return msgspec.structs.replace(task, **changes)
+
+    def load_task(self, **changes: Any) -> LoadTask:
+        task = LoadTask(
+            socket_dir=str(self.service.folder),
+            root=str(self.root),
+            device=self.service.uuids[1],
+            namespace="default",
+            content_uid=UID,
+            generation=1,
+            part="gpu-0",
+            deadline_s=10.0,
+            part_digest=digest((self.path / "part.json").read_bytes()),
+            load_token="l1",
+            layout_id=self.layout.layout_id,
+            structure_hash=self.layout.structure_hash,
+            stripe_roots=self.stripes,
+        )
+        return msgspec.structs.replace(task, **changes)
+
+    def run(self, task: SaveTask | LoadTask) -> TransferDone:
+        async def collect() -> list[TransferEvent]:
+            return [event async for event in TransferProcesses().run(task)]
+
+        done = self.service.run(collect())[-1]
+        assert isinstance(done, TransferDone)
+        return done
+
+    def shards(self, stripe: str = "") -> set[str]:
+        """The names of the shards in a stripe root, or in the artifact root."""
+        folder = Path(self.stripes[stripe] if stripe else self.root) / PART
+        return {path.name for path in folder.glob("shard-*")}
+
+    def left(self) -> list[str]:
+        """Everything in the stripe roots besides their identities and the namespace.
+
+        The name under which an identity is made may stay until the next save.
+        """
+        return sorted(
+            str(path)
+            for stripe in self.stripes.values()
+            for path in Path(stripe).rglob("*")
+            if path.name != "default" and not path.name.startswith((IDENTITY, f".{IDENTITY}."))
+        )
+
+    def manifest(self) -> PartManifest:
+        return read_part(self.path)[0]
+
+    def remove(self) -> None:
+        asyncio.run(self.agent.remove(PLACE))
+
+
+@pytest.fixture
+def capture(service: Any, tmp_path: Path) -> Capture:
+    return Capture(service, tmp_path)
+
+
+async def nobody_asks(done: int) -> None:
+    del done
+
+
+def verified(capture: Capture) -> None:
+    """Have an agent read everything."""
+    manifest, _ = asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+    asyncio.run(capture.agent.check_bytes(PLACE, manifest, nobody_asks))
+
+
+def test_files_are_spread_over_all_folders_and_come_back(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    counts = [len(capture.shards(stripe)) for stripe in ("", "fast", "other")]
+    assert sum(counts) == len(capture.manifest().files) == 8
+    assert max(counts) - min(counts) <= 1
+    capture.run(capture.load_task())
+
+    async def publish() -> LayoutRef:
+        return capture.service.gms.publish_hidden(capture.service.uuids[1], "l1")
+
+    capture.service.run(publish())
+    with client.restore(capture.state, device=1) as pool:
+        assert int(pool["big"].sum(dtype="i8")) == capture.sum
+        assert int(pool["zeros"].sum(dtype="i8")) == 0
+
+
+def test_shards_are_cut_shorter_so_that_every_folder_has_some(capture: Capture) -> None:
+    capture.run(capture.save_task(shard_bytes=256 * MIB))
+    assert [len(capture.shards(stripe)) for stripe in ("", "fast")] == [1, 1]
+    assert [entry.size // MIB for entry in capture.manifest().files] == [16, 12]
+
+
+def test_a_manifest_names_stripe_roots_and_no_path(capture: Capture, tmp_path: Path) -> None:
+    capture.run(capture.save_task())
+    found = {entry.stripe or "" for entry in capture.manifest().files}
+    assert found == {"", "fast", "other"}
+    for file in ("part.json", MARK):
+        assert str(tmp_path) not in (capture.path / file).read_text()
+
+
+def test_folders_and_files_of_a_stripe_root_are_for_their_owner_alone(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    for path in Path(capture.stripes["fast"]).rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_any_number_of_threads_does(capture: Capture, threads: int) -> None:
+    capture.run(capture.save_task(threads=threads))
+    capture.run(capture.load_task(threads=threads))
+    verified(capture)
+
+
+@pytest.mark.parametrize("backend", ["posix-buffered", "pinned-host"])
+def test_other_backends_write_into_the_same_folders(capture: Capture, backend: str) -> None:
+    capture.run(capture.save_task(backend=backend))
+    assert capture.shards("fast")
+    capture.run(capture.load_task(backend=backend))
+
+
+def test_a_part_of_one_file_uses_the_artifact_root_alone(capture: Capture) -> None:
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("small", 3 * MIB, "u1")
+        pool.commit()
+    layout = capture.service.device(1).domains[0].layout
+    uuid = capture.service.uuids[1]
+    capture.run(
+        capture.save_task(layout=layout, device=uuid, fence_token=None, shard_bytes=64 * MIB)
+    )
+    assert {path.name for path in capture.path.iterdir()} == {"part.json", "shard-0000.bin"}
+    assert capture.left() == []
+    capture.remove()
+    assert not capture.path.exists()
+
+
+def test_an_artifact_from_before_the_setting_is_loaded_verified_and_removed(
+    capture: Capture,
+) -> None:
+    capture.run(capture.save_task(stripe_roots={}))
+    assert b"stripe" not in (capture.path / "part.json").read_bytes()
+    capture.run(capture.load_task())
+    verified(capture)
+    capture.remove()
+    assert not capture.path.exists()
+
+
+def test_a_verification_reads_all_folders(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture.run(capture.save_task())
+    verified(capture)
+    setting = ":".join(f"{name}={path}" for name, path in capture.stripes.items())
+    monkeypatch.setenv("SNAPBACK_STRIPE_ROOTS", setting)
+    verify_part(capture.path, capture.manifest(), lambda _: None)
+    entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
+    with (Path(capture.stripes["other"]) / PART / entry.name).open("r+b") as file:
+        file.write(b"damaged")
+    with pytest.raises(ArtifactCorrupt, match=entry.name):
+        verified(capture)
+    with pytest.raises(ArtifactCorrupt, match=entry.name):
+        verify_part(capture.path, capture.manifest(), lambda _: None)
+
+
+def test_a_file_that_is_missing_in_a_stripe_root_is_named(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
+    (Path(capture.stripes["other"]) / PART / entry.name).unlink()
+    with pytest.raises(ArtifactMissing, match=entry.name):
+        asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+    with pytest.raises(ArtifactMissing, match=entry.name):
+        capture.run(capture.load_task())
+
+
+def test_a_deletion_leaves_nothing_in_any_folder(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    capture.remove()
+    assert not capture.path.exists()
+    assert capture.left() == []
+    capture.remove()
+
+
+def gone(capture: Capture, how: str) -> dict[str, str]:
+    """Take a stripe root away. Return the setting of the node."""
+    disk = Path(capture.stripes["other"])
+    if how == "not named":
+        return {"fast": capture.stripes["fast"]}
+    disk.rename(disk.with_name("elsewhere"))
+    if how != "no folder":
+        disk.mkdir()
+    if how == "another disk":
+        (disk / IDENTITY).write_text(f'{{"id": "{"0" * 32}"}}')
+    return capture.stripes
+
+
+def back(capture: Capture) -> None:
+    disk = Path(capture.stripes["other"])
+    if (kept := disk.with_name("elsewhere")).exists():
+        if disk.exists():
+            for path in disk.iterdir():
+                path.unlink()
+            disk.rmdir()
+        kept.rename(disk)
+
+
+GONE = ["not named", "no folder", "not mounted", "another disk"]
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_deletion_without_a_stripe_root_fails_and_can_be_repeated(
+    capture: Capture, how: str
+) -> None:
+    capture.run(capture.save_task())
+    agent = capture.agent_with(gone(capture, how))
+    for _ in range(2):
+        with pytest.raises(StripeMissing, match="'other'") as caught:
+            asyncio.run(agent.remove(PLACE))
+        assert "SNAPBACK_STRIPE_ROOTS" in caught.value.next_step
+        assert caught.value.values["setting"] == "SNAPBACK_STRIPE_ROOTS"
+        assert (capture.path / MARK).exists()
+        assert not caught.value.retryable
+    back(capture)
+    capture.remove()
+    assert not capture.path.exists()
+    assert capture.left() == []
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_load_without_a_stripe_root_fails_before_it_has_memory(
+    capture: Capture, how: str
+) -> None:
+    capture.run(capture.save_task())
+    stripes = gone(capture, how)
+    with pytest.raises(SnapbackError, match="'other'") as caught:
+        capture.run(capture.load_task(stripe_roots=stripes))
+    assert caught.value.to_failure().reason == "StripeMissing"
+    assert not caught.value.to_failure().retryable
+    with pytest.raises(StripeMissing, match="'other'"):
+        asyncio.run(capture.agent_with(stripes).read_part(PLACE, "gpu-0"))
+
+
+def test_a_save_without_a_stripe_root_fails_and_leaves_nothing(capture: Capture) -> None:
+    Path(capture.stripes["other"]).rmdir()
+    with pytest.raises(SnapbackError, match="'other'") as caught:
+        capture.run(capture.save_task())
+    assert caught.value.to_failure().reason == "StripeMissing"
+    assert not capture.path.exists()
+    assert capture.left() == []
+
+
+def test_a_capture_is_refused_before_it_begins_where_a_stripe_root_is_missing(
+    capture: Capture,
+) -> None:
+    asyncio.run(capture.agent.require_space(1, 1))
+    Path(capture.stripes["other"]).rmdir()
+    with pytest.raises(StripeMissing, match="'other'"):
+        asyncio.run(capture.agent.require_space(1, 1))
+
+
+def test_what_no_manifest_names_in_a_stripe_root_is_found(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    (Path(capture.stripes["other"]) / PART / "extra").touch()
+    with pytest.raises(ArtifactCorrupt, match="'extra'"):
+        asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+
+
+def test_a_save_that_fails_at_its_end_leaves_nothing(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        assert capture.shards("fast")
+        raise NoSpace("the disk is full")
+
+    monkeypatch.setattr("gms.transfer_child.save.write_new", full)
+    with pytest.raises(NoSpace):
+        save(capture.save_task(), lambda _: None)
+    assert not capture.path.exists()
+    assert [path for path in capture.left() if "gpu-0" in path] == []
+    capture.remove()
+    assert capture.left() == []
+
+
+def test_a_saver_or_loader_in_a_pod_is_given_no_stripe_roots(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    with pytest.raises(SnapbackError, match="no loader in a pod is given"):
+        capture.run(capture.load_task(staged=str(capture.root.parent)))
+    task = capture.save_task()
+    written = capture.root.parent / f"{task.order}.{task.attempt}" / PART
+    written.mkdir(parents=True)
+    (written / "part.json").write_bytes((capture.path / "part.json").read_bytes())
+    capture.remove()
+    with pytest.raises(SnapbackError, match="the saver of the pod has put files of gpu-0 into"):
+        capture.run(capture.save_task(staged=str(capture.root.parent)))
+    assert capture.left() == []
+
+
+def test_what_a_saver_in_a_pod_has_written_stays_in_the_artifact_root(capture: Capture) -> None:
+    capture.run(capture.save_task(stripe_roots={}))
+    task = capture.save_task()
+    written = capture.root.parent / f"{task.order}.{task.attempt}" / PART
+    written.parent.mkdir(parents=True)
+    capture.path.rename(written)
+    capture.run(capture.save_task(staged=str(capture.root.parent)))
+    verified(capture)
+    assert capture.left() == []
+
+
+def test_object_storage_is_not_spread(capture: Capture) -> None:
+    url = (capture.root.parent / "store").as_uri()
+    capture.run(capture.save_task(backend="object", object_storage=url))
+    assert {path.name for path in capture.path.iterdir()} == {"part.json", "objects.json"}
+    assert capture.left() == []
+
+
+def test_a_call_for_a_save_that_ends_early_leaves_nothing(capture: Capture) -> None:
+    async def save_a_little() -> None:
+        events = whole_or_nothing(TransferProcesses(), capture.save_task(threads=1))
+        async for event in events:
+            if isinstance(event, TransferProgress):
+                break
+        await events.aclose()
+
+    capture.service.run(save_a_little())
+    assert not capture.path.exists()
+    assert [path for path in capture.left() if "gpu-0" in path] == []
+
+
+def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
+    first = capture.run(capture.save_task())
+    again = capture.run(capture.save_task())
+    assert again == msgspec.structs.replace(first, moved=0, backend="")
+
+
+def test_files_that_did_not_change_are_shared_within_their_stripe_root(capture: Capture) -> None:
+    first = capture.run(capture.save_task())
+    (capture.path.parent / ROOT_MANIFEST).write_text("{}")
+    other = UID.replace("1", "6")
+    capture.layout = capture.fence("f2")
+    task = capture.save_task(
+        content_uid=other, order=f"save-{other}-gpu-0", fence_token="f2", layout=capture.layout
+    )
+    again = capture.run(task)
+    assert (again.bytes, again.moved) == (first.bytes, 0)
+    capture.remove()
+    place = GenerationRef("default", other, 1)
+    manifest, _ = asyncio.run(capture.agent.read_part(place, "gpu-0"))
+    assert {entry.stripe or "" for entry in manifest.files} == {"", "fast", "other"}
+    asyncio.run(capture.agent.check_bytes(place, manifest, nobody_asks))
+    asyncio.run(capture.agent.remove(place))
+    assert capture.left() == []
+
+
+def test_a_file_that_is_shared_from_elsewhere_is_found_where_it_is(capture: Capture) -> None:
+    capture.run(capture.save_task(stripe_roots={}))
+    (capture.path.parent / ROOT_MANIFEST).write_text("{}")
+    other = UID.replace("1", "6")
+    capture.layout = capture.fence("f2")
+    task = capture.save_task(
+        content_uid=other, order=f"save-{other}-gpu-0", fence_token="f2", layout=capture.layout
+    )
+    assert capture.run(task).moved == 0
+    place = GenerationRef("default", other, 1)
+    manifest, _ = asyncio.run(capture.agent.read_part(place, "gpu-0"))
+    assert {entry.stripe or "" for entry in manifest.files} == {""}
+    asyncio.run(capture.agent.remove(place))
+    assert capture.left() == []
+
+
+def saves_that_die(capture: Capture, calls: Iterable[int]) -> Iterator[bool]:
+    """Kill saves by SIGKILL, each at one of the calls that change the disk, counted from 1.
+
+    Each has written what it can by then. False, and the end, for one that lives.
+    """
+    counts = capture.root.parent / "counts"
+    for last in calls:
+        task = capture.save_task(note_bytes=1, threads=1)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.doomed_saver", str(last), str(counts)],
+            input=encode_json(task) + b"\n",
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        assert done.returncode in (0, -signal.SIGKILL)
+        yield done.returncode != 0
+        if done.returncode == 0:
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_save_that_is_killed_anywhere_leaves_nothing_after_its_removal(
+    capture: Capture,
+) -> None:
+    deaths = 0
+    # Every call until the first bytes are written, and some of the others.
+    for died in saves_that_die(capture, itertools.chain(range(1, 50), range(50, 2000, 40))):
+        deaths += died
+        capture.remove()
+        assert not capture.path.exists()
+        assert capture.left() == []
+    assert deaths > 50
+    for stripe in capture.stripes.values():
+        assert {path.name for path in Path(stripe).iterdir()} == {IDENTITY, "default"}
+
+
+def test_a_save_that_was_killed_goes_on_in_all_folders(capture: Capture) -> None:
+    kills = saves_that_die(capture, range(60, 200, 5))
+    while not capture.shards("fast"):
+        next(kills)
+    done = capture.run(capture.save_task(note_bytes=1))
+    assert 0 < done.moved < done.bytes // 2
+    verified(capture)
+    capture.remove()
+    assert capture.left() == []
+
+
+def test_a_resumed_save_with_other_stripe_roots_begins_again(capture: Capture) -> None:
+    kills = saves_that_die(capture, range(60, 200, 20))
+    while not capture.shards("other"):
+        next(kills)
+    assert not (capture.path / "part.json").exists()
+    fast = {"fast": capture.stripes["fast"]}
+    with pytest.raises(SnapbackError, match="'other'"):
+        capture.run(capture.save_task(stripe_roots=fast))
+    assert (capture.path / MARK).exists()
+    third = capture.root.parent / "third"
+    third.mkdir()
+    capture.run(capture.save_task(stripe_roots=capture.stripes | {"third": str(third)}))
+    assert {entry.stripe or "" for entry in capture.manifest().files} == {
+        *("", "fast", "other", "third")
+    }
+
+
+def test_two_saves_that_begin_at_once_agree_who_a_stripe_root_is(capture: Capture) -> None:
+    roots = StripeRoots(capture.stripes)
+    seen = set()
+    for number in range(2):
+        folder = capture.root.parent / f"part-{number}"
+        folder.mkdir()
+        directory = os.open(folder, os.O_RDONLY)
+        with roots.writing(directory, ("default", UID, "gen-1", f"gpu-{number}"), ["fast"]):
+            seen.add((folder / MARK).read_text())
+        os.close(directory)
+    assert len(seen) == 1
+
+
+def test_a_save_needs_room_on_each_disk(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = Path("/dev/shm") / f"snapback-{os.getpid()}"
+    small.mkdir()
+    try:
+        if small.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("/dev/shm is no file system of its own here")
+        capture.stripes["other"] = str(small)
+        agent = capture.agent_with(capture.stripes)
+        free = asyncio.run(agent.free_bytes())
+        disk, shm = os.statvfs(tmp_path), os.statvfs(small)
+        room = min(disk.f_bavail * disk.f_frsize // 2, shm.f_bavail * shm.f_frsize) * 3
+        assert abs(free - room) < room / 10
+        asyncio.run(agent.require_space(1, 1))
+        with pytest.raises(NoSpace, match="the capture, below"):
+            asyncio.run(agent.require_space(1, free + free // 8))
+        capture.run(capture.save_task())
+        assert len(list((small / PART).iterdir())) > 0
+    finally:
+        asyncio.run(capture.agent_with(capture.stripes).remove(PLACE))
+        for path in small.rglob("*"):
+            assert path.name in (IDENTITY, "default")
+        (small / IDENTITY).unlink(missing_ok=True)
+        if (small / "default").exists():
+            (small / "default").rmdir()
+        small.rmdir()
