@@ -24,6 +24,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+# Read when numpy is imported. Several threads would wait for each other on a machine that is busy.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 from numpy.typing import NDArray
 from worker import LAYER_MIB, LIMIT, WIDTH, Floats, Layers, requantized, run
@@ -199,7 +202,7 @@ def softmax(scores: Floats) -> Floats:
 
 def built(worker: Worker, size_mib: int) -> TextModel:
     """Return the model that the environment asks for."""
-    return TextModel.of(worker, size_mib, int(os.environ.get("PASSES", "16")))
+    return TextModel.of(worker, size_mib, int(os.environ.get("PASSES", "10")))
 
 
 if __name__ == "__main__":

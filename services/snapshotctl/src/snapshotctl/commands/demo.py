@@ -217,13 +217,10 @@ async def _leave_nothing(setup: Setup) -> None:
 
 
 async def _end(setup: Setup, played: Played) -> None:
-    access = setup.cluster.access
     if setup.keeps:
         setup.cluster.keep()
-        captured, restored, _ = played
-        pod = restored.pod.metadata.name
-        setup.detail(demo_story.look_around(access, captured.checkpoint, pod, setup.engine))
-        setup.screen.line(access.end[:1].upper() + access.end[1:])
+        pod = played.restored.pod.metadata.name
+        setup.detail(demo_story.look_around(setup.cluster.access, pod, setup.engine))
     else:
         await setup.cluster.stop(purge=True)
         setup.screen.line(demo_story.REMOVED)

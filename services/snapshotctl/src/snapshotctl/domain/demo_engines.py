@@ -21,7 +21,7 @@ class Engine(NamedTuple):
     checkpoint: str
     restore: str
     what: str
-    """What it is, and what it does until it is warm, in a few words."""
+    """What happens in its cold start, in a few words."""
     asked: tuple[str, ...]
     """What it is asked after the capture and after the restore, which changes nothing."""
     said: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ ENGINES = {
     "text": Engine(
         checkpoint="text/checkpoint.yaml",
         restore="text/restore.yaml",
-        what="a language model, which it trains",
+        what="a language model is trained",
         asked=("The clone answers", "When a node is lost,", "My name is"),
         said=("My name is Ada.",),
         is_sized=True,
@@ -58,7 +58,7 @@ ENGINES = {
     "onnx": Engine(
         checkpoint="onnx/checkpoint.yaml",
         restore="onnx/restore.yaml",
-        what="onnxruntime with a trained model, which it loads",
+        what="onnxruntime loads a trained model",
         asked=(
             ".editorconfig",
             ".gitignore",

@@ -43,7 +43,9 @@ def started(name: str, seconds: float) -> list[str]:
 
 def cold_start(engine: Engine, size_mib: int) -> str:
     """Return the title of the cold start."""
-    return f"2/5 Cold start on {SOURCE_NODE}: {engine.what}, {formats.size(size_mib * MIB)}"
+    return (
+        f"2/5 Cold start on {SOURCE_NODE}: {engine.what}, {formats.size(size_mib * MIB)} of weights"
+    )
 
 
 def waiting(what: str, seconds: float, share: str) -> str:
@@ -98,14 +100,10 @@ def conclusion(cold_s: float, restored_s: float) -> str:
     return f"The restore was {figures.comparison(cold_s, restored_s)}."
 
 
-def look_around(access: ClusterAccess, checkpoint: str, pod: str, engine: Engine) -> list[str]:
-    """Return how to look at a cluster that goes on, one command a line."""
+def look_around(access: ClusterAccess, pod: str, engine: Engine) -> list[str]:
+    """Return how to look at a cluster that goes on, one command a line, and how to end it."""
     ask = [] if engine.takes_files else [f'{access.snapshotctl} ask {pod} "{engine.asked[-1]}"']
-    commands = [
-        *ask,
-        f"{access.snapshotctl} explain {checkpoint}",
-        f"{access.snapshotctl} trace pod/{pod}",
-        f"{access.nats} stream ls",
-    ]
-    page = [f"the page: {access.page}"] if access.page else []
-    return ["It goes on. Look around:", *(f"{INDENT}{line}" for line in page + commands)]
+    commands = [*ask, f"{access.snapshotctl} trace pod/{pod}", f"{access.nats} stream ls"]
+    page = f"; its page is {access.page}" if access.page else ""
+    end = access.end[:1].upper() + access.end[1:]
+    return [f"It goes on{page}", *(f"{INDENT}{line}" for line in commands), end]
