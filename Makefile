@@ -38,7 +38,7 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -246,6 +246,9 @@ bench-engines: $(STAMP) .engines/.installed $(if $(filter 0,$(shell id -u)),.too
 
 demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, WARM_UP=short, KEEP=1, TRACE=1; ENGINE=onnx; DRIVER=criu as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
+
+demo-picture: $(STAMP) ## Record the demo in a terminal as the picture of README.md
+	@$(BIN)/python -m tests.docs.demo_picture
 
 demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
 	@KEEP=$(KEEP) DRIVER=$(DRIVER) $(BIN)/python -m tests.cluster.demo

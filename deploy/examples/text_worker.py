@@ -202,7 +202,7 @@ def softmax(scores: Floats) -> Floats:
 
 def built(worker: Worker, size_mib: int) -> TextModel:
     """Return the model that the environment asks for."""
-    return TextModel.of(worker, size_mib, int(os.environ.get("PASSES", "10")))
+    return TextModel.of(worker, size_mib, int(os.environ.get("PASSES", "8")))
 
 
 if __name__ == "__main__":

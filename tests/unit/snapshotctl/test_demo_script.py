@@ -26,7 +26,7 @@ def _example(name: str) -> Any:
 def test_the_examples_are_used_as_they_are_but_for_their_size_and_warm_up(name: str) -> None:
     before = _example(name)
     after = demo_script.with_variables(before, demo_engines.variables(TEXT, 64, "short"))
-    assert str(after).replace("'64'", "'512'").replace("'1'", "'10'") == str(before)
+    assert str(after).replace("'64'", "'512'").replace("'1'", "'8'") == str(before)
     parse(after)
     full = demo_script.with_variables(before, demo_engines.variables(TEXT, 512, "full"))
     assert full == before
