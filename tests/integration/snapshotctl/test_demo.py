@@ -140,7 +140,7 @@ def test_a_demo_whose_reader_ends_leaves_nothing_and_says_so(cli: Cli, moment: s
         ("2/5 ", signal.SIGTERM),
         ("it learns: ", signal.SIGINT),
         ("5/5 ", signal.SIGTERM),
-        ("too small", signal.SIGINT),
+        ("byte for byte", signal.SIGINT),
     ],
 )
 def test_an_interrupted_demo_leaves_nothing(cli: Cli, moment: str, number: int) -> None:
