@@ -212,8 +212,8 @@ async def _leave_nothing(setup: Setup) -> None:
     with contextlib.suppress(NotFound):
         # Without a record nothing was started.
         await setup.cluster.stop(purge=True)
-    if not setup.keeps or setup.cluster.access.is_ours:
-        setup.screen.note("everything that the demo has started is ended and removed")
+        if setup.cluster.access.is_ours:
+            setup.screen.note("everything that the demo has started is ended and removed")
 
 
 async def _end(setup: Setup, played: Played) -> None:
