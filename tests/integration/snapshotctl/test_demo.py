@@ -71,6 +71,7 @@ def _kept(out: str) -> list[str]:
 def test_a_program_reads_the_same_as_one_value(cli: Cli) -> None:
     found = cli.ok("demo", *SHORT, "-o", "json").value()
     assert (found["pod"], found["refused"]) == ("demo-llm-restored", "DeviceTooSmall")
+    assert found["cluster"].startswith("demo-")
     assert found["coldSeconds"] > found["pausedSeconds"] > 0
     assert found["restoreSeconds"] > 0
     assert found["answers"][-1] == {"question": "My name is", "answer": "Ada."}

@@ -235,6 +235,7 @@ def _result(setup: Setup, played: Played) -> dict[str, Any]:
     committed = captured.content.status.committed
     times = figures.capture_times(captured.content.status)
     return {
+        "cluster": setup.cluster.access.name,
         "checkpoint": captured.checkpoint,
         "pod": restored.pod.metadata.name,
         "coldSeconds": round(captured.cold_s, 3),
