@@ -38,10 +38,17 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
+##@ Try it
+##@ Set up
+
+# A line `##@ TITLE` begins a group of targets, or goes on with one.
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^##@ / {group = substr($$0, 5); if (!seen[group]++) titles[++count] = group} \
+		/^[a-z0-9-]+:.*## / {of[group] = of[group] sprintf("  %-16s %s\n", $$1, $$2)} \
+		END {for (i = 1; i <= count; i++) printf "%s%s\n%s", (i > 1 ? "\n" : ""), titles[i], of[titles[i]]}' \
+		$(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## Make .venv with the locked packages, those of the checks too, and those of this repository
 	@echo "Ready: $(VENV)"
@@ -98,11 +105,17 @@ lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
 		requirements-engines.in -o requirements-engines.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
+		--no-emit-package novasvg --no-emit-package quickjs-ng --no-emit-package termaid \
+		requirements-docs.in -o requirements-docs.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --constraints requirements-dev.lock requirements-cuda.in \
 		-o requirements-cuda.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade --no-deps tests/support/kvikio.in \
 		-o tests/support/kvikio.lock
+
+##@ Check
 
 check: lint types imports docs-check ## Lint, types, imports and generated pages
 
@@ -122,6 +135,8 @@ docs-check: $(STAMP) ## Whether what is made from the code is what the code says
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+##@ Test
 
 test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
 	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
@@ -192,6 +207,8 @@ resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20,
 	RESUMED_SAVES=$(or $(COUNT),20) RESUMED_SAVES_MIB=$(or $(SIZE_MIB),256) \
 		$(BIN)/pytest -q -k writes_again tests/integration/gms/test_resumed_saves.py
 
+##@ Measure
+
 bench-gms: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure saves, loads and sessions (SIZE_MIB="1024 4096", ROUNDS=5, PEERS=1, JSON=file, HUGE=0; SHORT=1 tries each row and writes no page)
 	$(BIN)/python -m tests.bench gms --size-mib $(or $(SIZE_MIB),1024) \
 		--rounds $(or $(ROUNDS),5) $(if $(SHORT),--short,--page docs/benchmarks.md) \
@@ -210,6 +227,8 @@ bench-bus: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure orders and repor
 	$(BIN)/python -m tests.bench.bus --rounds $(or $(ROUNDS),5) --page docs/benchmarks.md \
 		$(if $(PEERS),--peers .peers) $(if $(JSON),--json $(JSON))
 
+##@ Tools
+
 # Beside the environment and not in it: they are large, and no part of what is locked.
 engines: .engines/.installed ## Install the engines that the demo and the tests run as they are
 
@@ -223,6 +242,8 @@ engines: .engines/.installed ## Install the engines that the demo and the tests 
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --target .peers \
 		-r tests/bench/peers.txt
 	@touch $@
+
+##@ Measure
 
 bench-object: $(STAMP) ## Save and load through an S3 server here, memory and digests checked (SIZE_MIB=2048)
 	@$(BIN)/python -m tests.bench.objects --size-mib $(or $(SIZE_MIB),2048)
@@ -244,20 +265,42 @@ bench-engines: $(STAMP) .engines/.installed $(if $(filter 0,$(shell id -u)),.too
 	$(BIN)/python -m tests.bench.engines --rounds $(if $(SHORT),1,$(or $(ROUNDS),5)) \
 		$(if $(SHORT),,--page docs/benchmarks.md) $(if $(JSON),--json $(JSON))
 
+##@ Try it
+
 demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, WARM_UP=short, KEEP=1, TRACE=1; ENGINE=onnx; DRIVER=criu as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
-demo-picture: $(STAMP) ## Record the demo in a terminal as the picture of README.md
-	@$(BIN)/python -m tests.docs.demo_picture
-
-demo-cluster: $(STAMP) ## The same with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
+demo-cluster: $(STAMP) ## The demo with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
 	@KEEP=$(KEEP) DRIVER=$(DRIVER) $(BIN)/python -m tests.cluster.demo
+
+##@ Documents
 
 docs: $(STAMP) ## Write what is made from the code: pages of docs/, deploy/crds, the chart
 	$(BIN)/python -m docs.generate
 
+# Beside the environment, as nothing but the site needs it, and without what its packages do not use here.
+.mkdocs/.installed: requirements-docs.lock $(RUNTIME)
+	@rm -rf .mkdocs
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
+		--target .mkdocs -r requirements-docs.lock
+	@touch $@
+
+site: .mkdocs/.installed ## Build the documentation into site/latest, or into the folder of a release (VERSION=0.1.0)
+	@$(BIN)/python -m docs.site $(if $(VERSION),--version $(VERSION))
+
+test-site: $(STAMP) .mkdocs/.installed ## Build two versions of the site and read them: links, search, nothing from elsewhere
+	@$(BIN)/pytest -q tests/integration/test_site.py
+
+site-serve: site ## Build the documentation and serve it (PORT=8000)
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site $(or $(PORT),8000)
+
+demo-picture: $(STAMP) ## Record the demo in a terminal as the picture of README.md
+	@$(BIN)/python -m tests.docs.demo_picture
+
 screenshots: $(STAMP) ## Take the pictures of the page for docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots
+
+##@ Test
 
 docs-test: $(STAMP) ## Type the commands of every document
 	@log=$$(mktemp); trap 'rm -f $$log' EXIT; \
@@ -265,8 +308,12 @@ docs-test: $(STAMP) ## Type the commands of every document
 	status=0; $(BIN)/pytest --durations=5 tests/docs -k "not break-it" || status=1; \
 	wait $$longest || status=1; cat $$log; exit $$status
 
+##@ Documents
+
 inspect-docs: $(STAMP) ## Take the answers of docs/inspect.md from a real cluster
 	$(BIN)/python -m tests.docs.inspect_page
+
+##@ Tools
 
 tools: ## The nats CLI, into .tools/bin: from the folder SNAPBACK_TOOLS, or built with Go
 	@tests/support/tools/install $(TOOLS) nats
@@ -284,6 +331,8 @@ init: .tools/snapback-init ## The first process of containers that wait to be re
 	@mkdir -p $(@D)
 	$(CC) -std=c11 -Wall -Wextra -Werror -O2 -static -s -Wl,--build-id=none -o $@ $<
 
+##@ Test
+
 test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in pools and plug-ins of engines, on simulated devices (TORCH=folder that has it; fetched without)
 	SNAPBACK_TORCH=$(or $(TORCH),$(CURDIR)/.peers) $(BIN)/pytest -q -m "not gpu" \
 		tests/integration/gms/test_torch_models.py tests/integration/gms/test_*_plugin.py
@@ -300,6 +349,8 @@ test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, 
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
 
+##@ Packages
+
 wheels: $(STAMP) ## Build a wheel of each package (DIST=dist)
 	@for package in $(PACKAGES); do \
 		$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --no-build-isolation \
@@ -310,15 +361,21 @@ wheels: $(STAMP) ## Build a wheel of each package (DIST=dist)
 test-wheels: $(STAMP) ## The demo from built wheels, in an empty environment
 	@$(BIN)/pytest -q -m slow tests/integration/snapshotctl/test_wheels.py
 
-cluster-tools: ## The same for the programs of a cluster (built with Go: 7 minutes)
+##@ Tools
+
+cluster-tools: ## The programs of a cluster, likewise (built with Go: 7 minutes)
 	@tests/support/tools/install $(TOOLS) $(CLUSTER_TOOLS)
 	@echo "$(TOOLS) has $(CLUSTER_TOOLS)"
+
+##@ Try it
 
 cluster: $(STAMP) ## A real Kubernetes cluster on this machine, as root (NODES=2, NAME=dev)
 	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) up --nodes $(or $(NODES),2)
 
 cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) down
+
+##@ Test
 
 test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (FAULTS_EVERY=3)
 	@$(BIN)/pytest -q tests/unit/test_chart.py
@@ -327,14 +384,20 @@ test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of 
 test-page: $(STAMP) ## Type the commands of docs/kubernetes.md beside a cluster of their own
 	@$(BIN)/pytest -s tests/cluster/test_page.py
 
+##@ Measure
+
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
 	$(BIN)/python tests/support/idle_cpu.py
+
+##@ Try it
 
 leftovers: $(RUNTIME) ## Show what a demo left running or on disk
 	@$(BIN)/snapshotctl leftovers
 
+##@ Set up
+
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .kvikio .peers .tools .chaos .cluster .e2e.log deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .kvikio .mkdocs .peers .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,9 @@ from docs.generate import crds
 from snapshot_operator.kube import rbac
 
 CHART = "deploy/helm/snapback"
-VALUES = Path(__file__).parents[2] / CHART / "values.yaml"
+ROOT = Path(__file__).parents[2]
+VALUES = ROOT / CHART / "values.yaml"
+ALERTS = "deploy/observability/alerts.yml"
 
 _RULES = "# Made from snapshot_operator.kube.rbac by `make docs`; do not edit.\n"
 _HEAD = """\
@@ -47,6 +49,8 @@ def files() -> Iterator[tuple[str, str]]:
     for name, role in roles:
         text = yaml.safe_dump(role["rules"], sort_keys=False, default_flow_style=None, width=100)
         yield f"{CHART}/files/operator-{name}-rules.yaml", _RULES + text
+    alerts = (ROOT / ALERTS).read_text(encoding="utf-8")
+    yield f"{CHART}/files/alerts.yml", f"# Copied from {ALERTS} by `make docs`.\n{alerts}"
     yield f"{CHART}/README.md", _HEAD + "".join(map(_row, values(VALUES.read_text())))
 
 

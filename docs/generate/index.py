@@ -1,49 +1,61 @@
-"""The index of docs/: every page once, with its title and what it says of itself."""
+"""The map of docs/: every page once, with its title and what it says of itself."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-PAGE = "README.md"
-DOCS = Path(__file__).parent.parent
+from docs.contents import DOCS, HOME, Page, contents
 
-START = ("concepts", "architecture", "glossary", "break-it", "proofs")
+PAGE = HOME.removeprefix("docs/")
+
 INTRO = """\
-# Documents
+# Documentation
 
-To see it work: `make demo`, or the commands of [the front page](../README.md). To write code:
-[CONTRIBUTING](../CONTRIBUTING.md). This list is made by `make docs`.
+Snapback captures a GPU inference worker when it is warm, and starts every later one from the
+capture: in seconds, on the same node or on another one.
+
+- **New here?** The [tutorial](tutorial.md) leads from a clone to a worker of your own that is
+  captured and restored. To see it work first: `make demo`, or the commands of
+  [the front page](../README.md).
+- **Something to do?** The how-tos have one task each, with commands that can be pasted.
+- **On call?** Each alert has [a section](runbooks.md), each reason of a failure
+  [another](troubleshooting.md), and [ten questions](inspect.md) have answers.
+- **Why it is so** is in [Concepts](concepts.md), [Architecture](architecture.md) and the decisions.
+
+`make site` builds these pages as a site with search
+([how](../CONTRIBUTING.md#write-a-document)). This list is made by `make docs` from
+`docs/contents.py`.
 """
 
 
 def page() -> str:
     """Write the page."""
-    start = [path for name in START if (path := DOCS / f"{name}.md").exists()]
-    others = [path for path in sorted(DOCS.glob("*.md")) if path not in start]
-    groups = (
-        ("To understand", start),
-        ("To do", sorted(DOCS.glob("how-to/*.md"))),
-        ("To look up", [path for path in others if path.name != PAGE]),
-        ("Why it is so", sorted(DOCS.glob("adr/*.md"))),
-    )
-    return "\n".join([INTRO, *(line for title, paths in groups for line in _group(title, paths))])
+    return "\n".join([INTRO, *_lines()])
 
 
-def _group(title: str, paths: list[Path]) -> Iterator[str]:
-    yield f"## {title}\n"
-    for path in paths:
-        text = path.read_text(encoding="utf-8")
-        name = text.partition("\n")[0].removeprefix("# ")
-        number = f"{path.name[:4]} " if path.parent.name == "adr" else ""
-        about = "" if number else f". {_first_sentence(text)}"
-        yield f"- [{number}{name}]({path.relative_to(DOCS)}){about}"
-    yield ""
+def _lines() -> Iterator[str]:
+    for tab, headings in contents().items():
+        yield f"## {tab}\n"
+        for heading in headings:
+            if heading.title:
+                yield f"### {heading.title}\n"
+            yield from map(_line, heading.pages)
+            yield ""
 
 
-def _first_sentence(text: str) -> str:
+def _line(page: Page) -> str:
+    link = f"- [{page.title}]({os.path.relpath(page.file, DOCS)})"
+    if page.file.parent.name == "adr":
+        return link
+    return f"{link}. {_first_sentence(page.file)}"
+
+
+def _first_sentence(path: Path) -> str:
     """Give the first sentence below the title, without links that count from another folder."""
+    text = path.read_text(encoding="utf-8").replace("**", "")
     body = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).partition("\n")[2]
     paragraph = next(part for part in re.split(r"\n\s*\n", body) if part.strip())
     sentence = re.match(r"(.+?[.?!])(\s|$)", " ".join(paragraph.split()))

@@ -25,8 +25,10 @@ never the id of an order or the name of an object: those are in
 [traces and logs](architecture.md#traces-metrics-logs). `error.type` is the reason of a failure and
 absent where nothing failed.
 
-[deploy/observability](../deploy/observability) has a Grafana dashboard, alert rules, and the
-configurations of Prometheus and of an OpenTelemetry collector.
+[deploy/observability](../deploy/observability) has a Grafana dashboard, alert rules with
+[a runbook each](runbooks.md), and the configurations of Prometheus and of an OpenTelemetry
+collector. In a cluster `monitoring.enabled` of [the chart](../deploy/helm/snapback/README.md) leads
+a Prometheus operator to the metrics and the alerts.
 """
 
 _TITLES = {

@@ -20,12 +20,15 @@ import xxhash
 
 from gms.adapters.backends import find_backend
 from gms.adapters.buffers import buffer_pages
+from gms.adapters.encrypted import Ciphers, Encrypted
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
 from gms.domain.transfer import CHUNK_BYTES, plan_files
-from gms.transfer_child.save import write_part
+from gms.ports import TransferBackend
+from gms.transfer_child.save import ciphers_of, write_part
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
+from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.orders import LayoutRef
 from tests.bench import disk
 from tests.bench.machine import Watch, recycle, reported_bytes, rotated
@@ -48,9 +51,11 @@ from tests.bench.results import (
     saving,
     size_text,
 )
+from tests.support.artifact_keys import put_encryption
 
 UID = "00000000-0000-4000-8000-00000000000"
-OURS = ("posix-direct", "posix-buffered")
+ENCRYPTED = "posix-direct, encrypted"
+OURS = ("posix-direct", "posix-buffered", ENCRYPTED)
 LOOKED_AT = (SHAPES[0], PAGES[1])
 THREADS: int = next(x.default for x in msgspec.structs.fields(SaveTask) if x.name == "threads")
 PROBES = sorted({4, 8, 16, THREADS, LOAD_THREADS})
@@ -63,7 +68,7 @@ OTHERS = {"fio", *(peer.name for peer in (*SAVERS, *LOADERS))}
 LARGE_ALONE = {"tensorizer"}
 """It digests with SHA-256: 2,000 small allocations would take a tenth of a whole run."""
 
-FILES = 9
+FILES = 10
 """As many files with all bytes are on the disk at the same time."""
 
 
@@ -116,6 +121,7 @@ class Bench:
             for shape, count in zip(SHAPES, (1, SMALL), strict=True)
         }
         self.pages = kinds
+        self.keys = put_encryption(folder / "keys").parent
         self.staging = [buffer_pages(CHUNK_BYTES) for _ in range(CHUNKS)]
         self.absent: dict[str, str] = {}
         self.wanted: dict[int, bytes] = {}
@@ -337,40 +343,37 @@ class Bench:
     def _load(self, backend: str, region: Region) -> None:
         self.load(backend, region)
 
-    def save(self, backend: str, region: Region, *, content: int = 0) -> TransferDone:
+    def save(self, name: str, region: Region, *, content: int = 0) -> TransferDone:
         """Save as GMS does, in a part of its own."""
-        task = SaveTask(
-            socket_dir="/nowhere",
-            root=str(self.folder / backend),
-            device="GPU-1",
-            namespace="default",
-            content_uid=f"{UID}{content}",
-            generation=1,
-            part="gpu-0",
-            deadline_s=60.0,
-            backend=backend,
-            order=f"save-{UID}{content}-gpu-0",
-            fence_token="t",
-            layout=self.layout,
-        )
+        task = self._task(name, content)
+        ciphers = ciphers_of(task)
         with opened(open_root(task.root, create=True)) as root:
-            found = find_backend(backend, in_place=region.memory.in_huge_pages)
             return write_part(
-                root, task, region.infos, [], region.views, lambda _: None, backend=found
+                root,
+                task,
+                region.infos,
+                [],
+                region.views,
+                lambda _: None,
+                backend=_backend(task, region, ciphers),
+                ciphers=ciphers,
             )
 
-    def load(self, backend: str, region: Region, advance: Callable[[int], None] = abs) -> None:
+    def load(self, name: str, region: Region, advance: Callable[[int], None] = abs) -> None:
         """Read what `save` wrote into a region, every digest compared."""
-        path = self._part(backend)
+        path, task, ciphers = self._part(name), self._task(name), None
         manifest = decode_json((path / "part.json").read_bytes(), PartManifest, limit=2**30)
         assert manifest.layout is not None
+        if manifest.encryption:
+            ciphers = Ciphers(ArtifactKeys(self.keys), task)
+            ciphers.open(manifest)
         plans = plan_files(
             manifest.layout.allocations,
             [entry.size for entry in manifest.files],
             chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
         )
         with opened(open_root(path)) as directory:
-            find_backend(backend, in_place=region.memory.in_huge_pages).read_files(
+            _backend(task, region, ciphers).read_files(
                 directory,
                 plans,
                 manifest.files,
@@ -378,6 +381,24 @@ class Bench:
                 threads=LOAD_THREADS,
                 advance=advance,
             )
+
+    def _task(self, name: str, content: int = 0) -> SaveTask:
+        return SaveTask(
+            socket_dir="/nowhere",
+            root=str(self.folder / name),
+            device="GPU-1",
+            namespace="default",
+            content_uid=f"{UID}{content}",
+            generation=1,
+            part="gpu-0",
+            deadline_s=60.0,
+            backend=OURS[0] if name == ENCRYPTED else name,
+            encrypt=name == ENCRYPTED,
+            artifact_keys=str(self.keys),
+            order=f"save-{UID}{content}-gpu-0",
+            fence_token="t",
+            layout=self.layout,
+        )
 
     def _part(self, backend: str) -> Path:
         return self.folder / backend / "default" / f"{UID}0" / "gen-1" / "gpu-0"
@@ -430,7 +451,12 @@ def _ours(shape: str, pages: str) -> dict[str, int]:
 
     The second is for file systems that know no direct I/O, and looked at once.
     """
-    return dict(zip(OURS, (1, 2), strict=True)) if (shape, pages) == LOOKED_AT else {OURS[0]: 1}
+    return dict(zip(OURS, (1, 2, 1), strict=True)) if (shape, pages) == LOOKED_AT else {OURS[0]: 1}
+
+
+def _backend(task: SaveTask, region: Region, ciphers: Ciphers | None) -> TransferBackend:
+    found = find_backend(task.backend, in_place=region.memory.in_huge_pages)
+    return Encrypted(found, ciphers) if ciphers else found
 
 
 def private_bytes() -> int:

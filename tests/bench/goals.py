@@ -32,7 +32,7 @@ Row = Mapping[str, Sequence[float]]
 
 OURS = "posix-direct"
 LIMITS = ("write limit", "read limit")
-NO_PEERS = (OURS, "posix-buffered", MEMCPY)
+NO_PEERS = (OURS, f"{OURS}, encrypted", "posix-buffered", MEMCPY)
 """What takes turns with the peers and is none."""
 
 

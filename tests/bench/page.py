@@ -49,6 +49,7 @@ what carries over is ratios.
   figure is corrected for that. numpy has the region as one array, also where it is 2,000 small
   ones, and tensorizer takes part only where it is one. Cold means that the files were dropped
   from the page cache.
+- `posix-direct, encrypted` is the same save or load of a part in AES-256-GCM.
 - Each contender runs on recycled pages: right before it is timed, as much memory as it may need
   and 512 MiB more are touched and released. For the file in the page cache, a copy of its own
   and new memory to load into that is its bytes each time. A virtual machine may give free pages

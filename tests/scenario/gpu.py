@@ -47,10 +47,10 @@ from snapback_client.frames import (
     MetadataItem,
     MetadataPut,
 )
-from snapshot_agent.adapters.gms_grpc import GmsUnavailable
 from snapshot_shared.artifact import part_path
 from snapshot_shared.errors import (
     ConnectionLost,
+    GmsUnavailable,
     OutOfDeviceMemory,
     TransferKilled,
 )

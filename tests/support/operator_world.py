@@ -29,6 +29,7 @@ from snapshot_operator.runtime.upkeep import Retention
 from snapshot_operator.runtime.world import ALL, Selection
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.errors import BusUnavailable, Failure
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import (
@@ -99,12 +100,13 @@ class World:
         store: Any = None,
         orders: MemoryOrders | None = None,
         namespaces: Selection = ALL,
+        metrics: Metrics = OFF,
     ) -> None:
         self.now = 1_000_000.0
         self.store = store or SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
         self.cluster = Cluster(self.store, INDEXES)
         self.orders = orders or MemoryOrders()
-        self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock)
+        self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock, metrics)
         self.interpreter = Interpreter(self.cluster, self.orders, self.spans)
         self.manager = Manager(
             self.cluster,

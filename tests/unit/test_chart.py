@@ -512,3 +512,38 @@ def test_every_value_has_a_type_and_a_bound(path: str, schema: dict[str, Any]) -
             assert {"minimum", "maximum"} <= set(schema)
         case kind:
             assert kind == "boolean"
+
+
+@needs_helm
+def test_the_alerts_are_those_of_the_file_with_the_address_of_the_runbooks() -> None:
+    page = "https://docs.example.com/latest/runbooks.html"
+    on = ("--set", f"monitoring.enabled=true,monitoring.runbooks={page}")
+    [rule] = [each for each in helm.rendered(*on) if each["kind"] == "PrometheusRule"]
+    alerts = (programs.REPOSITORY / "deploy/observability/alerts.yml").read_text()
+    assert rule["spec"] == yaml.safe_load(alerts.replace("docs/runbooks.md", page))
+
+
+@needs_helm
+def test_prometheus_is_led_to_every_port_with_metrics() -> None:
+    words = ("--set", "monitoring.enabled=true,monitoring.labels.release=prometheus")
+    documents = helm.rendered(*words)
+    [monitor] = [each for each in documents if each["kind"] == "PodMonitor"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    serving = {
+        port["name"]
+        for _, container, _ in containers(documents)
+        for port in container.get("ports", ())
+        if port["name"].endswith("http")
+    }
+    assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} == serving
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    for name in ("operator", "node"):
+        kind = "Deployment" if name == "operator" else "DaemonSet"
+        labels = found(documents, kind, name)["spec"]["template"]["metadata"]["labels"]
+        assert wanted <= labels.items()
+
+
+@needs_helm
+def test_nothing_of_the_prometheus_operator_is_made_unless_it_is_asked_for() -> None:
+    kinds = {each["kind"] for each in helm.rendered()}
+    assert not kinds & {"PrometheusRule", "PodMonitor"}

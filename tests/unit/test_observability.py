@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import yaml
 
 from snapshot_shared.instruments import TABLE
 from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
+from tests.unit.test_readme_map import anchors
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "observability"
@@ -22,6 +25,12 @@ OF_PROMETHEUS = {"instance", "job", "le", "service"}
 METRIC = re.compile(r"\b(?:snapback|messaging|process)_[a-z0-9_]+")
 MATCHERS = re.compile(r"\{([^}]*)\}")
 GROUPED = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+SECTIONS = {
+    found[1]: found[0]
+    for found in re.finditer(
+        r"^### (\w+)\n(?:(?!^##).*\n)*", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE
+    )
+}
 LABEL = re.compile(r"([a-z_]+)\s*(?:=|!=|=~|!~)")
 
 
@@ -83,17 +92,54 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
+def test_the_name_of_an_alert_is_used_once() -> None:
+    names = [rule["alert"] for rule in alerts()]
+    assert sorted(names) == sorted(set(names))
+
+
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_it_means_and_where_to_read_on(rule: dict[str, Any]) -> None:
-    assert {"summary", "description", "runbook"} == set(rule["annotations"])
-    page, _, anchor = rule["annotations"]["runbook"].partition("#")
-    assert page == "docs/troubleshooting.md"
-    assert re.fullmatch(r"[a-z]+", anchor)
-    if (ROOT / page).exists():
-        anchors = re.findall(
-            r"^#+ +`?(\w+)|<a id=\"(\w+)\"", (ROOT / page).read_text(), re.MULTILINE
-        )
-        assert anchor in {name.lower() for pair in anchors for name in pair}
+    assert {"summary", "description", "runbook_url"} == set(rule["annotations"])
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert page == "docs/runbooks.md"
+    assert anchor in anchors(ROOT / page)
+    assert anchor == rule["alert"].lower()
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_what_an_alert_shows_is_a_label_that_its_expression_keeps(rule: dict[str, Any]) -> None:
+    shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    kept = {
+        name.strip()
+        for inner in re.findall(r"\bby\s*\(([^)]*)\)", rule["expr"])
+        for name in inner.split(",")
+    }
+    aggregated = re.search(r"\b(max|min|sum|absent)\s*(by\s*)?\(", rule["expr"])
+    assert shown <= (kept if aggregated else shown)
+
+
+def test_each_alert_has_a_section_of_the_runbooks_and_each_section_an_alert() -> None:
+    assert set(SECTIONS) == {rule["alert"] for rule in alerts()}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_runbook_says_what_is_lost_what_to_type_and_how_to_mend_it(name: str) -> None:
+    section = SECTIONS[name]
+    assert section.index("**Costs**") < section.index("```sh") < section.index("**To mend it**")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here")
+@pytest.mark.parametrize(
+    "words",
+    [("check", FOLDER / "alerts.yml"), ("test", Path(__file__).with_name("alerts_over_time.yml"))],
+)
+def test_alerts_fire_when_they_should_and_not_before(words: tuple[str, Path]) -> None:
+    verb, file = words
+    done = subprocess.run(
+        ["promtool", verb, "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_prometheus_reads_the_rules_and_every_service() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,6 +222,20 @@ def test_the_sources_of_all_packages_are_looked_at() -> None:
 )
 def test_a_wait_for_time_is_recognised_in_every_disguise(source: str) -> None:
     assert _sleeps(ast.parse(source))
+
+
+def test_make_help_lists_every_target_once_below_a_title() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    [named] = [line.partition(": ")[2].split() for line in lines if line.startswith(".PHONY: help")]
+    shown = subprocess.run(
+        ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    titles = [line for line in shown if line and not line.startswith(" ")]
+    assert titles == sorted(set(titles), key=titles.index)
+    assert titles[0] == "Try it"
+    listed = [line.split()[0] for line in shown if line.startswith("  ")]
+    # `moved` is for the other targets alone.
+    assert sorted(listed) == sorted(set(named) - {"moved"})
 
 
 def test_putting_a_client_to_sleep_is_not_a_wait() -> None:

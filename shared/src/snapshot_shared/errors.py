@@ -6,7 +6,9 @@ SnapbackError
 │   ├── InvalidMessage        a frame or message that does not decode
 │   ├── InvalidName           a name, id or path outside its alphabet
 │   └── UnsupportedVersion    a version that this program does not speak
-├── NotFound / AlreadyExists / Conflict / Forbidden
+├── NotFound
+│   └── GmsUnavailable        no GPU memory service answers: it is down, or being started
+├── AlreadyExists / Conflict / Forbidden
 ├── StoreBusy                 the object store takes no write now
 ├── RequestExpired            a request whose client has given up on it
 ├── Rejected                  an order that must not be carried out here
@@ -54,6 +56,7 @@ from snapback_client.errors import (
     Fenced,
     Forbidden,
     GenerationMismatch,
+    GmsUnavailable,
     Incompatible,
     Internal,
     InvalidInput,

@@ -648,8 +648,9 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "and loads its weights again.",
         ),
         "GmsUnavailable": Reason(
-            "The GPU memory service of the node does not answer its agent.",
-            "It does not run, or its socket folder is another one than the agent's.",
+            "The GPU memory service of a node does not answer an agent, transfer or program.",
+            "It does not run, is being started, or its socket folder is another one than that of "
+            "who asks. A transfer waits half a minute for it, and its order is tried again.",
             "Start it; in a local cluster: `snapshotctl sim restart NODE --service gms`.",
         ),
         "InvalidTransition": Reason(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_agent.adapters.gms_grpc import GmsClient, GmsUnavailable
+from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.domain import control
+from snapshot_shared.errors import GmsUnavailable
 from snapshot_shared.orders import (
     AbortOrder,
     ArtifactRef,

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from snapshot_agent.adapters.gms_grpc import GmsUnavailable, PodGms
+from snapshot_agent.adapters.gms_grpc import PodGms
 from snapshot_agent.adapters.node_gpus import NodeGpus
+from snapshot_shared.errors import GmsUnavailable
 from snapshot_shared.orders import PodRef, PresenceDevice
 from tests.support.pod_resources import claim, container, limit, pod
 

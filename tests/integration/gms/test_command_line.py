@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,19 @@ def save(device: int, root: Path) -> Path:
     return Path(json.loads(gms("save", "-d", device, "--root", root, "-o", "json"))["path"])
 
 
+@contextmanager
+def another_process(source: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program that prints a line once it is ready, and reads one before it ends."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", source], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield process
+        process.communicate("\n", timeout=20)
+
+
 @pytest.fixture
 def part(service: Any, tmp_path: Path) -> Path:
     """A part that was saved from device 0."""
@@ -85,6 +100,52 @@ def test_a_load_replaces_another_layout_only_when_asked_to(service: Any, part: P
     with client.connect(1, lock="RO") as pool:
         assert "other" in pool.arrays()
     assert "generation 2" in gms("load", part, "-d", 1, "--replace")
+
+
+def test_drop_frees_what_is_committed_and_says_how_much(service: Any) -> None:
+    commit(1)
+    found = json.loads(gms("status", "-o", "json", "--events", 0))["devices"][1]
+    layout = found["domains"][0]["layout"]
+    said = gms("drop", "--device", 1)
+    assert said == f"9.02 MiB of device 1 are free: layout {layout['layout_id']}\n"
+    after = json.loads(gms("status", "-o", "json", "--events", 0))["devices"][1]
+    assert after["used"] == 0
+    assert after["domains"][0]["layout"] is None
+    assert "NotFound: nothing is committed on device 1" in gms("drop", "-d", 1, status=1)
+    commit(1)
+
+
+def test_drop_is_refused_while_sessions_use_the_layout_and_names_each(service: Any) -> None:
+    commit(0)
+    hold = "import snapback_client as c; p = c.connect(lock='RO', name='second'); print(1); input()"
+    with client.connect(0, lock="RO", name="first"), another_process(hold) as other:
+        said = gms("drop", status=1)
+        assert "error: NotEligible: the layout of " in said
+        assert f"in use by first (pid {os.getpid()}), second (pid {other.pid})\n" in said
+        assert "next: put them to sleep or end them" in said
+    with client.connect(0, lock="RO") as pool:
+        assert "w" in pool
+    assert "are free" in gms("drop")
+
+
+def test_drop_is_refused_while_a_writer_replaces_the_layout(service: Any) -> None:
+    commit(0)
+    with client.connect(0, lock="RO") as pool:
+        generation = pool.generation
+    with client.connect(0, lock="RW", name="loader", if_match=generation):
+        assert "in use by loader (pid " in gms("drop", status=1)
+    assert "are free" in gms("drop")
+
+
+def test_drop_frees_only_the_layout_that_is_named(service: Any) -> None:
+    commit(0)
+    said = gms("drop", "--layout", "another", status=1)
+    assert "error: StaleLayout: " in said
+    assert "next: see what is committed: gms status" in said
+    status = json.loads(gms("status", "-o", "json", "--events", 0))
+    layout = status["devices"][0]["domains"][0]["layout"]
+    dropped = json.loads(gms("drop", "--layout", layout["layout_id"], "-o", "json"))
+    assert dropped == {"device": service.uuids[0], "layout": layout}
 
 
 def test_a_shard_that_another_artifact_shares_is_verified_as_any_other(

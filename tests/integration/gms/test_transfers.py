@@ -34,7 +34,8 @@ from gms.domain.tasks import (
     TransferProgress,
 )
 from gms.transfer_child.save import save
-from snapback_client.frames import Attach, LockMode, MemoryDomain
+from snapback_client.errors import GmsUnavailable
+from snapback_client.frames import LEASE_SOCKET, Attach, LockMode, MemoryDomain
 from snapback_client.lease import Lease
 from snapshot_shared.artifact import PartManifest, check_part_manifest
 from snapshot_shared.codec import digest, encode_json, encode_pretty
@@ -142,6 +143,26 @@ class Capture:
 @pytest.fixture
 def capture(service: Any, tmp_path: Path) -> Capture:
     return Capture(service, tmp_path / "artifacts")
+
+
+def test_a_load_waits_for_a_service_that_is_being_started(capture: Capture) -> None:
+    capture.run(capture.save_task())
+    path = capture.service.folder / LEASE_SOCKET
+    away = path.rename(path.with_suffix(".away"))
+    threading.Timer(0.5, away.rename, [path]).start()
+    events = capture.run(capture.load_task())
+    assert isinstance(events[-1], TransferDone)
+
+
+def test_a_load_that_finds_no_service_says_so_and_may_be_tried_again(
+    capture: Capture, tmp_path: Path
+) -> None:
+    capture.run(capture.save_task())
+    task = capture.load_task(socket_dir=str(tmp_path), deadline_s=0.2)
+    with pytest.raises(SnapbackError, match="no GPU memory service answers at ") as raised:
+        capture.run(task)
+    assert (raised.value.reason, raised.value.retryable) == ("GmsUnavailable", True)
+    assert isinstance(raised.value, GmsUnavailable)
 
 
 def restored_sums(capture: Capture) -> dict[str, int]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
 
 import pytest
 
-from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
+from tests.integration.snapshotctl.conftest import PATIENCE_S, Cli, interrupt, read_until
 
 SERVER = """\
 import http.server, json, os, socketserver, threading
@@ -110,6 +119,115 @@ def test_a_program_ends_with_the_command(talking: Cli) -> None:
     running = talking.start("exec", "talker", "--", "sh", "-c", "echo $$; exec sleep 1000")
     read_until(running, "\n")
     assert interrupt(running).code == 130
+
+
+AT_TERMINAL = """\
+import os, signal, sys, tty
+
+def told(number, frame):
+    size = os.get_terminal_size()
+    print(signal.Signals(number).name, size.columns, size.lines, flush=True)
+
+for number in (signal.SIGINT, signal.SIGWINCH):
+    signal.signal(number, told)
+tty.setcbreak(0)
+print("ready", flush=True)
+while sys.stdin.read(1) != "q":
+    pass
+sys.exit(7)
+"""
+
+
+class Terminal:
+    """A command with a terminal of its own, and the far end of it."""
+
+    def __init__(self, cli: Cli, *words: str) -> None:
+        self._far, near = pty.openpty()
+        self.attributes = termios.tcgetattr(near)
+        controlled = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+            "os.execv(sys.executable, [sys.executable, '-m', 'snapshotctl', *sys.argv[1:]])"
+        )
+        self._near = near
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", controlled, *words],
+            cwd=cli.workdir,
+            env=cli.environment,
+            stdin=near,
+            stdout=near,
+            stderr=near,
+            start_new_session=True,
+        )
+
+    def type(self, text: str) -> None:
+        os.write(self._far, text.encode())
+
+    def resize(self, columns: int, lines: int) -> None:
+        termios.tcsetwinsize(self._far, (lines, columns))
+
+    def until(self, text: str) -> str:
+        """Read what is shown up to a text."""
+        seen = ""
+        while text not in seen:
+            ready, _, _ = select.select([self._far], [], [], PATIENCE_S)
+            assert ready, seen
+            seen += os.read(self._far, 4096).decode()
+        return seen
+
+    def ended(self) -> tuple[int, list[object]]:
+        """Return the exit code of the command, and how it has left the terminal."""
+        code = self.process.wait(PATIENCE_S)
+        return code, termios.tcgetattr(self._near)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(PATIENCE_S)
+        os.close(self._near)
+        os.close(self._far)
+
+
+def test_what_is_typed_at_a_terminal_is_for_the_program_alone(talking: Cli) -> None:
+    words = ("exec", "talker", "--", "python3", "-c", AT_TERMINAL)
+    with contextlib.closing(Terminal(talking, *words)) as terminal:
+        terminal.until("ready")
+        terminal.type("\x03")
+        terminal.until("SIGINT")
+        terminal.resize(100, 30)
+        terminal.until("SIGWINCH 100 30")
+        terminal.type("q")
+        assert terminal.ended() == (7, terminal.attributes)
+
+
+def test_ctrl_c_at_a_terminal_ends_a_program_that_does_not_expect_it(talking: Cli) -> None:
+    words = ("exec", "talker", "--", "sh", "-c", "stty raw isig; echo ready; exec sleep 1000")
+    with contextlib.closing(Terminal(talking, *words)) as terminal:
+        terminal.until("ready")
+        terminal.type("\x03")
+        assert terminal.ended() == (130, terminal.attributes)
+
+
+def test_another_signal_ends_the_program_at_a_terminal_too(talking: Cli) -> None:
+    words = ("exec", "talker", "--", "sh", "-c", "stty raw; echo ready $$; exec sleep 1000")
+    with contextlib.closing(Terminal(talking, *words)) as terminal:
+        pid = int(terminal.until("\n").split()[1])
+        terminal.process.terminate()
+        assert terminal.ended() == (130, terminal.attributes)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_workers_are_reached_while_no_operator_answers(talking: Cli) -> None:
+    processes = {row["name"]: row["pid"] for row in talking.record()["processes"]}
+    os.kill(processes["operator"], signal.SIGSTOP)
+    try:
+        heard = json.loads(talking.ok("ask", "talker", "Who am I?").out)["heard"]
+        assert heard["prompt"] == "Who am I?"
+        ran = talking.program("exec", "talker", "--", "sh", "-c", "echo $POD_NAME")
+        assert (ran.code, ran.out) == (0, "talker\n")
+        nobody = talking.run("exec", "nobody", "--", "true")
+        assert (nobody.code, "name a pod that runs: talker" in nobody.err) == (3, True)
+    finally:
+        os.kill(processes["operator"], signal.SIGCONT)
 
 
 def test_the_logs_of_services_are_found_by_their_names(talking: Cli) -> None:

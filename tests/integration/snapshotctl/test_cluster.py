@@ -123,6 +123,15 @@ def test_a_cluster_of_which_a_part_died_names_that_part(cli: Cli) -> None:
     assert "snapshotctl down --cluster default && snapshotctl up --cluster default" in again.err
     unserved = cli.run("get", "pods")
     assert (unserved.code, "no operator answers" in unserved.err) == (5, True)
+    assert (
+        "next: start it again: snapshotctl sim restart operator --cluster default" in unserved.err
+    )
+    [server] = [p for p in cli.record()["processes"] if p["name"] == "nats-server"]
+    os.kill(server["pid"], signal.SIGKILL)
+    unreached = cli.run("get", "pods")
+    assert (unreached.code, "cannot reach " in unreached.err) == (5, True)
+    again = "next: start what is down again: snapshotctl sim restart nats-server --cluster default"
+    assert again in unreached.err
     cli.ok("down", "--purge")
     assert cli.run("down").code == 3
 

@@ -91,10 +91,17 @@ def test_a_deleted_object_is_waited_for_until_it_is_gone(running: Cli) -> None:
     running.ok("wait", "pod/goner", "--for", "condition=PodScheduled")
     running.ok("delete", "pod", "goner")
     gone = running.ok("wait", "pod/goner", "--for", "delete", "--timeout", "60s")
-    again = running.ok("wait", "goner", "--for", "delete").out
-    assert again == "goner delete: it is gone\n"
+    again = running.ok("wait", "pod/goner", "--for", "delete").out
+    assert again == gone.out
     assert gone.out == "pod/goner delete: it is gone\n"
     assert running.run("get", "pod/goner").code == 3
+
+
+def test_a_bare_name_that_nothing_has_is_not_taken_for_deleted(running: Cli) -> None:
+    misspelt = running.run("wait", "misspelt", "--for", "delete")
+    assert (misspelt.code, misspelt.out) == (3, "")
+    assert "there is no " in misspelt.err
+    assert "next: name the kind where it may be gone already, as in pod/misspelt" in misspelt.err
 
 
 def test_waiting_ends_when_the_condition_cannot_come_true(running: Cli) -> None:

@@ -12,6 +12,7 @@ from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import reconcile
 from snapshot_operator.core.plan import SetStatus
+from snapshot_shared.metrics import Metrics
 from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
@@ -72,6 +73,37 @@ async def test_a_worker_that_goes_on_is_released_once_its_part_is_staged_and_sav
         await world.report(save, "leased")
     assert world.open("release")
     assert len(world.open("save")) == 2
+
+
+@pytest.mark.parametrize("order", [("release", "seal"), ("seal", "release")])
+async def test_the_pause_of_a_worker_is_measured_once_whatever_is_answered_first(
+    order: tuple[str, str],
+) -> None:
+    metrics = Metrics("snap-operator", "operator", "0", scraped=True)
+    world = World(metrics=metrics)
+    await world.join(presence("node-1"))
+    await capturing(world)
+    await world.answer_well(world.open("prepare")[0])
+    await world.answer_well(world.open("dump")[0])
+    saves = world.open("save")
+    for save in saves:
+        await world.report(save, "leased")
+    (release,) = world.open("release")
+    for save in saves:
+        await world.answer_well(save)
+    (seal,) = world.open("seal")
+    for verb in order:
+        if verb == "seal":
+            await world.answer_well(seal)
+        else:
+            await world.report(release, paused_s=0.25)
+    content = await world.content()
+    assert content.status.capture is Capture.READY
+    assert content.status.paused_seconds == 0.25
+    await world.advance(60.0)
+    text = metrics.text().decode()
+    assert "snapback_capture_pause_duration_seconds_count 1.0" in text
+    assert "snapback_capture_pause_duration_seconds_sum 0.25" in text
 
 
 async def test_a_worker_that_ends_is_released_only_after_ready_is_stored(world: World) -> None:

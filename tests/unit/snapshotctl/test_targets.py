@@ -74,6 +74,11 @@ def test_a_bare_name_is_traced_as_whatever_may_have_a_trace() -> None:
     ]
 
 
+@pytest.mark.parametrize("word", ["DynamoCheckpoint", "dckpt", "ckpt", "checkpoint", "checkpoints"])
+def test_a_checkpoint_has_a_short_name(word: str) -> None:
+    assert target([word], "ns").kind.name == "DynamoCheckpoint"
+
+
 @pytest.mark.parametrize(
     "word", ["SnapshotRestore", "snapshotrestores", "srestore", "restore", "restores"]
 )

@@ -58,6 +58,14 @@ def test_a_pod_is_placed_before_its_orders_of_the_same_second() -> None:
     ]
 
 
+def test_the_end_of_a_worker_is_not_told_at_the_time_at_which_it_was_made_unready() -> None:
+    run = stories.ended(order("run", derived_uid("pod", "worker"), at=NOW - 10 + 0.2), "exited")
+    rows = [row("Ready", "False", "ContainerExited", "exit 1")]
+    shown = _texts(stories.pod(orders=[run], conditions=rows))
+    assert not [line for line in shown if "Ready is False" in line]
+    assert shown[-1].startswith("run exited by agent@node-1")
+
+
 def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() -> None:
     found = timeline.timeline([], [report(SEAL, "accepted")], [], {})
     assert [item.object for item in found] == [f"(gone) {UID}"]

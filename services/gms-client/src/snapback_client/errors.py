@@ -94,6 +94,12 @@ class NotFound(SnapbackError):
     """The named object does not exist."""
 
 
+class GmsUnavailable(NotFound):
+    """No GPU memory service answers at a socket: it does not run, or is being started."""
+
+    retryable = True
+
+
 class Forbidden(SnapbackError):
     """The caller may not do this."""
 

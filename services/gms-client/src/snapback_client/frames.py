@@ -106,12 +106,16 @@ class AllocationSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 
 
 class AllocationInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An allocation as it is: `aligned` bytes are mapped, `slot` is its place in the layout."""
+    """An allocation as it is: `aligned` bytes are mapped, `slot` is its place in the layout.
 
-    id: AllocationId
+    The names were matched against their patterns when they came to the service, and matching them
+    again would take a client longer than all the rest of an answer.
+    """
+
+    id: ShortText
     size: AllocationSize
     aligned: AllocationSize
-    tag: Tag
+    tag: ShortText
     slot: Count
 
 
@@ -162,14 +166,14 @@ class AllocateMany(_Frame, frozen=True, kw_only=True, tag="allocate_many"):
 class ExportMany(_Frame, frozen=True, kw_only=True, tag="export_many"):
     """Send a fresh descriptor for each id, in this order."""
 
-    ids: Annotated[list[AllocationId], Meta(min_length=1, max_length=MAX_BATCH)]
+    ids: Annotated[list[ShortText], Meta(min_length=1, max_length=MAX_BATCH)]
     access: Access
 
 
 class FreeMany(_Frame, frozen=True, kw_only=True, tag="free_many"):
     """Free allocations of the layout being written; the sender has unmapped them."""
 
-    ids: Annotated[list[AllocationId], Meta(min_length=1, max_length=MAX_BATCH)]
+    ids: Annotated[list[ShortText], Meta(min_length=1, max_length=MAX_BATCH)]
 
 
 class MetadataPut(_Frame, frozen=True, kw_only=True, tag="metadata_put"):

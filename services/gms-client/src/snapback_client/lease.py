@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from snapback_client.errors import (
     ConnectionLost,
     Forbidden,
+    GmsUnavailable,
     InvalidMessage,
     NotEligible,
-    NotFound,
     SnapbackError,
     TimedOut,
     for_python,
@@ -93,9 +93,10 @@ class Lease:
     def attach(
         cls, socket_dir: str, request: Attach, versions: Versions = PROTOCOL_VERSIONS
     ) -> Lease:
-        """Connect and wait for the lock. DeadlineExceeded, GenerationMismatch, Fenced, NotFound.
+        """Connect and wait for the lock.
 
-        `versions` are offered to the server. UnsupportedVersion when it speaks none of them.
+        DeadlineExceeded, GenerationMismatch, Fenced, GmsUnavailable. `versions` are offered to the
+        server; UnsupportedVersion when it speaks none of them.
         """
         path = os.path.join(socket_dir, LEASE_SOCKET)  # noqa: PTH118 - pathlib costs import time
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -307,7 +308,7 @@ def _connect(sock: socket.socket, path: str) -> None:
     except PermissionError as error:
         raise Forbidden(f"this process may not use {path}", path=path) from error
     except OSError as error:
-        raise NotFound(
+        raise GmsUnavailable(
             f"no GPU memory service answers at {path}: {error.strerror or error}",
             next_step="start gms, or set GMS_SOCKET_DIR to the folder of its sockets",
             path=path,

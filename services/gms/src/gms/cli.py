@@ -1,4 +1,4 @@
-"""The `gms` command: look at a GPU memory service, save and load its memory, check what was saved.
+"""The `gms` command: look at a GPU memory service, save, load and drop its memory, check parts.
 
 It speaks to the gRPC socket of a service on this machine; `verify` and `diff` read the disk alone.
 """
@@ -37,6 +37,7 @@ from snapshot_shared.errors import (
     Incompatible,
     Internal,
     InvalidInput,
+    NotFound,
     SnapbackError,
     UnknownDevice,
     failure_of,
@@ -103,7 +104,7 @@ def common(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Look at a GPU memory service, save and load its memory, and check what was saved."""
+    """Look at a GPU memory service, save, load and drop its memory, and check what was saved."""
 
 
 SocketDir = Annotated[
@@ -217,6 +218,43 @@ def load(
             )
             done = await _follow("loaded", gms.load(request))
         _show(output, done, _loaded_text)
+        return Exit.OK
+
+    _carry_out(work())
+
+
+@app.command()
+def drop(
+    socket_dir: SocketDir = None,
+    device: Device = "0",
+    layout_id: Annotated[
+        str | None,
+        typer.Option("--layout", metavar="ID", help="Drop only this layout, as status shows it."),
+    ] = None,
+    output: Form = Output.TABLE,
+) -> None:
+    """Free what is committed on a device. Refused while a session or a capture uses it."""
+
+    async def work() -> Exit:
+        async with _caller(socket_dir) as gms:
+            found = _device(await gms.status(events=0), device)
+            layout = _committed(found)
+            named = layout_id or (layout.layout_id if layout else "")
+            # With its id, so that a layout that was committed meanwhile stays.
+            if layout is None or not await gms.drop_layout(found.uuid, named):
+                raise NotFound(
+                    f"nothing is committed on device {found.index} ({found.uuid})",
+                    next_step="see what each device holds: gms status",
+                )
+            await gms.status(events=0)  # Its answer comes when the memory is free.
+        _show(
+            output,
+            {"device": found.uuid, "layout": layout},
+            lambda _: (
+                f"{size_text(layout.bytes)} of device {found.index} are free: "
+                f"layout {layout.layout_id}"
+            ),
+        )
         return Exit.OK
 
     _carry_out(work())

@@ -31,7 +31,14 @@ class Kind(NamedTuple):
 
 
 _ALL_KINDS = (
-    Kind("DynamoCheckpoint", GROUP, "dynamocheckpoints", "dckpt", DynamoCheckpoint),
+    Kind(
+        "DynamoCheckpoint",
+        GROUP,
+        "dynamocheckpoints",
+        "dckpt",
+        DynamoCheckpoint,
+        others=("ckpt", "checkpoint", "checkpoints"),
+    ),
     Kind("Snapshot", GROUP, "snapshots", "snap", Snapshot),
     Kind(
         "SnapshotContent",

@@ -14,7 +14,7 @@ import grpc
 from snapback_client.frames import Versions, error_of
 from snapback_client.wire import pinned
 from snapshot_shared.codec import MAX_FRAME_BYTES, decode_msgpack, encode_msgpack
-from snapshot_shared.errors import DeadlineExceeded, Failure, NotFound, SnapbackError
+from snapshot_shared.errors import DeadlineExceeded, Failure, GmsUnavailable, SnapbackError
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
     GRPC_SOCKET,
@@ -53,12 +53,6 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 8 * MAX_FRAME_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-class GmsUnavailable(NotFound):
-    """No GPU memory service answers at a socket."""
-
-    retryable = True
 
 
 class GmsCaller:
@@ -110,6 +104,15 @@ class GmsCaller:
         """Free what a load left hidden."""
         request = ForgetRequest(device=device, load_token=load_token)
         await self.call("Forget", request, ForgetReply)
+
+    async def drop_layout(self, device: str, layout_id: str) -> bool:
+        """Free the committed layout of a device; False when nothing is committed any more.
+
+        StaleLayout where another one is; NotEligible, which names the sessions, or Fenced while it
+        is used.
+        """
+        request = DropLayoutRequest(device=device, layout_id=layout_id)
+        return (await self.call("DropLayout", request, DropLayoutReply)).dropped
 
     def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
         """Follow what happens."""

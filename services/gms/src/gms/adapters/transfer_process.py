@@ -17,7 +17,12 @@ import msgspec
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
 from snapback_client.frames import error_of
 from snapshot_shared.codec import MAX_FRAME_BYTES, encode_json
-from snapshot_shared.errors import Internal, InvalidMessage, TransferKilled
+from snapshot_shared.errors import GmsUnavailable, Internal, InvalidMessage, TransferKilled
+from snapshot_shared.tasks import any_set
+
+START_S = 30.0
+"""For how long a transfer is begun again while no memory service is there: it may be starting."""
+AGAIN_S = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +72,8 @@ class TransferProcesses:
         verb = "save" if isinstance(task, SaveTask) else "load"
         gpu = task.device if task.device in self._gpus else _ANY
         self._running += 1
+        loop = asyncio.get_running_loop()
+        end = loop.time() + min(task.deadline_s, START_S)
         try:
             while True:
                 spare = self._taken(gpu)
@@ -81,6 +88,10 @@ class TransferProcesses:
                     # A spare without an event may have ended long ago: start another.
                     if spare is None or has_answered:
                         raise
+                except GmsUnavailable:
+                    if loop.time() + AGAIN_S >= end:
+                        raise
+                    await any_set(AGAIN_S)
                 else:
                     return
         finally:

@@ -283,15 +283,22 @@ class MemoryTable:
             return False, []
         if layout_id not in (None, layout.ref.layout_id):
             raise StaleLayout(
-                f"{uuid} holds another layout", expected=layout_id, found=layout.ref.layout_id
+                f"{uuid} holds layout {layout.ref.layout_id}, and not {layout_id}",
+                next_step="see what is committed: gms status",
+                expected=layout_id,
+                found=layout.ref.layout_id,
             )
         if self.fences.on(uuid):
-            raise Fenced(f"a capture holds {uuid}", device=uuid)
-        if users := device.weights.sessions:
+            raise Fenced(
+                f"a capture holds {uuid}",
+                next_step="wait for the end of the capture, which gms status shows",
+                device=uuid,
+            )
+        if users := [session.name for session in device.weights.sessions]:
             raise NotEligible(
-                f"the layout of {uuid} is in use by {users[0].name}",
-                next_step="end its users first",
-                users=[session.name for session in users],
+                f"the layout of {uuid} is in use by {', '.join(users)}",
+                next_step="put them to sleep or end them, and try again",
+                users=users,
             )
         device.weights.move(LockEvent.DROP)
         device.weights.committed = None

@@ -46,6 +46,7 @@ class Spans:
         match old, new:
             case SnapshotContent(), SnapshotContent():
                 self._capture(old, new)
+                self._pause(old, new)
             case SnapshotRestore(), SnapshotRestore():
                 self._restoration(old, new)
             case _:
@@ -88,8 +89,6 @@ class Spans:
             self._metrics.add(instruments.CAPTURE_IO, by=size)
             lasted = max(self._now() - began, 0.0)
             self._metrics.record(instruments.CAPTURE_DURATION, lasted, _reason(failure))
-            if paused_s := figures.capture_times(new.status).paused_s:
-                self._metrics.record(instruments.CAPTURE_PAUSE, paused_s)
         self._telemetry.record(
             "capture",
             parent=trace_parent(new),
@@ -103,6 +102,16 @@ class Spans:
                 **_error_type(failure),
             },
         )
+
+    def _pause(self, old: SnapshotContent, new: SnapshotContent) -> None:
+        """Record the pause once: the release may be answered before the seal or after it."""
+        known = figures.capture_times(old.status).paused_s
+        paused_s = figures.capture_times(new.status).paused_s
+        if not paused_s or new.spec.source.artifact is not None:
+            return
+        was_over = old.status.capture in _CAPTURED
+        if new.status.capture in _CAPTURED and not (was_over and known):
+            self._metrics.record(instruments.CAPTURE_PAUSE, paused_s)
 
     def _restoration(self, old: SnapshotRestore, new: SnapshotRestore) -> None:
         before, after = old.status, new.status

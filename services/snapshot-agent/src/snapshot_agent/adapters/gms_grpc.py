@@ -20,6 +20,7 @@ from snapback_client.wire import pinned
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import (
     Failure,
+    GmsUnavailable,
     InvalidMessage,
     OutcomeUnknown,
     SnapbackError,
@@ -50,6 +51,8 @@ T = TypeVar("T")
 CALL_S = 5.0
 """How long a call may take in addition to the wait that it asks for, in seconds."""
 
+_LOOK = "check that the GMS of this node runs (nats micro ls)"
+
 _OPTIONS = (
     ("grpc.max_receive_message_length", 1024 * 1024),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -58,13 +61,6 @@ _OPTIONS = (
     # gRPC shares subchannels in a process, and a new channel would inherit their back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-class GmsUnavailable(SnapbackError):
-    """The GPU memory service of this node does not answer."""
-
-    retryable = True
-    default_next_step = "check that the GMS of this node runs (nats micro ls)"
 
 
 class GmsClient:
@@ -191,10 +187,10 @@ def _translated(method: str, error: grpc.aio.AioRpcError) -> SnapbackError:
         if key == FAILURE_TRAILER and isinstance(value, bytes):
             return error_of(decode_msgpack(value, Failure))
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return GmsUnavailable(f"{method}: the GPU memory service does not answer")
+        return GmsUnavailable(f"{method}: the GPU memory service does not answer", next_step=_LOOK)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return OutcomeUnknown(f"{method}: the GPU memory service did not answer in time")
-    return GmsUnavailable(f"{method}: {error.details()}")
+    return GmsUnavailable(f"{method}: {error.details()}", next_step=_LOOK)
 
 
 async def _end_fence(socket_dir: Path, token: str) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import grpc
 
-from snapshot_agent.adapters.gms_grpc import GmsUnavailable
 from snapshot_agent.domain.pod_resources import held_gpus, on_this_node
 from snapshot_agent.ports import GpuMemory
-from snapshot_shared.errors import InvalidMessage
+from snapshot_shared.errors import GmsUnavailable, InvalidMessage
 from snapshot_shared.orders import PodRef, PresenceDevice
 from snapshot_shared.tasks import in_thread
 

@@ -7,12 +7,11 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from snapshot_agent.adapters.gms_grpc import GmsUnavailable
 from snapshot_agent.ports import NodeDevices
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import BusUnavailable, SnapbackError
+from snapshot_shared.errors import BusUnavailable, GmsUnavailable, SnapbackError
 from snapshot_shared.ids import token
 from snapshot_shared.orders import Presence, PresenceDevice
 

@@ -174,7 +174,7 @@ class Kubernetes:
 
     async def show(self, *words: str) -> int:
         """Run kubectl with this terminal; return its exit code. WrongArguments without kubectl."""
-        return await ended(await self._started(words))
+        return await ended(self._started(words))
 
     async def _started(self, words: Sequence[str], **streams: Any) -> asyncio.subprocess.Process:
         try:

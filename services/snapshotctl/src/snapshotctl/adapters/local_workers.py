@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import termios
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-from snapshot_shared.errors import InvalidInput, NotFound
+from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.kubernetes import Pod
 from snapshotctl.adapters import processes
@@ -67,8 +70,7 @@ class LocalWorkers:
         self, namespace: str, pod: str, container: str | None, program: Sequence[str]
     ) -> int:
         found = await self._worker(namespace, pod, container)
-        process = await self._start(found, program)
-        return await ended(process)
+        return await ended(self._start(found, program))
 
     async def answer(
         self, namespace: str, pod: str, container: str | None, program: Sequence[str]
@@ -81,24 +83,25 @@ class LocalWorkers:
 
     async def _worker(self, namespace: str, pod: str, container: str | None) -> _Found:
         """Return the process of a container. NotFound, WrongArguments."""
-        async with self._connect() as operator:
-            seen = await operator.get(Target(KINDS["Pod"], namespace, pod))
-        everyone = _outers(self._run)
-        ours: dict[str, _Outer] = {}
-        if isinstance(seen, Pod) and seen.status.node_name:
-            home = self._paths.node(seen.status.node_name, "agent") / "pods" / seen.metadata.uid
-            ours = {
-                control.parent.name: min(outers)
-                for control, outers in everyone.items()
-                if control.parent.parent == home
-            }
+        try:
+            home = await self._home(namespace, pod)
+            everyone = self._containers()
+        except BusUnavailable:
+            # Their processes go on without an operator, and each says whose it is.
+            everyone = self._containers()
+            known = [
+                (outer, control)
+                for control, outer in everyone.items()
+                if outer.place == (namespace, pod)
+            ]
+            home = max(known)[1].parent.parent if known else None
+        ours = {
+            control.parent.name: outer
+            for control, outer in everyone.items()
+            if control.parent.parent == home
+        }
         if not ours:
-            places = {
-                outer.place
-                for control, outers in everyone.items()
-                if control.is_relative_to(self._paths.state)
-                for outer in outers
-            }
+            places = {outer.place for outer in everyone.values()}
             names = sorted(name for space, name in places if space == namespace and name)
             raise NotFound(
                 f"no process of pod {pod} in namespace {namespace} runs in local cluster "
@@ -120,6 +123,22 @@ class LocalWorkers:
                 next_step=f"name one of: {', '.join(names)}",
             )
         return _within(chosen)
+
+    async def _home(self, namespace: str, pod: str) -> Path | None:
+        """Return the folder of a pod on its node, as the operator has it. BusUnavailable."""
+        async with self._connect() as operator:
+            seen = await operator.get(Target(KINDS["Pod"], namespace, pod))
+        if not isinstance(seen, Pod) or not seen.status.node_name:
+            return None
+        return self._paths.node(seen.status.node_name, "agent") / "pods" / seen.metadata.uid
+
+    def _containers(self) -> dict[Path, _Outer]:
+        """Return the first process of each container by its control directory."""
+        return {
+            control: min(outers)
+            for control, outers in _outers(self._run).items()
+            if control.is_relative_to(self._paths.state)
+        }
 
     async def _start(
         self,
@@ -165,14 +184,54 @@ async def answered(process: asyncio.subprocess.Process) -> Ran:
     return Ran(process.returncode or 0, out, err.decode("utf-8", "replace"))
 
 
-async def ended(process: asyncio.subprocess.Process) -> int:
-    """Return the exit code of a program that has our terminal; end it where we are interrupted."""
-    try:
-        code = await process.wait()
-    except asyncio.CancelledError:
-        await _end(process)
-        raise
+async def ended(starting: Awaitable[asyncio.subprocess.Process]) -> int:
+    """Start a program that has our terminal, and return its exit code.
+
+    What is typed is for the program alone, as of a shell. It ends with us where we are ended
+    otherwise, and where an interrupt is none of the terminal.
+    """
+    with _terminal_lent():
+        process = await starting
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            await _end(process)
+            raise
     return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _terminal_lent() -> Iterator[None]:
+    """Let go of the terminal, if we have one, and have it back as it was."""
+    if not _is_in_front():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    attributes = termios.tcgetattr(terminal)
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        # Not SIG_IGN, which the program would inherit. The command ends with the program.
+        asyncio.get_running_loop().add_signal_handler(number, _ignored)
+    try:
+        yield
+    finally:
+        # A program that was killed leaves it raw, and its own group in front; to change that from
+        # behind would stop us.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
+        os.tcsetpgrp(terminal, os.getpgrp())
+        termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_in_front() -> bool:
+    """Return whether standard input is a terminal that is ours now."""
+    try:
+        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except OSError:  # It is not the terminal of this session.
+        return False
+
+
+def _ignored() -> None:
+    """Do nothing."""
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -419,7 +419,9 @@ class OperatorClient:
         except NotFound as error:
             raise BusUnavailable(
                 f"no operator answers behind {shown(self._server.url)} ({self._server.source})",
-                next_step="start it, or name another server with --server; "
+                next_step=f"start it again: {_restarted(self._server, 'operator')}"
+                if self._server.cluster
+                else "start it, or name another server with --server; "
                 "snapshotctl up starts a local cluster",
             ) from error
         reply = decode_json(answer, type_, limit=MAX_REPLY_BYTES)
@@ -583,5 +585,11 @@ def _unreachable(server: Server, why: str) -> BusUnavailable:
     why = why.replace(server.url, shown(server.url))
     return BusUnavailable(
         f"cannot reach {shown(server.url)} (from {server.source}): {why}",
-        next_step="check the address, or start a local cluster with: snapshotctl up",
+        next_step=f"start what is down again: {_restarted(server, 'nats-server')}"
+        if server.cluster
+        else "check the address, or start a local cluster with: snapshotctl up",
     )
+
+
+def _restarted(server: Server, program: str) -> str:
+    return f"snapshotctl sim restart {program} --cluster {server.cluster}"

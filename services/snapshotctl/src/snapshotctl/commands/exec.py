@@ -33,7 +33,8 @@ async def exec_(
     """Run a program beside a worker, as in its container.
 
     It has the environment, the working directory and the namespaces of the worker, and this
-    terminal. Its exit code is that of the command.
+    terminal: Ctrl-C there is for the program. Its exit code is that of the command. In a local
+    cluster no operator has to run.
     """
     name, space = targets.pod_named(pod), targets.checked_namespace(namespace)
     if not program:

@@ -52,7 +52,10 @@ async def wait(
     timeout: Timeout = "5m",
     namespace: Namespace = "default",
 ) -> None:
-    """Wait until a condition comes true, or cannot any more."""
+    """Wait until a condition comes true, or cannot any more.
+
+    What does not exist counts as deleted where its kind is named, as in pod/my-worker.
+    """
     named = targets.meant_one(words, namespace)
     wanted, within_s = parse_goal(goal), formats.parse_duration(timeout)
     async with tools.operator(patiently=True) as operator:
@@ -163,10 +166,14 @@ async def _resolved_and_met(
     """Wait until a goal is met; return of what as well, as it is typed."""
     try:
         target = await objects.resolved(operator, named)
-    except NotFound:
+    except NotFound as error:
         if not isinstance(goal, Gone):
             raise
-        return named[0].name or "", Met("it is gone")
+        # Of what kind it was is not known, so it may as well be misspelt.
+        raise NotFound(
+            error.message,
+            next_step=f"name the kind where it may be gone already, as in pod/{named[0].name}",
+        ) from None
     return str(target), await _met(operator, target, goal, within_s)
 
 

@@ -110,7 +110,7 @@ def server_of(record: ClusterRecord) -> Server:
     """Return the server of a running cluster, with the credentials of people."""
     paths = ClusterPaths(Path(record.state_dir), Path(record.socket_dir))
     seed = paths.key(User("snapshotctl"))
-    return Server(record.url, f"local cluster {record.name}", str(seed))
+    return Server(record.url, f"local cluster {record.name}", str(seed), cluster=record.name)
 
 
 class ClusterAccess(NamedTuple):

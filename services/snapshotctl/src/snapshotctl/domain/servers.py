@@ -30,7 +30,7 @@ class Server(NamedTuple):
 
     `credentials` is the path of an nkey seed, if one is needed, `inbox` the prefix of the subjects
     on which its user may receive answers, and `ca` a file with the certificates by which the server
-    is known over TLS, if the system's are not enough.
+    is known over TLS, if the system's are not enough. `cluster` is the local cluster that it is of.
     """
 
     url: str
@@ -38,6 +38,7 @@ class Server(NamedTuple):
     credentials: str | None = None
     inbox: str = User("snapshotctl").inbox
     ca: Path | None = None
+    cluster: str = ""
 
 
 class ContextNamed(NamedTuple):

@@ -28,6 +28,8 @@ _WHOLE = ("capture", "restoration")
 _SILENT = (("Failed", "False"), ("Lost", "False"), ("Quarantined", "False"))
 """Conditions that every object without trouble has."""
 
+_EXITS = ("Completed", "ContainerExited")
+"""Reasons of a pod whose end is in a report."""
 _PLACED = "PodScheduled is True"
 _DERIVED = re.compile(
     r"snapshot(content|restore)/(?:snapshotcontent|restore)-([0-9a-f]{8})[0-9a-f-]{28}"
@@ -124,8 +126,8 @@ def of_object(value: AnyObject) -> Iterator[Event]:
     failed = condition(value.status.conditions, "Failed")
     for item in value.status.conditions:
         at = formats.instant(item.last_transition_time)
-        # Ready was False before the failure, too: its time is not that of the failure.
-        is_echo = item.type == "Ready" and _is_same_failure(item, failed)
+        # Ready was False before, too: its time is not that of the failure, or of the end.
+        is_echo = item.type == "Ready" and (_is_same_failure(item, failed) or item.reason in _EXITS)
         if at is not None and (item.type, item.status) not in _SILENT and not is_echo:
             yield Event(
                 at,

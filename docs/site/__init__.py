@@ -1,0 +1,1 @@
+"""The documentation as a site: `staging` lays out what is rendered, `versions` lists versions."""

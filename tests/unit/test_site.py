@@ -1,0 +1,120 @@
+"""What the site is rendered from: where pages are, where their links lead, and its versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from docs import contents
+from docs.contents import DOCS, ROOT, Page
+from docs.generate import index
+from docs.site import staging, versions
+
+PLACES = {page.file: page.place for page in contents.pages()}
+
+
+def moved(text: str, page: str = "docs/how-to/new.md", place: str = "how-to/new.md") -> str:
+    return staging.staged(Page(ROOT / page, place, "New"), text, PLACES).text
+
+
+def in_navigation(entries: Any) -> Iterator[str]:
+    if isinstance(entries, str):
+        yield entries
+    elif isinstance(entries, dict):
+        for inner in entries.values():
+            yield from in_navigation(inner)
+    else:
+        for inner in entries:
+            yield from in_navigation(inner)
+
+
+def test_the_map_and_the_navigation_have_the_same_pages() -> None:
+    navigation = list(in_navigation(staging.navigation(contents.contents())))
+    assert sorted(navigation) == sorted(PLACES.values())
+    written = index.page()
+    for page in contents.pages():
+        if page.place != "index.md":
+            assert f"- [{page.title}](" in written
+
+
+def test_every_document_of_docs_is_a_page() -> None:
+    assert set(DOCS.rglob("*.md")) <= set(PLACES)
+
+
+def test_a_page_without_a_place_is_refused_by_its_name() -> None:
+    with pytest.raises(LookupError, match=r"docs/lost\.md has no place.*docs/contents\.py"):
+        contents.check([], {DOCS / "lost.md"})
+
+
+def test_a_page_with_two_places_is_refused_by_its_name() -> None:
+    with pytest.raises(LookupError, match=r"docs/concepts\.md is twice"):
+        contents.check([DOCS / "concepts.md", DOCS / "concepts.md"], set())
+
+
+@pytest.mark.parametrize(
+    ("link", "there"),
+    [
+        ("[a](../concepts.md)", "[a](../concepts.md)"),
+        ("[a](../concepts.md#parts)", "[a](../concepts.md#parts)"),
+        ("[a](#below)", "[a](#below)"),
+        ("[a](../../README.md)", "[a](../overview.md)"),
+        ("[a](../../deploy/helm/snapback/README.md)", "[a](../chart.md)"),
+        ("![a](../images/page-busy.png)", "![a](../images/page-busy.png)"),
+        ("[a](../../Makefile)", "[a](../source/Makefile.md)"),
+        (
+            "[a](../../deploy/observability)",
+            "[a](../source/deploy/observability/index.md)",
+        ),
+        ("[a](https://nats.io/x)", "[a](https://nats.io/x)"),
+        ("[a](mailto:a@b.example)", "[a](mailto:a@b.example)"),
+    ],
+)
+def test_a_link_leads_to_the_same_place_in_the_site(link: str, there: str) -> None:
+    assert moved(f"See {link}.\n") == f"See {there}.\n"
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~", "````"])
+def test_code_is_left_as_it_is(fence: str) -> None:
+    text = f"{fence}sh\necho '[a](nowhere)'\n{fence}\n"
+    assert moved(text) == text
+
+
+def test_a_bar_in_code_of_a_table_loses_the_escape_that_only_a_repository_needs() -> None:
+    row = r"| `a\|b` | c\|d |"
+    assert moved(row) == r"| `a|b` | c\|d |"
+    assert moved(r"`a\|b` in a line") == r"`a\|b` in a line"
+
+
+@pytest.mark.parametrize("target", ["../nowhere.md", "../../services/nothing.py", "../../../etc"])
+def test_a_link_to_nothing_names_the_page_and_the_target(target: str) -> None:
+    with pytest.raises(LookupError, match=r"docs/how-to/new\.md links to " + target):
+        moved(f"[a]({target})\n")
+
+
+def test_versions_are_listed_newest_first_and_what_is_unreleased_before_all() -> None:
+    names = ["0.9.0", "0.10.0", "latest", "0.10.0rc1", "0.2.1"]
+    listed = [each["version"] for each in json.loads(versions.listed(names))]
+    assert listed == ["latest", "0.10.0", "0.10.0rc1", "0.9.0", "0.2.1"]
+
+
+def test_the_list_of_versions_has_the_form_that_the_selector_reads() -> None:
+    assert json.loads(versions.listed(["0.1.0"])) == [
+        {"version": "0.1.0", "title": "0.1.0", "aliases": []}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [(["0.1.0", "latest"], "latest"), (["0.9.0", "0.10.0"], "0.10.0")],
+)
+def test_a_reader_who_names_no_version_gets_the_newest(names: list[str], chosen: str) -> None:
+    assert versions.default(names) == chosen
+    assert f'content="0; url={chosen}/index.html"' in versions.entrance(chosen)
+
+
+@pytest.mark.parametrize("name", ["", "..", "0.1/../..", "v0.1.0", "main", ".new-1"])
+def test_a_name_that_is_no_version_is_refused_with_what_one_looks_like(name: str) -> None:
+    with pytest.raises(ValueError, match=r"a release as 0\.1\.0"):
+        versions.checked(name)
