@@ -35,9 +35,10 @@ REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
-	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE))
+	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
+	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 ##@ Try it
 ##@ Set up
@@ -266,7 +267,7 @@ bench-engines: $(STAMP) .engines/.installed $(if $(filter 0,$(shell id -u)),.too
 
 ##@ Try it
 
-demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, KEEP=1; ENGINE=onnx; DRIVER=criu as root)
+demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, WARM_UP=short, KEEP=1, TRACE=1; ENGINE=onnx; DRIVER=criu as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
 demo-cluster: $(STAMP) ## The demo with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
@@ -292,6 +293,9 @@ test-site: $(STAMP) .mkdocs/.installed ## Build two versions of the site and rea
 
 site-serve: site ## Build the documentation and serve it (PORT=8000)
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site $(or $(PORT),8000)
+
+demo-picture: $(STAMP) ## Record the demo in a terminal as the picture of README.md
+	@$(BIN)/python -m tests.docs.demo_picture
 
 screenshots: $(STAMP) ## Take pictures of the page, wide and on a phone, light and dark, into .screenshots and docs/images (needs Chromium)
 	@$(BIN)/python -m tests.browser.screenshots

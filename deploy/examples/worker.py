@@ -26,8 +26,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,10 +155,20 @@ class Model:
         }
 
 
+class Answering(Protocol):
+    """A model that is served."""
+
+    def answer(self, line: bytes) -> dict[str, Any]:
+        """Answer one request."""
+
+    def save(self, state: Path) -> None:
+        """Save what is not in a pool."""
+
+
 class Server:
     """Follows its clients in one thread."""
 
-    def __init__(self, worker: Worker, model: Model, path: Path) -> None:
+    def __init__(self, worker: Worker, model: Answering, path: Path) -> None:
         """Listen. The socket gets its name once it can be connected to."""
         self.worker = worker
         self.model = model
@@ -215,15 +226,18 @@ class Server:
             connection.close()
 
 
-def main() -> None:
-    """Start cold, as a standby for a restore, or again from a state, then serve."""
+def run(build: Callable[[Worker, int], Answering]) -> None:
+    """Start cold, as a standby for a restore, or again from a state, then serve a model.
+
+    `build` returns that, for a worker and the MiB that the weights shall have.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume-from", type=Path, metavar="FOLDER")
     resume_from: Path | None = parser.parse_args().resume_from
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     began = time.monotonic()
     with Worker(resume_from=resume_from) as worker:
-        model = Model.of(worker, int(os.environ.get("SIZE_MIB", "512")))
+        model = build(worker, int(os.environ.get("SIZE_MIB", "512")))
         worker.on_quiesce = model.save
         print(f"serving after {time.monotonic() - began:.2f} s", flush=True)
         server = Server(worker, model, Path(os.environ["POD_SOCKET_DIR"]) / "worker.sock")
@@ -233,4 +247,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(Model.of)

@@ -35,7 +35,7 @@ class Compose:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._environment = environment(engine) | {"SIZE_MIB": "32"}
+        self._environment = environment(engine) | {"SIZE_MIB": "32", "WARM_UP": "short"}
 
     def try_(self, *words: str, given: str = "", within_s: float = COMMAND_S) -> Ended:
         """Run a command to its end."""

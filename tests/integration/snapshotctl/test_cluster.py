@@ -205,8 +205,8 @@ def test_down_ends_workers_too(cli: Cli) -> None:
 
 
 def test_what_a_killed_command_left_is_shown_and_can_be_removed(cli: Cli) -> None:
-    process = cli.start("demo", "--size-mib", "16")
-    read_until(process, "the operator answers")
+    process = cli.start("demo", "--size-mib", "16", "--warm-up", "short")
+    read_until(process, "2/5 ")
     process.kill()
     process.communicate()
     [state] = (cli.home / "state" / "snapback").iterdir()

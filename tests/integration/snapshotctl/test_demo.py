@@ -1,6 +1,7 @@
 """The demo, as `make demo` runs it, on little memory."""
 
 import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -8,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.adapters import processes
-from snapshotctl.domain import formats
 from snapshotctl.domain.demo_engines import ENGINES
 from tests.integration.snapshotctl.conftest import (
     EXAMPLES,
@@ -18,8 +18,8 @@ from tests.integration.snapshotctl.conftest import (
     read_until,
 )
 
-SIZE = ("--size-mib", "16")
-LAST = "Everything is ended and removed."
+SHORT = ("--size-mib", "16", "--warm-up", "short")
+MOST_LINES = 25
 
 
 def _demos(cli: Cli) -> list[Path]:
@@ -28,13 +28,13 @@ def _demos(cli: Cli) -> list[Path]:
 
 
 def _run_of(out: str) -> str:
-    found = re.search(r"logs: .*/demo-([0-9a-f]{8})/logs", out)
+    found = re.search(r" demo-([0-9a-f]{8}): ", out)
     assert found is not None
     return found[1]
 
 
 def test_two_demos_at_once_each_capture_lose_restore_and_leave_nothing(cli: Cli) -> None:
-    both = [cli.start("demo", *SIZE) for _ in range(2)]
+    both = [cli.start("demo", *SHORT) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     for out in outputs:
@@ -44,33 +44,59 @@ def test_two_demos_at_once_each_capture_lose_restore_and_leave_nothing(cli: Cli)
 
 
 def _is_whole(out: str) -> None:
-    """Everything that a demo shows is there, in its order."""
-    assert [line[:3] for line in out.splitlines() if re.match(r"\d/6 ", line)] == [
-        f"{number}/6" for number in range(1, 7)
+    """The whole story is there, in its order, and it fits on a screen."""
+    lines = out.splitlines()
+    assert [line[:3] for line in lines if re.match(r"\d/5 ", line)] == [
+        f"{number}/5" for number in range(1, 6)
     ]
-    assert "killed node-1 with SIGKILL: node-1" in out
-    assert "all 4 answers are the same, byte for byte" in out
-    assert re.search(r"refused, as it must be: DeviceTooSmall: .*8 MiB.* 4 MiB", out)
-    assert re.search(r"cold start [\d.]+ m?s, restore [\d.]+ m?s", out)
-    assert re.search(r"^    sha256:[0-9a-f]{64}$", out, re.MULTILINE)
-    assert out.count("\ntrace ") == 2
-    assert out.count("\n    nats --context ") == out.count("\n    snapshotctl --cluster ") == 7
-    assert out.endswith(f"{LAST}\n")
+    assert re.search(r"cold start: [\d.]+ m?s to the first answer", out)
+    assert re.search(r"captured [\d.]+ MiB in .* worker paused for [\d.]+ m?s", out)
+    assert re.search(r"restore: [\d.]+ m?s to the first answer", out)
+    assert out.count("My name is -> Ada.") == 2
+    assert "node-1 is lost: its " in out
+    assert "all 3 answers are the same, byte for byte" in out
+    assert "GPUs are too small it is refused: DeviceTooSmall" in out
+    assert re.search(r"^The restore was .* the cold start", out, re.MULTILINE)
+    assert "Everything is ended and removed." in out
+    assert "\ntrace " not in out
+    assert len(_kept(out)) <= MOST_LINES
+    assert max(map(len, lines)) <= 80
+
+
+def _kept(out: str) -> list[str]:
+    """The lines that stay on a terminal."""
+    return [line for line in out.splitlines() if "so far" not in line]
+
+
+def test_a_program_reads_the_same_as_one_value(cli: Cli) -> None:
+    found = cli.ok("demo", *SHORT, "-o", "json").value()
+    assert (found["pod"], found["refused"]) == ("demo-llm-restored", "DeviceTooSmall")
+    assert found["cluster"].startswith("demo-")
+    assert found["coldSeconds"] > found["pausedSeconds"] > 0
+    assert found["restoreSeconds"] > 0
+    assert found["answers"][-1] == {"question": "My name is", "answer": "Ada."}
+    assert _demos(cli) == []
+
+
+def test_traces_are_shown_on_request(cli: Cli) -> None:
+    assert cli.ok("demo", *SHORT, "--trace").out.count("\ntrace ") == 2
+
+
+def test_a_warm_up_is_shown_in_steady_lines_where_there_is_no_terminal(cli: Cli) -> None:
+    process = cli.start("demo", "--size-mib", "16")
+    out = read_until(process, "the worker warms up: ") + interrupt(process).out
+    assert "    the worker warms up: 5 s so far\n" in out
 
 
 @needs_engines
 def test_a_trained_model_names_the_same_types_of_files_on_the_other_node(cli: Cli) -> None:
-    out = cli.ok("demo", "--engine", "onnx").out
-    before, after = (
-        re.findall(r"^  \? (.*)$", part, re.MULTILINE) for part in out.partition("5/6 ")[::2]
-    )
-    assert before == after
-    assert [line.partition(": ")[0] for line in before] == list(ENGINES["onnx"].asked)
-    assert {"LICENSE: txt", "Makefile: makefile"} <= {line.partition(" (")[0] for line in before}
-    assert "killed node-1 with SIGKILL: node-1" in out
-    assert "all 20 answers are the same, byte for byte" in out
-    assert "refused, as it must be: DeviceTooSmall" in out
-    assert cli.left(_run_of(out)) == []
+    ended = cli.ok("demo", "--engine", "onnx", "-o", "json")
+    answers = {each["question"]: each["answer"] for each in ended.value()["answers"]}
+    assert list(answers) == list(ENGINES["onnx"].asked)
+    assert answers["LICENSE"].startswith("txt ")
+    assert answers["Makefile"].startswith("makefile ")
+    assert ended.value()["refused"] == "DeviceTooSmall"
+    assert _demos(cli) == []
 
 
 def test_an_engine_that_is_not_installed_is_named_before_anything_starts(tmp_path: Path) -> None:
@@ -82,39 +108,49 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_starts(tmp_pat
     assert _demos(cli) == []
 
 
-def test_every_part_of_the_capture_rises_to_the_size_in_the_manifest(cli: Cli) -> None:
-    out = cli.ok("demo", "--size-mib", "64", "--keep").out
+def test_a_demo_that_is_kept_says_how_to_look_around_and_how_to_end_it(cli: Cli) -> None:
+    out = cli.ok("demo", *SHORT, "--keep").out
     [demo] = _demos(cli)
-    [content] = cli.ok("get", "snapshotcontents", "-o", "json", "--cluster", demo.name).value()
-    sizes = {part["part"]: part["bytes"] for part in content["status"]["committed"]["parts"]}
-    capture = out.partition("4/6 ")[2].partition("5/6 ")[0]
-    for part, size in sizes.items():
-        seen = re.findall(rf"^  {part}: ([\d.]+ \w*B)\b", capture, re.MULTILINE)
-        assert (seen[0], seen[-1]) == ("0 B", formats.size(size))
-        assert seen == sorted(set(seen), key=formats.parse_size)
-        assert len(seen) >= 3
+    assert len(_kept(out)) <= MOST_LINES
+    commands = re.findall(rf"^    snapshotctl --cluster {demo.name} (.*)$", out, re.MULTILINE)
+    assert len(commands) == 2
+    for typed in commands:
+        cli.ok("--cluster", demo.name, *shlex.split(typed))
+    assert f"It goes on; its page is {cli.record(demo.name)['page']}\n" in out
     assert f"snapshotctl down --cluster {demo.name} --purge" in out
-    assert f"  page {cli.record(demo.name)['page']}" in out
     assert cli.left(cli.record(demo.name)["run"]) == []
     cli.ok("down", "--name", demo.name, "--purge")
+
+
+@pytest.mark.parametrize("moment", ["1/5 ", "2/5 ", "3/5 ", "5/5 "])
+def test_a_demo_whose_reader_ends_leaves_nothing_and_says_so(cli: Cli, moment: str) -> None:
+    with cli.start("demo", *SHORT) as process:
+        read_until(process, moment)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        err = process.stderr.read()
+    assert (process.returncode, "Traceback" in err) == (1, False)
+    assert "everything that the demo has started is ended and removed" in err
+    assert _demos(cli) == []
 
 
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ("nats-server listens", signal.SIGINT),
-        ("pod demo-llm", signal.SIGTERM),
-        ("> The harbour", signal.SIGINT),
-        ("5/6 ", signal.SIGTERM),
-        ("trace ", signal.SIGINT),
+        ("2/5 ", signal.SIGTERM),
+        ("it learns: ", signal.SIGINT),
+        ("5/5 ", signal.SIGTERM),
+        ("byte for byte", signal.SIGINT),
     ],
 )
 def test_an_interrupted_demo_leaves_nothing(cli: Cli, moment: str, number: int) -> None:
-    process = cli.start("demo", *SIZE)
+    process = cli.start("demo", *SHORT)
     read_until(process, moment)
     run = cli.record(_demos(cli)[0].name)["run"]
     ended = interrupt(process, number)
     assert (ended.code, "interrupted" in ended.err) == (130, True)
+    assert "everything that the demo has started is ended and removed" in ended.err
     assert processes.members(run) == []
     assert _demos(cli) == []
     assert cli.left(run) == []
@@ -132,9 +168,9 @@ def test_a_worker_that_ends_early_ends_the_demo_and_the_logs_are_kept(
 ) -> None:
     copied = tmp_path / "checkout" / "deploy" / "examples"
     shutil.copytree(EXAMPLES, copied)
-    (copied / "worker.py").write_text(broken)
+    (copied / "text_worker.py").write_text(broken)
     cli = Cli(tmp_path, workdir=tmp_path / "checkout")
-    failed = cli.run("demo", *SIZE)
+    failed = cli.run("demo", *SHORT)
     assert failed.code == 1
     assert reason in failed.err
     [demo] = _demos(cli)
@@ -147,14 +183,14 @@ def test_a_worker_that_ends_early_ends_the_demo_and_the_logs_are_kept(
 def test_an_answer_that_differs_after_the_restore_ends_the_demo(tmp_path: Path) -> None:
     copied = tmp_path / "checkout" / "deploy" / "examples"
     shutil.copytree(EXAMPLES, copied)
-    worker = (copied / "worker.py").read_text()
-    forgetful = worker.replace('own["turns"], own["memory"])', 'own["turns"], "")')
+    worker = (copied / "text_worker.py").read_text()
+    forgetful = worker.replace('own["inputs"], own["readout"]', 'own["inputs"], 0 * own["readout"]')
     assert forgetful != worker
-    (copied / "worker.py").write_text(forgetful)
+    (copied / "text_worker.py").write_text(forgetful)
     cli = Cli(tmp_path, workdir=tmp_path / "checkout")
-    failed = cli.run("demo", *SIZE)
+    failed = cli.run("demo", *SHORT)
     assert failed.code == 1
-    assert "4 answers differ after the restore" in failed.err
+    assert "3 answers differ after the restore" in failed.err
     cli.purge()
 
 

@@ -17,11 +17,9 @@ import pytest
 from gms.adapters.simulated import simulated_uuid
 from snapshotctl.adapters import inotify, worker_socket
 from snapshotctl.adapters.worker_socket import WorkerClient
-from snapshotctl.domain import demo_script
-from snapshotctl.domain.demo_engines import ENGINES
 from tests.integration.snapshotctl.conftest import EXAMPLES
 
-NUMPY = ENGINES["numpy"]
+ASKED = ("What is my name?", "When does the harbour open?", "My name is")
 NODE = "node-1"
 PATIENCE_S = 60.0
 POD_UID = "12345678-0000-0000-0000-000000000000"
@@ -136,7 +134,7 @@ def _example(name: str) -> list[str]:
 async def _talk(place: Place) -> list[bytes]:
     client = await place.connect()
     try:
-        return [await client.ask(question) for question in NUMPY.asked]
+        return [await client.ask(question) for question in ASKED]
     finally:
         await client.close()
 
@@ -152,6 +150,30 @@ async def test_a_chat_moves_what_an_ask_only_reads(place: Place) -> None:
         assert (said["turns"], json.loads(moved)["turns"]) == (1, 1)
         assert (await place.said("ready-for-snapshot"))["attempt"] == 0
         await client.close()
+
+
+async def test_a_text_is_written_on_from_sentences_and_from_what_was_learned(place: Place) -> None:
+    async with process(_example("text_worker.py"), place.worker(PASSES="1")):
+        client = await place.connect()
+        known = json.loads(await client.ask("The clone answers"))
+        assert known["answer"] == "as its source did, word for word."
+        unknown = json.loads(await client.ask("My name is"))
+        await client.chat("My name is Ada.")
+        learned = json.loads(await client.ask("My name is"))
+        assert (learned["answer"], unknown["answer"] != "Ada.") == ("Ada.", True)
+        assert "answer" in json.loads(await client.ask("zygote"))
+        await client.close()
+
+
+async def test_a_text_model_is_the_same_on_each_node_that_trains_it(
+    place: Place, tmp_path: Path
+) -> None:
+    async with make_place(tmp_path / "another") as other:
+        answers = []
+        for each in (place, other):
+            async with process(_example("text_worker.py"), each.worker(PASSES="2")):
+                answers.append(await _talk(each))
+    assert answers[0] == answers[1]
 
 
 SENSELESS = (
@@ -177,7 +199,7 @@ async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-            assert demo_script.checked_answer(NUMPY, await client.ask("still there?")), line
+            assert "answer" in json.loads(await client.ask("still there?")), line
         await client.close()
 
 
@@ -195,7 +217,7 @@ async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
             place.say("quiesce", attempt)
             assert (await place.said("quiesced"))["attempt"] == attempt
             assert not (place.control / "ready-for-snapshot").exists()
-            asking = asyncio.create_task(client.ask(NUMPY.asked[0]))
+            asking = asyncio.create_task(client.ask(ASKED[0]))
             saved = json.loads((place.control / "state" / "worker.json").read_text())
             assert saved["turns"] == 1
             assert not asking.done()
@@ -205,18 +227,21 @@ async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
         await client.close()
 
 
-async def test_a_restored_worker_answers_byte_for_byte_as_its_source(place: Place) -> None:
-    async with process(_example("worker.py"), place.worker()):
+@pytest.mark.parametrize("program", ["worker.py", "text_worker.py"])
+async def test_a_restored_worker_answers_byte_for_byte_as_its_source(
+    place: Place, program: str
+) -> None:
+    async with process(_example(program), place.worker(PASSES="1")):
         client = await place.connect()
-        await client.chat("I am Ada")
+        await client.chat("My name is Ada.")
         await place.said("ready-for-snapshot")
-        before = [await client.ask(question) for question in NUMPY.asked]
+        before = [await client.ask(question) for question in ASKED]
         await client.close()
         place.say("quiesce", 1)
         await place.said("quiesced")
     place.forget("quiesce", "quiesced", "ready-for-snapshot")
     (place.pod_sockets / "worker.sock").unlink()
-    async with process(_example("worker.py"), place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
+    async with process(_example(program), place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
         place.say("restore-complete", 7)
         assert (await place.said("restored"))["attempt"] == 7
         assert await _talk(place) == before
@@ -237,7 +262,7 @@ async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
         place.say("restore-failed", 2)
         await place.said("ready-for-snapshot")
         assert (await place.said("restored"))["attempt"] == 2
-        assert len(await _talk(place)) == len(NUMPY.asked)
+        assert len(await _talk(place)) == len(ASKED)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -1,12 +1,12 @@
 """The demo's decisions."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from snapshot_shared.manifests import parse
 from snapshotctl.domain import criu_host, demo_engines, demo_script
-from snapshotctl.domain.cluster import ClusterAccess
 from snapshotctl.domain.criu_host import CriuHost
 from snapshotctl.domain.demo_engines import ENGINES, Engine
 from snapshotctl.domain.demo_script import MIB, Answer, Machine, checks
@@ -14,31 +14,49 @@ from snapshotctl.domain.documents import load
 from snapshotctl.domain.exits import DemoFailed, Unready, WrongArguments
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "examples"
-NUMPY, ONNX = ENGINES["numpy"], ENGINES["onnx"]
+TEXT, ONNX = ENGINES["text"], ENGINES["onnx"]
 
 
-def _example(name: str) -> object:
+def _example(name: str) -> Any:
     [document] = load((EXAMPLES / name).read_bytes(), name)
     return document.value
 
 
-@pytest.mark.parametrize("name", ["checkpoint.yaml", "restore.yaml"])
-def test_the_examples_are_used_as_they_are_but_for_their_size(name: str) -> None:
+@pytest.mark.parametrize("name", [TEXT.checkpoint, TEXT.restore])
+def test_the_examples_are_used_as_they_are_but_for_their_size_and_warm_up(name: str) -> None:
     before = _example(name)
-    after = demo_script.sized(before, 64)
-    assert str(after).replace("'64'", "'512'") == str(before)
+    after = demo_script.with_variables(before, demo_engines.variables(TEXT, 64, "short"))
+    assert str(after).replace("'64'", "'512'").replace("'1'", "'8'") == str(before)
     parse(after)
+    full = demo_script.with_variables(before, demo_engines.variables(TEXT, 512, "full"))
+    assert full == before
 
 
-def test_an_example_without_a_size_is_refused() -> None:
+def test_an_example_that_lacks_a_variable_is_refused() -> None:
     with pytest.raises(DemoFailed, match="SIZE_MIB"):
-        demo_script.sized(
-            {"spec": {"containers": [{"env": [{"name": "OTHER", "value": "1"}]}]}}, 64
+        demo_script.with_variables(
+            {"spec": {"containers": [{"env": [{"name": "OTHER", "value": "1"}]}]}},
+            {"SIZE_MIB": "64"},
         )
 
 
+def test_a_warm_up_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(WrongArguments, match="--warm-up 2s is not one of full, short"):
+        demo_engines.variables(TEXT, 512, "2s")
+
+
+def test_a_worker_without_a_long_warm_up_has_no_short_one() -> None:
+    assert demo_engines.variables(ONNX, ONNX.size_mib, "short") == {}
+
+
+def test_a_worker_is_captured_once_it_was_asked_and_has_learned() -> None:
+    containers = _example(TEXT.checkpoint)["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    values = {each["name"]: each["value"] for each in containers[0]["env"]}
+    assert int(values["WARMUP_REQUESTS"]) == 1 + len(TEXT.said)
+
+
 def test_the_refused_pod_differs_in_name_and_node_only() -> None:
-    before = demo_script.sized(_example("restore.yaml"), 64)
+    before = _example(TEXT.restore)
     after = demo_script.moved_to(before, "x", "node-small")
     assert parse(after).metadata.name == "x"
     after["metadata"]["name"] = before["metadata"]["name"]
@@ -57,12 +75,12 @@ def test_the_nodes_hold_the_weights_and_the_small_one_cannot(size_mib: int) -> N
 @pytest.mark.parametrize("size_mib", [0, 15, -1, 10**9])
 def test_a_size_that_makes_no_sense_is_refused(size_mib: int) -> None:
     with pytest.raises(WrongArguments):
-        demo_engines.check_size(NUMPY, size_mib)
+        demo_engines.check_size(TEXT, size_mib)
 
 
 def test_an_engine_with_a_model_has_its_size_and_no_other() -> None:
-    assert demo_engines.check_size(NUMPY, None) == 512
-    assert demo_engines.check_size(NUMPY, 64) == 64
+    assert demo_engines.check_size(TEXT, None) == 512
+    assert demo_engines.check_size(TEXT, 64) == 64
     assert demo_engines.check_size(ONNX, None) == ONNX.size_mib
     with pytest.raises(WrongArguments, match=r"--size-mib 64: .* leave --size-mib"):
         demo_engines.check_size(ONNX, 64)
@@ -70,12 +88,12 @@ def test_an_engine_with_a_model_has_its_size_and_no_other() -> None:
 
 def test_an_engine_that_there_is_not_is_refused_with_those_that_there_are() -> None:
     assert demo_engines.engine_of("onnx") is ONNX
-    with pytest.raises(WrongArguments, match="--engine vllm is not one of numpy, onnx"):
+    with pytest.raises(WrongArguments, match="--engine vllm is not one of text, onnx"):
         demo_engines.engine_of("vllm")
 
 
 def test_an_engine_that_is_installed_is_not_for_a_cluster_that_runs_already() -> None:
-    assert demo_engines.engine_of("numpy", is_started_here=False) is NUMPY
+    assert demo_engines.engine_of("text", is_started_here=False) is TEXT
     with pytest.raises(WrongArguments, match="--engine onnx is not for --on"):
         demo_engines.engine_of("onnx", is_started_here=False)
 
@@ -95,7 +113,7 @@ def test_the_files_that_the_demo_asks_about_are_in_the_checkout() -> None:
     lacking = [name for name in ONNX.asked if not (EXAMPLES.parents[1] / name).is_file()]
     assert lacking == []
     assert ONNX.needed == [*ONNX.asked, ".engines/.installed"]
-    assert NUMPY.needed == []
+    assert TEXT.needed == []
 
 
 def test_equal_answers_have_no_differences() -> None:
@@ -119,15 +137,13 @@ def test_any_other_byte_and_any_lost_answer_is_a_difference(after: list[Answer])
 @pytest.mark.parametrize("line", [b"", b"no json\n", b'{"error": "no"}\n', b"[1]\n", b"\xff\n"])
 def test_a_line_that_is_no_answer_ends_the_demo(line: bytes) -> None:
     with pytest.raises(DemoFailed):
-        demo_script.checked_answer(NUMPY, line)
+        demo_script.checked_answer(TEXT, line)
 
 
 def test_an_answer_is_shown_as_its_engine_has_it() -> None:
     line = b'{"label": "python", "score": 0.5}'
     shown = demo_script.checked_answer(ONNX, line)
     assert shown == "python (score 0.5)"
-    assert demo_script.exchange_lines("?", "a.py", shown) == ["  ? a.py: python (score 0.5)"]
-    assert demo_script.exchange_lines("?", "x" * 70, shown) == [f"  ? {'x' * 70}", f"    {shown}"]
 
 
 def test_a_refusal_has_to_name_both_values() -> None:
@@ -139,23 +155,6 @@ def test_a_refusal_has_to_name_both_values() -> None:
 def test_a_refusal_for_another_reason_ends_the_demo() -> None:
     with pytest.raises(DemoFailed, match="NodeLost"):
         demo_script.check_refusal("NodeLost", "800 400", 800, 400)
-
-
-ACCESS = ClusterAccess("snapshotctl -x", "nats -y", Path("/a"), "/l", "", "end", is_ours=True)
-
-
-def test_everything_is_shown_by_two_commands() -> None:
-    names = demo_script.Names("c", "content-1", "p", "r", "a" * 32)
-    twins = demo_script.twins(names, ACCESS)
-    assert len(twins) == 7
-    for twin in twins:
-        assert twin.ours.startswith("snapshotctl -x ")
-        assert twin.stock.startswith("nats -y ")
-
-
-def test_a_refusal_that_was_not_tried_is_not_shown() -> None:
-    names = demo_script.Names("c", "content-1", "p", None, "a" * 32)
-    assert [twin.what for twin in demo_script.twins(names, ACCESS) if "refused" in twin.what] == []
 
 
 @pytest.mark.parametrize(

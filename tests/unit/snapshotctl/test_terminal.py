@@ -222,3 +222,41 @@ def test_a_wide_result_is_a_table() -> None:
     assert (terminal.wants_table, terminal.wants_wide) == (True, True)
     terminal.line("x")
     assert out.getvalue() == "x\n"
+
+
+def test_what_is_under_way_is_a_line_now_and_then_when_no_terminal_reads() -> None:
+    terminal, out, _ = _terminal()
+    with terminal.activity() as activity:
+        activity.show("    capturing: 5 s so far")
+        activity.show("    capturing: 10 s so far")
+    assert out.getvalue() == "    capturing: 5 s so far\n    capturing: 10 s so far\n"
+    assert activity.interval_s >= 5
+
+
+def test_what_is_under_way_is_shown_in_place_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = _Tty()
+    terminal = Terminal("table", out, io.StringIO())
+    with terminal.activity() as activity:
+        activity.show("    capturing: 1 s so far")
+    terminal.line("captured")
+    *shown, last = out.getvalue().split("\x1b[2K")
+    assert "capturing: 1 s so far" in "".join(shown)
+    assert last == "captured\n"
+
+
+def test_a_value_has_nothing_of_what_was_under_way() -> None:
+    terminal, out, _ = _terminal("json")
+    with terminal.activity() as activity:
+        activity.show("capturing")
+    assert out.getvalue() == ""
+
+
+class _WithoutReader(io.StringIO):
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_has_ended_is_reported_and_ends_no_program() -> None:
+    with pytest.raises(BrokenPipeError):
+        Terminal("table", _WithoutReader(), io.StringIO()).line("x")

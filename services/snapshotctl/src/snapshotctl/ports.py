@@ -185,6 +185,17 @@ class Parts(Protocol):
         """Show one part as it is now."""
 
 
+class Activity(Protocol):
+    """A display of what is under way."""
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds after which it should be shown again."""
+
+    def show(self, text: str) -> None:
+        """Show one line; on a terminal it replaces the one before and goes with the last."""
+
+
 class Screen(Protocol):
     """Where results and messages go."""
 
@@ -211,6 +222,9 @@ class Screen(Protocol):
 
     def parts(self) -> AbstractContextManager[Parts]:
         """Show progress for the length of the block."""
+
+    def activity(self) -> AbstractContextManager[Activity]:
+        """Show what is under way for the length of the block."""
 
     @property
     def wants_table(self) -> bool:

@@ -236,7 +236,7 @@ class Tools:
             name,
             environment=os.environ,
             workdir=workdir,
-            say=lambda text: self.screen.line(f"  {text}"),
+            say=lambda text: None if is_demo else self.screen.line(f"  {text}"),
             run=run,
             is_demo=is_demo,
             tools=Path(criu) if criu else None,

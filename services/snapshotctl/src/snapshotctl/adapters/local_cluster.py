@@ -24,7 +24,7 @@ from snapshot_shared.ids import NodeName
 from snapshot_shared.permissions import users_of
 from snapshotctl.adapters import folders, inotify, nkeys, processes
 from snapshotctl.adapters.folders import Folders
-from snapshotctl.adapters.machine import nats_server_binary
+from snapshotctl.adapters.machine import nats_server_binary, program
 from snapshotctl.adapters.operator_client import connected
 from snapshotctl.adapters.processes import to_the_end
 from snapshotctl.domain import cluster as plans
@@ -97,7 +97,7 @@ class LocalCluster:
 
     @property
     def access(self) -> ClusterAccess:
-        return plans.access_of(self.record)
+        return plans.access_of(self.record, program())
 
     def sockets(self, node: str) -> Path:
         return self._paths.node_sockets(node)

@@ -33,6 +33,13 @@ def person() -> str:
     return f"{user}@{socket.gethostname()}"[:128]
 
 
+def program() -> str:
+    """Return what a person types to run snapshotctl: its path where it is not on PATH."""
+    if shutil.which("snapshotctl") or Path(sys.argv[0]).name != "snapshotctl":
+        return "snapshotctl"
+    return os.path.relpath(sys.argv[0])
+
+
 def look(state_dir: Path, examples: Path, engine: Engine) -> Machine:
     """Return what the demo needs of this machine."""
     return Machine(

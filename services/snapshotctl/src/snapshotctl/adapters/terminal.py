@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.status import Status
 from rich.text import Text
 
 from snapshot_shared.errors import Failure
@@ -28,6 +29,14 @@ NARROW_GAP = "  "
 _NAMES = ("NAMESPACE", "NAME", "NODE", "POD", "OBJECT")
 
 
+class _Console(Console):
+    """A console whose errors are those of its streams."""
+
+    def on_broken_pipe(self) -> None:
+        # rich would exit here, and what has to be ended first would not know why.
+        raise  # noqa: PLE0704 - called where the BrokenPipeError is handled
+
+
 class Terminal:
     """The `Screen` port over two text streams."""
 
@@ -36,8 +45,8 @@ class Terminal:
         self._output = output
         self._out = stdout
         # Never wrapped: programs read lines, and a terminal wraps by itself.
-        self._console = Console(file=stdout, highlight=False, soft_wrap=True, markup=False)
-        self._errors = Console(file=stderr, highlight=False, soft_wrap=True, markup=False)
+        self._console = _Console(file=stdout, highlight=False, soft_wrap=True, markup=False)
+        self._errors = _Console(file=stderr, highlight=False, soft_wrap=True, markup=False)
 
     @property
     def wants_table(self) -> bool:
@@ -140,6 +149,14 @@ class Terminal:
         ) as bars:
             yield BarParts(bars)
 
+    @contextlib.contextmanager
+    def activity(self) -> Iterator[PlainActivity | StatusActivity]:
+        if not (self._console.is_terminal and self.wants_table):
+            yield PlainActivity(self)
+            return
+        with self._console.status("") as status:
+            yield StatusActivity(status)
+
 
 def _kept(columns: list[list[str]], spare: Sequence[str], width: int) -> list[list[str]]:
     """Return the columns that are shown in a width: all, or those that are not left out for it."""
@@ -190,3 +207,29 @@ class BarParts:
         self._bars.update(
             self._tasks[part.part], completed=part.done, total=part.total, note=part.note
         )
+
+
+class PlainActivity:
+    """A line now and then."""
+
+    interval_s = 5.0
+
+    def __init__(self, terminal: Terminal) -> None:
+        """Print to `terminal`."""
+        self._terminal = terminal
+
+    def show(self, text: str) -> None:
+        self._terminal.line(text)
+
+
+class StatusActivity:
+    """One line in place, which is gone afterwards."""
+
+    interval_s = 1.0
+
+    def __init__(self, status: Status) -> None:
+        """Show it as this status."""
+        self._status = status
+
+    def show(self, text: str) -> None:
+        self._status.update(Text(text.strip()))

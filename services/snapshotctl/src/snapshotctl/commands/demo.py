@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -13,7 +13,6 @@ import typer
 
 from snapshot_shared import figures
 from snapshot_shared.errors import NotFound
-from snapshot_shared.ids import check_uid
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import is_true
@@ -24,7 +23,7 @@ from snapshotctl import objects
 from snapshotctl.adapters import machine, worker_socket
 from snapshotctl.command import WorkerDriver, command, new_app
 from snapshotctl.commands.trace import show
-from snapshotctl.domain import criu_host, demo_engines, demo_script, formats
+from snapshotctl.domain import criu_host, demo_engines, demo_script, demo_story, formats
 from snapshotctl.domain.criu_host import DRIVERS, CriuHost
 from snapshotctl.domain.demo_engines import Engine
 from snapshotctl.domain.demo_script import Answer
@@ -33,7 +32,7 @@ from snapshotctl.domain.exits import DemoFailed
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import Conversation, DemoCluster, Operator, Screen
 from snapshotctl.tools import Connect, Tools
-from snapshotctl.views.progress import ProgressDisplay
+from snapshotctl.views.progress import PartProgress, ProgressDisplay
 from snapshotctl.views.related import trace_of
 from snapshotctl.views.state import failure_of
 
@@ -60,11 +59,20 @@ class Setup:
     examples: Path
     driver: str
     engine: Engine
+    size_mib: int
+    variables: Mapping[str, str]
+    keeps: bool
+    """Whether the cluster goes on afterwards."""
 
     @property
     def screen(self) -> Screen:
         """The terminal."""
         return self.tools.screen
+
+    def detail(self, lines: Sequence[str]) -> None:
+        """Print details of a step."""
+        for line in lines:
+            self.screen.line(line)
 
 
 class Captured(NamedTuple):
@@ -85,6 +93,14 @@ class Restored(NamedTuple):
     seconds: float
 
 
+class Played(NamedTuple):
+    """What a demo has shown; `refused` is the reason where a node was too small, or empty."""
+
+    captured: Captured
+    restored: Restored
+    refused: str
+
+
 class Worker(NamedTuple):
     """A pod of the demo that serves: where it is, and when it was applied (monotonic s)."""
 
@@ -97,10 +113,11 @@ class Worker(NamedTuple):
     app,
     "snapshotctl demo",
     "snapshotctl demo --size-mib 2048 --keep",
+    "snapshotctl demo --trace",
     "snapshotctl demo --engine onnx",
     "sudo .venv/bin/snapshotctl demo --driver criu",
 )
-async def demo(
+async def demo(  # noqa: PLR0913, PLR0917 - its options, each of which a person may want
     tools: Tools,
     size_mib: Annotated[
         int | None,
@@ -125,13 +142,26 @@ async def demo(
     driver: WorkerDriver = DRIVERS[0],
     engine: Annotated[
         str,
-        typer.Option("--engine", metavar="ENGINE", help="numpy, or onnx, a trained model."),
-    ] = "numpy",
+        typer.Option("--engine", metavar="ENGINE", help="text, or onnx, a trained model."),
+    ] = "text",
+    warm_up: Annotated[
+        str,
+        typer.Option(
+            "--warm-up",
+            metavar="HOW",
+            envvar="WARM_UP",
+            help="full, about 20 s of training, or short.",
+        ),
+    ] = "full",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Show both traces: where the time went.")
+    ] = False,
 ) -> None:
     """Capture a worker, lose its node, restore it on another.
 
-    Everything runs on this machine, in a cluster of its own that is gone afterwards. The answers
-    of the worker before and after have to be the same, byte for byte.
+    Everything runs on this machine, in a cluster of its own that is gone afterwards. The worker is
+    a small language model that is trained when it starts. Its answers before and after have to be
+    the same, byte for byte.
 
     With --on nothing is started. The cluster is that of --server or NATS_URL; FOLDER/node-1 and
     FOLDER/node-2 are the folders of the sockets of its nodes, and the processes of node-1, which
@@ -144,6 +174,7 @@ async def demo(
     """
     shown_engine = demo_engines.engine_of(engine, is_started_here=on is None)
     size = demo_engines.check_size(shown_engine, size_mib)
+    variables = demo_engines.variables(shown_engine, size, warm_up)
     examples = machine.examples_folder()
     host = machine.look_for_criu() if criu_host.check_driver(driver) else None
     if on is None:
@@ -157,36 +188,72 @@ async def demo(
         examples=examples,
         driver=driver,
         engine=shown_engine,
+        size_mib=size,
+        variables=variables,
+        keeps=keep or on is not None,
     )
-    _title(tools.screen, 1, "Preflight")
     if on is None:
-        _check_machine(setup, size, host)
-    else:
-        tools.screen.line("  nothing is started here: the cluster runs already")
+        _check_machine(setup, host)
     try:
-        await _run(setup, size, keep=keep)
+        played = await _run(setup, shows_traces=trace)
     except (asyncio.CancelledError, BrokenPipeError):
         # Ctrl-C ends the reader of a pipe as well, and perhaps before us.
-        await cluster.stop(purge=True)
+        await _leave_nothing(setup)
         raise
     except BaseException:
         with contextlib.suppress(NotFound):
             # Without a record nothing was started, and the first error is the one that counts.
             await _stop_and_keep_logs(setup)
         raise
-    await _end(setup, keep=keep)
+    await _end(setup, played)
 
 
-async def _end(setup: Setup, *, keep: bool) -> None:
-    access = setup.cluster.access
-    if keep or not access.is_ours:
+async def _leave_nothing(setup: Setup) -> None:
+    with contextlib.suppress(NotFound):
+        # Without a record nothing was started.
+        await setup.cluster.stop(purge=True)
+        if setup.cluster.access.is_ours:
+            setup.screen.note("everything that the demo has started is ended and removed")
+
+
+async def _end(setup: Setup, played: Played) -> None:
+    if setup.keeps:
         setup.cluster.keep()
-        if access.page:
-            setup.screen.line(f"  page {access.page}")
-        setup.screen.line(f"  {access.end}")
+        pod = played.restored.pod.metadata.name
+        setup.detail(demo_story.look_around(setup.cluster.access, pod, setup.engine))
     else:
         await setup.cluster.stop(purge=True)
-        setup.screen.line("  Everything is ended and removed.")
+        setup.screen.line(demo_story.REMOVED)
+        setup.screen.line(demo_story.WITHOUT_KEEP)
+    if not setup.screen.wants_table:
+        setup.screen.value(_result(setup, played))
+
+
+def _result(setup: Setup, played: Played) -> dict[str, Any]:
+    """Return what a program reads of a demo."""
+    captured, restored, refused = played
+    committed = captured.content.status.committed
+    times = figures.capture_times(captured.content.status)
+    return {
+        "cluster": setup.cluster.access.name,
+        "checkpoint": captured.checkpoint,
+        "pod": restored.pod.metadata.name,
+        "coldSeconds": round(captured.cold_s, 3),
+        "restoreSeconds": round(restored.seconds, 3),
+        "pausedSeconds": times.paused_s,
+        "capturedSeconds": times.captured_s,
+        "capturedBytes": committed.bytes if committed else 0,
+        "rootDigest": committed.root_digest if committed else "",
+        "answers": [
+            {"question": asked, "answer": said}
+            for asked, said in _shown(setup.engine, captured.answers)
+        ],
+        "refused": refused,
+    }
+
+
+def _shown(engine: Engine, answers: Sequence[Answer]) -> list[tuple[str, str]]:
+    return [(a.question, demo_script.checked_answer(engine, a.line)) for a in answers]
 
 
 async def _stop_and_keep_logs(setup: Setup) -> None:
@@ -199,39 +266,83 @@ async def _stop_and_keep_logs(setup: Setup) -> None:
         setup.screen.note(f"the reason may stand in {access.logs}")
 
 
-async def _run(setup: Setup, size_mib: int, *, keep: bool) -> None:
-    _title(setup.screen, 2, "A cluster: nats-server, the operator, two nodes")
-    await setup.cluster.start(demo_script.nodes(size_mib))
-    if setup.cluster.access.is_ours:
-        setup.screen.line(f"  logs: {setup.cluster.access.logs}")
+async def _run(setup: Setup, *, shows_traces: bool) -> Played:
+    screen, cluster = setup.screen, setup.cluster
+    screen.line(demo_story.START, strong=True)
+    began = setup.tools.monotonic()
+    await _meanwhile(setup, "starting", cluster.start(demo_script.nodes(setup.size_mib)))
+    if cluster.access.is_ours:
+        setup.detail(demo_story.started(cluster.access.name, setup.tools.monotonic() - began))
+    else:
+        setup.detail(demo_story.wrapped(demo_story.STARTED_ELSEWHERE))
     async with setup.connect() as operator:
-        await _Demo(setup, operator, size_mib, keep=keep).run()
+        played = await _Demo(setup, operator).run()
+        if shows_traces:
+            await _show_traces(setup, operator, played)
+    captured, restored, _ = played
+    screen.line(demo_story.conclusion(captured.cold_s, restored.seconds), strong=True)
+    return played
 
 
-def _title(screen: Screen, number: int, text: str) -> None:
-    screen.line()
-    screen.line(f"{number}/6 {text}", strong=True)
+async def _show_traces(setup: Setup, operator: Operator, played: Played) -> None:
+    captured, restored, _ = played
+    for trace_id, last in ((captured.trace_id, "capture"), (restored.trace_id, "restoration")):
+        setup.screen.line()
+        show(setup.screen, trace_id, await _spans(operator, trace_id, last))
+    setup.screen.line()
 
 
-def _check_machine(setup: Setup, size_mib: int, host: CriuHost | None) -> None:
+def _check_machine(setup: Setup, host: CriuHost | None) -> None:
     """Raise Unready with everything that is missing, each with its fix."""
     states = setup.tools.folders.states
-    found = demo_script.checks(machine.look(states, setup.examples, setup.engine), size_mib)
+    seen = machine.look(states, setup.examples, setup.engine)
+    found = demo_script.checks(seen, setup.size_mib)
     found += criu_host.checks(host) if host else []
-    for check in found:
-        setup.screen.line(f"  {'ok     ' if check.ok else 'MISSING'} {check.what}")
     criu_host.require(found, "the demo")
 
 
-class _Demo:
-    """Parts 3 to 6, on a cluster that is up."""
+async def _meanwhile(
+    setup: Setup, what: str, work: Coroutine[Any, Any, T], moved: Moved | None = None
+) -> T:
+    """Do work, and show now and then for how long already, and how far it is."""
+    began = setup.tools.monotonic()
+    task = asyncio.ensure_future(work)
+    try:
+        with setup.screen.activity() as activity:
+            while not (await asyncio.wait([task], timeout=activity.interval_s))[0]:
+                lasted = setup.tools.monotonic() - began
+                activity.show(demo_story.waiting(what, lasted, moved.share if moved else ""))
+    finally:
+        await end_all(task)
+    return task.result()
 
-    def __init__(self, setup: Setup, operator: Operator, size_mib: int, *, keep: bool) -> None:
+
+class Moved:
+    """How far a capture or a restore is."""
+
+    def __init__(self) -> None:
+        """Know of no part yet."""
+        self._parts: dict[str, PartProgress] = {}
+
+    def show(self, part: PartProgress) -> None:
+        """Take in one part as it is now."""
+        self._parts[part.part] = part
+
+    @property
+    def share(self) -> str:
+        """The bytes of all parts that are done, of all that there are; empty before any moved."""
+        done = sum(max(0, part.done) for part in self._parts.values())
+        total = sum(part.total for part in self._parts.values())
+        return f"{formats.size(done)} of {formats.size(total)}" if done else ""
+
+
+class _Demo:
+    """Parts 2 to 5, on a cluster that is up."""
+
+    def __init__(self, setup: Setup, operator: Operator) -> None:
         self._setup = setup
         self._screen = setup.screen
         self._operator = operator
-        self._size_mib = size_mib
-        self._keep = keep
         self._engine = setup.engine
         self._checkpoint = self._example(setup.engine.checkpoint)
         self._restore = self._example(setup.engine.restore)
@@ -241,20 +352,17 @@ class _Demo:
         if len(documents) != 1:
             raise DemoFailed(f"{name} holds {len(documents)} documents, one was expected")
         [found] = documents
-        value = found.value
-        if self._engine.is_sized:
-            value = demo_script.sized(value, self._size_mib)
+        value = demo_script.with_variables(found.value, self._setup.variables)
         return Document(found.where, demo_script.driven(value, self._setup.driver))
 
-    async def run(self) -> None:
-        """Capture, lose the node, restore, see one restore refused, print the summary."""
+    async def run(self) -> Played:
+        """Capture, lose the node, restore, see one restore refused."""
         await self._remove_earlier()
         captured = await self._capture()
-        _title(self._screen, 5, "Restore on the other node")
+        self._screen.line(demo_story.RESTORE, strong=True)
         restored = await self._restoration(captured)
         refused = await self._refusal(captured)
-        _title(self._screen, 6, "What was shown")
-        await _sum_up(self._setup, self._operator, captured, restored, refused, keep=self._keep)
+        return Played(captured, restored, refused)
 
     async def _remove_earlier(self) -> None:
         """Remove what an earlier demo left on a cluster that was there before."""
@@ -266,34 +374,37 @@ class _Demo:
             found = await self._operator.get(target)
             if found is None:
                 continue
-            self._screen.line(f"  removing {target} of an earlier demo")
+            self._screen.note(f"removing {target} of an earlier demo")
             await self._operator.delete(target, found.metadata.uid)
             await objects.until(
                 self._operator, target, _is_gone, within_s=REMOVAL_S, what=f"{target} is removed"
             )
 
     async def _capture(self) -> Captured:
-        _title(self._screen, 3, "A live worker on node-1")
+        self._screen.line(demo_story.cold_start(self._engine, self._setup.size_mib), strong=True)
         name = self._name(self._checkpoint)
         checkpoint = _target("DynamoCheckpoint", name)
         applied_at, trace_id = await self._apply(self._checkpoint)
         job = await self._until(checkpoint, _job_name, START_S, "the checkpoint gets its Job")
         begun = await self._until(_target("Job", job), _begun, START_S, "the Job gets its pod")
         worker = await self._placed(await self._pod_of(begun), applied_at)
-        async with self._progress("capture") as display:
+        moved = Moved()
+        async with self._progress("capture", moved) as display:
             cold_s = await self._warm_up(worker)
-            _title(self._screen, 4, "Capture it while it lives, then lose its node")
-            content = await self._captured(checkpoint, display)
+            self._screen.line(demo_story.CAPTURE, strong=True)
+            content = await _meanwhile(
+                self._setup, "capturing", self._captured(checkpoint, display), moved
+            )
+        self._setup.detail(demo_story.captured(content))
         answers = await self._ask(worker)
+        self._show(answers)
         killed = await self._setup.cluster.kill_node(demo_script.SOURCE_NODE)
-        self._screen.line(f"  killed {demo_script.SOURCE_NODE} with SIGKILL: {', '.join(killed)}")
+        self._screen.line(demo_story.lost(killed), strong=True)
         return Captured(name, content, trace_id, cold_s, answers)
 
     async def _apply(self, document: Document) -> tuple[float, str]:
         applied_at = self._setup.tools.monotonic()
         sent = await objects.send(self._operator, self._setup.tools.telemetry, [document])
-        for result in sent.results:
-            self._screen.line(f"  applied {result.kind} {result.name}")
         return applied_at, sent.traceparent.split("-")[1]
 
     async def _pod_of(self, job: Job) -> Target:
@@ -307,27 +418,28 @@ class _Demo:
     async def _placed(self, target: Target, applied_at: float) -> Worker:
         pod = await self._until(target, _placed_pod, START_S, "the pod is placed on a node")
         node = pod.status.node_name
-        sockets = self._setup.cluster.sockets(node)
-        uid = check_uid(pod.metadata.uid)
-        self._screen.line(f"  pod {pod.metadata.name} is on {node}, sockets in {sockets}/{uid[:8]}")
-        return Worker(pod, sockets, applied_at)
+        return Worker(pod, self._setup.cluster.sockets(node), applied_at)
 
     async def _warm_up(self, worker: Worker) -> float:
-        """Send all sentences; return the seconds from apply to the first answer."""
-        cold_s = 0.0
-        async with self._connected(worker, START_S) as client:
+        """Ask one question, give what is to be learned; return the seconds to the first answer."""
+        async with contextlib.AsyncExitStack() as stack:
+            first = self._engine.asked[0]
+
+            async def served() -> tuple[Conversation, bytes]:
+                client = await stack.enter_async_context(self._connected(worker, START_S))
+                return client, await client.ask(first)
+
+            client, line = await _meanwhile(self._setup, "the worker warms up", served())
+            cold_s = self._setup.tools.monotonic() - worker.applied_at
+            self._setup.detail(demo_story.cold(cold_s))
+            self._show([Answer(first, line)])
             for said in self._engine.said:
-                line = await client.chat(said)
-                if not cold_s:
-                    cold_s = self._setup.tools.monotonic() - worker.applied_at
-                    self._screen.line(f"  first answer after {formats.span_time(cold_s)}")
-                self._show(">", said, line)
+                demo_script.checked_answer(self._engine, await client.chat(said))
+                self._setup.detail(demo_story.learned(said))
         return cold_s
 
-    def _show(self, mark: str, words: str, line: bytes) -> None:
-        answer = demo_script.checked_answer(self._engine, line)
-        for shown in demo_script.exchange_lines(mark, words, answer):
-            self._screen.line(shown)
+    def _show(self, answers: Sequence[Answer]) -> None:
+        self._setup.detail(demo_story.answers(_shown(self._engine, answers)))
 
     async def _captured(self, checkpoint: Target, display: ProgressDisplay) -> SnapshotContent:
         """Show the capture part by part; return its content once it is committed."""
@@ -345,31 +457,33 @@ class _Demo:
         return content
 
     async def _ask(self, worker: Worker) -> list[Answer]:
-        answers = []
         async with self._connected(worker, START_S) as client:
-            for question in self._engine.asked:
-                line = await client.ask(question)
-                self._show("?", question, line)
-                answers.append(Answer(question, line))
-        return answers
+            return [Answer(asked, await client.ask(asked)) for asked in self._engine.asked]
 
     async def _restoration(self, captured: Captured) -> Restored:
-        async with self._progress("restore") as display:
+        moved = Moved()
+        target = _target("Pod", self._name(self._restore))
+        async with (
+            self._progress("restore", moved) as display,
+            contextlib.AsyncExitStack() as stack,
+        ):
             applied_at, trace_id = await self._apply(self._restore)
-            target = _target("Pod", self._name(self._restore))
             worker = await self._placed(target, applied_at)
             display.begin(await self._restore_of(worker.pod), {})
-            async with self._connected(worker, RESTORE_S) as client:
-                first, *others = self._engine.asked
-                answers = [Answer(first, await client.ask(first))]
-                seconds = self._setup.tools.monotonic() - applied_at
-                answers += [Answer(q, await client.ask(q)) for q in others]
-        self._screen.line(f"  first answer after {formats.span_time(seconds)}")
+            first, *others = self._engine.asked
+
+            async def served() -> tuple[Conversation, bytes]:
+                client = await stack.enter_async_context(self._connected(worker, RESTORE_S))
+                return client, await client.ask(first)
+
+            client, line = await _meanwhile(self._setup, "restoring", served(), moved)
+            seconds = self._setup.tools.monotonic() - applied_at
+            answers = [Answer(first, line), *[Answer(q, await client.ask(q)) for q in others]]
+        self._setup.detail(demo_story.restored(seconds))
         if wrong := demo_script.differences(captured.answers, answers):
             raise DemoFailed(f"{len(wrong)} answers differ after the restore", problems=wrong)
-        for answer in answers:
-            self._show("?", *answer)
-        self._screen.line(f"  all {len(answers)} answers are the same, byte for byte", strong=True)
+        self._show(answers)
+        self._setup.detail(demo_story.same(len(answers)))
         pod = await self._until(target, _ready_pod, RESTORE_S, "the restored pod becomes Ready")
         return Restored(pod, trace_of(pod) or trace_id, seconds)
 
@@ -381,13 +495,13 @@ class _Demo:
             raise DemoFailed(f"pod {pod.metadata.name} is placed and has no restore {name}")
         return restore.metadata.uid
 
-    async def _refusal(self, captured: Captured) -> Pod | None:
+    async def _refusal(self, captured: Captured) -> str:
         layouts = [entry.layout for entry in captured.content.status.vector]
         needed = max((layout.bytes for layout in layouts if layout), default=0)
         small = demo_script.small_node(needed)
         if not await self._setup.cluster.add_node(small):
-            self._screen.line("  no node can be added here, so none that is too small is tried")
-            return None
+            self._setup.detail(demo_story.wrapped(demo_story.NO_SMALL_NODE))
+            return ""
         # With the suffix at most 63 characters.
         name = f"{self._name(self._restore)[:50]}-too-small"
         value = demo_script.moved_to(self._restore.value, name, small.name)
@@ -396,8 +510,8 @@ class _Demo:
             _target("Pod", name), _failed_pod, REFUSAL_S, "the restore is refused", is_expected=True
         )
         demo_script.check_refusal(pod.status.reason, pod.status.message, needed, small.gpu_memory)
-        self._screen.line(f"  refused, as it must be: {pod.status.reason}: {pod.status.message}")
-        return pod
+        self._setup.detail(demo_story.refused(pod.status.reason))
+        return pod.status.reason
 
     async def _until(
         self,
@@ -451,16 +565,15 @@ class _Demo:
         return await worker_socket.connect(worker.sockets, uid)
 
     @contextlib.asynccontextmanager
-    async def _progress(self, phase: str) -> AsyncIterator[ProgressDisplay]:
-        """Show progress for the length of the block. Messages that come early are kept."""
+    async def _progress(self, phase: str, moved: Moved) -> AsyncIterator[ProgressDisplay]:
+        """Follow progress for the length of the block. Messages that come early are kept."""
         async with self._operator.progress() as messages:
-            with self._screen.parts() as parts:
-                display = ProgressDisplay(phase, parts.show, self._setup.tools.monotonic)
-                task = asyncio.create_task(display.receive(messages))
-                try:
-                    yield display
-                finally:
-                    await end_all(task)
+            display = ProgressDisplay(phase, moved.show, self._setup.tools.monotonic)
+            task = asyncio.create_task(display.receive(messages))
+            try:
+                yield display
+            finally:
+                await end_all(task)
 
     @staticmethod
     def _name(document: Document) -> str:
@@ -513,54 +626,6 @@ def _is_ready(found: DynamoCheckpoint) -> bool | None:
     return is_true(found.status.conditions, "Ready") or None
 
 
-async def _sum_up(
-    setup: Setup,
-    operator: Operator,
-    captured: Captured,
-    restored: Restored,
-    refused: Pod | None,
-    *,
-    keep: bool,
-) -> None:
-    """Show times, the artifact, both traces, and how to look at everything."""
-    _show_times(setup.screen, captured, restored)
-    _show_artifact(setup, captured.content)
-    for trace_id, last in ((captured.trace_id, "capture"), (restored.trace_id, "restoration")):
-        setup.screen.line()
-        show(setup.screen, trace_id, await _spans(operator, trace_id, last))
-    names = demo_script.Names(
-        captured.checkpoint,
-        captured.content.metadata.name,
-        restored.pod.metadata.name,
-        refused.metadata.name if refused else None,
-        captured.trace_id,
-    )
-    _show_twins(setup, names, keep=keep)
-    setup.screen.line()
-    how = figures.comparison(captured.cold_s, restored.seconds)
-    setup.screen.line(f"  Every answer is the same. The restore was {how}.", strong=True)
-
-
-def _show_times(screen: Screen, captured: Captured, restored: Restored) -> None:
-    cold, restore = formats.span_time(captured.cold_s), formats.span_time(restored.seconds)
-    screen.line("  from apply to the first answer:")
-    screen.line(f"    cold start {cold}, restore {restore}", strong=True)
-    if numbers := figures.capture_text(captured.content):
-        screen.line(f"    {numbers}")
-
-
-def _show_artifact(setup: Setup, content: SnapshotContent) -> None:
-    committed = content.status.committed
-    if committed is None:
-        raise DemoFailed(f"{content.metadata.name} names no committed generation")
-    artifacts = setup.cluster.access.artifacts
-    folder = Path(content.spec.source.namespace) / content.artifact_uid
-    setup.screen.line("  artifact:")
-    setup.screen.line(f"    {artifacts / folder / f'gen-{committed.generation}'}")
-    setup.screen.line(f"    {committed.bytes} bytes ({formats.size(committed.bytes)})")
-    setup.screen.line(f"    {committed.root_digest}")
-
-
 async def _spans(operator: Operator, trace_id: str, last: str) -> Sequence[SpanRecord]:
     """Read a trace once it is whole up to the span that ends it, or after a while as it is."""
     with contextlib.suppress(TimeoutError):
@@ -573,16 +638,3 @@ async def _spans(operator: Operator, trace_id: str, last: str) -> Sequence[SpanR
                     return spans
                 await changes.wait()
     return await operator.spans(trace_id)
-
-
-def _show_twins(setup: Setup, names: demo_script.Names, *, keep: bool) -> None:
-    screen, access = setup.screen, setup.cluster.access
-    screen.line()
-    if keep or not access.is_ours:
-        screen.line("  Look around, with snapshotctl or with the nats CLI:", strong=True)
-    else:
-        screen.line("  With KEEP=1 it stays, and two commands each show it:", strong=True)
-    for twin in demo_script.twins(names, access):
-        screen.line(f"  {twin.what}")
-        screen.line(f"    {twin.ours}")
-        screen.line(f"    {twin.stock}")

@@ -124,19 +124,22 @@ class ClusterAccess(NamedTuple):
     end: str
     is_ours: bool
     """Whether the demo has started it, and so ends it as well."""
+    name: str = ""
+    """Of a local cluster."""
 
 
-def access_of(record: ClusterRecord) -> ClusterAccess:
-    """Return how people reach a local cluster that the demo has started."""
+def access_of(record: ClusterRecord, program: str) -> ClusterAccess:
+    """Return how people reach a local cluster that the demo has started, by which program."""
     paths = ClusterPaths(Path(record.state_dir), Path(record.socket_dir))
     return ClusterAccess(
-        snapshotctl=f"snapshotctl --cluster {record.name}",
+        snapshotctl=f"{program} --cluster {record.name}",
         nats=f"nats --context {CONTEXT_PREFIX}{record.name}",
         artifacts=paths.artifacts,
         logs=str(paths.logs),
         page=record.page,
-        end=f"end it with: snapshotctl down --cluster {record.name} --purge",
+        end=f"end it with: {program} down --cluster {record.name} --purge",
         is_ours=True,
+        name=record.name,
     )
 
 

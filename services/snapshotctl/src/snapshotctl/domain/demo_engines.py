@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from snapshotctl.domain.exits import WrongArguments
 
 MIN_SIZE_MIB = 16
 MAX_SIZE_MIB = 1024 * 1024
+SIZE_VARIABLE = "SIZE_MIB"
+SHORT = "short"
+WARM_UPS = ("full", SHORT)
+"""How long a worker warms up: as its manifest says, or as short as it can."""
 
 
 class Engine(NamedTuple):
@@ -15,11 +20,13 @@ class Engine(NamedTuple):
 
     checkpoint: str
     restore: str
-    said: tuple[str, ...]
-    """What it is sent before the capture, once it serves."""
+    what: str
+    """What happens in its cold start, in a few words."""
     asked: tuple[str, ...]
     """What it is asked after the capture and after the restore, which changes nothing."""
-    shown: str
+    said: tuple[str, ...] = ()
+    """What it is to learn before the capture, once it has answered the first question."""
+    shown: str = "{answer}"
     """What is shown of an answer, as a format of its fields."""
     takes_files: bool = False
     """Whether what it is asked are files, over HTTP; else lines of text."""
@@ -29,6 +36,8 @@ class Engine(NamedTuple):
     """Of its weights, unless it is sized otherwise."""
     is_sized: bool = False
     """Whether its weights have the size that SIZE_MIB says."""
+    short: Mapping[str, str] = {}
+    """The variables that make its warm-up short, where it has a long one."""
 
     @property
     def needed(self) -> list[str]:
@@ -37,32 +46,19 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "numpy": Engine(
-        checkpoint="checkpoint.yaml",
-        restore="restore.yaml",
-        said=(
-            "My name is Ada and I like amber.",
-            "The harbour opens at seven.",
-            "Remember the number 4711.",
-            "Ships turn left at the lighthouse.",
-            "My favourite river is the Tyne.",
-            "Lamps are lit from west to east.",
-            "The cat is called Turing.",
-            "Bring the maps tomorrow.",
-        ),
-        asked=(
-            "What is my name?",
-            "When does the harbour open?",
-            "Which number did I give you?",
-            "What is the cat called?",
-        ),
-        shown="{answer} (memory {memory}, turns {turns})",
+    "text": Engine(
+        checkpoint="text/checkpoint.yaml",
+        restore="text/restore.yaml",
+        what="a language model is trained",
+        asked=("A cold worker", "When a node is lost,", "My name is"),
+        said=("My name is Ada.",),
         is_sized=True,
+        short={"PASSES": "1"},
     ),
     "onnx": Engine(
         checkpoint="onnx/checkpoint.yaml",
         restore="onnx/restore.yaml",
-        said=("README.md",),
+        what="onnxruntime loads a trained model",
         asked=(
             ".editorconfig",
             ".gitignore",
@@ -104,6 +100,14 @@ def engine_of(name: str, *, is_started_here: bool = True) -> Engine:
             f"--engine {name} is not for --on: workers of a cluster that runs may lack it"
         )
     return found
+
+
+def variables(engine: Engine, size_mib: int, warm_up: str) -> dict[str, str]:
+    """Return the variables that size a worker and its warm-up. WrongArguments."""
+    if warm_up not in WARM_UPS:
+        raise WrongArguments(f"--warm-up {warm_up} is not one of {', '.join(WARM_UPS)}")
+    sized = {SIZE_VARIABLE: str(size_mib)} if engine.is_sized else {}
+    return {**sized, **(engine.short if warm_up == SHORT else {})}
 
 
 def check_size(engine: Engine, size_mib: int | None) -> int:

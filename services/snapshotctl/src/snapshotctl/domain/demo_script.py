@@ -1,4 +1,4 @@
-"""The demo as values: what it needs, applies and asks, which answers are equal, what it shows."""
+"""The demo as values: what it needs, applies and asks, and which answers are equal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared import subjects
-from snapshot_shared.ids import token
 from snapshot_shared.units import sizes
 from snapshotctl.domain import formats
-from snapshotctl.domain.cluster import ClusterAccess, NodeSpec
+from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.demo_engines import MIN_SIZE_MIB, Engine
 from snapshotctl.domain.exits import DemoFailed
 
@@ -26,9 +24,7 @@ SMALLEST_DEVICE = 2 * MIB
 SOURCE_NODE = "node-1"
 TARGET_NODE = "node-2"
 SMALL_NODE = "node-small"
-SIZE_VARIABLE = "SIZE_MIB"
 HOSTNAME = "kubernetes.io/hostname"
-LINE = 80
 
 
 class Machine(NamedTuple):
@@ -130,23 +126,24 @@ def too_small(nodes_: Sequence[NodeSpec], presence: Mapping[str, Sequence[int]])
     ]
 
 
-def sized(document: Any, size_mib: int) -> Any:
-    """Return the document with the variable SIZE_MIB of its containers set to the size."""
+def with_variables(document: Any, values: Mapping[str, str]) -> Any:
+    """Return the document with variables of its containers set. DemoFailed: it lacks one."""
     changed = copy.deepcopy(document)
-    if _set_size(changed, str(size_mib)) == 0:
-        raise DemoFailed(f"no container of the example has the variable {SIZE_VARIABLE}")
+    for name, text in values.items():
+        if _set_variable(changed, name, text) == 0:
+            raise DemoFailed(f"no container of the example has the variable {name}")
     return changed
 
 
-def _set_size(value: Any, text: str) -> int:
+def _set_variable(value: Any, name: str, text: str) -> int:
     if isinstance(value, list):
-        return sum(_set_size(item, text) for item in value)
+        return sum(_set_variable(item, name, text) for item in value)
     if not isinstance(value, dict):
         return 0
-    if value.get("name") == SIZE_VARIABLE and "value" in value:
+    if value.get("name") == name and "value" in value:
         value["value"] = text
         return 1
-    return sum(_set_size(item, text) for item in value.values())
+    return sum(_set_variable(item, name, text) for item in value.values())
 
 
 def driven(document: Any, driver: str) -> Any:
@@ -196,12 +193,6 @@ def checked_answer(engine: Engine, line: bytes) -> str:
         raise DemoFailed(f"the worker refused a question: {_text(line)}") from None
 
 
-def exchange_lines(mark: str, words: str, answer: str) -> list[str]:
-    """Return what was said and answered: on one line where it fits."""
-    whole = f"  {mark} {words}: {answer}"
-    return [whole] if len(whole) <= LINE else [f"  {mark} {words}", f"    {answer}"]
-
-
 def check_refusal(reason: str, message: str, needed: int, capacity: int) -> None:
     """Raise DemoFailed unless a restore was refused as DeviceTooSmall, with both values."""
     if reason != "DeviceTooSmall":
@@ -213,59 +204,3 @@ def check_refusal(reason: str, message: str, needed: int, capacity: int) -> None
 
 def _text(line: bytes) -> str:
     return line.decode("utf-8", "replace").strip()[:300]
-
-
-class Twin(NamedTuple):
-    """Two commands that show the same: ours and that of the nats CLI."""
-
-    what: str
-    ours: str
-    stock: str
-
-
-class Names(NamedTuple):
-    """The names of what the demo made; `refused` only where there was a node that is too small."""
-
-    checkpoint: str
-    content: str
-    pod: str
-    refused: str | None
-    trace_id: str
-
-
-def twins(names: Names, access: ClusterAccess) -> list[Twin]:
-    """Return for each thing the two commands that show it."""
-    ours, stock = access.snapshotctl, access.nats
-    request = msgspec.json.encode(
-        {"kind": "SnapshotContent", "name": names.content}, order="sorted"
-    ).decode()
-    checkpoint = subjects.object_key("dynamocheckpoints", "default", names.checkpoint)
-    pod = subjects.object_key("pods", "default", names.pod)
-    artifact = f"{ours} get snapshotcontent {names.content} -o yaml"
-    reports, spans = subjects.REPORTS, subjects.spans_of(names.trace_id)
-    kept = f"{stock} kv get {subjects.OBJECTS_BUCKET}"
-    found = [
-        Twin(
-            "nodes", f"{ours} nodes", f"{stock} kv get {subjects.NODES_BUCKET} {token(TARGET_NODE)}"
-        ),
-        Twin(
-            "checkpoint", f"{ours} get dynamocheckpoint {names.checkpoint}", f"{kept} {checkpoint}"
-        ),
-        Twin("artifact", artifact, f"{stock} request {subjects.api('get')} '{request}'"),
-        Twin("restored pod", f"{ours} get pod {names.pod}", f"{kept} {pod}"),
-        Twin(
-            "orders and reports",
-            f"{ours} get pod {names.pod} -o yaml",
-            f"{stock} stream subjects {reports}",
-        ),
-        Twin(
-            "trace",
-            f"{ours} trace {names.checkpoint}",
-            f"{stock} stream view {subjects.SPANS} --subject '{spans}'",
-        ),
-    ]
-    if names.refused:
-        refused = subjects.object_key("pods", "default", names.refused)
-        ours_refused = f"{ours} get pod {names.refused}"
-        found.insert(4, Twin("refused pod", ours_refused, f"{kept} {refused}"))
-    return found
