@@ -6,11 +6,14 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +124,8 @@ def test_a_program_ends_with_the_command(talking: Cli) -> None:
     assert interrupt(running).code == 130
 
 
+SNAPSHOTCTL = (sys.executable, "-m", "snapshotctl")
+
 AT_TERMINAL = """\
 import os, signal, sys, tty
 
@@ -139,14 +144,14 @@ sys.exit(7)
 
 
 class Terminal:
-    """A command with a terminal of its own, and the far end of it."""
+    """A program with a terminal of its own, and the far end of it."""
 
     def __init__(self, cli: Cli, *words: str) -> None:
         self._far, near = pty.openpty()
         self.attributes = termios.tcgetattr(near)
         controlled = (
             "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-            "os.execv(sys.executable, [sys.executable, '-m', 'snapshotctl', *sys.argv[1:]])"
+            "os.execvp(sys.argv[1], sys.argv[1:])"
         )
         self._near = near
         self.process = subprocess.Popen(
@@ -181,14 +186,15 @@ class Terminal:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            self.process.terminate()
+            # A shell does not end by SIGTERM.
+            self.process.kill()
             self.process.wait(PATIENCE_S)
         os.close(self._near)
         os.close(self._far)
 
 
 def test_what_is_typed_at_a_terminal_is_for_the_program_alone(talking: Cli) -> None:
-    words = ("exec", "talker", "--", "python3", "-c", AT_TERMINAL)
+    words = (*SNAPSHOTCTL, "exec", "talker", "--", "python3", "-c", AT_TERMINAL)
     with contextlib.closing(Terminal(talking, *words)) as terminal:
         terminal.until("ready")
         terminal.type("\x03")
@@ -200,7 +206,7 @@ def test_what_is_typed_at_a_terminal_is_for_the_program_alone(talking: Cli) -> N
 
 
 def test_ctrl_c_at_a_terminal_ends_a_program_that_does_not_expect_it(talking: Cli) -> None:
-    words = ("exec", "talker", "--", "sh", "-c", "stty raw isig; echo ready; exec sleep 1000")
+    words = (*SNAPSHOTCTL, "exec", "talker", "--", "sh", "-c", "stty raw isig; echo ready; exec sleep 1000")
     with contextlib.closing(Terminal(talking, *words)) as terminal:
         terminal.until("ready")
         terminal.type("\x03")
@@ -208,12 +214,32 @@ def test_ctrl_c_at_a_terminal_ends_a_program_that_does_not_expect_it(talking: Cl
 
 
 def test_another_signal_ends_the_program_at_a_terminal_too(talking: Cli) -> None:
-    words = ("exec", "talker", "--", "sh", "-c", "stty raw; echo ready $$; exec sleep 1000")
+    words = (*SNAPSHOTCTL, "exec", "talker", "--", "sh", "-c", "stty raw; echo ready $$; exec sleep 1000")
     with contextlib.closing(Terminal(talking, *words)) as terminal:
         pid = int(terminal.until("\n").split()[1])
         terminal.process.terminate()
         assert terminal.ended() == (130, terminal.attributes)
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_command_in_the_background_leaves_the_terminal_to_the_shell(
+    talking: Cli, tmp_path: Path
+) -> None:
+    over = tmp_path / "over"
+    program = f"echo rea''dy; until [ -e {over} ]; do sleep 0.1; done"
+    words = shlex.join([*SNAPSHOTCTL, "exec", "talker", "--", "sh", "-c", program])
+    with contextlib.closing(Terminal(talking, "bash", "--norc", "-i")) as terminal:
+        terminal.type(f"{words}\n")
+        terminal.until("ready")
+        terminal.type("\x1a")
+        terminal.until("Stopped")
+        terminal.type("bg; echo it has pid $(jobs -p) no''w\n")
+        pid = re.findall(r"pid (\d+) now", terminal.until(" now"))[0]
+        over.touch()
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.05)
+        terminal.type("exit 5\n")
+        assert terminal.ended()[0] == 5
 
 
 def test_workers_are_reached_while_no_operator_answers(talking: Cli) -> None:

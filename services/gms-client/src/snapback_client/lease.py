@@ -7,6 +7,7 @@ The open socket is the lock: it is held as long as the `Lease` is open.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import weakref
@@ -22,6 +23,7 @@ from snapback_client.errors import (
     GmsUnavailable,
     InvalidMessage,
     NotEligible,
+    NotFound,
     SnapbackError,
     TimedOut,
     for_python,
@@ -63,6 +65,8 @@ from snapback_client.frames import (
     error_of,
 )
 from snapback_client.wire import Inbox, close_all, pinned, prepare, send
+
+_NOT_STARTED = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN)
 
 CALL_S = 120.0
 """How long an answer may take once the lock is held, in seconds. Making memory takes time."""
@@ -308,7 +312,9 @@ def _connect(sock: socket.socket, path: str) -> None:
     except PermissionError as error:
         raise Forbidden(f"this process may not use {path}", path=path) from error
     except OSError as error:
-        raise GmsUnavailable(
+        # Another error, as of a path that is too long, does not pass when a service is started.
+        kind = GmsUnavailable if error.errno in _NOT_STARTED else NotFound
+        raise kind(
             f"no GPU memory service answers at {path}: {error.strerror or error}",
             next_step="start gms, or set GMS_SOCKET_DIR to the folder of its sockets",
             path=path,

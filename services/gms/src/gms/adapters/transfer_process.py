@@ -89,7 +89,7 @@ class TransferProcesses:
                     if spare is None or has_answered:
                         raise
                 except GmsUnavailable:
-                    if loop.time() + AGAIN_S >= end:
+                    if has_answered or loop.time() + AGAIN_S >= end:
                         raise
                     await any_set(AGAIN_S)
                 else:

@@ -11,7 +11,7 @@ import termios
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound
 from snapshot_shared.objects.kinds import KINDS
@@ -188,7 +188,7 @@ async def ended(starting: Awaitable[asyncio.subprocess.Process]) -> int:
     """Start a program that has our terminal, and return its exit code.
 
     What is typed is for the program alone, as of a shell. It ends with us where we are ended
-    otherwise, and where an interrupt is none of the terminal.
+    otherwise, by an interrupt too where we have no terminal.
     """
     with _terminal_lent():
         process = await starting
@@ -214,18 +214,43 @@ def _terminal_lent() -> Iterator[None]:
     try:
         yield
     finally:
-        # A program that was killed leaves it raw, and its own group in front; to change that from
-        # behind would stop us.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
+        # The terminal may be gone with its window.
+        with contextlib.suppress(OSError, termios.error):
+            _take_back(terminal, attributes)
+
+
+def _take_back(terminal: int, attributes: list[Any]) -> None:
+    """Have the terminal as it was, unless a shell has put another job in front meanwhile."""
+    front = os.tcgetpgrp(terminal)
+    if front != os.getpgrp() and _has_processes(front):
+        return
+    # A program that was killed leaves it raw, and its own group in front; to change that from
+    # behind would stop us.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
+    try:
         os.tcsetpgrp(terminal, os.getpgrp())
         termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
+    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _is_in_front() -> bool:
     """Return whether standard input is a terminal that is ours now."""
+    # A program that is started with it closed has none.
+    if sys.stdin is None or not sys.stdin.isatty():
+        return False
     try:
-        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except OSError:  # It is not the terminal of this session.
         return False
 
