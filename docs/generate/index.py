@@ -57,7 +57,10 @@ def _first_sentence(path: Path) -> str:
     """Give the first sentence below the title, without links that count from another folder."""
     text = path.read_text(encoding="utf-8").replace("**", "")
     body = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).partition("\n")[2]
-    paragraph = next(part for part in re.split(r"\n\s*\n", body) if part.strip())
+    # What a page is made from says nothing of what it has.
+    paragraph = next(
+        part for part in re.split(r"\n\s*\n", body) if part.strip() and part.lstrip()[0] not in "#*"
+    )
     sentence = re.match(r"(.+?[.?!])(\s|$)", " ".join(paragraph.split()))
     found = sentence[1] if sentence else " ".join(paragraph.split())
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", found)

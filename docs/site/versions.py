@@ -41,8 +41,12 @@ def default(names: Iterable[str]) -> str:
     return max(names, key=_order)
 
 
-def _order(name: str) -> tuple[bool, list[int], bool, str]:
+def _order(name: str) -> tuple[bool, list[int], bool, list[int]]:
     """Give what versions are ordered by: a candidate is before its release."""
     release = re.match(r"[\d.]*", name)
-    numbers = [int(part) for part in re.findall(r"\d+", release[0] if release else "")]
-    return name == LATEST, numbers, bool(re.fullmatch(r"[\d.]+", name)), name
+    end = release.end() if release else 0
+    return name == LATEST, _numbers(name[:end]), end == len(name), _numbers(name[end:])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text)]

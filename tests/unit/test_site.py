@@ -94,9 +94,9 @@ def test_a_link_to_nothing_names_the_page_and_the_target(target: str) -> None:
 
 
 def test_versions_are_listed_newest_first_and_what_is_unreleased_before_all() -> None:
-    names = ["0.9.0", "0.10.0", "latest", "0.10.0rc1", "0.2.1"]
+    names = ["0.9.0", "0.10.0", "latest", "0.10.0rc2", "0.10.0rc10", "0.2.1"]
     listed = [each["version"] for each in json.loads(versions.listed(names))]
-    assert listed == ["latest", "0.10.0", "0.10.0rc1", "0.9.0", "0.2.1"]
+    assert listed == ["latest", "0.10.0", "0.10.0rc10", "0.10.0rc2", "0.9.0", "0.2.1"]
 
 
 def test_the_list_of_versions_has_the_form_that_the_selector_reads() -> None:

@@ -206,7 +206,15 @@ def test_what_is_typed_at_a_terminal_is_for_the_program_alone(talking: Cli) -> N
 
 
 def test_ctrl_c_at_a_terminal_ends_a_program_that_does_not_expect_it(talking: Cli) -> None:
-    words = (*SNAPSHOTCTL, "exec", "talker", "--", "sh", "-c", "stty raw isig; echo ready; exec sleep 1000")
+    words = (
+        *SNAPSHOTCTL,
+        "exec",
+        "talker",
+        "--",
+        "sh",
+        "-c",
+        "stty raw isig; echo ready; exec sleep 1000",
+    )
     with contextlib.closing(Terminal(talking, *words)) as terminal:
         terminal.until("ready")
         terminal.type("\x03")
@@ -214,7 +222,15 @@ def test_ctrl_c_at_a_terminal_ends_a_program_that_does_not_expect_it(talking: Cl
 
 
 def test_another_signal_ends_the_program_at_a_terminal_too(talking: Cli) -> None:
-    words = (*SNAPSHOTCTL, "exec", "talker", "--", "sh", "-c", "stty raw; echo ready $$; exec sleep 1000")
+    words = (
+        *SNAPSHOTCTL,
+        "exec",
+        "talker",
+        "--",
+        "sh",
+        "-c",
+        "stty raw; echo ready $$; exec sleep 1000",
+    )
     with contextlib.closing(Terminal(talking, *words)) as terminal:
         pid = int(terminal.until("\n").split()[1])
         terminal.process.terminate()

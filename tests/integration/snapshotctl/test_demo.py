@@ -82,10 +82,16 @@ def test_traces_are_shown_on_request(cli: Cli) -> None:
     assert cli.ok("demo", *SHORT, "--trace").out.count("\ntrace ") == 2
 
 
-def test_a_warm_up_is_shown_in_steady_lines_where_there_is_no_terminal(cli: Cli) -> None:
+def test_a_warm_up_is_shown_in_steady_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    copied = tmp_path / "checkout" / "deploy" / "examples"
+    shutil.copytree(EXAMPLES, copied)
+    manifest = (copied / "text" / "checkpoint.yaml").read_text()
+    # No machine is done with so many before it is interrupted.
+    (copied / "text" / "checkpoint.yaml").write_text(manifest.replace('"8"', '"800"'))
+    cli = Cli(tmp_path, workdir=tmp_path / "checkout")
     process = cli.start("demo", "--size-mib", "16")
     out = read_until(process, "the worker warms up: ") + interrupt(process).out
-    assert "    the worker warms up: 5 s so far\n" in out
+    assert re.search(r"^    the worker warms up: \d+ s so far$", out, re.MULTILINE)
 
 
 @needs_engines
