@@ -295,7 +295,6 @@ async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
         await break_things(world)
-        await shows(driver, "5")
         await at(until, driver, "return document.title === '(5) Snapback'", "five problems")
         await press(driver, "/")
         assert await rests(driver, "document.activeElement.id") == "query"
@@ -449,6 +448,94 @@ async def test_captures_and_restores_are_bars_on_one_axis_that_a_table_tells_in_
             "save gpu-0",
             "save gpu-1",
         ]
+
+
+RUN = {"kind": "capture", "node": "n", "phase": "Ready", "state": "ok", "over": True, "at": 0}
+
+
+def write(seconds: float | None) -> list[dict[str, Any]]:
+    return [{"phase": "write", "start": 0, "length": seconds, "state": "ok"}]
+
+
+async def give_runs(driver: Browser, *runs: dict[str, Any]) -> None:
+    """Show these runs; `at` is here seconds before now."""
+    script = """const rows = arguments[0].map(run => ({...run, at: now() - run.at}));
+        view.runs = {rows, all: rows.length}; render()"""
+    await at(driver.execute_script, script, [{**RUN, "key": run["name"], **run} for run in runs])
+
+
+async def shares(driver: Browser) -> list[float]:
+    """Return how much of its lane each run takes, in the order of the rows."""
+    script = """[...document.querySelectorAll('#runs .lane')].map(lane =>
+        lane.querySelector('i').getBoundingClientRect().width / lane.clientWidth)"""
+    found: list[float] = await rests(driver, script)
+    return found
+
+
+async def test_a_run_is_opened_by_a_click_during_which_the_axis_moves_on(tmp_path: Path) -> None:
+    drawn = "document.querySelector('#runs thead tr')"
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await be_busy(world)
+        await shows(driver, "save 2 parts: write on node-3")
+        for name in ("mistral-7b", "llama-70b"):
+            link = await at(driver.find_element, By.XPATH, f"//*[@id='runs']//a[.='{name}']")
+            address = await at(link.get_attribute, "href")
+            await at(driver.execute_script, "arguments[0].scrollIntoView({block: 'center'})", link)
+            await at(ActionChains(driver).click_and_hold(link).perform)
+            await at(driver.execute_script, f"{drawn}.dataset.old = ''")
+            await at(until, driver, f"return !('old' in {drawn}.dataset)", "the axis moves on")
+            await at(ActionChains(driver).release().perform)
+            assert await rests(driver, "location.href") == address
+
+
+async def test_a_long_run_under_way_leaves_those_that_ended_a_third_of_the_axis(
+    tmp_path: Path,
+) -> None:
+    long = {"name": "long", "length": None, "phases": write(None), "over": False, "at": 1000}
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await give_runs(driver, long, {"name": "ended", "length": 4.0, "phases": write(4.0)})
+        open_share, ended_share = await shares(driver)
+        assert ended_share == pytest.approx(1 / 3, rel=0.02)
+        assert open_share > 1
+        words = "document.querySelector('#runs .lane + .sr').textContent"
+        assert await rests(driver, words) == "write from 0.0 ms on, under way"
+        # It has the whole axis where nothing has ended.
+        await give_runs(driver, long)
+        assert await shares(driver) == [pytest.approx(1, rel=0.02)]
+
+
+async def test_a_run_of_unknown_length_has_no_figure(tmp_path: Path) -> None:
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        open_run = {"name": "open", "length": None, "phases": write(None), "over": False, "at": 6}
+        await give_runs(driver, {"name": "forgotten", "length": None, "phases": []}, open_run)
+        took = "[...document.querySelectorAll('#runs td.took')].map(e => e.textContent)"
+        assert await rests(driver, took) == ["-", "…"]
+        assert (await rests(driver, "document.querySelector('#runs .axis').textContent"))[-1] == "s"
+
+
+async def test_the_orders_of_the_open_object_move_on_without_an_event(tmp_path: Path) -> None:
+    orders = [
+        {"label": "prepare", "phase": "prepare", "where": "", "start": 0, "length": 5},
+        {"label": "dump", "phase": "write", "where": "", "start": 5, "length": None},
+    ]
+    run = {**RUN, "key": "open", "length": None, "over": False, "steps": orders}
+    script = """shown.data = {runs: [{...arguments[0], at: now() - 10}]};
+        document.querySelector('#detail').hidden = false; timeline(shown.data.runs)"""
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await at(driver.execute_script, script, run)
+        left = "parseFloat(document.querySelector('#timeline .pulse').style.left)"
+        before = await rests(driver, left)
+        await at(until, driver, f"return {left} < {before}", "the open order takes a larger share")
+
+
+async def test_a_search_says_how_much_it_has_searched(tmp_path: Path) -> None:
+    script = """const rows = Array.from({length: 200}, (_, n) =>
+        ({key: `k${n}`, name: `llm-${n}`, kind: 'Pod', state: 'ok', phase: 'Running', rev: ''}));
+        view.objects = {rows, all: 300}; search('llm-7')"""
+    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await at(driver.execute_script, script)
+        words = await rests(driver, "document.querySelector('#matches').textContent")
+        assert words.endswith("Only the first 200 of 300 objects were searched.")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

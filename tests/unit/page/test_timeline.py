@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_page.domain.timeline import run_of
+from snapshot_page.domain.timeline import run_of, started_at
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.objects.snapback import SnapshotContent
-from snapshot_shared.transitions import Restore
+from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
+from snapshot_shared.transitions import Capture, Restore
 from tests.support import stories
 from tests.support.stories import NOW
 
@@ -101,6 +101,25 @@ def test_a_run_ends_at_the_latest_when_its_object_is_deleted() -> None:
 def test_what_has_not_begun_has_no_run() -> None:
     assert run_of(stories.content()) is None
     assert run_of(stories.restore()) is None
+
+
+def test_an_artifact_that_was_imported_has_no_run() -> None:
+    found = content(ended("verify", "verified", 0.0, 1.0), committed=stories.committed())
+    assert started_at(found) is not None
+    artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=stories.DIGEST)
+    source = replace(found.spec.source, artifact=artifact)
+    imported = replace(found, spec=replace(found.spec, source=source))
+    assert started_at(imported) is None
+    assert run_of(imported) is None
+
+
+def test_a_run_that_is_over_has_no_length_where_none_of_its_orders_is_known() -> None:
+    run = run_of(content(capture=Capture.READY))
+    assert run is not None
+    assert (run["over"], run["length"], run["phases"]) == (True, None, [])
+    under_way = run_of(content(ended("prepare", "prepared", 0.0, 1.0)))
+    assert under_way is not None
+    assert (under_way["over"], under_way["length"]) == (False, None)
 
 
 @pytest.mark.parametrize(

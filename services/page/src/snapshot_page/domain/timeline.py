@@ -2,6 +2,7 @@
 
 A run is one capture or one restore: the current attempt of a content or of a SnapshotRestore. All
 of its times are seconds since its first order, so that runs of different days can be compared.
+A content of an imported artifact has no run: it was captured elsewhere, and is only verified here.
 """
 
 from __future__ import annotations
@@ -57,16 +58,24 @@ def figure(value: AnyObject) -> str:
 
 def started_at(value: AnyObject) -> datetime | None:
     """Return when the run of an object began; None where it has none, or none has begun."""
-    if isinstance(value, SnapshotContent | SnapshotRestore):
-        return value.status.started_at
-    return None
+    match value:
+        case SnapshotContent(spec=spec, status=status) if spec.source.artifact is None:
+            return status.started_at
+        case SnapshotRestore(status=status):
+            return status.started_at
+        case _:
+            return None
 
 
 def run_of(value: AnyObject) -> dict[str, Any] | None:
     """Return the run of an object; None where it has none, or none has begun.
 
-    `at` is seconds since the epoch. A `length` of None means that it has not ended.
+    `at` is seconds since the epoch. The `length` is None until the run is `over`, and later too
+    where neither the object nor an order has an end.
     """
+    first = started_at(value)
+    if first is None:
+        return None
     match value:
         case SnapshotContent(status=status, spec=spec):
             kind, name, node = "capture", spec.snapshot_ref.name, spec.source.node_name or ""
@@ -76,16 +85,14 @@ def run_of(value: AnyObject) -> dict[str, Any] | None:
             known_s = figures.restored_seconds(status)
         case _:
             return None
-    if status.started_at is None:
-        return None
-    began = status.started_at.timestamp()
+    began = first.timestamp()
     steps = [
         _step(order, began)
         for order in status.orders
         if order.verb in PHASES and order.attempt == status.attempt
     ]
-    ends = [step["start"] + (step["length"] or 0.0) for step in steps]
-    lasted = known_s or max(ends, default=0.0)
+    ends = [step["start"] + step["length"] for step in steps if step["length"] is not None]
+    lasted = known_s or max(ends, default=None)
     state = views.state(value)
     is_over = state in ("ok", "bad") or bool(value.metadata.deletion_timestamp)
     return {
@@ -95,7 +102,8 @@ def run_of(value: AnyObject) -> dict[str, Any] | None:
         "phase": views.phase(value),
         "state": state,
         "at": began,
-        "length": round(lasted, 6) if is_over else None,
+        "over": is_over,
+        "length": round(lasted, 6) if is_over and lasted is not None else None,
         "figure": figure(value),
         "phases": _phases(steps, lasted),
         "steps": sorted(steps, key=lambda step: (step["start"], step["label"])),
@@ -118,7 +126,7 @@ def _step(order: OrderStatus, began: float) -> dict[str, Any]:
     }
 
 
-def _phases(steps: Sequence[dict[str, Any]], lasted: float) -> list[dict[str, Any]]:
+def _phases(steps: Sequence[dict[str, Any]], lasted: float | None) -> list[dict[str, Any]]:
     """Return one bar a phase, from its first order to the last end; one bar where none is known."""
     found: dict[str, list[dict[str, Any]]] = {}
     for step in steps:
