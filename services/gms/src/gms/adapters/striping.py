@@ -57,6 +57,7 @@ def in_folders(
             errors.append(error)
             raise
 
+    parts: list[Moved] = []
     try:
         parts = results_of(groups, moved, at_once)
     except BaseException:
