@@ -27,6 +27,7 @@ from snapshot_shared.codec import decode_json, encode_pretty
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactError,
+    ArtifactExists,
     ArtifactMissing,
     InvalidInput,
     InvalidMessage,
@@ -65,8 +66,12 @@ class StripeMissing(SnapbackError):
     """A stripe root of a part is not on this node; `values`: stripe, setting."""
 
 
-def parse_stripes(text: str, artifact_root: str | os.PathLike[str]) -> dict[str, str]:
-    """Return folders by name, of `name=/folder:name2=/folder2`. InvalidInput names each mistake."""
+def parse_stripes(text: str, artifact_root: str | os.PathLike[str] | None = None) -> dict[str, str]:
+    """Return folders by name, of `name=/folder:name2=/folder2`. InvalidInput names each mistake.
+
+    `artifact_root` is None where it is not known.
+    """
+    above = [] if artifact_root is None else [("the artifact root", os.fspath(artifact_root))]
     found: dict[str, str] = {}
     problems: list[str] = []
     for item in text.split(":") if text else ():
@@ -79,10 +84,9 @@ def parse_stripes(text: str, artifact_root: str | os.PathLike[str]) -> dict[str,
             continue
         if name in found:
             problems.append(f"{item!r}: the name is there twice")
-        others = [("the artifact root", os.fspath(artifact_root)), *found.items()]
         problems += [
             f"{item!r}: the folder is that of {other}, or one is inside the other"
-            for other, folder in others
+            for other, folder in [*above, *found.items()]
             if _are_nested(path, folder)
         ]
         found[name] = path
@@ -102,6 +106,28 @@ def parse_stripes(text: str, artifact_root: str | os.PathLike[str]) -> dict[str,
 def _are_nested(one: str, other: str) -> bool:
     first, second = PurePath(one), PurePath(other)
     return first.is_relative_to(second) or second.is_relative_to(first)
+
+
+def check_apart(found: Mapping[str, os.stat_result]) -> None:
+    """Raise InvalidInput where two of these are one folder, whose paths a link or a mount hides.
+
+    They are stripe roots by their names; `""` is the artifact root.
+    """
+    names: dict[tuple[int, int], str] = {}
+    for name, folder in found.items():
+        first = names.setdefault((folder.st_dev, folder.st_ino), name)
+        if first != name:
+            both = [
+                f"stripe root {each!r}" if each else "the artifact root"
+                for each in sorted((first, name))
+            ]
+            raise InvalidInput(
+                f"{' and '.join(both)} are one folder",
+                next_step=f"name folders in {VARIABLE} that are apart from each other and from "
+                "the artifact root, also behind links and mounts",
+                setting=VARIABLE,
+                found=both,
+            )
 
 
 class StripeRoots:
@@ -183,29 +209,55 @@ class StripeRoots:
 
     @contextlib.contextmanager
     def writing(
-        self, directory: int, path: Sequence[str], names: Iterable[str]
+        self, root: int, directory: int, path: Sequence[str], names: Iterable[str]
     ) -> Iterator[dict[str, int]]:
         """Make and open the folders of a part in these stripe roots, and mark its folder first.
 
-        As `reading`. What an earlier save of the part has in other roots is removed.
+        As `reading`. What an earlier save of the part has in other roots is removed. `root` is the
+        artifact root; a block that fails takes the folders with it if the part is not there any
+        more, as no mark names them then. ArtifactExists where one of them is there already and no
+        mark names it, InvalidInput where two roots are one folder.
         """
         folders = {"": directory}
         with contextlib.ExitStack() as stack:
             roots = {
                 name: stack.enter_context(opened(self.open(name))) for name in sorted(set(names))
             }
+            check_apart({name: os.fstat(fd) for name, fd in [("", root), *roots.items()]})
             ids = {name: _identity(root) for name, root in roots.items()}
             before = _read(directory, MARK, SavedStripes)
             if before is not None and before.roots != ids:
                 self._remove(before.roots.items(), path)
                 os.unlink(MARK, dir_fd=directory)
                 secure(directory, MARK)
+            if before is None or before.roots != ids:
+                # Before the mark, by which a removal would take them.
+                self._require_none(roots, path)
             if ids:
                 # Also an equal one: its writer may have ended before it was durable.
                 write_replacing(directory, MARK, encode_pretty(SavedStripes(roots=ids)))
-            for name, root in roots.items():
-                folders[name] = stack.enter_context(opened(make_dir(root, path)))
-            yield folders
+            try:
+                for name, stripe in roots.items():
+                    folders[name] = stack.enter_context(opened(make_dir(stripe, path)))
+                yield folders
+            except BaseException:
+                with contextlib.suppress(SnapbackError, OSError):
+                    if not _is_at(root, path, directory):
+                        _remove_opened(roots, path, folders)
+                raise
+
+    def _require_none(self, roots: Mapping[str, int], path: Sequence[str]) -> None:
+        where = "/".join(path)
+        for name, root in roots.items():
+            with contextlib.suppress(ArtifactMissing), opened(open_dir(root, path)):
+                raise ArtifactExists(
+                    f"stripe root {name!r} has {where} already, of a part below another artifact "
+                    "root, or of one whose folder was removed by hand",
+                    next_step="save it with another content uid or generation, or remove "
+                    f"{self._folders[name]}/{where} if nothing needs it",
+                    stripe=name,
+                    path=where,
+                )
 
     def remove(self, parent: int, path: Sequence[str]) -> None:
         """Remove what a part or a generation, the last of `path`, has in stripe roots.
@@ -316,6 +368,25 @@ def _read(directory: int, name: str, type_: type[T]) -> T | None:
         ) from error
 
 
+def _is_at(root: int, path: Sequence[str], folder: int) -> bool:
+    """Whether an open folder is the one at a path."""
+    try:
+        with opened(open_dir(root, path)) as found:
+            return os.path.sameopenfile(found, folder)
+    except ArtifactMissing:
+        return False
+
+
+def _remove_opened(
+    roots: Mapping[str, int], path: Sequence[str], folders: Mapping[str, int]
+) -> None:
+    """Remove the folders at a path that are still these; others may have made them again."""
+    for name, root in roots.items():
+        if name in folders and _is_at(root, path, folders[name]):
+            with opened(open_dir(root, path[:-1])) as parent:
+                remove_tree(parent, path[-1])
+
+
 def _marks(parent: int, name: str) -> Iterator[dict[str, str]]:
     """Yield the ids, by name, of the marks in a folder and in those below it. ArtifactCorrupt."""
     try:
@@ -326,7 +397,7 @@ def _marks(parent: int, name: str) -> Iterator[dict[str, str]]:
         for each in ("", *names_in(folder)):
             try:
                 below = open_dir(folder, (each,) if each else ())
-            except (ArtifactError, InvalidName, OSError):
+            except (ArtifactError, InvalidName):
                 continue
             with opened(below):
                 mark = _read(below, MARK, SavedStripes)

@@ -149,9 +149,10 @@ def test_files_in_several_folders_move_through_bounce_buffers_at_once(
                 folders,
                 spread,
                 threads,
-                lambda place, indices, few: bounced.write_files(
-                    place, [spread[at] for at in indices], [], threads=few, advance=lambda _: None
+                lambda place, indices, few, advance: bounced.write_files(
+                    place, [spread[at] for at in indices], [], threads=few, advance=advance
                 ),
+                lambda _: None,
             )
         assert len(os.listdir(folder)) > 1
         assert len(os.listdir(other)) > 1  # noqa: PTH208 - of a descriptor
@@ -162,14 +163,15 @@ def test_files_in_several_folders_move_through_bounce_buffers_at_once(
                 folders,
                 spread,
                 threads,
-                lambda place, indices, few: bounced.read_files(
+                lambda place, indices, few, advance: bounced.read_files(
                     place,
                     [spread[at] for at in indices],
                     [entries[at] for at in indices],
                     [],
                     threads=few,
-                    advance=lambda _: None,
+                    advance=advance,
                 ),
+                lambda _: None,
             )
     is_same = target.values() == values()
     assert is_same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,13 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import ROOT_MANIFEST, PartManifest
 from snapshot_shared.codec import digest, encode_json
-from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, NoSpace, SnapbackError
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    InvalidInput,
+    NoSpace,
+    SnapbackError,
+)
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
@@ -405,6 +412,65 @@ def test_a_call_for_a_save_that_ends_early_leaves_nothing(capture: Capture) -> N
     assert [path for path in capture.left() if "gpu-0" in path] == []
 
 
+def test_a_save_below_another_artifact_root_leaves_the_shards_of_the_first(
+    capture: Capture,
+) -> None:
+    capture.run(capture.save_task())
+    second = capture.root.parent / "second"
+    second.mkdir()
+    for _ in range(2):
+        with pytest.raises(SnapbackError, match="stripe root") as caught:
+            capture.run(capture.save_task(root=str(second), fence_token=None))
+        assert caught.value.to_failure().reason == "ArtifactExists"
+        assert not (second / PART).exists()
+    verified(capture)
+    capture.run(capture.load_task())
+    capture.remove()
+    capture.run(capture.save_task(root=str(second), fence_token=None))
+    asyncio.run(ArtifactRoot(second, stripes=StripeRoots(capture.stripes)).remove(PLACE))
+    assert capture.left() == []
+
+
+def test_a_save_whose_generation_was_removed_under_it_leaves_nothing(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(*_: object) -> None:
+        shutil.rmtree(capture.path.parent)
+        raise ArtifactMissing("the folder is gone")
+
+    monkeypatch.setattr("gms.transfer_child.save.write_new", removed)
+    with pytest.raises(ArtifactMissing):
+        save(capture.save_task(), lambda _: None)
+    assert [path for path in capture.left() if "gpu-0" in path] == []
+
+
+def test_a_node_shows_the_room_of_the_disks_that_are_there(
+    capture: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = asyncio.run(capture.agent.free_bytes())
+    disk = Path(capture.stripes["other"])
+    disk.rmdir()
+    for _ in range(3):
+        assert asyncio.run(capture.agent.free_bytes()) > before // 2
+    assert len([each for each in caplog.messages if "'other'" in each]) == 1
+    disk.mkdir()
+    assert asyncio.run(capture.agent.free_bytes()) > 0
+    disk.rmdir()
+    assert asyncio.run(capture.agent.free_bytes()) > 0
+    assert len([each for each in caplog.messages if "'other'" in each]) == 2
+
+
+def test_a_capture_is_refused_where_two_stripe_roots_are_one_folder(capture: Capture) -> None:
+    other = Path(capture.stripes["other"])
+    other.rmdir()
+    other.symlink_to(capture.stripes["fast"])
+    with pytest.raises(InvalidInput, match="'fast' and stripe root 'other'"):
+        asyncio.run(capture.agent.require_space(1, 1))
+    with pytest.raises(SnapbackError, match="'fast' and stripe root 'other'"):
+        capture.run(capture.save_task())
+    assert not capture.path.exists()
+
+
 def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
     first = capture.run(capture.save_task())
     again = capture.run(capture.save_task())
@@ -518,9 +584,11 @@ def test_two_saves_that_begin_at_once_agree_who_a_stripe_root_is(capture: Captur
         folder = capture.root.parent / f"part-{number}"
         folder.mkdir()
         directory = os.open(folder, os.O_RDONLY)
-        with roots.writing(directory, ("default", UID, "gen-1", f"gpu-{number}"), ["fast"]):
+        root = os.open(folder.parent, os.O_RDONLY)
+        with roots.writing(root, directory, ("default", UID, "gen-1", f"gpu-{number}"), ["fast"]):
             seen.add((folder / MARK).read_text())
         os.close(directory)
+        os.close(root)
     assert len(seen) == 1
 
 

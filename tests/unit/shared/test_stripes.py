@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,13 @@ import msgspec
 import pytest
 
 from snapshot_shared.artifact import FileEntry, PartManifest, SavedObjects, check_part_manifest
-from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, SnapbackError
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactExists,
+    ArtifactMissing,
+    InvalidInput,
+    SnapbackError,
+)
 from snapshot_shared.object_storage import ObjectStorage
 from snapshot_shared.settings import NodeSettings, load
 from snapshot_shared.stripes import (
@@ -143,6 +151,7 @@ class Places:
         for path in self.paths.values():
             path.mkdir()
         self.roots = self.of("a", "b")
+        self.root = os.open(self.artifacts, os.O_RDONLY)
         self.directory = os.open(self.folder, os.O_RDONLY)
 
     def of(self, *names: str) -> StripeRoots:
@@ -152,7 +161,7 @@ class Places:
         return self.paths[name].joinpath(*PATH)
 
     def write(self, *names: str) -> None:
-        with self.roots.writing(self.directory, PATH, names) as folders:
+        with self.roots.writing(self.root, self.directory, PATH, names) as folders:
             for name in names:
                 assert (self.folder / MARK).exists()
                 os.close(os.open("shard", os.O_CREAT | os.O_WRONLY, dir_fd=folders[name]))
@@ -174,6 +183,7 @@ def places(tmp_path: Path) -> Iterator[Places]:
     found = Places(tmp_path)
     yield found
     os.close(found.directory)
+    os.close(found.root)
 
 
 @pytest.mark.parametrize("depth", [3, 4])
@@ -281,3 +291,101 @@ def test_a_link_in_a_stripe_root_is_not_followed(places: Places, tmp_path: Path)
     places.remove(3)
     assert not part.is_symlink()
     assert (outside / "kept").exists()
+
+
+def test_a_folder_that_is_there_without_a_mark_is_of_another_part(places: Places) -> None:
+    places.stripe("b").mkdir(parents=True)
+    (places.stripe("b") / "shard").write_text("theirs")
+    with pytest.raises(ArtifactExists, match="stripe root 'b'"):
+        places.write("a", "b")
+    assert not (places.folder / MARK).exists()
+    assert not places.stripe("a").exists()
+    assert (places.stripe("b") / "shard").read_text() == "theirs"
+
+
+def test_a_mark_of_other_roots_gives_no_right_to_what_is_in_these(places: Places) -> None:
+    places.write("a")
+    places.stripe("b").mkdir(parents=True)
+    with pytest.raises(ArtifactExists, match="stripe root 'b'"):
+        places.write("b")
+    assert places.stripe("b").exists()
+    assert not (places.folder / MARK).exists()
+
+
+def test_a_part_whose_folder_cannot_be_opened_is_not_taken_for_one_without_mark(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.write("a")
+    real, errors = os.open, [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def failing_once(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if path == PATH[-1] and errors:
+            raise errors.pop()
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", failing_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        places.remove(3)
+    assert (places.stripe("a") / "shard").exists()
+    assert (places.folder / MARK).exists()
+    places.remove(3)
+    assert not places.stripe("a").exists()
+
+
+def test_two_names_of_one_folder_are_refused(places: Places, tmp_path: Path) -> None:
+    (tmp_path / "again").symlink_to(places.paths["a"])
+    places.paths["b"] = tmp_path / "again"
+    places.roots = places.of("a", "b")
+    with pytest.raises(InvalidInput, match="stripe root 'a' and stripe root 'b'"):
+        places.write("a", "b")
+    assert not (places.folder / MARK).exists()
+
+
+def test_another_name_of_the_artifact_root_is_refused(places: Places, tmp_path: Path) -> None:
+    (tmp_path / "again").symlink_to(places.artifacts)
+    places.paths["b"] = tmp_path / "again"
+    places.roots = places.of("a", "b")
+    with pytest.raises(InvalidInput, match="the artifact root and stripe root 'b'"):
+        places.write("a", "b")
+    assert not (places.folder / MARK).exists()
+    assert not (places.artifacts / IDENTITY).exists()
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_save_whose_part_was_removed_under_it_takes_its_stripe_folders_with_it(
+    places: Places, is_made_again: bool
+) -> None:
+
+    def remove_and_fail() -> None:
+        shutil.rmtree(places.folder.parent)
+        if is_made_again:
+            places.folder.mkdir(parents=True)
+        # What the deletion has removed may be there again, as another's.
+        places.stripe("b").rename(places.stripe("b").with_name("old"))
+        places.stripe("b").mkdir()
+        raise ArtifactMissing("the folder of the part is gone")
+
+    with (
+        pytest.raises(ArtifactMissing),
+        places.roots.writing(places.root, places.directory, PATH, ["a", "b"]),
+    ):
+        remove_and_fail()
+    assert not places.stripe("a").exists()
+    assert places.stripe("b").exists()
+
+
+def test_a_save_that_fails_leaves_its_folders_to_what_removes_the_part(places: Places) -> None:
+    with (
+        pytest.raises(ArtifactMissing),
+        places.roots.writing(places.root, places.directory, PATH, ["a"]),
+    ):
+        raise ArtifactMissing("something else")
+    assert places.stripe("a").exists()
+    places.remove()
+    assert not places.stripe("a").exists()
+
+
+def test_a_setting_is_read_without_an_artifact_root_where_none_is_known() -> None:
+    assert parse_stripes("a=/var/artifacts") == {"a": "/var/artifacts"}
+    with pytest.raises(InvalidInput, match="that of a"):
+        parse_stripes("a=/mnt/a:b=/mnt/a")

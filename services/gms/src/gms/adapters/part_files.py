@@ -65,7 +65,7 @@ def verify_part(path: Path, manifest: PartManifest, advance: Callable[[int], Non
         for size in verify_objects(storage, manifest):
             advance(size)
         return
-    roots = StripeRoots(parse_stripes(os.environ.get(STRIPES_VARIABLE, ""), path))
+    roots = StripeRoots(parse_stripes(os.environ.get(STRIPES_VARIABLE, "")))
     with opened(open_root(path)) as directory, roots.reading(directory, manifest) as folders:
         for _, _, chunk in checked_chunks(folders, manifest, f"{path}/"):
             advance(len(chunk))

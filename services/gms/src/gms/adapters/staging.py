@@ -26,6 +26,7 @@ from snapshot_shared.errors import ArtifactExists, ArtifactMissing, SnapbackErro
 from snapshot_shared.files import (
     create_file,
     make_dir,
+    names_in,
     open_dir,
     open_regular,
     opened,
@@ -83,7 +84,8 @@ class Staging:
             self._append(ChunksNote(chunks=list(chunks), tags=list(tags) or UNSET))
             secure(self._notes, NOTES)
             if not self._is_secure:
-                # The names of the files, too: all of them are made before any is written.
+                # The names of the files that are there by now, too. Another one, which a crash of
+                # the machine may take away, is then written again.
                 secure(self.directory, NOTES)
                 self.secure_stripes()
                 self._is_secure = True
@@ -97,7 +99,7 @@ class Staging:
     def allocated(self, stripe: str) -> int:
         """Return the bytes on disk of files in one folder that are resumed."""
         folder = self.folders[stripe]
-        names = self._written.keys() & set(os.listdir(folder))  # noqa: PTH208 - of a descriptor
+        names = self._written.keys() & set(names_in(folder))
         return sum(_stat(folder, name).st_blocks * 512 for name in names)
 
     def finish(self) -> None:
@@ -110,7 +112,7 @@ class Staging:
     def _tidy(self) -> None:
         kept: Written = {}
         for folder in self.folders.values():
-            for name in os.listdir(folder):  # noqa: PTH208 - of a descriptor
+            for name in names_in(folder):
                 found = _stat(folder, name)
                 # A file with another name belongs to another artifact, too, and is not written to.
                 is_ours = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
@@ -142,7 +144,7 @@ def staged(
         opened(_locked(directory, "/".join(path))) as notes,
     ):
         try:
-            with roots.writing(directory, path, stripes) as folders:
+            with roots.writing(root, directory, path, stripes) as folders:
                 yield Staging(folders, notes, note_of(task), every_bytes=task.note_bytes)
         except BaseException:
             with (
@@ -166,7 +168,7 @@ def _stat(folder: int, name: str) -> os.stat_result:
 
 def _locked(directory: int, path: str) -> int:
     """Open the notes and take their lock, which the end of this process frees."""
-    names = os.listdir(directory)
+    names = names_in(directory)
     if PART_MANIFEST in names or (names and NOTES not in names):
         raise ArtifactExists(f"{path} exists already, and is no save that was cut off", path=path)
     try:

@@ -8,36 +8,65 @@ from typing import Protocol
 
 from gms.adapters.parallel import results_of
 from gms.domain.transfer import FilePlan
-from gms.ports import Moved
+from gms.ports import Advance, Moved
 from snapshot_shared.files import require_space
 
 
 class Move(Protocol):
-    """Moves the plans with these indices, which are in one folder, in so many threads."""
+    """Moves the plans with these indices, which are in one folder, in so many threads.
 
-    def __call__(self, folder: int, indices: Sequence[int], threads: int) -> Moved:
+    It calls `advance` with the bytes of each chunk, and ends with what that raises.
+    """
+
+    def __call__(
+        self, folder: int, indices: Sequence[int], threads: int, advance: Advance
+    ) -> Moved:
         """Return what was moved."""
         ...
 
 
 def in_folders(
-    folders: Mapping[str, int], plans: Sequence[FilePlan], threads: int, move: Move
+    folders: Mapping[str, int],
+    plans: Sequence[FilePlan],
+    threads: int,
+    move: Move,
+    advance: Advance,
 ) -> Moved:
-    """Move files in all their folders at a time, so that each disk has requests. The first error.
+    """Move files in all their folders at a time, so that each disk has requests.
 
-    The threads are shared out evenly: one for each folder at least, as far as there are so many.
+    The first error ends what is moved in the other folders at their next chunk, and is raised. The
+    threads are shared out evenly: one for each folder at least, as far as there are so many.
     """
     found: dict[str, list[int]] = {}
     for index, plan in enumerate(plans):
         found.setdefault(plan.stripe, []).append(index)
     groups = list(found.items()) or [("", [])]
     at_once = min(threads, len(groups))
+    errors: list[BaseException] = []
+
+    def checked(size: int) -> None:
+        if errors:
+            raise errors[0]
+        advance(size)
 
     def moved(group: tuple[str, list[int]]) -> Moved:
         stripe, indices = group
-        return move(folders[stripe], indices, threads // at_once)
+        try:
+            return move(folders[stripe], indices, threads // at_once, checked)
+        except BaseException as error:
+            errors.append(error)
+            raise
 
-    return Moved.of(results_of(groups, moved, at_once))
+    parts: list[Moved] = []
+    try:
+        parts = results_of(groups, moved, at_once)
+    except BaseException:
+        if not errors:
+            raise
+    if errors:
+        # Another folder may have been the first to end, with an error that follows from this one.
+        raise errors[0]
+    return Moved.of(parts)
 
 
 def require_room(folders: Mapping[str, int], needed: Mapping[str, int], what: str) -> None:

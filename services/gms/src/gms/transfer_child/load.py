@@ -11,7 +11,7 @@ from gms.adapters.striping import in_folders
 from gms.domain.task_rules import backend_for, check_room, load_request, path_of
 from gms.domain.tasks import LoadTask, TransferDone, TransferLeased
 from gms.domain.transfer import check_loadable, metadata_of, plan_files
-from gms.ports import Moved
+from gms.ports import Advance, Moved
 from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationSpec
 from snapback_client.lease import Lease
@@ -55,17 +55,19 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             with mapped(lease, infos, Access.RW, find) as (buffers, backend):
                 meter = ProgressMeter(manifest.bytes, emit)
 
-                def move(folder: int, indices: Sequence[int], threads: int) -> Moved:
+                def move(
+                    folder: int, indices: Sequence[int], threads: int, advance: Advance
+                ) -> Moved:
                     return backend.read_files(
                         folder,
                         [plans[index] for index in indices],
                         [files[index] for index in indices],
                         buffers,
                         threads=threads,
-                        advance=meter.advance,
+                        advance=advance,
                     )
 
-                moved = in_folders(folders, plans, task.threads, move)
+                moved = in_folders(folders, plans, task.threads, move, meter.advance)
             lease.put_metadata(metadata_of(layout.metadata))
             done = lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
     ref = LayoutRef(

@@ -31,7 +31,7 @@ from gms.domain.transfer import (
     shard_length,
     spread,
 )
-from gms.ports import Moved, ResumableBackend, TransferBackend
+from gms.ports import Advance, Moved, ResumableBackend, TransferBackend
 from gms.transfer_child.session import Emit, ProgressMeter, backend_of, leased, mapped
 from snapback_client.frames import Access, AllocationInfo, MetadataItem
 from snapback_client.lease import Lease
@@ -141,11 +141,11 @@ def write_part(
             else backend.write_files
         )
 
-        def move(folder: int, indices: Sequence[int], threads: int) -> Moved:
+        def move(folder: int, indices: Sequence[int], threads: int, advance: Advance) -> Moved:
             some = [missing[index] for index in indices]
-            return write(folder, some, buffers, threads=threads, advance=meter.advance)
+            return write(folder, some, buffers, threads=threads, advance=advance)
 
-        moved = in_folders(folders, missing, task.threads, move)
+        moved = in_folders(folders, missing, task.threads, move, meter.advance)
         written = {entry.name: entry for entry in moved.files}
         files = shared | {
             plan.name: replace(written[plan.name], stripe=plan.stripe or UNSET) for plan in missing

@@ -30,6 +30,7 @@ from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest, encod
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactMissing,
+    InvalidInput,
     InvalidMessage,
     InvalidName,
     SnapbackError,
@@ -57,7 +58,9 @@ from snapshot_shared.signing import NO_SIGNATURES, Signing
 from snapshot_shared.stripes import MARK as STRIPES_MARK
 from snapshot_shared.stripes import (
     NO_STRIPES,
+    StripeMissing,
     StripeRoots,
+    check_apart,
     check_files,
     folder_of,
     remove_stored,
@@ -90,6 +93,13 @@ class Room(NamedTuple):
         return self.free * self.of // self.shares if self.of else self.free
 
 
+class Measured(NamedTuple):
+    """The file systems that could be measured, and why a capture would fail on the others."""
+
+    rooms: list[Room]
+    problem: SnapbackError | None
+
+
 class ArtifactRoot:
     """The `Artifacts` port over one directory."""
 
@@ -114,8 +124,9 @@ class ArtifactRoot:
         self._stripes = stripes
         self._weights_in_objects = weights_in_objects
         self._signing = signing
-        self._measuring: asyncio.Future[list[Room]] | None = None
+        self._measuring: asyncio.Future[Measured] | None = None
         self._free = 0
+        self._problem = ""
 
     @functools.cached_property
     def _objects(self) -> ObjectStorage:
@@ -128,23 +139,38 @@ class ArtifactRoot:
             return open_root(self._root, create=True)
 
     async def free_bytes(self) -> int:
-        """Return the free bytes, as measured last when the file system hangs; 0 at first."""
+        """Return the free bytes, as measured last when the file system hangs; 0 at first.
+
+        A stripe root that is missing does not count: no capture begins without it.
+        """
         measuring = self._measured()
         await asyncio.wait([measuring], timeout=MEASURED_WITHIN_S)
         if measuring.done():
+            problem: Exception | None
             try:
-                self._free = min(room.for_weights for room in measuring.result())
+                rooms, problem = measuring.result()
+                self._free = min(room.for_weights for room in rooms)
             except (SnapbackError, OSError) as error:
-                log.warning("the free space below %s is not known: %s", self._root, error)
+                problem = error
+            self._warn(str(problem or ""))
         return self._free
+
+    def _warn(self, problem: str) -> None:
+        """Log what is wrong with the free space once, for it is measured every few seconds."""
+        if problem and problem != self._problem:
+            log.warning("the free space below %s is not all known: %s", self._root, problem)
+        self._problem = problem
 
     async def require_space(self, own: int, weights: int) -> None:
         # Shielded: a caller that is cancelled need not wait, for the thread uses nothing of it.
-        for room in await asyncio.shield(self._measured()):
+        rooms, problem = await asyncio.shield(self._measured())
+        if problem is not None:
+            raise problem
+        for room in rooms:
             needed = room.share_of(weights) + (own if room.path == self._root else 0)
             check_space(room.free, needed, f"the capture, below {room.path},")
 
-    def _measured(self) -> asyncio.Future[list[Room]]:
+    def _measured(self) -> asyncio.Future[Measured]:
         """Return the measurement under way, or a new one.
 
         One at a time: each that hangs takes a thread.
@@ -154,18 +180,31 @@ class ArtifactRoot:
             self._measuring.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._measuring
 
-    def _measure(self) -> list[Room]:
+    def _measure(self) -> Measured:
         roots = [("", self._root)]
         if not self._weights_in_objects:
             roots += zip(self._stripes.names, map(Path, self._stripes.paths()), strict=True)
         found: dict[int, tuple[Path, int, int]] = {}
+        folders: dict[str, os.stat_result] = {}
+        problem: SnapbackError | None = None
         for name, path in roots:
-            with opened(self._stripes.open(name) if name else self._open()) as root:
-                disk = os.fstat(root).st_dev
+            try:
+                fd = self._stripes.open(name) if name else self._open()
+            except StripeMissing as error:
+                problem = problem or error
+                continue
+            with opened(fd) as root:
+                folders[name] = os.fstat(root)
+                disk = folders[name].st_dev
                 first, free, shares = found.get(disk, (path, free_bytes(root), 0))
                 found[disk] = (first, free, shares + 1)
+        try:
+            check_apart(folders)
+        except InvalidInput as error:
+            problem = problem or error
         of = 0 if self._weights_in_objects else len(roots)
-        return [Room(path, free, shares, of) for path, free, shares in found.values()]
+        rooms = [Room(path, free, shares, of) for path, free, shares in found.values()]
+        return Measured(rooms, problem)
 
     def new_part(self, place: GenerationRef, part: str) -> AbstractAsyncContextManager[int]:
         return ROOT.opened(self._new_part, place, part)
@@ -228,7 +267,7 @@ class ArtifactRoot:
 
     def _parts(self, place: GenerationRef) -> list[str]:
         with opened(self._open()) as root, opened(open_dir(root, generation_path(*place))) as fd:
-            return sorted(filter(_is_part, os.listdir(fd)))  # noqa: PTH208 - of a descriptor
+            return sorted(filter(_is_part, names_in(fd)))
 
     async def seal(self, manifest: RootManifest) -> str:
         place = GenerationRef(manifest.namespace, manifest.content_uid, manifest.generation)
