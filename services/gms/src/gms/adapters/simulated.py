@@ -127,9 +127,10 @@ class MemfdDevice:
 
     def export(self, handle: int, access: Access) -> int:
         self._size_of(handle)
+        if access is Access.RW:
+            return os.dup(handle)
         # A reopened file has its own access mode, which the kernel checks at every mmap.
-        mode = os.O_RDWR if access is Access.RW else os.O_RDONLY
-        return os.open(f"/proc/self/fd/{handle}", mode | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
 
     def seal(self, handle: int) -> None:
         self._size_of(handle)
