@@ -13,6 +13,7 @@ from tests.bench.results import (
     PAGES,
     REGIONS,
     SHAPES,
+    STEPS,
     Calls,
     Judged,
     Results,
@@ -24,6 +25,7 @@ from tests.bench.results import (
     in_pages,
     limit_of,
     loading,
+    profile_of,
     saving,
     size_text,
 )
@@ -131,6 +133,8 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
         if share * least > 1:
             why += f", which itself is {1 / share:.2f} x as fast"
     ratio = median(rivals[best]) / median(ours)
+    if goal.what in LIMITS and ratio < least:
+        why = _alone(goal, median(rivals[best]), seconds)
     # A peer that needs more of the processors than we do suffers more from others than we do; a
     # probe of the disk suffers less.
     verdict, reason = decided(
@@ -142,6 +146,14 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
     what = goal.what if best in goal.what else f"{goal.what} ({best})"
     reasons = "; ".join(filter(None, (why, reason)))
     return Judged(of, goal.row, what, f"≥ {least:g} x", f"{ratio:.2f} x", verdict, reasons)
+
+
+def _alone(goal: Goal, limit_s: float, seconds: Rows) -> str:
+    """Say where the disk is with what a transfer does to the bytes, and nothing else of it."""
+    step = STEPS[goal.row == in_pages(goal.row.rpartition(", ")[0], PAGES[1])]
+    verb = "save" if goal.what == LIMITS[0] else "load"
+    alone = seconds.get(profile_of(verb), {}).get(step)
+    return f"the disk alone, {step}, is at {limit_s / median(alone):.2f} of it" if alone else ""
 
 
 def _rivals(goal: Goal, row: Row) -> Row:

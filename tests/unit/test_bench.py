@@ -125,6 +125,13 @@ def test_the_limit_is_the_fastest_probe_there_is() -> None:
     assert (line.what, line.found, line.verdict) == ("write limit (fio)", "0.50 x", "missed")
 
 
+def test_a_missed_limit_is_beside_what_the_disk_does_with_the_same_work() -> None:
+    seconds = row_of(SAVE, "ordinary", STEADY, [0.5] * 5)
+    seconds[profile_of("save")] = {STEPS[0]: [0.6] * 5, STEPS[1]: [0.8] * 5}
+    line = line_of(results(seconds), in_pages(SAVE, "ordinary"), "write limit")
+    assert line.why == "the disk alone, digested and copied, is at 0.62 of it; 47% short of it"
+
+
 @pytest.mark.parametrize(
     ("row", "best", "wanted", "verdict"),
     [
