@@ -130,8 +130,9 @@ AT_TERMINAL = """\
 import os, signal, sys, tty
 
 def told(number, frame):
+    # Not by print, which a signal may find at work.
     size = os.get_terminal_size()
-    print(signal.Signals(number).name, size.columns, size.lines, flush=True)
+    os.write(1, f"{signal.Signals(number).name} {size.columns} {size.lines}\\n".encode())
 
 for number in (signal.SIGINT, signal.SIGWINCH):
     signal.signal(number, told)
