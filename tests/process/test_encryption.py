@@ -167,6 +167,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+# It mounts on this machine, which the tests of plain processes must not see.
+@pytest.mark.xdist_group("mounts")
 async def test_a_scratch_folder_without_room_fails_a_capture_by_its_name_and_the_worker_goes_on(
     opened: Opened, small: Path
 ) -> None:

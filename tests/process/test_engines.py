@@ -16,7 +16,12 @@ from tests.integration.gms.test_run import ask
 from tests.process import node as nodes
 from tests.support.live_cluster import LiveCluster, find
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.waits,
+    # A plain process has the mounts of this machine, so that none may come or go meanwhile.
+    pytest.mark.xdist_group("mounts"),
+]
 
 
 def engine(

@@ -17,7 +17,12 @@ from tests.process.killing import CRIU, EVERY, MIB, HaltedDump, prepared, thinne
 from tests.process.node import Container, Node
 from tests.support.agent_rig import fresh_uid, until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.waits,
+    # It mounts on this machine, which the tests of plain processes must not see.
+    pytest.mark.xdist_group("mounts"),
+]
 
 DISK_BYTES = 256 * MIB
 OFFSETS = 50

@@ -24,7 +24,12 @@ from tests.process.killing import CRIU
 from tests.process.node import INIT, PYTHON, WORKER, Node, Pause
 from tests.support.agent_rig import Pod, fresh_uid, is_gone, until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.waits,
+    # A plain process has the mounts of this machine, so that none may come or go meanwhile.
+    pytest.mark.xdist_group("mounts"),
+]
 
 SHORT = ("--size-mib", "16", "--warm-up", "short")
 
