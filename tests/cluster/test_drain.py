@@ -112,7 +112,7 @@ def test_a_labelled_worker_goes_on_where_it_is_until_a_drain_has_the_time_to_mov
     rig: Rig,
 ) -> None:
     rig.stall(arm=Fault(step="copy-state", action="stall"))
-    late = rig.snapshotctl(*DRAIN, "--deadline", "3s", "-o", "json")
+    late = rig.snapshotctl(*DRAIN, "--deadline", "10s", "-o", "json")
     assert late.code == 6, late
     rows = [json.loads(line) for line in late.out.splitlines()]
     states = {row["pod"]: row for row in rows if "state" in row}
