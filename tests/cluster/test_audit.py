@@ -25,7 +25,7 @@ __all__ = ["artifacts", "captures", "nats_url", "nodes", "rig"]
 pytestmark = pytest.mark.cluster
 
 
-CONTROLLERS_OF_CLUSTER = "system:serviceaccount:kube-system:"
+CONTROLLERS_OF_CLUSTER = ("system:serviceaccount:kube-system:", "system:kube-controller-manager")
 
 
 class AuditLog:

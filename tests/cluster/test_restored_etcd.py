@@ -180,5 +180,10 @@ async def test_an_artifact_whose_deletion_was_lost_is_known_as_damaged_once_it_i
 
         found = await polled(refused)
         assert (found["status"], found["reason"]) == ("False", "ArtifactMissing")
-        rows = (await captures.outcome("llm-00"))["checkpoint"][0]["conditions"]
-        assert rows["Ready"] == ("False", "ArtifactMissing")
+
+        async def damaged() -> bool:
+            # Written after the condition of the pod.
+            rows = (await captures.outcome("llm-00"))["checkpoint"][0]["conditions"]
+            return bool(rows["Ready"] == ("False", "ArtifactMissing"))
+
+        await polled(damaged)
