@@ -23,6 +23,8 @@ few kernels say so."""
 
 T = TypeVar("T")
 
+_SCHEDULING = {os.SCHED_OTHER: "SCHED_OTHER", os.SCHED_FIFO: "SCHED_FIFO", os.SCHED_RR: "SCHED_RR"}
+
 _KEPT_BYTES = 2**30
 """Memory that is left to all other programs."""
 
@@ -140,5 +142,6 @@ def describe(folder: Path) -> dict[str, str]:
         "huge pages set aside and free": f"{huge_bytes_free() // 2**20} MiB",
         "file system": max(inside, key=lambda m: len(m[1]))[2],
         "python": platform.python_version(),
+        "scheduling": _SCHEDULING.get(os.sched_getscheduler(0), "another"),
         "load average at the start": f"{os.getloadavg()[0]:.1f}",
     }
