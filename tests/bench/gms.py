@@ -208,6 +208,8 @@ class Bench:
             gc.collect()
             room = min(512 * MIB, 4 * self.size)
             recycle((turn.copies + (turn.region is None)) * self.size + room)
+            for memory in self.memories:
+                memory.touch()
             try:
                 self._timed(turn, region)
                 if turn.loads and region.looked_at() != self.wanted[len(region.infos)]:

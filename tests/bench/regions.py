@@ -39,6 +39,10 @@ class Memory:
             part = self.array[start : start + CHUNK_BYTES]
             part[:] = parts[start // CHUNK_BYTES % CHUNKS][: len(part)]
 
+    def touch(self) -> None:
+        """Read a byte of each page: the host has them all ready then, also those of a pause."""
+        self.array[:: mmap.PAGESIZE].max()
+
     def close(self) -> None:
         """Release the memory; views keep it."""
         os.close(self.descriptor)
