@@ -135,16 +135,12 @@ class StripeRoots:
 
     def __init__(self, folders: Mapping[str, str]) -> None:
         """Use these folders by their names. They have to exist: no disk is mounted here."""
-        self._folders = dict(folders)
+        self._folders = dict(sorted(folders.items()))
 
     @property
-    def names(self) -> list[str]:
-        """The names, sorted."""
-        return sorted(self._folders)
-
-    def paths(self) -> list[str]:
-        """Return the folders, in the order of their names."""
-        return [self._folders[name] for name in self.names]
+    def folders(self) -> Mapping[str, str]:
+        """The folders by their names, sorted."""
+        return self._folders
 
     def open(self, name: str) -> int:
         """Open a stripe root."""
@@ -282,7 +278,7 @@ class StripeRoots:
 
     def _prune(self, path: Sequence[str]) -> None:
         """Remove the empty folders of a generation: a part that failed leaves those above it."""
-        for name in self.names:
+        for name in self._folders:
             with (
                 contextlib.suppress(SnapbackError, OSError),
                 opened(self.open(name)) as root,

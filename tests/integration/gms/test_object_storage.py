@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 import snapback_client as client
 from gms.adapters.part_files import read_part, verify_part
-from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
+from gms.domain.tasks import SaveTask
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
-from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactExists,
@@ -30,7 +28,6 @@ from snapshot_shared.errors import (
     NoSpace,
     SnapbackError,
 )
-from snapshot_shared.frames import FenceRequest
 from snapshot_shared.object_storage import (
     BucketMissing,
     ObjectStorage,
@@ -42,11 +39,10 @@ from snapshot_shared.object_storage import (
 from snapshot_shared.orders import LayoutRef
 from tests.bench.objects import LIMIT, _watched
 from tests.support.s3_server import ROOT, S3Server, s3_server
+from tests.support.weights import PART, UID, Weights
 
 MIB = 1024 * 1024
-UID = "11111111-2222-3333-4444-555555555555"
 OTHER = UID.replace("1", "6")
-PART = f"default/{UID}/gen-1/gpu-0"
 PLACE = GenerationRef("default", UID, 1)
 
 # They share a server, which takes seconds to start.
@@ -69,75 +65,15 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"s3://bucket/{tmp_path.name}"
 
 
-class Capture:
-    """A device with weights on it, and the folder and the storage that they go to."""
+class Capture(Weights):
+    """Weights, and the storage that their part goes to."""
 
     def __init__(self, service: Any, folder: Path, url: str) -> None:
-        self.service = service
-        self.root = folder / "artifacts"
+        arrays = {"big": (20 * MIB + 3, "u1"), "zeros": (16 * MIB, "u1")}
+        root = folder / "artifacts"
+        super().__init__(service, root, arrays, backend="object", object_storage=url)
         self.url = url
-        self.path = self.root / PART
-        self.agent = ArtifactRoot(self.root, url)
-        with client.connect(lock="RW") as pool:
-            arrays = pool.allocate_many({"big": (20 * MIB + 3, "u1"), "zeros": (16 * MIB, "u1")})
-            arrays["big"][...] = np.random.default_rng(7).integers(1, 100, 20 * MIB + 3)
-            pool.commit()
-            self.sum = int(arrays["big"].sum(dtype="i8"))
-            self.state = pool.save_state()
-        self.layout = self.fence("f1")
-
-    def fence(self, token: str) -> LayoutRef:
-        request = FenceRequest(
-            token=token, devices=self.service.uuids[:1], wait_s=5.0, deadline_s=60.0
-        )
-        (layout,) = self.service.run(self.service.control.fence(request)).vector
-        return layout
-
-    def save_task(self, **changes: Any) -> SaveTask:
-        task = SaveTask(
-            socket_dir=str(self.service.folder),
-            root=str(self.root),
-            device=self.service.uuids[0],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-0",
-            deadline_s=10.0,
-            order=f"save-{UID}-gpu-0",
-            fence_token="f1",
-            layout=self.layout,
-            shard_bytes=16 * MIB,
-            backend="object",
-            object_storage=self.url,
-        )
-        return msgspec.structs.replace(task, **changes)
-
-    def load_task(self, **changes: Any) -> LoadTask:
-        task = LoadTask(
-            socket_dir=str(self.service.folder),
-            root=str(self.root),
-            device=self.service.uuids[1],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-0",
-            deadline_s=10.0,
-            part_digest=digest((self.path / "part.json").read_bytes()),
-            load_token="l1",
-            layout_id=self.layout.layout_id,
-            structure_hash=self.layout.structure_hash,
-            backend="object",
-            object_storage=self.url,
-        )
-        return msgspec.structs.replace(task, **changes)
-
-    def run(self, task: SaveTask | LoadTask) -> TransferDone:
-        async def collect() -> list[TransferEvent]:
-            return [event async for event in TransferProcesses().run(task)]
-
-        done = self.service.run(collect())[-1]
-        assert isinstance(done, TransferDone)
-        return done
+        self.agent = ArtifactRoot(root, url)
 
     def objects(self) -> dict[str, int]:
         return ObjectStorage(self.url).sizes("default")
@@ -160,7 +96,7 @@ def test_the_bytes_go_to_the_storage_and_come_back(capture: Capture) -> None:
 
     capture.service.run(publish())
     with client.restore(capture.state, device=1) as pool:
-        assert int(pool["big"].sum(dtype="i8")) == capture.sum
+        assert int(pool["big"].sum(dtype="i8")) == capture.sums["big"]
         assert int(pool["zeros"].sum(dtype="i8")) == 0
 
 

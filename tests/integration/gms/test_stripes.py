@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 import snapback_client as client
 from gms.adapters.part_files import read_part, verify_part
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferProgress
+from gms.domain.tasks import SaveTask, TransferProgress
 from gms.handlers.transfers import whole_or_nothing
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import ROOT_MANIFEST, PartManifest
-from snapshot_shared.codec import digest, encode_json
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactMissing,
@@ -34,88 +33,31 @@ from snapshot_shared.errors import (
     NoSpace,
     SnapbackError,
 )
-from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
+from tests.support.weights import PART, UID, Weights
 
 MIB = 1024 * 1024
-UID = "11111111-2222-3333-4444-555555555555"
-PART = f"default/{UID}/gen-1/gpu-0"
 PLACE = GenerationRef("default", UID, 1)
 
 
-class Capture:
-    """A device with weights on it, and the folders that they go to."""
+class Capture(Weights):
+    """Weights, and the folders that their part goes to."""
 
     def __init__(self, service: Any, folder: Path) -> None:
-        self.service = service
-        self.root = folder / "artifacts"
-        self.path = self.root / PART
         self.stripes = {name: str(folder / name) for name in ("fast", "other")}
         for path in self.stripes.values():
             Path(path).mkdir()
+        arrays = {"big": (20 * MIB + 3, "u1"), "zeros": (8 * MIB, "u1")}
+        fields = {"stripe_roots": self.stripes}
+        super().__init__(service, folder / "artifacts", arrays, **fields)
         self.agent = self.agent_with(self.stripes)
-        with client.connect(lock="RW") as pool:
-            arrays = pool.allocate_many({"big": (20 * MIB + 3, "u1"), "zeros": (8 * MIB, "u1")})
-            arrays["big"][...] = np.random.default_rng(7).integers(1, 100, 20 * MIB + 3)
-            pool.commit()
-            self.sum = int(arrays["big"].sum(dtype="i8"))
-            self.state = pool.save_state()
-        self.layout = self.fence("f1")
 
     def agent_with(self, stripes: dict[str, str]) -> ArtifactRoot:
         return ArtifactRoot(self.root, stripes=StripeRoots(stripes))
 
-    def fence(self, token: str) -> LayoutRef:
-        request = FenceRequest(
-            token=token, devices=self.service.uuids[:1], wait_s=5.0, deadline_s=600.0
-        )
-        (layout,) = self.service.run(self.service.control.fence(request)).vector
-        return layout
-
     def save_task(self, **changes: Any) -> SaveTask:
-        task = SaveTask(
-            socket_dir=str(self.service.folder),
-            root=str(self.root),
-            device=self.service.uuids[0],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-0",
-            deadline_s=10.0,
-            order=f"save-{UID}-gpu-0",
-            fence_token="f1",
-            layout=self.layout,
-            shard_bytes=4 * MIB,
-            stripe_roots=self.stripes,
-        )
-        return msgspec.structs.replace(task, **changes)
-
-    def load_task(self, **changes: Any) -> LoadTask:
-        task = LoadTask(
-            socket_dir=str(self.service.folder),
-            root=str(self.root),
-            device=self.service.uuids[1],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-0",
-            deadline_s=10.0,
-            part_digest=digest((self.path / "part.json").read_bytes()),
-            load_token="l1",
-            layout_id=self.layout.layout_id,
-            structure_hash=self.layout.structure_hash,
-            stripe_roots=self.stripes,
-        )
-        return msgspec.structs.replace(task, **changes)
-
-    def run(self, task: SaveTask | LoadTask) -> TransferDone:
-        async def collect() -> list[TransferEvent]:
-            return [event async for event in TransferProcesses().run(task)]
-
-        done = self.service.run(collect())[-1]
-        assert isinstance(done, TransferDone)
-        return done
+        return super().save_task(**{"shard_bytes": 4 * MIB, **changes})
 
     def shards(self, stripe: str = "") -> set[str]:
         """The names of the shards in a stripe root, or in the artifact root."""
@@ -168,7 +110,7 @@ def test_files_are_spread_over_all_folders_and_come_back(capture: Capture) -> No
 
     capture.service.run(publish())
     with client.restore(capture.state, device=1) as pool:
-        assert int(pool["big"].sum(dtype="i8")) == capture.sum
+        assert int(pool["big"].sum(dtype="i8")) == capture.sums["big"]
         assert int(pool["zeros"].sum(dtype="i8")) == 0
 
 

@@ -89,8 +89,8 @@ def test_a_node_with_stripe_roots_that_are_written_wrong_does_not_start() -> Non
         "SNAPBACK_NODE": "node-1",
     }
     found = load(NodeSettings, environment | {"SNAPBACK_STRIPE_ROOTS": "b=/b:a=/a"})
-    assert found.stripes().names == ["a", "b"]
-    assert load(NodeSettings, environment).stripes().names == []
+    assert list(found.stripes().folders) == ["a", "b"]
+    assert not load(NodeSettings, environment).stripes().folders
     with pytest.raises(InvalidInput, match="SNAPBACK_STRIPE_ROOTS='a=/var/artifacts/a'"):
         load(NodeSettings, environment | {"SNAPBACK_STRIPE_ROOTS": "a=/var/artifacts/a"})
 

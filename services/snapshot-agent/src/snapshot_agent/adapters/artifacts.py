@@ -183,7 +183,7 @@ class ArtifactRoot:
     def _measure(self) -> Measured:
         roots = [("", self._root)]
         if not self._weights_in_objects:
-            roots += zip(self._stripes.names, map(Path, self._stripes.paths()), strict=True)
+            roots += [(name, Path(path)) for name, path in self._stripes.folders.items()]
         found: dict[int, tuple[Path, int, int]] = {}
         folders: dict[str, os.stat_result] = {}
         problem: SnapbackError | None = None
