@@ -348,7 +348,7 @@ def test_a_device_that_is_too_small_is_refused_with_both_values_before_it_is_tou
     launch: Any, tmp_path: Path
 ) -> None:
     service = launch(capacities=(64 * MIB, 16 * MIB))
-    capture = Capture(service, tmp_path)
+    capture = Capture(service, tmp_path, ARRAYS)
     capture.run(capture.save_task())
     with pytest.raises(DeviceTooSmall) as caught:
         capture.run(capture.load_task())

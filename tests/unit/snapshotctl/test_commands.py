@@ -633,6 +633,29 @@ def test_the_version_is_shown(
     assert capsys.readouterr().out.startswith("snapshotctl ")
 
 
+def test_every_file_that_is_named_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    good = tmp_path / "good.yaml"
+    good.write_text("{apiVersion: v1, kind: Pod, metadata: {name: w}, spec: {containers: []}}")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("kind: [")
+    assert _run(monkeypatch, "validate", "-f", str(bad), "-f", str(good)) == Exit.REFUSED
+    assert "bad.yaml" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_an_error_and_no_traceback() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "snapshotctl", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -647,6 +670,9 @@ def test_the_version_is_shown(
         (["restore", "x", "--own-operator"], ["--own-operator", "restore", "x"]),
         (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
         (["get", "pods", "-o"], ["-o", "get", "pods"]),
+        (["get", "-o=json", "pods", "-n=a"], ["-o", "json", "get", "pods", "-n", "a"]),
+        (["-n", "a", "get", "pods"], ["get", "pods", "-n", "a"]),
+        (["-n", "a", "exec", "w", "--", "-n"], ["exec", "w", "-n", "a", "--", "-n"]),
         (["up", "--name", "x"], ["up", "--name", "x"]),
         (["up", "--cluster", "x"], ["--cluster", "x", "up"]),
         (["bundle", "-f", "x.tar.gz", "-o", "json"], ["-o", "json", "bundle", "-f", "x.tar.gz"]),

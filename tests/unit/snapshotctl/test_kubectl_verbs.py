@@ -21,6 +21,8 @@ PROGRAM = """\
 #!{python}
 import json, pathlib, sys
 folder = pathlib.Path(__file__).parent
+if "config" in sys.argv:
+    sys.exit(print((folder / "namespace").read_text(), end=""))
 with (folder / "calls").open("a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 if "get" in sys.argv:
@@ -48,6 +50,7 @@ class Kubectl:
         program.chmod(0o755)
         (folder / "code").write_text("0")
         (folder / "err").write_text("")
+        (folder / "namespace").write_text("")
         self.pods()
 
     def pods(self, *names: str) -> None:
@@ -59,6 +62,7 @@ class Kubectl:
 
     @property
     def calls(self) -> list[list[str]]:
+        """Those that reach the cluster."""
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
 
     @property
@@ -90,6 +94,30 @@ def test_the_log_of_a_pod_is_shown_by_kubectl(
         [*to, "ns", "--all-containers", "--prefix", "--follow", "--tail=5"],
         [*to, "default", "--container=main", "--tail=-1"],
     ]
+
+
+def test_what_names_no_namespace_is_in_that_of_the_context(
+    monkeypatch: pytest.MonkeyPatch, kubectl: Kubectl
+) -> None:
+    (kubectl.folder / "namespace").write_text("team-a")
+    (kubectl.folder / "said").write_text("thing.nvidia.com/x created (server dry run)\n")
+    assert _run(monkeypatch, "logs", "w") == Exit.OK
+    assert _run(monkeypatch, "logs", "w", "-n", "default") == Exit.OK
+    assert [call[call.index("--namespace") + 1] for call in kubectl.calls] == ["team-a", "default"]
+    document = msgspec.Raw(json.dumps({"kind": "Thing", "metadata": {"name": "x"}}).encode())
+    Kubernetes(None, "there").apply([document], "", dry_run=True)
+    [item] = json.loads(kubectl.given[-1])["items"]
+    assert item["metadata"]["namespace"] == "team-a"
+
+
+def test_all_pods_of_a_service_that_is_there_twice_are_shown(
+    monkeypatch: pytest.MonkeyPatch, kubectl: Kubectl
+) -> None:
+    kubectl.pods("operator-a", "operator-b")
+    assert _run(monkeypatch, "logs", "operator") == Exit.OK
+    *_, shown = kubectl.calls
+    assert any("component=operator" in word for word in shown if word.startswith("--selector="))
+    assert "--prefix" in shown
 
 
 def test_the_log_of_a_service_is_that_of_its_container(

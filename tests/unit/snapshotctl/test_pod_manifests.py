@@ -229,4 +229,4 @@ def test_the_command_line_beats_the_manifest(
     wanted: str | None, written: str | None, namespace: str
 ) -> None:
     meta = {"name": "w"} | ({"namespace": written} if written else {})
-    assert pod_manifests.namespace_of(_manifest(metadata=meta), wanted) == namespace
+    assert pod_manifests.namespace_of(_manifest(metadata=meta), wanted, "default") == namespace

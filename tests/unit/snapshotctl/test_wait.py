@@ -54,6 +54,7 @@ def _content(**status: object) -> SnapshotContent:
         ("condition=Ready", ConditionIs("Ready")),
         ("condition=Ready=False", ConditionIs("Ready", "False")),
         ("condition=Failed=true", ConditionIs("Failed")),
+        ("condition=nvidia.com/Restored", ConditionIs("nvidia.com/Restored")),
         ("delete", Gone()),
     ],
 )

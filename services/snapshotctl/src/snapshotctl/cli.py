@@ -46,7 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "delete": "Delete an object and what belongs to it.",
     },
     "Manifests": {
-        "apply": "Store the manifests of a file, all or none.",
+        "apply": "Store the manifests of files, all or none.",
         "validate": "Check the manifests of a file by the rules of the operator, without a server.",
         "identity": (
             "Print the identity hash of each DynamoCheckpoint of a file, without a server."
@@ -216,22 +216,30 @@ def run(words: Sequence[str]) -> int:
 
 
 def hoisted(words: Sequence[str]) -> list[str]:
-    """Move the options that all commands have in front of the command."""
+    """Move the options that all commands have in front of the command, and a namespace behind it.
+
+    `-o=json` and `-n=team-a` are read as kubectl reads them.
+    """
     front: list[str] = []
     rest: list[str] = []
+    behind: list[str] = []
     left = list(reversed(words))
     while left:
         word = left.pop()
         if word == "--":
-            rest += [word, *reversed(left)]
+            behind += [word, *reversed(left)]
             break
-        if word in _GLOBAL_OPTIONS:
+        if word.startswith(("-o=", "-n=")):
+            left += [word[3:], word[:2]]
+        elif word in _GLOBAL_OPTIONS:
             front += [word, *([left.pop()] if left else [])]
         elif word.partition("=")[0] in _GLOBAL_OPTIONS or word == OWN_OPERATOR or _is_short(word):
             front.append(word)
+        elif word in ("-n", "--namespace") and not rest:
+            behind += [word, *([left.pop()] if left else [])]
         else:
             rest.append(word)
-    return front + rest
+    return front + rest + behind
 
 
 def _is_short(word: str) -> bool:

@@ -18,7 +18,7 @@ from snapshot_shared.errors import Failure, SnapbackError, failure_of
 from snapshot_shared.objects.kinds import KINDS, Kind, find_kind
 from snapshotctl.domain import targets
 from snapshotctl.domain.exits import Exit, exit_of
-from snapshotctl.tools import Tools
+from snapshotctl.tools import DEFAULT_NAMESPACE, Tools
 
 if TYPE_CHECKING:
     from snapshotctl.ports import Screen
@@ -62,7 +62,14 @@ def command(app: typer.Typer, *examples: str, name: str | None = None) -> Callab
 
         def run(context: typer.Context, **values: Any) -> None:
             tools: Tools = context.obj
-            raise typer.Exit(int(carry_out(work(tools, **values), tools.screen)))
+
+            async def placed() -> int | None:
+                # The namespace of a context is asked for only where a command needs one.
+                if values.get("namespace") == DEFAULT_NAMESPACE and _is_default(context):
+                    values["namespace"] = tools.namespace
+                return await work(tools, **values)
+
+            raise typer.Exit(int(carry_out(placed(), tools.screen)))
 
         # `exec_` and `open_` would hide what Python has under these names.
         run.__name__, run.__doc__ = work.__name__.rstrip("_"), work.__doc__
@@ -73,6 +80,11 @@ def command(app: typer.Typer, *examples: str, name: str | None = None) -> Callab
         return work
 
     return register
+
+
+def _is_default(context: typer.Context) -> bool:
+    source = context.get_parameter_source("namespace")
+    return source is not None and source.name == "DEFAULT"
 
 
 def _epilog(examples: Sequence[str]) -> str:
@@ -142,7 +154,10 @@ async def _interruptible(work: Coroutine[Any, Any, int | None], screen: Screen) 
 
 def _names(context: typer.Context, kinds: Sequence[Kind]) -> list[str]:
     root = context.find_root().params
-    space = context.params.get("namespace") or "default"
+    if root.get("kubeconfig") or root.get("context_name"):
+        # kubectl takes longer than a user waits.
+        return []
+    space = context.params.get("namespace") or DEFAULT_NAMESPACE
     tools = Tools(root.get("server"), root.get("cluster"), "table")
 
     async def look() -> list[str]:
@@ -186,6 +201,8 @@ def _traced(context: typer.Context, incomplete: str) -> list[str]:
 def complete_logs(context: typer.Context, incomplete: str) -> list[str]:
     """Complete what has a log: pods, and services, of a local cluster also when it is down."""
     root = context.find_root().params
+    if root.get("kubeconfig") or root.get("context_name"):
+        return []
     tools = Tools(root.get("server"), root.get("cluster"), "table")
     from snapshotctl.domain.sources import known_services, pod_typed  # noqa: PLC0415
 
@@ -240,8 +257,11 @@ def complete_nodes(context: typer.Context) -> list[str]:
 
 # Options and arguments that several commands have.
 
-File = Annotated[
-    Path, typer.Option("--filename", "-f", metavar="FILE", help="A YAML file; - for stdin.")
+Files = Annotated[
+    list[Path],
+    typer.Option(
+        "--filename", "-f", metavar="FILE", help="A YAML file; - for stdin. May be repeated."
+    ),
 ]
 Manifest = Annotated[
     Path | None,

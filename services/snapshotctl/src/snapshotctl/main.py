@@ -19,7 +19,16 @@ def main() -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes standard output at its end; without a reader that has to go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        return 1
+    except OSError as error:
+        # A full disk, where standard output is a file: what typer prints by itself ends here.
+        sys.stderr.write(f"error: {error.strerror or error}\n")
+        _drop_output()
         return 1
     return code
+
+
+def _drop_output() -> None:
+    """Let what is still to be printed go nowhere: Python flushes standard output at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

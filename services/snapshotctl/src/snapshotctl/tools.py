@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 SERVICE = "snapshotctl"
 NODE = "cli"
+DEFAULT_NAMESPACE = "default"
 
 Connect = Callable[[], "AbstractAsyncContextManager[OperatorClient]"]
 
@@ -62,6 +63,11 @@ class Tools:
         from snapshotctl.adapters.kubectl import Kubernetes
 
         return Kubernetes(self.kubeconfig, self.context, are_shaped_here=self.own_operator)
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of what names none, in a cluster of kubectl that of the context."""
+        return DEFAULT_NAMESPACE if self.kubernetes is None else self.kubernetes.namespace
 
     def close(self) -> None:
         """End what outlives a command otherwise."""
@@ -284,8 +290,11 @@ class Tools:
 
         return RunningCluster(sockets, run, connect, access), connect
 
-    def documents(self, source: Path) -> list[Document]:
-        """Read the documents of a file, or of standard input for `-`. InvalidManifest."""
+    def documents(self, *sources: Path) -> list[Document]:
+        """Read the documents of files, or of standard input for `-`. InvalidManifest."""
+        return [document for source in sources for document in self._documents(source)]
+
+    def _documents(self, source: Path) -> list[Document]:
         from snapshotctl.domain import documents
 
         limit = documents.MAX_FILE_BYTES + 1

@@ -97,6 +97,12 @@ class Kubernetes:
         self._open.close()
         self._server = None
 
+    @cached_property
+    def namespace(self) -> str:
+        """The namespace of the context; `default` where it has none."""
+        path = "--output=jsonpath={.contexts[0].context.namespace}"
+        return self._run("config", "view", "--minify", path).strip() or "default"
+
     def server(self) -> Server:
         """Return where its NATS is reached, until `close`."""
         if self._server is None:
@@ -131,7 +137,7 @@ class Kubernetes:
             documents = [self._standing_by(document) for document in documents]
         items = [msgspec.json.decode(document) for document in documents]
         for item in items:
-            item.setdefault("metadata", {}).setdefault("namespace", "default")
+            item.setdefault("metadata", {}).setdefault("namespace", self.namespace)
         given = _traced(items, traceparent, {})
         apply = ("apply", "--filename", "-")
         said = self._run(*apply, "--dry-run=server", given=given).splitlines()
@@ -203,7 +209,10 @@ class Kubernetes:
             each = " or ".join(f"{service.service}@{node}" for _, _, node in pods)
             raise WrongArguments(f"the {service} of which node?", next_step=f"name {each}")
         namespace, pod, _ = pods[0]
-        return ["logs", pod, "--namespace", namespace, f"--container={container}"]
+        where = ["--namespace", namespace, f"--container={container}"]
+        if len(pods) > 1:
+            return ["logs", f"--selector={part}", *where, "--prefix"]
+        return ["logs", pod, *where]
 
     def cordon(self, node: str, *, unschedulable: bool) -> bool:
         """Cordon a node, or uncordon it; return whether it was not so already."""

@@ -9,7 +9,8 @@ import typer
 
 from snapshot_shared.validation import warnings
 from snapshotctl import objects
-from snapshotctl.command import File, command, new_app
+from snapshotctl.command import Files, MaybeNamespace, command, new_app
+from snapshotctl.domain.documents import in_namespace
 from snapshotctl.tools import Tools
 
 app = new_app()
@@ -18,23 +19,26 @@ app = new_app()
 @command(
     app,
     "snapshotctl apply -f deploy/examples/checkpoint.yaml",
-    "snapshotctl apply -f checkpoint.yaml --dry-run",
+    "snapshotctl apply -f checkpoint.yaml -f restore.yaml -n team-a --dry-run",
     "cat *.yaml | snapshotctl apply -f -",
 )
 async def apply(
     tools: Tools,
-    file: File,
+    files: Files,
+    namespace: MaybeNamespace = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything, say what would change, store nothing."),
     ] = False,
 ) -> None:
-    """Store the manifests of a file, all or none.
+    """Store the manifests of files, all or none.
 
     With --dry-run the server checks them by all its rules, also against what is there; `validate`
     needs no server and so knows less.
     """
-    documents = tools.documents(file)
+    documents = tools.documents(*files)
+    if namespace is not None:
+        documents = [in_namespace(document, namespace) for document in documents]
     if tools.kubernetes is None:
         for document in documents:
             for warning in warnings(msgspec.json.decode(document.encode()), "standalone"):

@@ -56,7 +56,8 @@ async def checkpoint(
     name = targets.checked_name(checkpoint_id) if checkpoint_id is not None else None
     within_s = formats.parse_duration(timeout)
     written = pod_manifests.pod_manifest(tools.documents(manifest)) if manifest else None
-    space = targets.checked_namespace(pod_manifests.namespace_of(written, namespace))
+    chosen = pod_manifests.namespace_of(written, namespace, tools.namespace)
+    space = targets.checked_namespace(chosen)
     async with tools.operator(patiently=True) as operator:
         if written is not None:
             whose = f"pod {written.name}"

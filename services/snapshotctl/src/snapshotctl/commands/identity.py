@@ -10,7 +10,7 @@ import msgspec
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.identity import canonical_json, identity_hash
 from snapshot_shared.manifests import parse_identity
-from snapshotctl.command import File, command, new_app
+from snapshotctl.command import Files, command, new_app
 from snapshotctl.domain import formats
 from snapshotctl.domain.documents import Document
 from snapshotctl.tools import Tools
@@ -25,13 +25,13 @@ app = new_app()
     "snapshotctl identity -f deploy/examples/checkpoint.yaml",
     "snapshotctl identity -f checkpoint.yaml -o json | jq -r '.[].identityHash'",
 )
-async def identity(tools: Tools, file: File) -> None:
+async def identity(tools: Tools, files: Files) -> None:
     """Print the identity hash of each DynamoCheckpoint of a file, without a server.
 
     It is what status.checkpointID will be. Artifacts of equal hashes are interchangeable. Only
     spec.identity is read; manifests of other kinds are passed over.
     """
-    found = identified(tools.documents(file))
+    found = identified(tools.documents(*files))
     if not tools.screen.wants_table:
         tools.screen.value([checkpoint.value() for checkpoint in found])
         return

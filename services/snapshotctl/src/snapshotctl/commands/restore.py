@@ -55,7 +55,7 @@ async def restore(
     wanted = targets.checked_name(name or checkpoint_id or "")
     within_s = formats.parse_duration(timeout)
     pod = pod_manifests.pod_manifest(tools.documents(manifest)) if manifest else None
-    space = targets.checked_namespace(pod_manifests.namespace_of(pod, namespace))
+    space = targets.checked_namespace(pod_manifests.namespace_of(pod, namespace, tools.namespace))
     async with tools.operator(patiently=True) as operator:
         document = pod_manifests.restored(
             wanted,

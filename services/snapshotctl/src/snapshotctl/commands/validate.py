@@ -9,7 +9,7 @@ import typer
 
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.validation import World, problems, repetitions, warnings
-from snapshotctl.command import File, command, new_app
+from snapshotctl.command import Files, command, new_app
 from snapshotctl.tools import Tools
 
 app = new_app()
@@ -23,7 +23,7 @@ app = new_app()
 )
 async def validate(
     tools: Tools,
-    file: File,
+    files: Files,
     standalone: Annotated[
         bool, typer.Option("--standalone", help="Check for standalone mode, not for a cluster.")
     ] = False,
@@ -34,7 +34,7 @@ async def validate(
     Secret. Kinds of Kubernetes itself are left to Kubernetes.
     """
     world: World = "standalone" if standalone else "kubernetes"
-    documents = tools.documents(file)
+    documents = tools.documents(*files)
     values = [msgspec.json.decode(document.encode()) for document in documents]
     found = [[str(problem) for problem in problems(value, world)] for value in values]
     for place, problem in repetitions(values):

@@ -67,7 +67,7 @@ async def wait(
 
 
 _CONDITION = re.compile(
-    r"condition=([A-Za-z][A-Za-z0-9]{0,62})(?:=(true|false|unknown))?", re.IGNORECASE
+    r"condition=([a-z][-a-z0-9._/]{0,316})(?:=(true|false|unknown))?", re.IGNORECASE
 )
 _STATUS = {"true": "True", "false": "False", "unknown": "Unknown"}
 

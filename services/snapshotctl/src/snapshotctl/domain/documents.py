@@ -13,6 +13,7 @@ import msgspec
 import yaml
 
 from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.objects.kinds import KINDS
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_DOCUMENTS = 100
@@ -60,6 +61,24 @@ class Document(NamedTuple):
             return msgspec.Raw(msgspec.json.encode(self.value))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise _refused(self.where, f"cannot be written as JSON: {error}") from error
+
+
+def in_namespace(document: Document, namespace: str) -> Document:
+    """Return a document in a namespace, unless its kind has none. InvalidManifest for another."""
+    value = document.value
+    kind = KINDS.get(value.get("kind", "")) if isinstance(value, dict) else None
+    meta = value.get("metadata", {}) if isinstance(value, dict) else None
+    if not isinstance(meta, dict) or (kind is not None and not kind.namespaced):
+        # What is wrong with it is said where it is read.
+        return document
+    found = meta.setdefault("namespace", namespace)
+    if found != namespace:
+        raise InvalidManifest(
+            document.placed(f"metadata.namespace: it is {found!r}, and -n is {namespace!r}"),
+            next_step="leave one of them out",
+        )
+    value["metadata"] = meta
+    return document
 
 
 def load(data: bytes, source: str) -> list[Document]:

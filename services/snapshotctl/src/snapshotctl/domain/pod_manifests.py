@@ -167,9 +167,9 @@ def _shares_devices(pod: PodManifest, target: str) -> bool:
     return False
 
 
-def namespace_of(pod: PodManifest | None, wanted: str | None) -> str:
+def namespace_of(pod: PodManifest | None, wanted: str | None, default: str) -> str:
     """Return the namespace of the command line, of the manifest, or `default`."""
-    return wanted or (pod.namespace if pod is not None else None) or "default"
+    return wanted or (pod.namespace if pod is not None else None) or default
 
 
 class Source(NamedTuple):
