@@ -180,7 +180,7 @@ cover: $(STAMP) ## Whether the fast tests reach as many lines as they did (ALL=1
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report $(if $(ALL),,| tail -n 3)
 
-scenarios: $(STAMP) ## Run seeded faults in simulated worlds (SEEDS=2000, FIRST=0, SEED=n tells one)
+scenarios: $(STAMP) ## Run seeded faults in simulated worlds (SEEDS=2000, FIRST=0, SEED=n runs one)
 	@$(BIN)/python -m tests.scenario.run $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) \
 		$(if $(FIRST),--first $(FIRST))
 

@@ -20,7 +20,9 @@ capture: in seconds, on the same node or on another one.
 - **New here?** The [tutorial](tutorial.md) leads from a clone to a worker of your own that is
   captured and restored. To see it work first: `make demo`, or the commands of
   [the front page](../README.md).
-- **Something to do?** The how-tos have one task each, with commands that can be pasted.
+- **Something to do?** The how-tos have one task each. Their commands are typed at the root of a
+  checkout, after `make setup`, `export PATH=$PWD/.venv/bin:$PATH` and `snapshotctl up`, unless the
+  page says otherwise.
 - **On call?** Each alert has [a section](runbooks.md), each reason of a failure
   [another](troubleshooting.md), and [ten questions](inspect.md) have answers.
 - **Why it is so** is in [Concepts](concepts.md), [Architecture](architecture.md) and the decisions.
