@@ -10,6 +10,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -58,11 +59,11 @@ def main() -> int:
     if arguments.command == "gms" and arguments.short:
         vars(arguments).update(SHORT)
     check_request(parser, arguments)
-    results = measured(arguments)
-    output.write(arguments.json, None, results)
-    if arguments.command == "gms" and arguments.page:
-        old = arguments.page.read_text() if arguments.page.exists() else ""
-        arguments.page.write_text(renewed(old, results))
+    for results in measured(arguments):
+        output.write(arguments.json, None, results)
+        if arguments.command == "gms" and arguments.page:
+            old = arguments.page.read_text() if arguments.page.exists() else ""
+            arguments.page.write_text(renewed(old, results))
     return report(results)
 
 
@@ -96,18 +97,21 @@ def check_request(parser: argparse.ArgumentParser, arguments: argparse.Namespace
             )
 
 
-def measured(arguments: argparse.Namespace) -> Results:
-    """Measure what is asked for."""
+def measured(arguments: argparse.Namespace) -> Iterator[Results]:
+    """Measure what is asked for, and yield all that is measured, after each size again."""
     is_alone = arguments.command == "sessions"
     machine = describe(Path() if is_alone else arguments.folder)
     calls = sessions.measure(arguments.rounds, arguments.calls, output.say)
     if is_alone:
-        return Results(machine=machine, calls=calls)
+        yield Results(machine=machine, calls=calls)
+        return
     if arguments.peers:
         # Last, so that whatever is here already stays what it is.
         sys.path.append(str(arguments.peers.absolute()))
-    transfers = [transferred(arguments, mib * 2**20) for mib in arguments.size_mib]
-    return Results(machine=machine, transfers=transfers, calls=calls)
+    transfers: list[Transfers] = []
+    for mib in arguments.size_mib:
+        transfers.append(transferred(arguments, mib * 2**20))
+        yield Results(machine=machine, transfers=transfers, calls=calls)
 
 
 def transferred(arguments: argparse.Namespace, size: int) -> Transfers:
