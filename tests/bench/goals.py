@@ -198,6 +198,9 @@ def judged_bound(of: str, bound: Bound, seconds: Rows, others: float) -> Judged:
         others=others,
         suffers=bound.rival == AIO and bound.row == P99,
     )
+    if verdict != "met" and bound.rival != BARE and (bare := row.get(BARE)):
+        share = median(bare) / median(rival)
+        why = "; ".join(filter(None, (f"an {BARE} that only answers is at {share:.2f} x", why)))
     return Judged(of, bound.row, bound.rival, wanted, f"{ratio:.2f} x", verdict, why)
 
 

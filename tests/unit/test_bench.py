@@ -85,8 +85,8 @@ def of_calls(client: float, server: float, p99: float, others: float = 0.1) -> R
                 hand_over(4000): {"gms": [0.031] * 5},
             },
             cpu={
-                "client": {"gms": [client] * 5, AIO: [0.4] * 5},
-                "server": {"gms": [server] * 5, AIO: [0.6] * 5},
+                "client": {"gms": [client] * 5, AIO: [0.4] * 5, BARE: [0.04] * 5},
+                "server": {"gms": [server] * 5, AIO: [0.6] * 5, BARE: [0.06] * 5},
             },
             others=others,
         ),
@@ -212,6 +212,12 @@ def test_a_session_call_is_judged_by_its_processor_time_and_its_slowest_hundredt
 def test_the_processor_time_of_a_call_decides_also_where_others_are_busy() -> None:
     found = judged(of_calls(0.05, 0.06, 0.2, others=0.5))
     assert [line.verdict for line in found[:2]] == ["met", "inconclusive"]
+
+
+def test_a_call_that_misses_its_goal_stands_beside_one_that_only_answers() -> None:
+    found = judged(of_calls(0.05, 0.08, 0.2))
+    assert found[0].why.startswith("an asyncio protocol that only answers is at 0.10 x; ")
+    assert not found[1].why
 
 
 def test_a_transfer_that_misses_the_limit_is_profiled() -> None:
