@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
-from snapshot_operator.core.content import reconcile
+from snapshot_operator.core.content import gather, reconcile
 from snapshot_operator.core.plan import SetStatus
+from snapshot_operator.runtime.cluster import Tracker
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.objects.meta import Condition, condition, is_true
@@ -618,6 +619,38 @@ async def test_an_artifact_stays_while_no_node_can_remove_it(world: World) -> No
     await world.join(*here.values())
     await world.answer_all()
     assert not world.cluster.page("SnapshotContent")
+
+
+async def next_look(world: World) -> float | None:
+    """Return when the content is decided about again, which changes nothing now."""
+    view = gather(Tracker(world.cluster, is_full=False), await world.content())
+    plan = reconcile(view, world.now)
+    assert not plan.writes
+    return plan.wake_at
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_delete_that_is_due_waits_for_a_node_and_for_no_time(
+    world: World, *, is_answered: bool
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_all()
+    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+    await world.settle()
+    (order,) = world.open("delete")
+    if is_answered:
+        await world.fail(order, "DeviceBusy")
+        assert await next_look(world) == world.now + 30.0
+    else:
+        assert await next_look(world) == order.deadline.timestamp()
+    here = dict(world.present)
+    world.present.clear()
+    await world.see(absent_s=95.0)
+    await world.advance(1000.0)
+    assert (await deletion_waits(world))[0] == "NoNode"
+    assert await next_look(world) is None
+    await world.join(*here.values())
+    assert world.open("delete")[-1].attempt == 2
 
 
 async def test_a_delete_that_failed_says_of_what_while_it_rests(world: World) -> None:

@@ -185,8 +185,14 @@ def test_what_cleans_is_given_again_after_a_rest_that_grows(
     verb: str, item: OrderStatus, at: float | None
 ) -> None:
     assert fold.due_at(item) == at, verb
-    assert fold.renewal_at([item]) == at
-    assert fold.renewal_at([replace(item, verb="dump")]) is None
+    assert fold.renewal_at([item], 150.0) == at
+    assert fold.renewal_at([replace(item, verb="dump")], 150.0) is None
+    assert at is None or fold.renewal_at([item], at) is None
+
+
+def test_what_is_due_already_does_not_hide_what_is_given_again_later() -> None:
+    due, later = order("delete"), order("release", deadline=time_of(300.0))
+    assert fold.renewal_at([due, later], 200.0) == 300.0
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def content_plan(
     """Plan a status with its obligations, and wake when an order is late or to be given again."""
     obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
     new = replace(content, status=replace(status, obligations=obligations))
-    due = fold.renewal_at(status.orders)
+    due = fold.renewal_at(status.orders, now)
     at = fold.earliest(wake_at, fold.next_deadline(status.orders, now), due)
     return status_plan(content, new, wake_at=at)
 

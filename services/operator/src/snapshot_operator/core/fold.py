@@ -250,9 +250,14 @@ def next_attempt(item: OrderStatus) -> int:
     return max(item.attempt, superseding(item)) + 1
 
 
-def renewal_at(orders: Iterable[OrderStatus]) -> float | None:
-    """Return when the first cleaning order is to be given again, if one is."""
-    return earliest(*(due_at(item) for item in orders if item.verb in CLEANING))
+def renewal_at(orders: Iterable[OrderStatus], now: float) -> float | None:
+    """Return when the next cleaning order is to be given again; what is due now was judged.
+
+    One that is due and was not given again, such as a `delete` without a node for it, waits for
+    what the decision has read.
+    """
+    times = (due_at(item) for item in orders if item.verb in CLEANING)
+    return min((at for at in times if at is not None and at > now), default=None)
 
 
 def _seconds(at: datetime | None) -> float:

@@ -263,7 +263,7 @@ def _plan(
     now: float,
 ) -> Plan:
     obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
-    due = fold.renewal_at(status.orders)
+    due = fold.renewal_at(status.orders, now)
     at = fold.earliest(fold.next_deadline(status.orders, now), due)
     new = replace(restore, status=replace(status, obligations=obligations))
     return status_plan(restore, new, wake_at=at)

@@ -138,7 +138,7 @@ def _plan(
     pod: Pod, status: PodStatus, now: float, *before: Write, wake_at: float | None = None
 ) -> Plan:
     obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
-    due = fold.renewal_at(status.orders)
+    due = fold.renewal_at(status.orders, now)
     at = fold.earliest(wake_at, fold.next_deadline(status.orders, now), due)
     new = replace(pod, status=replace(status, obligations=obligations))
     return status_plan(pod, new, *before, wake_at=at)
