@@ -32,6 +32,8 @@ from snapshot_shared.units import size
 State = Literal["ok", "busy", "waiting", "bad", "off"]
 """Well; under way; waiting for something else; failed or damaged; ended, or closed to new work."""
 
+Ordered = SnapshotContent | SnapshotRestore | Pod
+"""The kinds that have orders."""
 RESTORE_ENDED = (Restore.RESTORED, Restore.FAILED)
 CORDONED = "SchedulingDisabled"
 _SERVICES: tuple[Service, ...] = ("agent", "gms")
@@ -143,9 +145,7 @@ def held_back(node: str, paused: Collection[str]) -> list[HeldBack]:
 
 def orders_of(value: AnyObject | None) -> list[OrderStatus]:
     """Return the orders that an object remembers; only some kinds have any."""
-    if isinstance(value, SnapshotContent | SnapshotRestore | Pod):
-        return value.status.orders
-    return []
+    return value.status.orders if isinstance(value, Ordered) else []
 
 
 def is_answered(order: OrderStatus) -> bool:

@@ -152,6 +152,22 @@ def test_a_report_for_an_object_that_is_gone_is_acknowledged_and_changes_nothing
     run(story)
 
 
+@pytest.mark.parametrize("kind", ["Node", "Job", "Snapshot"])
+def test_a_report_for_an_object_of_a_kind_without_orders_is_acknowledged(kind: str) -> None:
+    async def story(intake: Intake) -> None:
+        (order,) = intake.world.open("run")
+        await intake.world.answer_well(order)
+        (named,) = intake.world.cluster.all(kind)
+        forged = msgspec.structs.replace(order, order=f"run-{named.metadata.uid}")
+        await intake.send(forged, msgspec.json.encode(report_on(forged, "started")), "started")
+        (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
+        assert not durable.pending
+        assert await intake.letters() == []
+        assert intake.world.cluster.by_uid(named.metadata.uid) == named
+
+    run(story)
+
+
 def test_a_report_is_acknowledged_when_its_effect_is_stored_and_not_before() -> None:
     async def story(intake: Intake) -> None:
         (order,) = intake.world.open("run")

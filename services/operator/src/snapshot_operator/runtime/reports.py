@@ -23,6 +23,7 @@ from snapshot_shared.ids import NodeName, OrderId, verb_of
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import DeadLetter, Report
 from snapshot_shared.telemetry import working_on
+from snapshot_shared.views import Ordered
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,10 @@ class Reports:
                 await self._refuse(delivery, error)
 
     async def _take(self, delivery: Delivery) -> None:
-        """Have a report folded in; one for an object that is gone from the store is acked."""
+        """Have a report folded in.
+
+        One for an object that is gone from the store, or is of a kind without orders, is acked.
+        """
         report = decode_json(delivery.data, Report, limit=MAX_REPORT_BYTES)
         expected = subjects.report(NodeName(report.node), OrderId(report.order), report.kind)
         if delivery.subject != expected:
@@ -85,7 +89,7 @@ class Reports:
             ),
         ):
             value = self._cluster.by_uid(uid) or await self._cluster.find(uid)
-            if value is None:
+            if not isinstance(value, Ordered):
                 self._ack(delivery)
                 return
             self._manager.take(key_of(value), Input(report, lambda: self._ack(delivery)))
