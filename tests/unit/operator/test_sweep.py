@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.runtime.sweep import RETRY_S
-from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.errors import BusUnavailable, StoreBusy
 from tests.support.agent_rig import until
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
@@ -101,6 +101,29 @@ async def test_the_first_sweep_has_every_unanswered_order_delivered_again_and_la
     assert [order.order for order in world.orders.history] == [prepare.order]
     await world.sweep.once()
     assert len(world.orders.history) == 1
+
+
+async def test_an_owner_that_cannot_be_read_keeps_its_order_and_stops_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a rollback to a release that cannot decode one object."""
+    world = await captured_elsewhere()
+    (prepare,) = world.open("prepare")
+    unread, gone = (f"00000000-0000-0000-0000-00000000000{n}" for n in (1, 2))
+    left = [replace(prepare, order=f"prepare-{uid}") for uid in (unread, gone)]
+    world.orders.stream = {order.order: order for order in left}
+    world.orders.taken = 0.99
+    find = world.store.find
+
+    async def as_far_as_it_can(uid: str) -> Any:
+        if uid == unread:
+            raise StoreBusy("it is there and cannot be read by this version")
+        return await find(uid)
+
+    monkeypatch.setattr(world.store, "find", as_far_as_it_can)
+    await world.sweep.once()
+    assert set(world.orders.stream) == {left[0].order, prepare.order}
+    assert world.sweep.fill > 0.99
 
 
 async def test_orders_of_a_full_stream_are_delivered_again_before_what_does_not_fit() -> None:

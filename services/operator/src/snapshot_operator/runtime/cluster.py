@@ -7,6 +7,7 @@ once, never goes back, and may otherwise be late, each object by its own time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from snapshot_operator.core.controllers import Index
 from snapshot_operator.ports import Change, Event, Store
+from snapshot_shared.errors import StoreBusy
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 
 MAX_REMEMBERED = 10_000
@@ -201,17 +203,23 @@ class Cluster:
         found = await self._store.find(uid)
         return self._written(found) if found is not None else None
 
-    async def find_all(self, uids: Iterable[str]) -> dict[str, AnyObject | None]:
+    async def find_all(
+        self, uids: Iterable[str], *, skips_busy: bool = False
+    ) -> dict[str, AnyObject | None]:
         """Return the objects with some uids as the store has them.
 
-        What is asked together may cost a store one search.
+        What is asked together may cost a store one search. StoreBusy when one cannot be read; with
+        `skips_busy` that one is missing from the answer instead.
         """
         found: dict[str, AnyObject | None] = {}
+
+        async def look(uid: str) -> None:
+            with contextlib.suppress(StoreBusy) if skips_busy else contextlib.nullcontext():
+                found[uid] = await self.find(uid)
+
         wanted = list(dict.fromkeys(uids))
         for start in range(0, len(wanted), FOUND_TOGETHER):
-            part = wanted[start : start + FOUND_TOGETHER]
-            values = await asyncio.gather(*(self.find(uid) for uid in part))
-            found.update(zip(part, values, strict=True))
+            await asyncio.gather(*(look(uid) for uid in wanted[start : start + FOUND_TOGETHER]))
         return found
 
     async def refresh(self, value: AnyObject) -> None:

@@ -110,10 +110,20 @@ class Sweep:
         self.swept_at = self._now()
 
     async def _unwanted(self, order_ids: Collection[str]) -> list[str]:
-        """Return the orders to which the store itself holds nothing that awaits an answer."""
+        """Return the orders to which the store itself holds nothing that awaits an answer.
+
+        An owner that cannot be read, as one that a later version has written, may await it.
+        """
         owners = {order_id: _owner_of(order_id) for order_id in sorted(order_ids)}
-        found = await self._cluster.find_all(uid for uid in owners.values() if uid)
-        return [order for order, uid in owners.items() if not _awaits(found.get(uid), order)]
+        uids = {uid for uid in owners.values() if uid}
+        found = await self._cluster.find_all(sorted(uids), skips_busy=True)
+        if unread := uids - found.keys():
+            log.warning("sweep: %d owners cannot be read, such as %s", len(unread), min(unread))
+        return [
+            order
+            for order, uid in owners.items()
+            if uid not in unread and not _awaits(found.get(uid), order)
+        ]
 
     def _is_awaited(self, order: OrderStatus) -> bool:
         """Whether an order is unanswered still; the sweep itself takes its time."""
