@@ -532,6 +532,11 @@ async def test_the_operator_can_do_all_its_work(
     assert set(await bus.entries(subjects.NODES_BUCKET)) == {"node-a", B_TOKEN}
     key = subjects.object_key("pods", "default", "x")
     await bus.put(subjects.OBJECTS_BUCKET, key, b"{}")
+    subject = subjects.bucket_key(subjects.OBJECTS_BUCKET, key)
+    stream = subjects.stream_of_bucket(subjects.OBJECTS_BUCKET)
+    assert await bus.subjects_in(stream, subjects.bucket_key(subjects.OBJECTS_BUCKET, ">")) == {
+        subject: 1
+    }
     await bus.remove(subjects.OBJECTS_BUCKET, key)
     await bus.put(subjects.SCHEMAS_BUCKET, "snapback.v1.report.1", b"{}")
     await bus.announce(subjects.event("pods", "default", "x"), b"{}")

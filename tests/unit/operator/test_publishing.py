@@ -1,18 +1,26 @@
-"""Orders on the stream: a higher attempt always wins, whoever publishes it and however late."""
+"""Orders on the stream: a higher attempt always wins, however late. And the mirror of objects."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 
-from snapshot_operator.runtime.nats import NatsOrders
+from snapshot_operator.runtime.nats import ChangePublisher, NatsOrders
 from snapshot_shared import subjects
+from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import NodeName, OrderId
+from snapshot_shared.objects.kinds import kind_of
 from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry
+from snapshot_shared.views import mirrored
 from tests.scenario.bus import SimBus, SimServer
+from tests.scenario.streams import Stream
 from tests.support.brokers import VirtualLoop
+from tests.support.objects import checkpoint_document, presence
+from tests.support.operator_world import World
 
 ORDER = "prepare-00000000-0000-0000-0000-000000000001"
 SUBJECT = subjects.order(NodeName("node-1"), "agent", OrderId(ORDER))
@@ -136,3 +144,114 @@ def test_replacing_puts_an_order_in_place_of_whatever_stands_there() -> None:
         before, after = runner.run(replaced())
     assert msgspec.json.decode(before) == {"attempt": 1000000}
     assert msgspec.json.decode(after) == {"order": ORDER, "attempt": 1}
+
+
+class Mirrored:
+    """The objects of a world, and their mirror on a server that comes and goes."""
+
+    async def start(self) -> None:
+        self.world = World()
+        await self.world.join(presence("node-1"))
+        await self.world.apply(checkpoint_document())
+        self.server = SimServer()
+        self.bus = await SimBus(self.server, "operator").connect()
+        await self.bus.ensure_assets()
+        await self.bus.put(subjects.OBJECTS_BUCKET, "pods.default.gone", b"{}")
+        changes = ChangePublisher(self.bus, "one", self.world.cluster)  # type: ignore[arg-type]
+        self.world.cluster.subscribe(changes.watcher)
+        works = (changes.run(), changes.keep_mirror(), self.bus.keep_assets())
+        self.tasks = [asyncio.ensure_future(work) for work in works]
+        await asyncio.sleep(1.0)
+
+    async def stop(self) -> None:
+        await end_all(*self.tasks)
+
+    @property
+    def stream(self) -> Stream:
+        return self.server.streams[subjects.stream_of_bucket(subjects.OBJECTS_BUCKET)]
+
+    async def differences(self) -> set[str]:
+        """Return the keys that are missing, stray, or not what the object is."""
+        found = await self.bus.entries(subjects.OBJECTS_BUCKET)
+        wanted = {
+            subjects.object_key(kind_of(v).plural, v.metadata.namespace, v.metadata.name): v
+            for v in await self.world.everything()
+        }
+        assert len(wanted) >= 4
+        is_equal = {key: found.get(key) == encode_json(mirrored(v)) for key, v in wanted.items()}
+        return {key for key in found | wanted if not is_equal.get(key)}
+
+
+def mirror(story: Any) -> None:
+    async def told() -> None:
+        found = Mirrored()
+        await found.start()
+        try:
+            await story(found)
+        finally:
+            await found.stop()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(told())
+
+
+def test_the_mirror_has_at_start_what_is_there_and_nothing_else() -> None:
+    async def story(found: Mirrored) -> None:
+        assert await found.differences() == set()
+
+    mirror(story)
+
+
+def test_the_mirror_agrees_again_after_nats_was_away() -> None:
+    async def story(found: Mirrored) -> None:
+        found.server.crash()
+        await asyncio.sleep(1.0)
+        world = found.world
+        await world.answer_well(world.open("run")[0])
+        await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
+        await world.settle()
+        await world.answer_all()
+        assert not world.cluster.page("Pod")
+        await world.apply(checkpoint_document(name="other"))
+        found.server.restart()
+        await asyncio.sleep(60.0)
+        assert await found.differences() == set()
+
+    mirror(story)
+
+
+def test_the_mirror_is_filled_again_after_nats_has_lost_it() -> None:
+    async def story(found: Mirrored) -> None:
+        found.server.crash()
+        found.server.wipe()
+        found.server.restart()
+        await asyncio.sleep(60.0)
+        assert await found.differences() == set()
+
+    mirror(story)
+
+
+def test_a_write_that_nats_did_not_take_is_done_again() -> None:
+    async def story(found: Mirrored) -> None:
+        found.server.delete_stream(found.stream.config.name or "")
+        await found.world.answer_well(found.world.open("run")[0])
+        await asyncio.sleep(120.0)
+        assert await found.differences() == set()
+
+    mirror(story)
+
+
+def test_what_has_not_changed_is_not_written_again_after_a_reconnection() -> None:
+    async def story(found: Mirrored) -> None:
+        before = found.stream.last_sequence
+        for _ in range(3):
+            found.server.crash()
+            await asyncio.sleep(1.0)
+            found.server.restart()
+            await asyncio.sleep(60.0)
+        await asyncio.sleep(2 * 3600.0)
+        assert found.stream.last_sequence == before
+        # That the stray key was removed has been shown for its hour.
+        assert len(found.stream.counts("$KV.snap_objects.>")) == len(await found.world.everything())
+
+    mirror(story)

@@ -90,7 +90,7 @@ async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
     )
     sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics)
     retention = Retention(cluster, given.limits, now, world.namespaces)
-    changes = ChangePublisher(bus, given.new_id(), is_mirroring=given.is_mirrored)
+    changes = ChangePublisher(bus, given.new_id(), cluster if given.is_mirrored else None)
     cluster.subscribe(changes.watcher)
     answers = (
         Api(
@@ -110,6 +110,7 @@ async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
         bus.keep_assets(),
         given.telemetry.publish_to(bus),
         changes.run(),
+        changes.keep_mirror(),
         manager.run(),
         sweep.run(bus.reconnections(), tidy),
         count_objects(cluster, metrics),

@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import logging
 from contextlib import AbstractContextManager
+from typing import Any
 
 from snapshot_operator.ports import Change
+from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import subjects
 from snapshot_shared.api import ObjectEvent
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Conflict, SnapbackError
 from snapshot_shared.ids import NodeName, OrderId, check_order_id
-from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import envelope_of
 from snapshot_shared.permissions import User
 from snapshot_shared.spans import message_attributes
 from snapshot_shared.steps import message_span
+from snapshot_shared.tasks import any_set
 from snapshot_shared.telemetry import Telemetry
 from snapshot_shared.views import mirrored
 
@@ -27,6 +30,9 @@ log = logging.getLogger(__name__)
 
 MAX_TRIES = 5
 """How often a publish is tried while others write on the same subject."""
+RETRY_S = 5.0
+"""How soon the mirror is compared again after something could not be written, in seconds."""
+COMPARE_EVERY_S = 3600.0
 
 
 class NatsOrders:
@@ -134,15 +140,23 @@ class NatsOrders:
 
 
 class ChangePublisher:
-    """Publishes every change on `snap.event.…` and keeps the mirror for people up to date."""
+    """Publishes every change on `snap.event.…` and keeps the mirror for people up to date.
 
-    def __init__(self, bus: Bus, source: str = "", *, is_mirroring: bool = True) -> None:
-        """Use a connected bus; `source` names this process. The mirror may be left out."""
+    What changes while NATS is away, or while it loses what it holds, is found by `keep_mirror`.
+    """
+
+    def __init__(self, bus: Bus, source: str = "", objects: Cluster | None = None) -> None:
+        """Use a connected bus; `source` names this process. Without objects no mirror."""
         self._bus = bus
-        self._is_mirroring = is_mirroring
         self._source = source
+        self._objects = objects
         self._changes: dict[str, tuple[Change, AnyObject]] = {}
         self._filled = asyncio.Event()
+        self._versions: dict[str, str] = {}
+        """By key, the version that this process has put into the mirror; empty for one removed."""
+        self._differing: dict[str, AnyObject | None] = {}
+        """By key, what the mirror lacks; None for what it is to be rid of."""
+        self._behind = asyncio.Event()
 
     def watcher(self, old: AnyObject | None, new: AnyObject | None) -> None:
         """Take a change of an object; of several of one object only the newest is published."""
@@ -154,16 +168,52 @@ class ChangePublisher:
         self._filled.set()
 
     async def run(self) -> None:
-        """Publish changes, oldest first; what cannot be published is left out."""
+        """Publish changes, oldest first; what cannot be published is left out.
+
+        The mirror gets what it lacks one after another, while there is no change to publish.
+        """
         while True:
             await self._filled.wait()
             self._filled.clear()
-            while self._changes:
-                change, value = self._changes.pop(next(iter(self._changes)))
+            while self._changes or self._differing:
                 try:
-                    await self._publish(change, value)
+                    if self._changes:
+                        await self._publish(*self._changes.pop(next(iter(self._changes))))
+                    else:
+                        await self._mirror(*self._differing.popitem())
                 except SnapbackError as error:
-                    log.info("%s is not announced: %s", value.metadata.name, error)
+                    log.info("a change is not published: %s", error)
+                    self._behind.set()
+
+    async def keep_mirror(self) -> None:
+        """Compare the mirror with the objects: at start, with each reconnection, and every hour.
+
+        Sooner after something could not be written. What this process has written is not written
+        again while its key is there: that a key was removed shows for an hour.
+        """
+        again = self._bus.reconnections()
+        while self._objects is not None:
+            self._behind.clear()
+            again.clear()
+            try:
+                await self._compare(self._objects)
+            except SnapbackError as error:
+                log.info("the mirror is not compared: %s", error)
+                self._behind.set()
+            if not await any_set(RETRY_S, again):
+                await any_set(COMPARE_EVERY_S - RETRY_S, again, self._behind)
+        await asyncio.Event().wait()
+
+    async def _compare(self, objects: Cluster) -> None:
+        start = subjects.bucket_key(subjects.OBJECTS_BUCKET, "")
+        stream = subjects.stream_of_bucket(subjects.OBJECTS_BUCKET)
+        found = await self._bus.subjects_in(stream, f"{start}>")
+        stored = {subject.removeprefix(start) for subject in found}
+        wanted = {_key(value): value for kind in KINDS for value in objects.all(kind)}
+        self._versions = {key: put for key, put in self._versions.items() if key in stored}
+        values = ((key, wanted.get(key)) for key in sorted(stored | wanted.keys()))
+        self._differing = {k: v for k, v in values if self._versions.get(k) != _version(v)}
+        self._filled.set()
 
     async def _publish(self, change: Change, value: AnyObject) -> None:
         kind, meta = kind_of(value), value.metadata
@@ -171,13 +221,29 @@ class ChangePublisher:
         event = ObjectEvent(type=change, object=shown, source=self._source)
         subject = subjects.event(kind.plural, meta.namespace, meta.name)
         await self._bus.announce(subject, encode_json(event))
-        if not self._is_mirroring or not self._bus.is_connected:
+        if self._objects is not None:
+            await self._mirror(_key(value), value if change != "DELETED" else None, shown)
+
+    async def _mirror(self, key: str, value: AnyObject | None, shown: Any = None) -> None:
+        """Write what there is now under a key, unless NATS is away: a comparison follows that."""
+        self._differing.pop(key, None)
+        self._versions.pop(key, None)
+        if not self._bus.is_connected:
             return
-        key = subjects.object_key(kind.plural, meta.namespace, meta.name)
-        if change == "DELETED":
+        if value is None:
             await self._bus.remove(subjects.OBJECTS_BUCKET, key)
         else:
-            await self._bus.put(subjects.OBJECTS_BUCKET, key, encode_json(shown))
+            data = encode_json(shown or mirrored(value))
+            await self._bus.put(subjects.OBJECTS_BUCKET, key, data)
+        self._versions[key] = _version(value)
+
+
+def _version(value: AnyObject | None) -> str:
+    return value.metadata.resource_version if value is not None else ""
+
+
+def _key(value: AnyObject) -> str:
+    return subjects.object_key(kind_of(value).plural, value.metadata.namespace, value.metadata.name)
 
 
 def _subject(order: OrderStatus) -> str:
