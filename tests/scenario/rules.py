@@ -17,7 +17,6 @@ from snapshot_agent.ports import Worker
 from snapshot_operator.core import fold
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.quarantine import damage_in
-from snapshot_operator.core.restore import ENDED
 from snapshot_operator.local.pods import holds_devices
 from snapshot_shared.artifact import (
     PART_MANIFEST,
@@ -329,8 +328,8 @@ class Rules:
         for uid in set(old) - set(new):
             reader = self._seen.get(uid)
             if isinstance(reader, SnapshotRestore) and uid not in self._gone:
-                is_over = reader.status.state in ENDED or damage_in(reader.status.orders)
-                if not is_over:
+                ended = reader.status.state in RESTORE.terminal()
+                if not ended and not damage_in(reader.status.orders):
                     name = reader.metadata.name
                     self.fail("lost", f"{after.metadata.name} has forgotten its reader {name}")
 
@@ -340,7 +339,7 @@ class Rules:
             self.fail("stale", f"{name}: the attempt went from {old.attempt} to {new.attempt}")
         if old.state is not new.state and not _leads(RESTORE, old.state, new.state):
             self.fail("defect", f"{name}: {old.state} to {new.state}")
-        if old.state is Restore.PENDING and new.state not in (Restore.PENDING, *ENDED):
+        if old.state is Restore.PENDING and new.state not in (Restore.PENDING, *RESTORE.terminal()):
             read = (c for c in self.contents() if c.metadata.name == new.content_name)
             if not any(after.metadata.uid in content.status.readers for content in read):
                 self.fail("half", f"{name} began and is no reader of {new.content_name}")
@@ -560,7 +559,7 @@ class Rules:
     def _unrestored(self, restore: SnapshotRestore) -> Iterator[str]:
         """Say what a restore waits for, unless its pod may wait for ever, too."""
         pod = self._seen.get(restore.spec.pod_ref.uid)
-        if restore.status.state not in ENDED and not (
+        if restore.status.state not in RESTORE.terminal() and not (
             restore.status.state is Restore.PENDING
             and isinstance(pod, Pod)
             and self._world.may_wait(pod)

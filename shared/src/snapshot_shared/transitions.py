@@ -19,6 +19,8 @@ class TransitionTable(Generic[S, E]):
         """Keep the rows; `name` appears in errors and in the generated page."""
         self.name = name
         self.rows = dict(rows)
+        left = {state for state, _ in rows}
+        self._terminal = frozenset(target for target in rows.values() if target not in left)
 
     def next(self, state: S, event: E) -> S:
         """Return the state after `event`. InvalidTransition with both when there is none."""
@@ -37,8 +39,7 @@ class TransitionTable(Generic[S, E]):
 
     def terminal(self) -> frozenset[S]:
         """Return the states that are reached and never left."""
-        left = {state for state, _ in self.rows}
-        return frozenset(target for target in self.rows.values() if target not in left)
+        return self._terminal
 
 
 class Capture(StrEnum):

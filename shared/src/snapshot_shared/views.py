@@ -26,7 +26,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestore,
 )
 from snapshot_shared.orders import LoadOrder, Progress, SaveOrder, Service, order_in
-from snapshot_shared.transitions import Restore
+from snapshot_shared.transitions import RESTORE
 from snapshot_shared.units import size
 
 State = Literal["ok", "busy", "waiting", "bad", "off"]
@@ -34,7 +34,6 @@ State = Literal["ok", "busy", "waiting", "bad", "off"]
 
 Ordered = SnapshotContent | SnapshotRestore | Pod
 """The kinds that have orders."""
-RESTORE_ENDED = (Restore.RESTORED, Restore.FAILED)
 CORDONED = "SchedulingDisabled"
 _SERVICES: tuple[Service, ...] = ("agent", "gms")
 BAD_ORDERS = ("failed", "rejected", "lost")
@@ -80,7 +79,7 @@ def phase(value: AnyObject, restore: SnapshotRestore | None = None) -> str:
 def phase_holder(value: AnyObject, restore: SnapshotRestore | None = None) -> AnyObject:
     """Return the object whose phase is shown: the restore of a pod while both are under way."""
     is_over = not isinstance(value, Pod) or value.status.phase not in ("Pending", "Running")
-    if restore is None or is_over or restore.status.state in RESTORE_ENDED:
+    if restore is None or is_over or restore.status.state in RESTORE.terminal():
         return value
     return restore
 

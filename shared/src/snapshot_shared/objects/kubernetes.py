@@ -25,6 +25,8 @@ from snapshot_shared.objects.meta import (
 )
 from snapshot_shared.orders import DeviceRef, Label, NodeStr, PresenceDevice, UnreadyDriver
 
+FINISHED = ("Succeeded", "Failed")
+"""The phases of a pod whose containers have all ended."""
 UNKNOWN_ARTIFACTS = "UnknownArtifacts"
 """Condition of a Node: something below its artifact root has no owner."""
 

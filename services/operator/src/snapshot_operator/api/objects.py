@@ -50,11 +50,9 @@ log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
 MAX_SHOWN = 60
+"""How many characters of a value are shown in a message."""
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """The annotation that has the whole manifest, with all that is secret in it."""
-
-"""How many characters of a value are shown in a message."""
-
 RETENTION_PAGE = 1000
 """Artifacts in one reply: names are bounded, so that they fit."""
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.core.conditions import Wait
-from snapshot_operator.core.plan import Plan, status_plan
+from snapshot_operator.core.plan import Plan, owing_plan
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.kubernetes import FINISHED, Node, Pod
 from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
 from snapshot_shared.objects.snapback import (
     ABORT,
@@ -39,8 +39,6 @@ UNDER_WAY = (Capture.PREPARING, Capture.STAGING, Capture.SEALING)
 CORDONED = "NodeCordoned"
 CONTAINER_FAILED = "CheckpointContainerFailed"
 NO_DRIVER = "DriverUnavailable"
-_SETTLED = (Capture.READY, Capture.FAILED)
-_FINISHED = ("Succeeded", "Failed")
 
 
 class ContentView(NamedTuple):
@@ -93,24 +91,9 @@ def current(content: SnapshotContent, verb: str | None = None) -> list[OrderStat
 
 def is_settled(content: SnapshotContent) -> bool:
     """Whether the capture is over and the worker no longer held for it."""
-    return content.status.capture in _SETTLED and all(
+    return content.status.capture in CAPTURE.terminal() and all(
         is_answered(item) for item in content.status.orders if item.verb not in ("delete", "verify")
     )
-
-
-def content_plan(
-    content: SnapshotContent,
-    status: SnapshotContentStatus,
-    now: float,
-    *,
-    wake_at: float | None = None,
-) -> Plan:
-    """Plan a status with its obligations, and wake when an order is late or to be given again."""
-    obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
-    new = replace(content, status=replace(status, obligations=obligations))
-    due = fold.renewal_at(status.orders, now)
-    at = fold.earliest(wake_at, fold.next_deadline(status.orders, now), due)
-    return status_plan(content, new, wake_at=at)
 
 
 def moved(
@@ -130,7 +113,7 @@ def failed(
         *content.status.orders,
         *ordering.abort_capture(content, str(failure), trace, now, on_failure),
     ]
-    return content_plan(
+    return owing_plan(
         content, moved(content, CaptureEvent.FAILED, failure=failure, orders=orders), now
     )
 
@@ -245,7 +228,7 @@ def _source_ended(view: ContentView, _now: float) -> Failure | None:
             message=f"pod {source.name} with uid {source.uid} is gone",
             next_step="take a snapshot of a pod that runs",
         )
-    if pod.status.phase not in _FINISHED:
+    if pod.status.phase not in FINISHED:
         return None
     is_lost = pod.status.reason == "NodeLost"
     return Failure(
@@ -340,7 +323,7 @@ def _begin(view: ContentView, now: float) -> Plan:
     if wait := next((found for check in _WAITS if (found := check(view))), None):
         rows = conditions.pending(status.conditions, content, now, wait.reason, wait.message)
         waiting = replace(status, conditions=rows)
-        return content_plan(content, waiting, now, wake_at=deadline_of(content))
+        return owing_plan(content, waiting, now, wake_at=deadline_of(content))
     attempt = max([status.attempt, *(item.attempt for item in status.orders)]) + 1
     trace = capture_span(content, attempt)
     left = [item for item in status.orders if not is_answered(item)]
@@ -357,7 +340,7 @@ def _begin(view: ContentView, now: float) -> Plan:
             status.conditions, content, now, "Capturing", f"attempt {attempt} is under way"
         ),
     )
-    return content_plan(content, begun, now, wake_at=deadline_of(content))
+    return owing_plan(content, begun, now, wake_at=deadline_of(content))
 
 
 def _is_queued_behind(content: SnapshotContent, rivals: Iterable[SnapshotContent]) -> bool:
@@ -379,7 +362,7 @@ def given_up(content: SnapshotContent, failure: Failure, now: float) -> Plan:
     """End a capture of which nothing is under way."""
     rows = conditions.failed(content.status.conditions, content, now, failure)
     ended = moved(content, CaptureEvent.FAILED, failure=failure, conditions=rows)
-    return content_plan(content, ended, now)
+    return owing_plan(content, ended, now)
 
 
 def _preparing(view: ContentView, now: float) -> Plan:
@@ -389,7 +372,7 @@ def _preparing(view: ContentView, now: float) -> Plan:
         return failed(content, failure, now)
     final = orders[0].final
     if final is None:
-        return content_plan(content, content.status, now, wake_at=deadline_of(content))
+        return owing_plan(content, content.status, now, wake_at=deadline_of(content))
     if failure := _vector_failure(content, [entry.part for entry in final.vector]):
         return failed(content, failure, now)
     status = content.status
@@ -402,7 +385,7 @@ def _preparing(view: ContentView, now: float) -> Plan:
         generations=[*status.generations, status.attempt],
         orders=[*status.orders, *staged],
     )
-    return content_plan(content, planned, now, wake_at=deadline_of(content))
+    return owing_plan(content, planned, now, wake_at=deadline_of(content))
 
 
 def prepared_layouts(content: SnapshotContent) -> list[tuple[str, str]]:
@@ -469,10 +452,10 @@ def _staging(content: SnapshotContent, now: float) -> Plan:
     results = [item.final.part for item in parts if item.final and item.final.part]
     wake_at = deadline_of(content)
     if len(results) < len(parts):
-        return content_plan(content, replace(content.status, orders=orders), now, wake_at=wake_at)
+        return owing_plan(content, replace(content.status, orders=orders), now, wake_at=wake_at)
     orders.append(ordering.seal(content, results, trace, now))
     sealing = moved(content, CaptureEvent.STAGED, orders=orders)
-    return content_plan(content, sealing, now, wake_at=wake_at)
+    return owing_plan(content, sealing, now, wake_at=wake_at)
 
 
 def _early_release(
@@ -495,7 +478,7 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
         return failed(content, failure, now)
     final = orders[0].final
     if final is None or final.root_digest is None:
-        return content_plan(content, content.status, now, wake_at=deadline_of(content))
+        return owing_plan(content, content.status, now, wake_at=deadline_of(content))
     parts: list[PartResult] = [
         item.final.part
         for item in current(content)
@@ -518,7 +501,7 @@ def _sealing(content: SnapshotContent, now: float) -> Plan:
     )
     rows = conditions.captured(content.status.conditions, content, committed, now)
     status = moved(content, CaptureEvent.SEALED, committed=committed, conditions=rows)
-    return content_plan(content, status, now)
+    return owing_plan(content, status, now)
 
 
 def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
@@ -528,7 +511,7 @@ def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
     attempt = current(content)
     waiting = [item for item in attempt if not is_answered(item) and not fold.is_late(item, now)]
     if waiting:
-        return content_plan(content, status, now)
+        return owing_plan(content, status, now)
     failure = end or status.failure or Failure(reason="Aborted", message="the capture was aborted")
     if end is None and _may_retry(content, attempt, failure):
         message = f"attempt {status.attempt} failed before the freeze: {failure.message}"
@@ -541,10 +524,10 @@ def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
             retries=status.retries + 1,
             attempt=max(status.attempt, known),
         )
-        return content_plan(content, again, now)
+        return owing_plan(content, again, now)
     rows = conditions.failed(status.conditions, content, now, failure)
     ended = moved(content, CaptureEvent.ABORTED, failure=failure, conditions=rows)
-    return content_plan(content, ended, now)
+    return owing_plan(content, ended, now)
 
 
 def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure: Failure) -> bool:

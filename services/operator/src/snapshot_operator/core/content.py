@@ -19,7 +19,7 @@ from snapshot_operator.core import (
     ordering,
     quarantine,
 )
-from snapshot_operator.core.capture import UNDER_WAY, ContentView, content_plan
+from snapshot_operator.core.capture import UNDER_WAY, ContentView
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.nodes import all_nodes, known, node, reading_node, unusable_for_new_work
 from snapshot_operator.core.owning import owned_by
@@ -30,6 +30,7 @@ from snapshot_operator.core.plan import (
     Plan,
     Reader,
     is_adopted,
+    owing_plan,
 )
 from snapshot_shared.ids import Uid, derived_uid, order_id
 from snapshot_shared.objects.kinds import AnyObject
@@ -44,10 +45,8 @@ from snapshot_shared.objects.snapback import (
     SnapshotContentStatus,
     SnapshotRestore,
 )
-from snapshot_shared.transitions import Capture, Restore
+from snapshot_shared.transitions import RESTORE, Capture, Restore
 from snapshot_shared.views import is_answered
-
-_ENDED = (Restore.RESTORED, Restore.FAILED)
 
 
 def gather(reader: Reader, content: SnapshotContent) -> ContentView:
@@ -150,13 +149,13 @@ def reconcile(view: ContentView, now: float) -> Plan:
         return NOTHING if content.metadata.deletion_timestamp else Plan((Adopt(content),))
     settled = fold.mark_lost(status.orders, now, view.known)
     if settled != status.orders:
-        return content_plan(content, replace(status, orders=settled), now)
+        return owing_plan(content, replace(status, orders=settled), now)
     again = ordering.renewed(status.orders, now, besides="delete")
     if again is not None:
-        return content_plan(content, replace(status, orders=again), now)
+        return owing_plan(content, replace(status, orders=again), now)
     registered = _registered(view, now)
     if registered != status:
-        return content_plan(content, registered, now)
+        return owing_plan(content, registered, now)
     if status.capture in (*UNDER_WAY, Capture.ABORTING):
         return capture.step(view, now)
     if content.metadata.deletion_timestamp:
@@ -206,7 +205,7 @@ def _registered(view: ContentView, now: float) -> SnapshotContentStatus:
 def _is_over(restore: SnapshotRestore) -> bool:
     """Whether a restore needs the artifact no more: it ended, or what it reads is of no use."""
     is_damaged = quarantine.damage_in(restore.status.orders) is not None
-    return restore.status.state in _ENDED or is_damaged
+    return restore.status.state in RESTORE.terminal() or is_damaged
 
 
 def may_be_read(content: SnapshotContent) -> bool:
@@ -226,9 +225,9 @@ def _ready(view: ContentView, committed: Committed, now: float) -> Plan:
     content, status = view.content, view.content.status
     if _is_held(content):
         order = ordering.release(content, status.traceparent, now)
-        return content_plan(content, replace(status, orders=[*status.orders, order]), now)
+        return owing_plan(content, replace(status, orders=[*status.orders, order]), now)
     checked = quarantine.verification(quarantine.asked(content), committed, _reader(view), now)
-    return content_plan(content, checked, now)
+    return owing_plan(content, checked, now)
 
 
 def _is_held(content: SnapshotContent) -> bool:
@@ -249,10 +248,10 @@ def _clean(view: ContentView, now: float) -> Plan:
     """Have removed what failed attempts may have written; no reader ever saw it."""
     content, status = view.content, view.content.status
     if _is_owed(content, now):
-        return content_plan(content, status, now)
+        return owing_plan(content, status, now)
     if status.generations:
         return _remove(view, status.generations[0], now)
-    return content_plan(content, status, now)
+    return owing_plan(content, status, now)
 
 
 def _is_owed(content: SnapshotContent, now: float) -> bool:
@@ -272,7 +271,7 @@ def _unreleased(view: ContentView, now: float) -> Plan | None:
     if status.capture is not Capture.READY or not _is_held(content):
         return None
     order = ordering.release(content, status.traceparent, now)
-    return content_plan(content, replace(status, orders=[*status.orders, order]), now)
+    return owing_plan(content, replace(status, orders=[*status.orders, order]), now)
 
 
 def _uncleaned(view: ContentView, now: float) -> Plan | None:
@@ -297,7 +296,7 @@ def _read(view: ContentView, now: float) -> Plan | None:
 
 def _written(view: ContentView, now: float) -> Plan | None:
     content = view.content
-    return content_plan(content, content.status, now) if _is_owed(content, now) else None
+    return owing_plan(content, content.status, now) if _is_owed(content, now) else None
 
 
 def _unremoved(view: ContentView, now: float) -> Plan | None:
@@ -326,7 +325,7 @@ def _deletion_waits(content: SnapshotContent, reason: str, message: str, now: fl
     rows = conditions.with_conditions(
         content.status.conditions, content, now, ("Deleting", False, reason, message)
     )
-    return content_plan(content, replace(content.status, conditions=rows), now)
+    return owing_plan(content, replace(content.status, conditions=rows), now)
 
 
 def _remove(view: ContentView, generation: int, now: float) -> Plan:
@@ -336,11 +335,11 @@ def _remove(view: ContentView, generation: int, now: float) -> Plan:
     if last is not None and fold.succeeded(last):
         left = [number for number in status.generations if number != generation]
         orders = [item for item in status.orders if item.order != last.order]
-        return content_plan(content, replace(status, generations=left, orders=orders), now)
+        return owing_plan(content, replace(status, generations=left, orders=orders), now)
     due = fold.due_at(last) if last is not None and last.state != fold.LOST else now
     if last is not None and due is not None and now < due:
         if not is_answered(last):
-            return content_plan(content, status, now)
+            return owing_plan(content, status, now)
         cause = last.final.failure if last.final else None
         return _deletion_waits(
             content, "DeleteFailed", cause.message if cause else f"{last.node} is gone", now
@@ -349,7 +348,7 @@ def _remove(view: ContentView, generation: int, now: float) -> Plan:
     if chosen is None:
         return _deletion_waits(content, "NoNode", "no node is ready to remove the artifact", now)
     order = ordering.delete(content, generation, chosen, now, last)
-    return content_plan(content, replace(status, orders=fold.replaced(status.orders, order)), now)
+    return owing_plan(content, replace(status, orders=fold.replaced(status.orders, order)), now)
 
 
 def _delete_of(content: SnapshotContent, generation: int) -> OrderStatus | None:

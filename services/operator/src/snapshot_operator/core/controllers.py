@@ -12,6 +12,7 @@ from snapshot_operator.core import capture, checkpoint, content, nodes, restore,
 from snapshot_operator.core.plan import Plan, Reader
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_shared.transitions import RESTORE
 
 
 class Controller(NamedTuple):
@@ -48,7 +49,7 @@ def _captures(value: SnapshotContent) -> list[str]:
 
 def _reading(value: SnapshotRestore) -> list[str]:
     name, has_place = value.status.content_name, bool(value.status.node_name)
-    if not name or not has_place or value.status.state in restore.ENDED:
+    if not name or not has_place or value.status.state in RESTORE.terminal():
         return []
     return [name, content.damaged_key(name)] if restore.has_found_damage(value) else [name]
 

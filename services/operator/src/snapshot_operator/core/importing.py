@@ -8,9 +8,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from snapshot_operator.core import capture, conditions, fold, ordering, quarantine
-from snapshot_operator.core.capture import ContentView, content_plan
+from snapshot_operator.core.capture import ContentView
 from snapshot_operator.core.conditions import Wait
-from snapshot_operator.core.plan import Plan
+from snapshot_operator.core.plan import Plan, owing_plan
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import ArtifactSource, Committed, SnapshotContent
@@ -31,7 +31,7 @@ def step(view: ContentView, artifact: ArtifactSource, node: str | Wait, now: flo
             return _begin(content, artifact, node, last, now, retries=status.retries + 1)
         return capture.given_up(content, failure, now)
     if not fold.succeeded(last):
-        return content_plan(content, status, now, wake_at=capture.deadline_of(content))
+        return owing_plan(content, status, now, wake_at=capture.deadline_of(content))
     return _imported(content, artifact, last, now)
 
 
@@ -47,7 +47,7 @@ def _begin(
     status, wake_at = content.status, capture.deadline_of(content)
     if isinstance(node, Wait):
         rows = conditions.pending(status.conditions, content, now, node.reason, node.message)
-        return content_plan(content, replace(status, conditions=rows), now, wake_at=wake_at)
+        return owing_plan(content, replace(status, conditions=rows), now, wake_at=wake_at)
     attempt = fold.next_attempt(last) if last else 1
     trace = capture.capture_span(content, status.attempt)
     begun = replace(
@@ -62,7 +62,7 @@ def _begin(
         orders=fold.replaced(status.orders, order),
         conditions=conditions.pending(status.conditions, content, now, "Importing", message),
     )
-    return content_plan(content, changed, now, wake_at=wake_at)
+    return owing_plan(content, changed, now, wake_at=wake_at)
 
 
 def _imported(
@@ -100,4 +100,4 @@ def _imported(
         verified=item.attempt,
         conditions=conditions.captured(rows, content, committed, now),
     )
-    return content_plan(content, status, now)
+    return owing_plan(content, status, now)

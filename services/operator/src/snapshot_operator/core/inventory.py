@@ -16,9 +16,7 @@ import msgspec
 
 from snapshot_shared.api import FoundGeneration, InventoryReply, Verdict
 from snapshot_shared.objects.snapback import SnapshotContent
-from snapshot_shared.transitions import Capture
-
-_OVER = (Capture.READY, Capture.FAILED)
+from snapshot_shared.transitions import CAPTURE
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -60,4 +58,7 @@ def _may_hold(content: SnapshotContent, item: FoundGeneration) -> bool:
         return False
     if content.spec.source.artifact is not None:
         return item.generation == content.spec.source.artifact.generation
-    return content.status.capture not in _OVER or item.generation <= content.status.attempt
+    return (
+        content.status.capture not in CAPTURE.terminal()
+        or item.generation <= content.status.attempt
+    )

@@ -8,9 +8,10 @@ confirmed by a live read before a plan that cannot be taken back is carried out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_shared.errors import Failure
@@ -19,7 +20,7 @@ from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import OrderStatus, is_true
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
 from snapshot_shared.transitions import Capture, Restore
-from snapshot_shared.views import orders_of, with_columns
+from snapshot_shared.views import Ordered, is_answered, orders_of, with_columns
 
 
 class Reader(Protocol):
@@ -124,6 +125,15 @@ def status_plan(
     new = with_columns(new)
     changed = (SetStatus(old, new),) if old != new else ()
     return Plan((*before, *changed), wake_at)
+
+
+def owing_plan(old: Ordered, status: Any, now: float, *, wake_at: float | None = None) -> Plan:
+    """Plan a status with its obligations, and wake when an order is late or to be given again."""
+    orders = status.orders
+    obligations = sorted({item.verb for item in orders if not is_answered(item)})
+    new: Any = replace(old, status=replace(status, obligations=obligations))
+    at = fold.earliest(wake_at, fold.next_deadline(orders, now), fold.renewal_at(orders, now))
+    return status_plan(old, new, wake_at=at)
 
 
 def rebased(plan: Plan, stored: AnyObject, folded: AnyObject) -> Plan:

@@ -24,12 +24,12 @@ from snapshot_operator.core.plan import (
     Plan,
     Reader,
     is_adopted,
-    status_plan,
+    owing_plan,
 )
 from snapshot_operator.core.restore_request import mismatch, request_in
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.kubernetes import FINISHED, Pod
 from snapshot_shared.objects.meta import (
     TRACEPARENT,
     Condition,
@@ -63,8 +63,6 @@ LONGEST_S = (1 + MAX_RETRIES) * sum(
 """How long a restore may take that waits for nothing, with all its attempts, in seconds."""
 RESTORED = "nvidia.com/Restored"
 """The condition of a pod that says how its restore ended."""
-ENDED = (Restore.RESTORED, Restore.FAILED)
-_FINISHED = ("Succeeded", "Failed")
 
 
 class RestoreView(NamedTuple):
@@ -231,7 +229,7 @@ def has_found_damage(restore: SnapshotRestore) -> bool:
 
 def is_reading(restore: SnapshotRestore) -> bool:
     """Whether a restore may still load, or hold what it has loaded hidden."""
-    return restore.status.state not in ENDED or any(
+    return restore.status.state not in RESTORE.terminal() or any(
         not is_answered(item) for item in restore.status.orders
     )
 
@@ -244,29 +242,17 @@ def reconcile(view: RestoreView, now: float) -> Plan:
         return NOTHING if restore.metadata.deletion_timestamp else Plan((Adopt(restore),))
     settled = fold.mark_lost(status.orders, now, view.known)
     if settled != status.orders:
-        return _plan(restore, replace(status, orders=settled), now)
+        return owing_plan(restore, replace(status, orders=settled), now)
     again = ordering.renewed(status.orders, now)
     if again is not None:
-        return _plan(restore, replace(status, orders=again), now)
-    if status.state in ENDED:
+        return owing_plan(restore, replace(status, orders=again), now)
+    if status.state in RESTORE.terminal():
         return _ended(view, now)
     if status.state is Restore.DROPPING:
         return _dropping(view, now)
     if end := next((found for check in _ENDS if (found := check(view, now))), None):
         return _fail(restore, end, now)
     return _STEPS[status.state](view, now)
-
-
-def _plan(
-    restore: SnapshotRestore,
-    status: SnapshotRestoreStatus,
-    now: float,
-) -> Plan:
-    obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
-    due = fold.renewal_at(status.orders, now)
-    at = fold.earliest(fold.next_deadline(status.orders, now), due)
-    new = replace(restore, status=replace(status, obligations=obligations))
-    return status_plan(restore, new, wake_at=at)
 
 
 # Why a restore ends before it is done: the first of these that holds.
@@ -287,7 +273,7 @@ def _order_failed(view: RestoreView, now: float) -> Failure | None:
 
 
 def _pod_ended(view: RestoreView, _now: float) -> Failure | None:
-    if view.pod is None or view.pod.status.phase not in _FINISHED:
+    if view.pod is None or view.pod.status.phase not in FINISHED:
         return None
     # A failure of the pod itself, such as a node that can never hold the artifact, is its reason.
     reason = view.pod.status.reason
@@ -366,7 +352,7 @@ def _fail(restore: SnapshotRestore, failure: Failure, now: float) -> Plan:
     failed = _moved(status, RestoreEvent.FAILED, *orders, failure=failure)
     if failed.state is Restore.FAILED:
         failed = replace(failed, conditions=_unrestored(restore, failure, now))
-    return _plan(restore, failed, now)
+    return owing_plan(restore, failed, now)
 
 
 def _moved(
@@ -387,7 +373,7 @@ def _pending(view: RestoreView, now: float) -> Plan:
             return _waits(restore, "WaitingForSnapshot", view.missing, now)
         placed = view.pod.status.node_name if view.pod is not None and not view.no_agent else ""
         named = replace(status, content_name=content.metadata.name, node_name=placed)
-        return _plan(restore, named, now)
+        return owing_plan(restore, named, now)
     is_registered = content is not None and restore.metadata.uid in content.status.readers
     if not is_registered and (again := _unreadable(view, now)) is not None:
         return again
@@ -397,7 +383,7 @@ def _pending(view: RestoreView, now: float) -> Plan:
     if pod is None or not pod.status.node_name:
         return _waits(restore, "WaitingForPod", "the pod is not placed on a node yet", now)
     if status.node_name != pod.status.node_name:
-        return _plan(restore, replace(status, node_name=pod.status.node_name), now)
+        return owing_plan(restore, replace(status, node_name=pod.status.node_name), now)
     committed = content.status.committed if content is not None else None
     if content is None or committed is None or not is_registered:
         message = f"{status.content_name} has not registered this restore as a reader yet"
@@ -418,7 +404,7 @@ def _unreadable(view: RestoreView, now: float) -> Plan | None:
     # A content that is named is captured, unless it is another one of the same name.
     if content is None or content.metadata.deletion_timestamp or not content.status.committed:
         lost = replace(restore.status, content_name="", source_lost=True)
-        return _plan(restore, lost, now)
+        return owing_plan(restore, lost, now)
     if refusal := quarantine.refusal(content, restore.spec.source):
         return _fail(restore, refusal, now)
     return None
@@ -452,7 +438,7 @@ def _begin(
     loads = ordering.load(replace(restore, status=begun), artifact, committed, trace, now)
     message = f"attempt {attempt} is under way"
     rows = conditions.pending(status.conditions, restore, now, "Restoring", message)
-    return _plan(restore, _moved(begun, RestoreEvent.BEGIN, *loads, conditions=rows), now)
+    return owing_plan(restore, _moved(begun, RestoreEvent.BEGIN, *loads, conditions=rows), now)
 
 
 def _devices(pod: Pod, committed: Committed) -> list[DeviceRef]:
@@ -467,7 +453,7 @@ def _devices(pod: Pod, committed: Committed) -> list[DeviceRef]:
 
 def _waits(restore: SnapshotRestore, reason: str, message: str, now: float) -> Plan:
     rows = conditions.pending(restore.status.conditions, restore, now, reason, message)
-    return _plan(restore, replace(restore.status, conditions=rows), now)
+    return owing_plan(restore, replace(restore.status, conditions=rows), now)
 
 
 def _loading(view: RestoreView, now: float) -> Plan:
@@ -476,9 +462,9 @@ def _loading(view: RestoreView, now: float) -> Plan:
     is_placing = bool(fold.find(status.orders, "place", status.attempt))
     if loads and not is_placing and status.artifact is not None and _may_place(view):
         order = ordering.place(restore, status.artifact, status.traceparent, now)
-        return _plan(restore, replace(status, orders=[*status.orders, order]), now)
+        return owing_plan(restore, replace(status, orders=[*status.orders, order]), now)
     if not all(fold.succeeded(item) for item in loads):
-        return _plan(restore, status, now)
+        return owing_plan(restore, status, now)
     commits = ordering.commit(restore, loads, status.traceparent, now)
     committing = _moved(status, RestoreEvent.LOADED, *commits)
     # Without devices there is nothing to publish: one write takes both steps.
@@ -493,9 +479,9 @@ def _committing(view: RestoreView, now: float, stored: SnapshotRestore | None = 
     ]
     is_ready = all(fold.succeeded(item) for item in owed) and _is_standing_by(view.pod)
     if not is_ready or status.artifact is None:
-        return _plan(restore, status, now)
+        return owing_plan(restore, status, now)
     order = ordering.restore(view.restore, status.artifact, status.traceparent, now)
-    return _plan(restore, _moved(status, RestoreEvent.COMMITTED, order), now)
+    return owing_plan(restore, _moved(status, RestoreEvent.COMMITTED, order), now)
 
 
 def _may_place(view: RestoreView) -> bool:
@@ -514,10 +500,10 @@ def _restoring(view: RestoreView, now: float) -> Plan:
     restore, status = view.restore, view.restore.status
     orders = fold.find(status.orders, "restore", status.attempt)
     if not all(fold.succeeded(item) for item in orders):
-        return _plan(restore, status, now)
+        return owing_plan(restore, status, now)
     message = f"restored from {status.content_name}"
     rows = conditions.ready(status.conditions, restore, now, "Restored", message)
-    return _plan(restore, _moved(status, RestoreEvent.RESTORED, conditions=rows), now)
+    return owing_plan(restore, _moved(status, RestoreEvent.RESTORED, conditions=rows), now)
 
 
 _STEPS: dict[Restore, Callable[[RestoreView, float], Plan]] = {
@@ -539,7 +525,7 @@ def _dropping(view: RestoreView, now: float) -> Plan:
         and not fold.is_late(item, now)
     ]
     if owed:
-        return _plan(restore, status, now)
+        return owing_plan(restore, status, now)
     failure = status.failure or Failure(reason="RestoreFailed", message="the restore failed")
     if _may_retry(view, failure, now):
         known = max((fold.superseding(item) for item in status.orders), default=0)
@@ -552,9 +538,9 @@ def _dropping(view: RestoreView, now: float) -> Plan:
                 status.conditions, restore, now, "Retrying", failure.message
             ),
         )
-        return _plan(restore, again, now)
+        return owing_plan(restore, again, now)
     rows = _unrestored(restore, failure, now)
-    return _plan(restore, _moved(status, RestoreEvent.DROPPED, conditions=rows), now)
+    return owing_plan(restore, _moved(status, RestoreEvent.DROPPED, conditions=rows), now)
 
 
 def _may_retry(view: RestoreView, failure: Failure, now: float) -> bool:
@@ -580,10 +566,10 @@ def _ended(view: RestoreView, now: float) -> Plan:
     if _waits_in_vain(view, now):
         return _give_up(view, now)
     if restore.metadata.deletion_timestamp is None or is_reading(restore):
-        return _plan(restore, restore.status, now)
+        return owing_plan(restore, restore.status, now)
     content = view.content
     if content is not None and restore.metadata.uid in content.status.readers:
-        return _plan(restore, restore.status, now)
+        return owing_plan(restore, restore.status, now)
     return Plan((Finalize(restore),))
 
 
@@ -610,4 +596,4 @@ def _give_up(view: RestoreView, now: float) -> Plan:
     failure, trace = restore.status.failure, restoration_span(restore)
     node, why = pod.status.node_name if pod else "", failure.message if failure else ""
     order = ordering.abort_restore(restore, node, why, trace, now)
-    return _plan(restore, replace(restore.status, orders=[*restore.status.orders, order]), now)
+    return owing_plan(restore, replace(restore.status, orders=[*restore.status.orders, order]), now)

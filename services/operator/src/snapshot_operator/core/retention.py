@@ -11,20 +11,20 @@ from snapshot_operator.core import capture, quarantine
 from snapshot_operator.core.conditions import seconds
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.owning import owned_by
-from snapshot_operator.core.restore import ENDED, source_of
+from snapshot_operator.core.restore import source_of
 from snapshot_operator.core.sharing import identity_hash
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.kubernetes import FINISHED, Pod
 from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     Snapshot,
     SnapshotContent,
     SnapshotRestore,
 )
+from snapshot_shared.transitions import RESTORE
 from snapshot_shared.units import counted, sizes
 
 DAY_S = 86400.0
-FINISHED = ("Succeeded", "Failed")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ def judged(holdings: Holdings, limits: Limits, now: float) -> list[Decision]:
     identity, and a checkpoint whose worker still runs, for it would end with the checkpoint.
     """
     found = sorted(_artifacts(holdings), key=lambda artifact: artifact.age_key)
-    ended = {r.spec.pod_ref.uid for r in holdings.restores if r.status.state in ENDED}
+    ended = {r.spec.pod_ref.uid for r in holdings.restores if r.status.state in RESTORE.terminal()}
     running = [pod for pod in holdings.pods if pod.status.phase not in FINISHED]
     asked = {
         (pod.metadata.namespace, source_of(pod))

@@ -22,7 +22,7 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_shared.errors import Failure, Internal
-from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.kubernetes import FINISHED, Pod
 from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
 from snapshot_shared.objects.snapback import (
     SNAPSHOT_UID,
@@ -33,8 +33,6 @@ from snapshot_shared.objects.snapback import (
     SnapshotContentSpec,
     SnapshotRef,
 )
-
-_FINISHED = ("Succeeded", "Failed")
 
 
 class SnapshotView(NamedTuple):
@@ -116,7 +114,7 @@ def _other_incarnation(view: SnapshotView, _now: float) -> Failure | None:
 
 def _ended(view: SnapshotView, _now: float) -> Failure | None:
     pod = view.pod
-    if pod is None or not (pod.status.phase in _FINISHED or pod.metadata.deletion_timestamp):
+    if pod is None or not (pod.status.phase in FINISHED or pod.metadata.deletion_timestamp):
         return None
     return Failure(
         reason="SourcePodGone",

@@ -23,12 +23,10 @@ from snapshot_operator.core.plan import (
 )
 from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node, Pod
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, FINISHED, Node, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotRestore
 from snapshot_shared.transitions import Restore
-
-_FINISHED = ("Succeeded", "Failed")
 
 DEPRECATED = "DeprecatedFieldSet"
 """Condition of a DynamoCheckpoint: it sets fields that are read for its sake, and not honoured."""
@@ -56,7 +54,7 @@ def reconcile(view: PodView, now: float) -> Plan:
         return NOTHING
     if restore is None:
         # A restore that someone has deleted is not done again: its worker may serve by now.
-        is_over = pod.status.phase in _FINISHED or condition(pod.status.conditions, RESTORED)
+        is_over = pod.status.phase in FINISHED or condition(pod.status.conditions, RESTORED)
         made = Create(restore_for(pod), lambda found: _unrestored(pod, found, now))
         plan = Plan((made,))
         return NOTHING if is_over else plan

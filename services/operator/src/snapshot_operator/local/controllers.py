@@ -6,11 +6,11 @@ from snapshot_operator.core import controllers
 from snapshot_operator.core.controllers import Controller, Index
 from snapshot_operator.local import jobs, pods
 from snapshot_operator.local.scheduler import shape
-from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.kubernetes import FINISHED, Pod
 
 
 def _unplaced(pod: Pod) -> list[str]:
-    is_over = pod.status.phase in pods.FINISHED or pod.metadata.deletion_timestamp
+    is_over = pod.status.phase in FINISHED or pod.metadata.deletion_timestamp
     return [] if pod.status.node_name or is_over else [shape(pod)]
 
 

@@ -23,12 +23,10 @@ from snapshot_operator.core.plan import (
     Plan,
     Reader,
     SetStatus,
-    Write,
     is_adopted,
-    status_plan,
+    owing_plan,
 )
 from snapshot_operator.core.restore import (
-    ENDED,
     RESTORED,
     is_reading,
     restoration_span,
@@ -38,14 +36,12 @@ from snapshot_operator.core.restore import (
 )
 from snapshot_operator.local.scheduler import Placement, Waiting, admits, place, shape
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import ContainerStatus, Node, Pod, PodStatus
+from snapshot_shared.objects.kubernetes import FINISHED, ContainerStatus, Node, Pod, PodStatus
 from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
 from snapshot_shared.objects.snapback import CAPTURE_DRIVER, SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeviceRef, Driver, DropOrder, VectorEntry, order_in
-from snapshot_shared.transitions import Restore
+from snapshot_shared.transitions import RESTORE, Restore
 from snapshot_shared.views import is_answered
-
-FINISHED = ("Succeeded", "Failed")
 
 
 class PodView(NamedTuple):
@@ -110,10 +106,10 @@ def reconcile(view: PodView, now: float) -> Plan:
     on = frozenset({status.node_name}) if view.home is not None else frozenset()
     settled = fold.mark_lost(status.orders, now, on)
     if settled != status.orders:
-        return _plan(pod, replace(status, orders=settled), now)
+        return owing_plan(pod, replace(status, orders=settled), now)
     again = ordering.renewed(status.orders, now)
     if again is not None:
-        return _plan(pod, replace(status, orders=again), now)
+        return owing_plan(pod, replace(status, orders=again), now)
     if pod.metadata.deletion_timestamp:
         return _deletion(view, now)
     if status.phase in FINISHED:
@@ -132,16 +128,6 @@ def _made(view: PodView) -> Plan | None:
         is_over = pod.status.phase in FINISHED
         return None if is_over else Plan((Create(restore_for(pod)),))
     return None
-
-
-def _plan(
-    pod: Pod, status: PodStatus, now: float, *before: Write, wake_at: float | None = None
-) -> Plan:
-    obligations = sorted({item.verb for item in status.orders if not is_answered(item)})
-    due = fold.renewal_at(status.orders, now)
-    at = fold.earliest(wake_at, fold.next_deadline(status.orders, now), due)
-    new = replace(pod, status=replace(status, obligations=obligations))
-    return status_plan(pod, new, *before, wake_at=at)
 
 
 def _trace(view: PodView) -> str:
@@ -218,7 +204,7 @@ def _fail(pod: Pod, failure: Failure, now: float) -> Plan:
         container_statuses=_unready(pod.status),
         conditions=_with_restored(rows, pod, now, failure),
     )
-    return _plan(pod, status, now)
+    return owing_plan(pod, status, now)
 
 
 def _with_restored(
@@ -270,7 +256,9 @@ def _wait(pod: Pod, reason: str, message: str, now: float, *, is_kept: bool = Fa
     waiting = conditions.with_conditions(
         pod.status.conditions, pod, now, ("PodScheduled", False, reason, message)
     )
-    return _plan(pod, replace(pod.status, conditions=waiting, reason=reason, message=message), now)
+    return owing_plan(
+        pod, replace(pod.status, conditions=waiting, reason=reason, message=message), now
+    )
 
 
 def places(plan: Plan) -> bool:
@@ -304,7 +292,7 @@ def _placed(view: PodView, placement: Placement, now: float) -> Plan:
     )
     placed = replace(pod, status=status)
     run = ordering.run(placed, view.restore, _driver(view), now)
-    return _plan(pod, replace(status, orders=[run]), now)
+    return owing_plan(pod, replace(status, orders=[run]), now)
 
 
 def _driver(view: PodView) -> Driver:
@@ -324,7 +312,7 @@ def _running(view: PodView, now: float) -> Plan:
     if is_silent(view.home) and status.phase not in FINISHED:
         message = f"node {pod.status.node_name} is silent: its worker may well run"
         status = _unknown(pod, status, message, now)
-    return _plan(pod, status, now, wake_at=_active_until(pod))
+    return owing_plan(pod, status, now, wake_at=_active_until(pod))
 
 
 def _unknown(pod: Pod, status: PodStatus, message: str, now: float) -> PodStatus:
@@ -438,7 +426,7 @@ def _freeing(view: PodView, now: float) -> Plan:
     """A finished pod gives back its devices: stop what may run, then forget its memory."""
     pod = view.pod
     status = replace(pod.status, orders=[*pod.status.orders, *_end_orders(view, now)])
-    return _plan(pod, status, now)
+    return owing_plan(pod, status, now)
 
 
 def _has_stopped(pod: Pod) -> bool:
@@ -472,10 +460,12 @@ def _deletion(view: PodView, now: float) -> Plan:
     pod, restore = view.pod, view.restore
     owed = _end_orders(view, now)
     if owed:
-        return _plan(pod, replace(pod.status, orders=[*pod.status.orders, *owed]), now)
+        return owing_plan(pod, replace(pod.status, orders=[*pod.status.orders, *owed]), now)
     if not _has_stopped(pod) or holds_devices(pod):
-        return _plan(pod, pod.status, now)
+        return owing_plan(pod, pod.status, now)
     if restore is not None:
-        is_going = restore.metadata.deletion_timestamp or restore.status.state not in ENDED
+        is_going = (
+            restore.metadata.deletion_timestamp or restore.status.state not in RESTORE.terminal()
+        )
         return Plan() if is_going else Plan((Delete(restore),))
     return Plan((Finalize(pod),))

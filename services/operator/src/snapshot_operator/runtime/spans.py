@@ -8,7 +8,6 @@ from datetime import datetime
 from snapshot_operator.core import fold
 from snapshot_operator.core.capture import capture_span, trace_parent
 from snapshot_operator.core.ordering import order_span as order_context
-from snapshot_operator.core.restore import ENDED
 from snapshot_shared import figures, instruments
 from snapshot_shared.errors import Failure
 from snapshot_shared.metrics import OFF, Metrics
@@ -19,10 +18,8 @@ from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.steps import order_span
 from snapshot_shared.telemetry import Telemetry
-from snapshot_shared.transitions import Capture
+from snapshot_shared.transitions import CAPTURE, RESTORE
 from snapshot_shared.views import is_answered, orders_of
-
-_CAPTURED = (Capture.READY, Capture.FAILED)
 
 
 class Spans:
@@ -80,7 +77,7 @@ class Spans:
         )
 
     def _capture(self, old: SnapshotContent, new: SnapshotContent) -> None:
-        if old.status.capture in _CAPTURED or new.status.capture not in _CAPTURED:
+        if old.status.capture in CAPTURE.terminal() or new.status.capture not in CAPTURE.terminal():
             return
         failure = new.status.failure
         size = new.status.committed.bytes if new.status.committed else 0
@@ -109,13 +106,13 @@ class Spans:
         paused_s = figures.capture_times(new.status).paused_s
         if not paused_s or new.spec.source.artifact is not None:
             return
-        was_over = old.status.capture in _CAPTURED
-        if new.status.capture in _CAPTURED and not (was_over and known):
+        was_over = old.status.capture in CAPTURE.terminal()
+        if new.status.capture in CAPTURE.terminal() and not (was_over and known):
             self._metrics.record(instruments.CAPTURE_PAUSE, paused_s)
 
     def _restoration(self, old: SnapshotRestore, new: SnapshotRestore) -> None:
-        before, after = old.status, new.status
-        if before.state in ENDED or after.state not in ENDED or not after.traceparent:
+        before, after, ended = old.status, new.status, RESTORE.terminal()
+        if before.state in ended or after.state not in ended or not after.traceparent:
             return
         began = _began(after.started_at, self._now())
         lasted = max(self._now() - began, 0.0)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from snapshot_shared.ids import short_hash
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Pod
+from snapshot_shared.objects.kubernetes import FINISHED, HOSTNAME_LABEL, Pod
 from snapshot_shared.objects.meta import TRACEPARENT
 from snapshot_shared.objects.snapback import (
     CAPTURE_ON_DRAIN,
@@ -28,7 +28,6 @@ from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.pod_manifests import MAX_NAME, container
 
-FINISHED = ("Succeeded", "Failed")
 _OF_THE_NODE = ("DaemonSet", "Node")
 """What controls pods that belong to their node, and are there as long as it is."""
 _OF_THE_SOURCE = (

@@ -12,7 +12,7 @@ import msgspec
 
 from snapshot_shared.errors import InvalidManifest, NotEligible
 from snapshot_shared.ids import short_hash
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Pod
+from snapshot_shared.objects.kubernetes import FINISHED, HOSTNAME_LABEL, Pod
 from snapshot_shared.objects.snapback import (
     GROUP,
     RESTORE_FROM,
@@ -26,7 +26,6 @@ from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments
 
 MAX_NAME = 63
-_FINISHED = ("Succeeded", "Failed")
 _DYNAMO_MODULE = re.compile(rf"\bdynamo\.({'|'.join(get_args(Framework))})\b")
 
 
@@ -108,7 +107,7 @@ def snapshot_of(pod: Pod, target: str, name: str | None) -> Document:
     Its name is derived from the pod's uid, so that a repeated command makes no second one.
     """
     meta = pod.metadata
-    if meta.deletion_timestamp or pod.status.phase in _FINISHED:
+    if meta.deletion_timestamp or pod.status.phase in FINISHED:
         state = "is being deleted" if meta.deletion_timestamp else f"has ended ({pod.status.phase})"
         raise NotEligible(
             f"pod {meta.name} {state} and cannot be captured",
