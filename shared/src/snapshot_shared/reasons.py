@@ -213,7 +213,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "`snapshotctl checkpoint POD`.",
         ),
         "CheckpointContainerFailed": Reason(
-            "A container of the pod failed while others ran, before its worker was captured.",
+            "A container of the pod failed while others ran, before its worker was captured or "
+            "restored.",
             "It ended with the exit code that the message has, and is not started again. The other "
             "containers of a pod that was started for a checkpoint with `sourcePolicy: Terminate` "
             "are ended; those of any other pod go on.",

@@ -22,8 +22,9 @@ from snapshot_shared.objects.kubernetes import (
 )
 from snapshot_shared.objects.meta import Condition, ObjectMeta
 from snapshot_shared.objects.snapback import SnapshotRestore
+from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.transitions import Restore
-from tests.support.operator_world import payload
+from tests.support.operator_world import DIGEST, payload
 
 POD_UID = "00000000-0000-0000-0000-00000000000a"
 DAMAGED = Failure(reason="ArtifactCorrupt", message="a chunk differs")
@@ -155,3 +156,84 @@ def deleted(found: Pod) -> Pod:
 def test_one_that_does_not_wait_or_is_ended_otherwise_is_left_alone(found: Pod | None) -> None:
     plan = restores.reconcile(RestoreView(failed(), found), 0.0)
     assert all(not write.new.status.orders for write in plan.writes)  # type: ignore[union-attr]
+
+
+def beside(worker: ContainerStatus, helper: ContainerStatus) -> Pod:
+    """A pod that runs, with a container beside its worker."""
+    found = pod()
+    found = replace(
+        found, spec=PodSpec(containers=[Container(name="main"), Container(name="side")])
+    )
+    return replace(found, status=replace(found.status, container_statuses=[worker, helper]))
+
+
+def row(name: str, code: int | None = None) -> ContainerStatus:
+    """A container that runs, or has ended for good with a code."""
+    if code is None:
+        return ContainerStatus(name=name, state="running")
+    return ContainerStatus(name=name, state="terminated", exit_code=code)
+
+
+def committing() -> SnapshotRestore:
+    """A restore whose devices are loaded, and that waits for its pod alone."""
+    found = restore(Restore.COMMITTING)
+    artifact = ArtifactRef(namespace="team", content_uid=UID, generation=1, root_digest=DIGEST)
+    status = replace(found.status, attempt=1, node_name="node-1", artifact=artifact)
+    return replace(found, metadata=replace(found.metadata, uid=UID), status=status)
+
+
+def test_a_helper_that_has_done_its_work_does_not_hold_a_restore_up() -> None:
+    view = RestoreView(committing(), beside(row("main"), row("side", 0)))
+    (write,) = restores.reconcile(view, 0.0).writes
+    assert isinstance(write, SetStatus)
+    status: Any = write.new.status
+    assert (status.state, [order.verb for order in status.orders]) == (
+        Restore.RESTORING,
+        ["restore"],
+    )
+
+
+def test_a_restore_waits_for_a_helper_that_is_not_up_yet() -> None:
+    view = RestoreView(committing(), beside(row("main"), ContainerStatus(name="side")))
+    assert all(not write.new.status.orders for write in restores.reconcile(view, 0.0).writes)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("worker", "helper", "reason"),
+    [
+        pytest.param(None, 3, "CheckpointContainerFailed", id="the helper failed"),
+        pytest.param(0, None, "SourceExited", id="the worker ended"),
+        pytest.param(3, None, "SourceExited", id="the worker failed"),
+    ],
+)
+def test_a_restore_ends_with_a_container_of_its_pod_that_is_not_started_again(
+    worker: int | None, helper: int | None, reason: str
+) -> None:
+    found = beside(row("main", worker), row("side", helper))
+    (write,) = restores.reconcile(RestoreView(committing(), found), 0.0).writes
+    assert isinstance(write, SetStatus)
+    status: Any = write.new.status
+    assert (status.state, status.failure.reason) == (Restore.DROPPING, reason)
+
+
+@pytest.mark.parametrize(
+    ("worker", "state"), [(None, Restore.PENDING), (0, Restore.FAILED)], ids=["up", "ended"]
+)
+def test_a_restore_is_tried_again_only_while_its_worker_is_up(
+    worker: int | None, state: Restore
+) -> None:
+    retryable = Failure(reason="Unavailable", message="the memory server went", retryable=True)
+    dropped = committing()
+    status = replace(dropped.status, state=Restore.DROPPING, failure=retryable)
+    view = RestoreView(replace(dropped, status=status), beside(row("main", worker), row("side")))
+    (write,) = restores.reconcile(view, 0.0).writes
+    assert isinstance(write, SetStatus)
+    assert write.new.status.state is state  # type: ignore[union-attr]
+
+
+def test_a_worker_whose_restore_failed_is_given_up_beside_a_helper_that_has_failed() -> None:
+    view = RestoreView(failed(), beside(row("main"), row("side", 3)))
+    (write,) = restores.reconcile(view, 0.0).writes
+    assert isinstance(write, SetStatus)
+    (order,) = write.new.status.orders  # type: ignore[union-attr]
+    assert order.verb == "abort"

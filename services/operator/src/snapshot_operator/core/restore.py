@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
-from snapshot_operator.core.capture import capture_span
+from snapshot_operator.core.capture import capture_span, container_failure
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.nodes import known, node, without_agent
 from snapshot_operator.core.plan import (
@@ -287,6 +287,25 @@ def _pod_ended(view: RestoreView, _now: float) -> Failure | None:
     )
 
 
+def _container_ended(view: RestoreView, _now: float) -> Failure | None:
+    """Return that a container has ended for good while others of its pod run."""
+    pod, name = view.pod, view.restore.spec.pod_ref.container
+    if pod is None or pod.status.phase != "Running":
+        return None
+    rows = (each for each in pod.status.container_statuses if each.name == name)
+    worker = next(rows, None)
+    if worker is None or worker.state != "terminated":
+        # What helps the worker may end well before it is restored.
+        return container_failure(pod)
+    return Failure(
+        reason="SourceExited",
+        message=f"the waiting worker ended during the restore: container {name} of pod "
+        f"{pod.metadata.name} ended with exit code {worker.exit_code}",
+        values={"container": name, "exit_code": worker.exit_code},
+        next_step="look at the worker's log",
+    )
+
+
 def _not_in_standby(view: RestoreView, _now: float) -> Failure | None:
     """Return why nothing may be restored into a container that does its work already."""
     pod, name = view.pod, view.restore.spec.pod_ref.container
@@ -329,6 +348,7 @@ _ENDS: tuple[Callable[[RestoreView, float], Failure | None], ...] = (
     _deleted,
     _order_failed,
     _pod_ended,
+    _container_ended,
     _not_in_standby,
     _refused,
 )
@@ -477,7 +497,7 @@ def _committing(view: RestoreView, now: float, stored: SnapshotRestore | None = 
         *fold.find(status.orders, "commit", status.attempt),
         *fold.find(status.orders, "place", status.attempt),
     ]
-    is_ready = all(fold.succeeded(item) for item in owed) and _is_standing_by(view.pod)
+    is_ready = all(fold.succeeded(item) for item in owed) and _is_standing_by(view)
     if not is_ready or status.artifact is None:
         return owing_plan(restore, status, now)
     order = ordering.restore(view.restore, status.artifact, status.traceparent, now)
@@ -487,13 +507,15 @@ def _committing(view: RestoreView, now: float, stored: SnapshotRestore | None = 
 def _may_place(view: RestoreView) -> bool:
     """Whether the process can be brought into its place while the devices are loaded."""
     is_brought = view.restore.status.driver in PLACEHOLDER_DRIVERS
-    return is_brought and view.can_place and _is_standing_by(view.pod)
+    return is_brought and view.can_place and _is_standing_by(view)
 
 
-def _is_standing_by(pod: Pod | None) -> bool:
-    """Whether the containers of a pod are up, and wait to be restored."""
-    found = pod.status.container_statuses if pod is not None else []
-    return bool(found) and all(container.state == "running" for container in found)
+def _is_standing_by(view: RestoreView) -> bool:
+    """Whether the worker is up and waits to be restored, and the others are up or have ended."""
+    found = view.pod.status.container_statuses if view.pod is not None else []
+    states = {container.name: container.state for container in found}
+    worker = states.get(view.restore.spec.pod_ref.container)
+    return worker == "running" and "waiting" not in states.values()
 
 
 def _restoring(view: RestoreView, now: float) -> Plan:
@@ -551,7 +573,7 @@ def _may_retry(view: RestoreView, failure: Failure, now: float) -> bool:
     status = view.restore.status
     was_touched = any(item.verb == "restore" for item in _attempted(view.restore))
     is_dropped = all(is_answered(item) for item in status.orders)
-    is_wanted = not any(check(view, now) for check in (_deleted, _pod_ended))
+    is_wanted = not any(check(view, now) for check in (_deleted, _pod_ended, _container_ended))
     may = failure.retryable or any(fold.superseding(item) for item in status.orders)
     return may and is_wanted and is_dropped and not was_touched and status.retries < MAX_RETRIES
 
@@ -581,7 +603,7 @@ def _waits_in_vain(view: RestoreView, now: float) -> bool:
     pod, status = view.pod, view.restore.status
     if status.state is not Restore.FAILED or fold.find(status.orders, "abort"):
         return False
-    if pod is None or pod.status.orders or not _is_standing_by(pod):
+    if pod is None or pod.status.orders or not _is_standing_by(view):
         return False
     # A pod that is deleted is ended; one whose restore alone is deleted waits on.
     if pod.metadata.deletion_timestamp:
