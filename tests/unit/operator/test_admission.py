@@ -131,6 +131,14 @@ async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
     assert (await admission.pod(request(pinned))).outcome == "changed"
 
 
+async def test_a_source_that_this_version_cannot_read_is_left_to_the_restore(
+    api: tuple[Api, Admission],
+) -> None:
+    behind, admission = api
+    behind.objects = {"namespaces/team/snapshots/llm": SNAPSHOT | {"spec": {"source": 1}}}
+    assert (await admission.pod(request(pod(restore_from="llm")))).outcome == "changed"
+
+
 def is_placeholder(answer: Answer) -> bool:
     return any(change.get("value") == ["/snapback/snapback-init"] for change in answer.patch)
 

@@ -231,10 +231,16 @@ def test_a_parallel_size_of_zero_is_one_rank(sizes: dict[str, int], count: int) 
 
 @pytest.mark.parametrize(
     ("resources", "count"),
-    [({}, 2), ({"limits": {"nvidia.com/gpu": "4"}}, 4), ({"limits": {"nvidia.com/gpu": 1}}, 1)],
+    [
+        ({}, 2),
+        (None, 2),
+        ({"limits": None}, 2),
+        ({"limits": {"nvidia.com/gpu": "4"}}, 4),
+        ({"limits": {"nvidia.com/gpu": 1}}, 1),
+    ],
 )
 def test_a_worker_claims_as_many_devices_as_its_limit_says_or_it_has_ranks(
-    resources: dict[str, Any], count: int
+    resources: Any, count: int
 ) -> None:
     document = of_gms({"resources": resources}, deviceClassName="gpu.example.com")
     job = _job(checkpoint("llm"))
@@ -251,7 +257,7 @@ def test_a_worker_claims_as_many_devices_as_its_limit_says_or_it_has_ranks(
     [main], [server] = spec["containers"], spec["initContainers"]
     assert main["resources"]["claims"] == [{"name": "snapback-devices"}]
     assert server["resources"]["claims"] == main["resources"]["claims"]
-    assert "nvidia.com/gpu" not in main["resources"].get("limits", {})
+    assert "nvidia.com/gpu" not in (main["resources"].get("limits") or {})
 
 
 @pytest.mark.parametrize("document", [of_gms(enabled=False), of_gms({"resources": CLAIM})])

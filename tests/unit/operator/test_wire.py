@@ -238,3 +238,29 @@ def test_templates_that_differ_in_a_field_that_is_not_kept_differ_here_too() -> 
     one, other = checkpoint(template(image="a")), checkpoint(template(image="a", tty=True))
     assert one.spec.job != other.spec.job
     assert one.spec == checkpoint(template(image="a")).spec
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus"),
+    [
+        ({"limits": {"cpu": 0.5, "memory": 2e9, "nvidia.com/gpu": 1}}, {"nvidia.com/gpu": 1}),
+        ({"limits": {"nvidia.com/gpu": 2.0}}, {"nvidia.com/gpu": 2}),
+        ({"limits": {"nvidia.com/gpu": 0.5}}, {}),
+        ({"limits": {"nvidia.com/gpu": None}}, {}),
+        ({"limits": None}, {}),
+        (None, {}),
+    ],
+)
+def test_a_checkpoint_is_decoded_whatever_way_its_quantities_are_written(
+    resources: Any, gpus: dict[str, Any]
+) -> None:
+    found = checkpoint(template(resources=resources, image=None))
+    (container,) = found.spec.job.pod_template_spec.spec.containers
+    assert (container.resources.limits, container.image) == (gpus, "")
+
+
+@pytest.mark.parametrize("policy", ["Sometimes", None])
+def test_a_checkpoint_is_decoded_whatever_its_template_says_of_restarts(policy: Any) -> None:
+    # Its Job has a policy of its own.
+    found = checkpoint({"spec": {**template()["spec"], "restartPolicy": policy}})
+    assert found.spec.job.pod_template_spec.spec.containers

@@ -217,8 +217,8 @@ class Admission:
                 read = [await self._read(kind, namespace, asked.source) for kind in kinds]
                 named = (*(each for each in read if isinstance(each, Snapshot | DynamoCheckpoint)),)
                 return Sources(named, await self._content(named[0]) if named else None)
-        except (SnapbackError, TimeoutError) as error:
-            why = error if isinstance(error, SnapbackError) else f"no answer in {READ_S:g} s"
+        except (SnapbackError, TimeoutError, msgspec.DecodeError) as error:
+            why = f"no answer in {READ_S:g} s" if isinstance(error, TimeoutError) else error
             log.warning("%s is not compared with what the pod asks for: %s", asked.source, why)
             return Sources()
 

@@ -160,13 +160,13 @@ def devices_template(job: Job, checkpoint: Document) -> Document | None:
     container = find_container(
         spec["job"]["podTemplateSpec"]["spec"], spec["job"].get("targetContainerName", "main")
     )
-    resources = container.get("resources", {})
+    resources = container.get("resources") or {}
     if not has_memory_server(checkpoint) or resources.get("claims"):
         return None
     identity = spec["identity"]
     sizes = (identity.get(name) or 1 for name in ("tensorParallelSize", "pipelineParallelSize"))
     ranks = math.prod(sizes)
-    count = int(resources.get("limits", {}).get(GPU_RESOURCE, ranks))
+    count = int((resources.get("limits") or {}).get(GPU_RESOURCE, ranks))
     device_class = spec["gpuMemoryService"].get("deviceClassName", "gpu.nvidia.com")
     meta = new_meta(job.metadata)
     request = {"name": "gpu", "exactly": {"deviceClassName": device_class, "count": max(count, 1)}}
@@ -186,11 +186,12 @@ def with_devices(spec: Document, container: Document, template: str) -> None:
 
     One that claims devices of its own keeps these.
     """
-    resources = container.setdefault("resources", {})
+    # Null, here and below, is what the API server takes for nothing.
+    resources = container["resources"] = container.get("resources") or {}
     if resources.get("claims"):
         return
     for kind in ("limits", "requests"):
-        resources.get(kind, {}).pop(GPU_RESOURCE, None)
+        (resources.get(kind) or {}).pop(GPU_RESOURCE, None)
     resources["claims"] = [{"name": DEVICES}]
     claim = {"name": DEVICES, "resourceClaimTemplateName": template}
     put(spec.setdefault("resourceClaims", []), claim, by="name")

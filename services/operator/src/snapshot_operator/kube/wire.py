@@ -121,9 +121,9 @@ class WireCondition(_Wire, frozen=True):
 
 
 class WireResources(_Wire, frozen=True):
-    """What a container asks for, by resource; a quantity is a string or an integer."""
+    """What a container asks for, by resource; a template has quantities as the user wrote them."""
 
-    limits: dict[str, str | int] = {}
+    limits: dict[str, msgspec.Raw] | None = None
 
 
 class WireEnvVar(_Wire, frozen=True):
@@ -137,10 +137,10 @@ class WireContainer(_Wire, frozen=True):
     """A container of a pod. What is raw is decoded only where a decision needs it."""
 
     name: str
-    image: str = ""
+    image: str | None = None
     command: msgspec.Raw = msgspec.Raw(b"[]")
     env: msgspec.Raw = msgspec.Raw(b"[]")
-    resources: WireResources = WireResources()
+    resources: WireResources | None = None
 
 
 class WireTerminated(_Wire, frozen=True):
@@ -210,10 +210,16 @@ class WireJobStatus(_Wire, frozen=True):
     conditions: list[WireCondition] = []
 
 
-class WireTemplate(_Wire, frozen=True):
-    """A pod template, of which decisions need the containers."""
+class WireTemplateSpec(_Wire, frozen=True):
+    """The spec of a pod template, of which decisions need the containers."""
 
-    spec: WirePodSpec
+    containers: list[WireContainer] = []
+
+
+class WireTemplate(_Wire, frozen=True):
+    """A pod template: that of a checkpoint is checked with its Job, and has what anyone wrote."""
+
+    spec: WireTemplateSpec
 
 
 class WireJobSpec(_Wire, frozen=True):
@@ -396,9 +402,16 @@ def _ours(words: dict[str, str]) -> dict[str, str]:
 
 
 def _container(wire: WireContainer) -> Container:
-    gpus = wire.resources.limits.get(GPU_RESOURCE)
-    limits = ResourceRequirements(limits={GPU_RESOURCE: gpus} if gpus is not None else {})
-    return Container(name=wire.name, image=wire.image, resources=limits)
+    resources = ResourceRequirements(limits=_gpus(wire.resources or WireResources()))
+    return Container(name=wire.name, image=wire.image or "", resources=resources)
+
+
+def _gpus(wire: WireResources) -> dict[str, str | int]:
+    found = msgspec.json.decode((wire.limits or {}).get(GPU_RESOURCE, b"null"))
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)
+    # Null is none, and with anything else the API server refuses the Job.
+    return {GPU_RESOURCE: found} if isinstance(found, str | int) else {}
 
 
 def _not(is_so: Callable[[WireContainer], bool], meta: WireMeta, spec: WirePodSpec) -> list[str]:
