@@ -48,10 +48,17 @@ class Api:
         self.objects: dict[str, Any] = {}
         self.status = 200
         self.asked = 0
+        self.labels: dict[str, str] = {}
+        """By namespace, the selector that matches it."""
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked += 1
         found = self.objects.get(request.path.rpartition("/v1alpha1/")[2])
+        if request.path == "/api/v1/namespaces":
+            name = request.query["fieldSelector"].removeprefix("metadata.name=")
+            is_matched = self.labels.get(name) == request.query["labelSelector"]
+            items = [{"metadata": {"name": name}}] if is_matched else None
+            found = {"metadata": {"resourceVersion": "1"}, "items": items}
         if self.status != 200 or found is None:
             status = self.status if self.status != 200 else 404
             return web.json_response({"kind": "Status", "code": status}, status=status)
@@ -129,6 +136,29 @@ async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
     behind.status = status
     pinned = pod(restore_from="llm", restore_from_uid="another", restore_digest=DIGEST)
     assert (await admission.pod(request(pinned))).outcome == "changed"
+
+
+@pytest.mark.parametrize(
+    ("labels", "status", "warned"),
+    [
+        ({"team": "team=a"}, 200, ()),
+        (
+            {"team": "team=b", "other": "team=a"},
+            200,
+            ("namespace team is not selected (team=a): the pod starts cold",),
+        ),
+        ({"team": "team=a"}, 503, ("namespace team cannot be read now: the pod starts cold",)),
+    ],
+)
+async def test_a_pod_starts_cold_where_the_operator_reconciles_nothing(
+    api: tuple[Api, Admission], labels: dict[str, str], status: int, warned: tuple[str, ...]
+) -> None:
+    behind, every = api
+    behind.labels, behind.status = labels, status
+    admission = Admission(every._client, selector="team=a")
+    answer = await admission.pod(request(pod(restore_from="llm")))
+    assert (answer.refused, answer.warned) == ((), warned)
+    assert bool(answer.patch) != bool(warned)
 
 
 async def test_a_source_that_this_version_cannot_read_is_left_to_the_restore(

@@ -239,6 +239,7 @@ async def _admission(
         environment.metrics,
         Images(settings.gms_image, settings.agent_image),
         allows_gms=settings.allow_gms_snapshot,
+        selector=settings.namespace_selector,
     )
     async with (
         certificate.kept() as context,

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.restore_request import RestoreRequest, driver_of, mismatch
+from snapshot_operator.kube.namespaces import is_selected
 from snapshot_operator.kube.restoring import (
     Images,
     placeholder_problems,
@@ -55,8 +56,8 @@ KEEP_ALIVE_S = 120.0
 """Longer than an API server keeps a connection that it does not use (90 s): it is the one to end
 it, or a request could be lost that is on its way."""
 MAX_SHOWN = 50
-READ_S = 2.5
-"""How long sources are read: an API server waits `TIMEOUT_S` for the whole answer."""
+READ_S = 2.0
+"""How long a namespace is read, and then sources: an API server waits `TIMEOUT_S` for both."""
 
 
 class RequestedKind(msgspec.Struct, frozen=True):
@@ -132,14 +133,17 @@ class Admission:
         images: Images = Images(),  # noqa: B008 - it never changes
         *,
         allows_gms: bool = True,
+        selector: str = "",
     ) -> None:
         """Read by `client`; `images` are those of what is put into pods.
 
-        Unless it `allows_gms`, checkpoints with one are refused.
+        Unless it `allows_gms`, checkpoints with one are refused. Where a label `selector` limits
+        the namespaces that are reconciled, pods of others are left alone: they would wait in vain.
         """
         self._client = client
         self._images = images
         self._allows_gms = allows_gms
+        self._selector = selector
         self._metrics = metrics
 
     def app(self) -> web.Application:
@@ -174,6 +178,8 @@ class Admission:
         asked = restore_request(pod)
         if request.operation != "CREATE" or not asked.source:
             return Answer()
+        if unselected := await self._unselected(request.namespace):
+            return Answer(warned=(unselected,))
         if refused := tuple(restore_problems(pod)):
             return Answer(refused)
         found = await self._sources(request.namespace, asked)
@@ -205,6 +211,20 @@ class Admission:
                 text = f"{GMS_DISABLED}. Next: {GMS_DISABLED_FIX}"
                 return (Problem("spec.gpuMemoryService", text),)
         return ()
+
+    async def _unselected(self, namespace: str) -> str:
+        """Return why nothing is restored in a namespace, if that is so or cannot be read."""
+        if not self._selector:
+            return ""
+        try:
+            async with asyncio.timeout(READ_S):
+                if await is_selected(self._client, self._selector, namespace):
+                    return ""
+            why = f"is not selected ({self._selector})"
+        except (SnapbackError, TimeoutError) as error:
+            log.warning("namespace %s cannot be read: %s", namespace, error)
+            why = "cannot be read now"
+        return f"namespace {namespace} {why}: the pod starts cold"
 
     async def _sources(self, namespace: str, asked: RestoreRequest) -> Sources:
         """Return what there is; nothing where it cannot be read now.

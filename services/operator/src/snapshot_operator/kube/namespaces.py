@@ -44,6 +44,12 @@ _CHANGE = msgspec.json.Decoder(_Change)
 _NAMESPACE = msgspec.json.Decoder(_Namespace)
 
 
+async def is_selected(client: KubeClient, selector: str, namespace: str) -> bool:
+    """Whether a label selector matches a namespace, as the API server sees it now."""
+    params = {"labelSelector": selector, "fieldSelector": f"metadata.name={namespace}"}
+    return bool(decoded(_LIST, await client.request("GET", PATH, params=params)).items)
+
+
 class SelectedNamespaces(Selection):
     """Those that a selector matches, as the API server sees it."""
 
