@@ -10,6 +10,7 @@ SnapbackError
 │   └── GmsUnavailable        no GPU memory service answers: it is down, or being started
 ├── AlreadyExists / Conflict / Forbidden
 ├── StoreBusy                 the object store takes no write now
+│   └── Refused               the API server does not let this user do this, at least for now
 ├── RequestExpired            a request whose client has given up on it
 ├── Rejected                  an order that must not be carried out here
 │   ├── WrongNode / StalePodReference / Superseded / NotEligible
@@ -105,6 +106,15 @@ class StoreBusy(SnapbackError):
 
     retryable = True
     default_next_step = "try again; if it lasts, look for what else has the store open"
+
+
+class Refused(StoreBusy):
+    """The API server does not let this user do this, at least for now; nothing was done.
+
+    Its own rights may be on their way to it still, a quota may be used up, a webhook may say no.
+    """
+
+    default_next_step = "compare the message with the ClusterRole of this user, quotas and webhooks"
 
 
 class RequestExpired(SnapbackError):

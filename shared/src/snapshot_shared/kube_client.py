@@ -30,6 +30,7 @@ from snapshot_shared.errors import (
     InvalidManifest,
     NoSpace,
     NotFound,
+    Refused,
     SnapbackError,
     StoreBusy,
 )
@@ -65,15 +66,6 @@ _CANNOT_REACH = "check that the API server runs, and the cluster and user of the
 
 class ResourceExpired(Conflict):
     """The server does not have the history any more that a watch or a page continues."""
-
-
-class Refused(StoreBusy):
-    """The API server does not let this user do this, at least for now; nothing was done.
-
-    Its own rights may be on their way to it still, a quota may be used up, a webhook may say no.
-    """
-
-    default_next_step = "compare the message with the ClusterRole of this user, quotas and webhooks"
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):

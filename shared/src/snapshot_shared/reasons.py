@@ -541,7 +541,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A right is missing, a quota is used up, or an admission webhook says no; the message "
             "is that of the server.",
             "`kubectl describe clusterrole snapback-operator`, `kubectl get quota`; it is tried "
-            "again.",
+            "again, the Job of a checkpoint for its `activeDeadlineSeconds`.",
         ),
         "ResourceExpired": Reason(
             "The API server has forgotten the changes that a watch was to continue with.",

@@ -32,6 +32,7 @@ def standing(*rows: Row, value: Any = CHECKPOINT) -> AnyObject:
     [
         ([("Ready", False, "PodPending", "soon")], [("Normal", "PodPending", "soon")]),
         ([("Ready", False, "WorkerNotReady", "see")], [("Warning", "WorkerNotReady", "see")]),
+        ([("Ready", False, "Refused", "no quota")], [("Warning", "Refused", "no quota")]),
         (
             [("Ready", True, "Captured", "1 byte"), ("Failed", False, "Captured", "")],
             [("Normal", "Captured", "1 byte")],

@@ -50,6 +50,9 @@ from snapshot_shared.objects.snapback import (
 READY_FILE = "ready-for-snapshot"
 """The file by which a worker says that it may be captured, in its control directory."""
 
+REFUSED = "Refused"
+"""Why a checkpoint waits whose Job is not taken now, for a quota or the word of a webhook."""
+
 SLOW_S = 300
 """How long a worker may run before its checkpoint names the file that is waited for."""
 
@@ -263,6 +266,22 @@ def _container_failed(view: CheckpointView, _now: float) -> Failure | None:
     return container_failure(view.pod)
 
 
+def _refused_too_long(view: CheckpointView, now: float) -> Failure | None:
+    """A Job that is not taken is tried again for as long as its worker could have run."""
+    row = condition(view.checkpoint.status.conditions, "Ready")
+    if view.job is not None or row is None or row.reason != REFUSED:
+        return None
+    limit = view.checkpoint.spec.job.active_deadline_seconds
+    if now < conditions.seconds(row.last_transition_time) + limit:
+        return None
+    return Failure(
+        reason="DeadlineExceeded",
+        message=f"the worker could not be started within {limit} s: {row.message}",
+        values={"activeDeadlineSeconds": limit},
+        next_step="see to what the message says, delete the checkpoint and apply it again",
+    )
+
+
 def _too_late(view: CheckpointView, now: float) -> Failure | None:
     if view.job is None or now < deadline_of(view.checkpoint, view.job):
         return None
@@ -281,6 +300,7 @@ _ENDS: tuple[Callable[[CheckpointView, float], Failure | None], ...] = (
     _job_taken,
     _job_failed,
     _container_failed,
+    _refused_too_long,
     _too_late,
 )
 
@@ -301,7 +321,11 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         return plan
     if job is None:
         named = replace(base, job_name=job_name(checkpoint))
-        made = Create(_job(checkpoint), lambda found: _refused(checkpoint, base, found, now))
+        made = Create(
+            _job(checkpoint),
+            refused=lambda found: _refused(checkpoint, base, found, now),
+            waits=lambda found: _not_taken(checkpoint, base, found, now),
+        )
         return _status(checkpoint, named, made)
     if pod is None or view.no_agent or not is_true(pod.status.conditions, "Ready"):
         at = deadline_of(checkpoint, job)
@@ -406,6 +430,14 @@ def _refused(
         next_step=found.next_step or "correct spec.job.podTemplateSpec and apply it again",
     )
     return _failed(checkpoint, base, failure, now)
+
+
+def _not_taken(
+    checkpoint: DynamoCheckpoint, base: DynamoCheckpointStatus, found: Failure, now: float
+) -> Plan:
+    """Say why the Job of a checkpoint cannot be made now; the condition is as old as that."""
+    rows = [row for row in base.conditions if row.type != "Ready" or row.reason == REFUSED]
+    return _waits(checkpoint, replace(base, conditions=rows), REFUSED, found.message, now)
 
 
 def _status(

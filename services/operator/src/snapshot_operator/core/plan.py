@@ -57,10 +57,12 @@ class Create(msgspec.Struct, frozen=True):
 
     `refused` returns the plan to follow instead where the store does not accept this object, such
     as a Job with a template that Kubernetes finds wrong. What the plan has written before, stays.
+    `waits` returns what says so where the store may accept it later, such as once a quota has room.
     """
 
     value: AnyObject
     refused: Callable[[Failure], Plan] | None = None
+    waits: Callable[[Failure], Plan] | None = None
 
 
 class SetStatus(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from snapshot_operator.core.checkpoint import STUCK
+from snapshot_operator.core.checkpoint import REFUSED, STUCK
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.rbac import NAME
@@ -30,9 +30,9 @@ MAX_WAITING = 1000
 """How many Events may wait for the API server; what happens after that has none."""
 
 _WAITS_FOR_PEOPLE = frozenset(
-    {"NoAgentOnNode", "NodeSilent", "Unschedulable", "WorkerNotReady", *STUCK}
+    {"NoAgentOnNode", "NodeSilent", REFUSED, "Unschedulable", "WorkerNotReady", *STUCK}
 )
-"""Why something waits that does not end by itself."""
+"""Why something waits that may not end by itself."""
 
 
 class Happening(NamedTuple):

@@ -24,7 +24,13 @@ from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.world import Changed, unsaid
 from snapshot_shared import instruments
-from snapshot_shared.errors import AlreadyExists, BusUnavailable, Conflict, InvalidManifest
+from snapshot_shared.errors import (
+    AlreadyExists,
+    BusUnavailable,
+    Conflict,
+    InvalidManifest,
+    Refused,
+)
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import OrderStatus
@@ -109,7 +115,7 @@ class Interpreter:
     async def _write(self, write: Write) -> None:
         cluster = self._cluster
         match write:
-            case Create(value):
+            case Create(value, waits=waits):
                 try:
                     await cluster.create(value)
                 except AlreadyExists:
@@ -117,6 +123,10 @@ class Interpreter:
                     meta = value.metadata
                     key = Key(kind_of(value).name, meta.namespace or "", meta.name)
                     await cluster.confirm_gone(key)
+                except Refused as error:
+                    if waits is not None:
+                        await self.apply(waits(error.to_failure()))
+                    raise
             case Delete(value):
                 await cluster.delete(value)
             case Adopt(value):
