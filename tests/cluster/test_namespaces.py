@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from snapshot_operator.kube.namespaces import PATH, SelectedNamespaces
+from snapshot_operator.kube.namespaces import PATH, SelectedNamespaces, is_selected
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
@@ -70,6 +70,14 @@ async def test_a_namespace_is_selected_while_its_labels_match(rig: Rig) -> None:
     await rig.label(one, None)
     await until(lambda: not rig.selected.has(one), "the end of the first")
     assert rig.reported == [two]
+
+
+async def test_the_api_server_says_of_one_namespace_whether_it_is_selected(rig: Rig) -> None:
+    one, two = rig.names
+    selector = f"test in ({one.removeprefix('one-')}, other),!nothing"
+    assert await is_selected(rig.direct, selector, one)
+    assert not await is_selected(rig.direct, selector, two)
+    assert not await is_selected(rig.direct, selector, "none-such")
 
 
 @pytest.mark.parametrize("lie", [Lie("cut"), Lie(410, "WATCH", times=1), Lie(500, times=2)])

@@ -280,6 +280,42 @@ async def test_a_secret_that_is_missing_is_named_and_waited_for(rig: Rig) -> Non
     await rig.phase("lacks", "Running")
 
 
+async def test_quantities_may_be_fractions_and_what_is_null_is_nothing(rig: Rig) -> None:
+    template = worker("sleep 600")
+    main = template["spec"]["containers"][0]
+    main["resources"] = {"limits": {"cpu": 0.5, "memory": 2e8}, "requests": None}
+    beside = {"name": "beside", "image": SHELL, "command": ["sleep", "600"], "resources": None}
+    template["spec"]["containers"] = [main, beside]
+    await rig.apply("fraction", template)
+    await rig.phase("fraction", "Running")
+    main, _ = (await rig.get("jobs", "fraction"))["spec"]["template"]["spec"]["containers"]
+    assert main["resources"]["limits"]["cpu"] == "500m"
+
+
+async def test_a_quota_that_refuses_a_job_is_said_and_waited_for(rig: Rig) -> None:
+    quotas = f"/api/v1/namespaces/{rig.namespace}/resourcequotas"
+    body = {"metadata": {"name": "jobs"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
+    await rig.direct.request("POST", quotas, body=body)
+
+    async def counts() -> bool:
+        quota = msgspec.json.decode(await rig.direct.request("GET", f"{quotas}/jobs"))
+        return bool(quota["status"].get("hard"))
+
+    await polled(counts)
+    await rig.apply("many", worker("sleep 600"))
+
+    async def refused() -> str:
+        row = await rig.condition("dynamocheckpoints", "many", "Ready", "False")
+        return str(row["message"]) if row["reason"] == "Refused" else ""
+
+    assert "exceeded quota: jobs" in await polled(refused)
+    await rig.direct.request("DELETE", f"{quotas}/jobs")
+    await rig.phase("many", "Running")
+    # The quota refused this, and nothing else was refused.
+    assert {*rig.proxy.refused} == {f"POST {rig.path('jobs')}"}
+    rig.proxy.refused.clear()
+
+
 async def test_a_cluster_without_claims_fails_a_checkpoint_with_a_memory_server_at_once(
     rig: Rig,
 ) -> None:
