@@ -4,6 +4,7 @@ SnapbackError
 ├── InvalidInput              what was entered is not acceptable
 │   ├── InvalidManifest       a manifest: every problem at once, by path
 │   ├── InvalidMessage        a frame or message that does not decode
+│   │   └── TooManyOpenFiles  no descriptor was left for one that came with it
 │   ├── InvalidName           a name, id or path outside its alphabet
 │   └── UnsupportedVersion    a version that this program does not speak
 ├── NotFound

@@ -696,6 +696,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "message.",
             "Load the weights again, or restore the worker: `snapshotctl restore NAME`.",
         ),
+        "TooManyOpenFiles": Reason(
+            "A process has no file descriptor left for the GPU memory that it is handed.",
+            "Its limit of open files is low, or it keeps many open. Each allocation comes with a "
+            "descriptor, up to 128 at a time; they are closed when the memory is mapped.",
+            "Raise the limit of the process: `ulimit -n 65536`, or `LimitNOFILE=` of systemd.",
+        ),
         "TooManySessions": Reason(
             "GMS serves as many clients as it may.",
             "Clients were left running, or one process, pod or user opens too many.",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,22 @@ import numpy as np
 import pytest
 
 import snapback_client as client
-from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
+from snapback_client import reservation
+from snapback_client.errors import ConnectionLost
+from snapback_client.frames import (
+    Access,
+    AllocationInfo,
+    AllocationSpec,
+    Attach,
+    Attached,
+    Exported,
+    LockMode,
+    MemoryDomain,
+    encode_frame,
+)
 from snapback_client.lease import Lease
 from snapback_client.reservation import DEVICE_BYTES, FIRST_ADDRESS, Reservation
+from snapback_client.wire import send
 from snapshot_shared.errors import InvalidInput, InvalidMessage
 
 MIB = 1024 * 1024
@@ -57,6 +75,18 @@ def traces():
     return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 """
 """Counts device mappings, descriptors and threads of a worker."""
+
+
+FEW_FILES = """
+import resource
+def leave(files):
+    lowest = os.dup(0)
+    os.close(lowest)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + files, hard))
+    return lowest + files
+"""
+"""Lets a worker open so many files more; returns the limit."""
 
 
 def test_written_arrays_are_read_by_another_process(service: Any) -> None:
@@ -670,3 +700,117 @@ def test_a_writer_that_gave_up_what_was_committed_commits_anew(service: Any) -> 
     assert second.generation == first.generation + 1
     with client.connect(lock="RO") as pool:
         assert pool["w"].sum() == 40
+
+
+MANY = {f"w{number}": (10, "u1") for number in range(300)}
+"""Arrays whose descriptors come in three messages."""
+
+
+@pytest.mark.parametrize("count", [100, 300])
+def test_arrays_for_which_no_descriptor_is_left_are_refused_with_the_limit(
+    launch: Any, count: int
+) -> None:
+    launch(granularity=4096)
+    code = (
+        TRACES
+        + FEW_FILES
+        + (
+            "import sys\n"
+            "import snapback_client as client\n"
+            "pool = client.connect(lock='RW')\n"
+            "limit, before = leave(50), traces()\n"
+            "try:\n"
+            "    pool.allocate_many({f'w{n}': (10, 'u1') for n in range(int(sys.argv[1]))})\n"
+            "except client.SnapbackError as error:\n"
+            "    said = f'{limit} files' in str(error), 'ulimit -n' in error.next_step\n"
+            "    print(error.reason, *said)\n"
+            "    print(traces()[0], before[1] - traces()[1])\n"
+        )
+    )
+    found = run_worker(code, str(count))
+    # Of all descriptors the session alone is closed.
+    assert found.stdout == b"TooManyOpenFiles True True\n0 1\n", found.stderr.decode()
+
+
+def test_a_pool_for_which_no_descriptor_is_left_sleeps_until_it_may_have_them(launch: Any) -> None:
+    launch(granularity=4096)
+    code = (
+        "import os\n"
+        + FEW_FILES
+        + (
+            "import snapback_client as client\n"
+            "pool = client.connect(lock='RW')\n"
+            "arrays = pool.allocate_many({f'w{n}': (10, 'u1') for n in range(100)})\n"
+            "arrays['w99'][:] = 7\n"
+            "pool.commit()\n"
+            "pool.sleep()\n"
+            "leave(50)\n"
+            "try:\n"
+            "    pool.wake()\n"
+            "except client.SnapbackError as error:\n"
+            "    print(error.reason, pool.is_asleep)\n"
+            "leave(200)\n"
+            "pool.wake()\n"
+            "print(pool['w99'].tolist() == [7] * 10)\n"
+        )
+    )
+    found = run_worker(code)
+    assert found.stdout == b"TooManyOpenFiles True\nTrue\n", found.stderr.decode()
+
+
+@pytest.mark.parametrize("mapped", [0, 130])
+def test_after_a_mapping_that_fails_its_error_is_raised_and_the_pool_goes_on(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, mapped: int
+) -> None:
+    launch(granularity=4096)
+    real, calls = reservation._mmap, itertools.count()
+
+    def mmap(address: int, size: int, prot: int, flags: int, fd: int) -> int:
+        if fd >= 0 and next(calls) == mapped:
+            raise OSError(errno.ENOMEM, "no more mappings")
+        return real(address, size, prot, flags, fd)
+
+    with client.connect(lock="RW") as pool:
+        monkeypatch.setattr(reservation, "_mmap", mmap)
+        with pytest.raises(OSError, match="no more mappings"):
+            pool.allocate_many(MANY)
+        assert pool.arrays() == {}
+        pool.allocate_many(MANY)["w299"][:] = 7
+        pool.commit()
+        assert pool["w299"].tolist() == [7] * 10
+
+
+def hang_up_within_an_export(listener: socket.socket) -> None:
+    """Serve one client, up to the first of two parts of an export."""
+    attached = Attached(
+        session=1,
+        granted=Access.RW,
+        device="d",
+        index=0,
+        product="p",
+        capacity=1,
+        free=1,
+        granularity=1,
+        incarnation="i",
+    )
+    info = AllocationInfo(id="w", size=1, aligned=1, tag="", slot=0)
+    part = Exported(allocations=[info], part=1, parts=2)
+    sock = listener.accept()[0]
+    with sock, Path(os.devnull).open() as memory:
+        sock.recv(65536)
+        send(sock, encode_frame(attached))
+        sock.recv(65536)
+        send(sock, encode_frame(part), [memory.fileno()])
+
+
+def test_a_service_that_ends_within_an_export_is_what_the_error_says(socket_dir: Path) -> None:
+    request = Attach(device="d", domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(socket_dir / "gms.sock"))
+        listener.listen()
+        served = threading.Thread(target=hang_up_within_an_export, args=(listener,))
+        served.start()
+        lease = Lease.attach(str(socket_dir), request)
+        with pytest.raises(ConnectionLost, match="closed the connection"):
+            list(lease.export(["w"], Access.RW))
+        served.join()

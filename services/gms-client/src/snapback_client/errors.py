@@ -83,6 +83,15 @@ class InvalidMessage(InvalidInput):
     """A message, frame or file does not decode as the type it claims to be."""
 
 
+class TooManyOpenFiles(InvalidMessage):
+    """A process has no descriptor left for memory that it is handed; `values`: the limit."""
+
+    default_next_step = (
+        "let the process open more files, as by `ulimit -n 65536`, or close some: up to 128 are "
+        "open while memory is mapped"
+    )
+
+
 class UnsupportedVersion(InvalidInput):
     """A required version is unknown here."""
 

@@ -181,11 +181,13 @@ class Lease:
                 finally:
                     close_all(descriptors)
         finally:
-            # After an early stop the rest must not be taken for the next reply.
-            while not is_last:
-                reply, descriptors = self._receive(CALL_S)
-                close_all(descriptors)
-                is_last = not isinstance(reply, Exported) or reply.part >= reply.parts
+            # After an early stop the rest must not be taken for the next reply. Where an error of
+            # the connection has closed it nothing comes, and that error is the one to raise.
+            with contextlib.suppress(SnapbackError):
+                while not is_last:
+                    reply, descriptors = self._receive(CALL_S)
+                    close_all(descriptors)
+                    is_last = not isinstance(reply, Exported) or reply.part >= reply.parts
 
     def put_metadata(self, entries: Sequence[MetadataItem]) -> None:
         """Add or replace metadata of the layout being written."""
@@ -266,6 +268,7 @@ class Lease:
         raise _lost(error) from error
 
     def _receive(self, timeout: float) -> tuple[Reply, list[int]]:
+        """Return an answer and its descriptors. Any error closes the connection."""
         try:
             self._socket.settimeout(timeout)
             data, descriptors = self._inbox.receive(self._socket)
@@ -280,6 +283,10 @@ class Lease:
         except OSError as error:
             self.close()
             raise _lost(error) from error
+        except BaseException:
+            # What is left of the answer would be taken for the next one.
+            self.close()
+            raise
         if not data:
             close_all(descriptors)
             self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -562,18 +562,25 @@ class MemoryPool(Mapping[str, Array]):
                 self._arrays.pop(name, None)
             for slot in slots:
                 self._range.unmap(slot.at, slot.aligned)
-            self._held.free([slot.name for slot in slots])
+            # It fails where the connection has, which is the error to raise.
+            with contextlib.suppress(SnapbackError):
+                self._held.free([slot.name for slot in slots])
             raise
 
     def _map(self, slots: Sequence[Slot], access: Access) -> None:
         writable = access is Access.RW
-        self._range.map_all(self._exported(slots, access), writable=writable)
+        # The traceback of an error keeps the generator, which reads the rest of the answer when it
+        # is closed: that has to be before the next request.
+        with contextlib.closing(self._exported(slots, access)) as places:
+            self._range.map_all(places, writable=writable)
         for slot in slots:
             if slot.name not in self._arrays:
                 self._arrays[slot.name] = slot.array(self._range)
             self._arrays[slot.name].flags.writeable = writable
 
-    def _exported(self, slots: Sequence[Slot], access: Access) -> Iterator[tuple[int, int, int]]:
+    def _exported(
+        self, slots: Sequence[Slot], access: Access
+    ) -> Generator[tuple[int, int, int], None, None]:
         """Yield a descriptor of each array, its offset and its size. StaleLayout."""
         places = {slot.name: slot for slot in slots}
         for run in self._held.export(list(places), access):

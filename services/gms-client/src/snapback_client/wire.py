@@ -10,12 +10,13 @@ import array
 import contextlib
 import errno
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator, Sequence
 
 from snapback_client.codec import MAX_FRAME_BYTES
-from snapback_client.errors import InvalidMessage
+from snapback_client.errors import InvalidMessage, TooManyOpenFiles
 from snapback_client.frames import DESCRIPTORS_PER_MESSAGE
 
 _ITEM = array.array("i").itemsize
@@ -48,7 +49,8 @@ class Inbox:
     def receive(self, sock: socket.socket) -> tuple[bytes, list[int]]:
         """Return one message and its descriptors; no bytes when the peer has hung up.
 
-        BlockingIOError and TimeoutError as the socket raises them. InvalidMessage.
+        BlockingIOError and TimeoutError as the socket raises them. InvalidMessage; that is
+        TooManyOpenFiles where this process had no descriptor left for one that was sent.
         """
         # Without CLOEXEC a program that another thread starts would inherit the descriptors.
         size, ancillary, flags, _ = sock.recvmsg_into(
@@ -57,7 +59,7 @@ class Inbox:
         descriptors = _descriptors(ancillary)
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or size > MAX_FRAME_BYTES:
             close_all(descriptors)
-            raise InvalidMessage(f"a message is over the limit of {MAX_FRAME_BYTES} bytes")
+            raise _cut(size, len(descriptors))
         return bytes(memoryview(self._buffer)[:size]), descriptors
 
 
@@ -81,6 +83,23 @@ def close_all(descriptors: Sequence[int]) -> None:
     """Close descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _cut(size: int, arrived: int) -> InvalidMessage:
+    """Return why a message of `size` bytes, with descriptors that arrived, is not whole."""
+    if size > MAX_FRAME_BYTES:
+        return InvalidMessage(f"a message is over the limit of {MAX_FRAME_BYTES} bytes")
+    if arrived >= DESCRIPTORS_PER_MESSAGE:
+        return InvalidMessage(
+            f"a message has more than {DESCRIPTORS_PER_MESSAGE} descriptors beside it"
+        )
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return TooManyOpenFiles(
+        f"only {arrived} of the descriptors beside a message could be opened: this process may "
+        f"have {limit} files open at a time",
+        arrived=arrived,
+        limit=limit,
+    )
 
 
 def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
