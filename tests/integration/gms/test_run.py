@@ -171,6 +171,16 @@ def test_what_cannot_be_run_is_said_without_a_traceback(
     assert (code, said in error, "Traceback" in error) == (status, True, False)
 
 
+def test_a_control_directory_that_is_not_there_is_said_without_a_traceback(
+    running: Running,
+) -> None:
+    running.start("--", "true", SNAPSHOT_CONTROL_DIR="/no/such/folder")
+    code, _, error = running.end()
+    assert code == 2
+    assert "SNAPSHOT_CONTROL_DIR is '/no/such/folder'" in error
+    assert "Traceback" not in error
+
+
 def test_an_engine_that_ends_before_it_is_ready_gives_its_status(running: Running) -> None:
     running.start("--ready", running.url("/"), "--", "sh", "-c", "exit 9")
     code, _, error = running.end()

@@ -364,10 +364,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run an engine; return the status to end with: that of the engine."""
     logging.basicConfig(level=logging.INFO, format="snapback-run: %(message)s", stream=sys.stderr)
     try:
-        plan = plan_of(sys.argv[1:] if words is None else words, os.environ)
+        engine = Engine(plan_of(sys.argv[1:] if words is None else words, os.environ))
     except InvalidInput as error:
         return _ended_by(error, _REFUSED)
-    engine = Engine(plan)
     for number in _FORWARDED:
         signal.signal(number, engine.forward)
     try:
