@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from snapback_client.errors import InvalidInput
+from snapback_client.errors import InvalidInput, NotEligible
 from snapback_client.run import Command, Engine, Request, hook_of, plan_of
 from tests.integration.gms.test_worker import PATIENCE_S, Agent, until
 
@@ -373,6 +374,57 @@ def test_a_restore_of_what_another_program_has_saved_is_said(
     assert code == 1
     assert "the files of --state cannot be put back" in error
     assert "Traceback" not in error
+
+
+FILE, LINK, NAME = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("0/../other/x", FILE, "")],
+        [("0/link", LINK, "../other"), ("0/link/x", FILE, "")],
+        [("0/name", NAME, "other/file"), ("0/name", FILE, "")],
+        [("0/name", NAME, "../other/file"), ("0/name", FILE, "")],
+        [("1", LINK, "other"), ("1/x", FILE, "")],
+        [("1", NAME, "other/file"), ("1", FILE, "")],
+    ],
+)
+def test_nothing_is_put_back_beside_what_the_state_names(
+    tmp_path: Path, members: list[tuple[str, bytes, str]]
+) -> None:
+    for folder in ("cache", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "other/file").write_text("mine")
+    with tarfile.open(tmp_path / "files.tar", "w") as archive:
+        for name, kind, to in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, to
+            archive.addfile(member)
+    engine = Engine(plan_of(["--state", f"{tmp_path}/cache:{tmp_path}/log", "--", "true"], {}))
+    with pytest.raises(NotEligible, match="the files of --state cannot be put back"):
+        engine.put_back(tmp_path)
+    assert [each.name for each in (tmp_path / "other").iterdir()] == ["file"]
+    assert (tmp_path / "other/file").read_text() == "mine"
+    assert not (tmp_path / "log").is_symlink()
+
+
+def test_links_that_stay_in_what_the_state_names_are_put_back(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (cache / "below").mkdir(parents=True)
+    (cache / "graph").write_text("compiled")
+    (cache / "below/link").symlink_to("../graph")
+    (cache / "name").hardlink_to(cache / "graph")
+    engine = Engine(plan_of(["--state", str(cache), "--", "sleep", "60"], {}))
+    engine.start()
+    try:
+        engine.quiesce(tmp_path)
+    finally:
+        engine.end()
+    shutil.rmtree(cache)
+    engine.put_back(tmp_path)
+    assert (cache / "below/link").readlink() == Path("../graph")
+    assert {(cache / each).read_text() for each in ("below/link", "name")} == {"compiled"}
 
 
 def test_a_signal_that_comes_while_the_engine_is_started_reaches_it(

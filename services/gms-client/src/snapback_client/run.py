@@ -255,15 +255,12 @@ class Engine:
         try:
             with tarfile.open(state / FILES) as archive:
                 for member in archive:
-                    number, _, below = member.name.partition("/")
-                    path = self._plan.state[int(number)].resolve()
+                    path = self._plan.state[int(member.name.partition("/")[0])].resolve()
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    name = f"{path.name}/{below}" if below else path.name
+                    placed, folder = _placed(member, path)
                     # With this filter nothing is written outside of the folder.
-                    archive.extract(
-                        member.replace(name=name, deep=False), path.parent, filter="data"
-                    )
-        except (OSError, tarfile.TarError, ValueError, IndexError) as error:
+                    archive.extract(placed, folder, filter="data")
+        except (OSError, tarfile.TarError, ValueError, LookupError) as error:
             raise NotEligible(
                 f"the files of --state cannot be put back: {error}",
                 next_step="restore what was captured under snapback-run, with the same --state",
@@ -383,12 +380,24 @@ def _checked(path: Path) -> Callable[[tarfile.TarInfo], tarfile.TarInfo]:
     """Return a filter that refuses what could not be put back at a path. tarfile.FilterError."""
 
     def check(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        below = member.name.partition("/")[2]
-        name = f"{path.name}/{below}" if below else path.name
-        tarfile.data_filter(member.replace(name=name, deep=False), str(path.parent))
+        placed, folder = _placed(member, path)
+        tarfile.data_filter(placed, str(folder))
         return member
 
     return check
+
+
+def _placed(member: tarfile.TarInfo, path: Path) -> tuple[tarfile.TarInfo, Path]:
+    """Return a member of `FILES` as it stands at a path, and the folder that it must not leave.
+
+    tarfile.FilterError: it is a link in the place of the path itself, which would lead elsewhere.
+    """
+    below = member.name.partition("/")[2]
+    if below:
+        return member.replace(name=below, deep=False), path
+    if member.issym() or member.islnk():
+        raise tarfile.LinkOutsideDestinationError(member, member.linkname)
+    return member.replace(name=path.name, deep=False), path.parent
 
 
 def _ended_by(error: SnapbackError, status: int) -> int:
