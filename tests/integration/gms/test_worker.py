@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import signal
@@ -125,6 +126,33 @@ def test_a_worker_whose_saving_fails_says_nothing_and_goes_on_when_it_is_aborted
         assert not (agent.path / "quiesced").exists()
         with worker.request():
             pass
+
+
+def test_a_worker_whose_saving_fails_removes_all_that_it_has_saved(
+    agent: Agent, tmp_path: Path
+) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "file").write_text("not saved")
+    has_saved = threading.Event()
+
+    def save(state: Path) -> None:
+        for name in ("a", "b", "c"):
+            (state / name / "below").mkdir(parents=True)
+            (state / name / "below" / "file").write_text("saved")
+            (state / f"{name}.file").write_text("saved")
+            (state / f"{name}.link").symlink_to(others)
+        has_saved.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Worker(save) as worker:
+        worker.ready()
+        agent.put("quiesce", 1)
+        assert has_saved.wait(PATIENCE_S)
+        until(lambda: not list((agent.path / "state").iterdir()), "its removal")
+        agent.put("snapshot-aborted", 1)
+        agent.found("ready-for-snapshot")
+    assert (others / "file").read_text() == "not saved"
 
 
 @pytest.mark.parametrize("previous", ["complete", "aborted"])

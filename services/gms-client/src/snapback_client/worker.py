@@ -23,6 +23,7 @@ import ctypes
 import logging
 import os
 import select
+import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -527,7 +528,11 @@ class _ControlDirectory:
         """Remove what was saved, as far as that can be done."""
         with contextlib.suppress(OSError):
             for path in self.state.iterdir():
-                path.unlink()
+                with contextlib.suppress(OSError):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink()
 
     def end(self) -> None:
         """End every wait, now and later."""
