@@ -354,7 +354,7 @@ def test_a_command_that_is_called_after_a_restore_finds_who_the_engine_is(
 
 def test_a_standby_ends_at_a_signal(running: Running, agent: Agent) -> None:
     process = running.start("--", "sleep", "60", SNAPSHOT_RESTORE_STANDBY="1")
-    until(lambda: _watches(process.pid), "its wait")
+    until(lambda: _watches(process.pid) and _catches(process.pid, signal.SIGTERM), "its wait")
     process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 128 + signal.SIGTERM
 
@@ -362,6 +362,14 @@ def test_a_standby_ends_at_a_signal(running: Running, agent: Agent) -> None:
 def _watches(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return any("inotify wd" in fd.read_text() for fd in Path(f"/proc/{pid}/fdinfo").iterdir())
+    return False
+
+
+def _catches(pid: int, number: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        caught = next(line for line in lines if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
     return False
 
 
