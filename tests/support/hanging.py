@@ -6,7 +6,9 @@ itself, by the settings `ROOT` and `LOCK`: its calls below the one wait while th
 
 from __future__ import annotations
 
+import builtins
 import fcntl
+import io
 import os
 import sys
 import threading
@@ -51,10 +53,14 @@ def gated(
     """Have `gate` be called before each call of the product that is about a path below `root`.
 
     It is given the name of the call and of the function that makes it; `put` puts what does so
-    into the module `os`.
+    into a module.
     """
     for name in CALLS:
         put(os, name, _gated(root, gate, name, getattr(os, name)))
+    # One function by two names, which does not call that of `os`.
+    opening = _gated(root, gate, "open", open)
+    for module in (builtins, io):
+        put(module, "open", opening)
 
 
 def _gated(

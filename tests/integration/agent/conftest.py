@@ -1,8 +1,10 @@
 """A rig a test, on the nats-server of the whole run: every rig is a node of its own."""
 
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from tests.support.agent_rig import Rig
@@ -13,3 +15,11 @@ from tests.support.agent_rig import rig as open_rig
 async def rig(tmp_path: Path, nats_url_session: str) -> AsyncIterator[Rig]:
     async with open_rig(tmp_path, nats_url_session) as made:
         yield made
+
+
+@pytest.fixture
+def bystander() -> Iterator[int]:
+    """The pid of a process that has nothing to do with any agent."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()

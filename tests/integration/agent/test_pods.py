@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_agent.adapters import control_dir, processes
+from snapshot_agent.adapters import control_dir, process_memory, processes
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.domain.control import ContainerPaths
 from snapshot_agent.domain.spec import ProcessSpec
-from snapshot_shared.errors import InvalidInput
+from snapshot_shared.errors import DeadlineExceeded, InvalidInput
 from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, until
 from tests.support.hanging import HangingRoot
 
@@ -262,6 +262,42 @@ async def test_the_event_loop_makes_no_call_on_the_state_of_a_worker(
             assert (await rig.carry_out(rig.stop_order(each))).kind == "stopped"
     assert all(each.calls > 5 for each in watched)
     assert [each.in_the_loop for each in watched] == [[], []]
+
+
+async def test_a_process_whose_environment_cannot_be_read_delays_no_pod(
+    rig: Rig, bystander: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    async with rig.agent():
+        memory.hang()
+        try:
+            for _ in range(2):
+                pod = await rig.running("--child")
+                child = int((pod.home / "child").read_text())
+                assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+                assert is_gone(child)
+            # A thread for the process, not for each look at it.
+            assert (memory.waiting, memory.in_the_loop) == (1, [])
+        finally:
+            memory.answer()
+
+
+async def test_processes_are_looked_at_again_once_no_more_hang_than_there_are_threads(
+    bystander: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_memory, "THREADS", 1)
+    monkeypatch.setattr(process_memory, "HANGS_S", 0.1)
+    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    launcher = LocalProcesses()
+    memory.hang()
+    try:
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded, match=str(bystander)):
+                await launcher.running(tmp_path)
+    finally:
+        memory.answer()
+    await until(lambda: not memory.waiting, "the end of the read")
+    assert await launcher.running(tmp_path) == []
 
 
 async def test_a_working_directory_that_does_not_answer_delays_no_other_pod(

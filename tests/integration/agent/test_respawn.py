@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import AbortOrder, Order, Report
 from tests.support.agent_rig import Pod, Rig, below, fresh_uid, is_gone, state_of, until
+from tests.support.hanging import HangingRoot
 
 RESPAWN: dict[str, Any] = {"driver": "respawn"}
 STANDBY_EVENT = "standby"
@@ -73,6 +75,18 @@ async def test_a_restored_worker_is_a_new_process_whose_exit_code_and_log_are_fo
         exited = await rig.answer(rig.run_order(pod), "exited")
         assert exited.exit_code == 128 + signal.SIGTERM
         assert str(pod.home / "log") in exited.message
+
+
+async def test_the_event_loop_does_not_read_the_memory_of_a_worker_to_start_it_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        here = Path(f"/proc/{pod.pid(rig.journal)}")
+        read = [HangingRoot(here / name, monkeypatch) for name in ("cmdline", "environ")]
+        await rig.captured(pod, fresh_uid(), **RESPAWN)
+    assert all(each.calls for each in read)
+    assert [each.in_the_loop for each in read] == [[], []]
 
 
 async def test_a_worker_can_be_captured_again_and_again(rig: Rig) -> None:

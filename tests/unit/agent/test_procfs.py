@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from snapshot_agent.adapters import procfs
 from snapshot_shared.errors import ProcMalformed
+
+HUGE = """
+import ctypes, mmap, struct, sys
+words = open("/proc/self/stat").read().rpartition(")")[2].split()
+field = lambda number: int(words[number - 3])
+huge = mmap.mmap(-1, int(sys.argv[1]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+begin = ctypes.addressof(ctypes.c_char.from_buffer(huge))
+spans = [field(number) for number in (26, 27, 45, 46, 47, 47, 28)] + [begin, begin + len(huge)] * 2
+given = ctypes.create_string_buffer(struct.pack("<12QIi", *spans, 0, 0, -1))
+PR_SET_MM, PR_SET_MM_MAP = 35, 14
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+size = ctypes.c_ulong(len(given) - 1).value
+done = libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.addressof(given), size, 0)
+print(ctypes.get_errno() if done else 0, flush=True)
+sys.stdin.read()
+"""
+"""A program whose arguments and environment become as large as it is told, in bytes."""
 
 
 @pytest.mark.parametrize(
@@ -36,3 +55,18 @@ def test_a_process_that_has_left_its_namespaces_is_gone() -> None:
             procfs.contents(process.pid, "mountinfo")
     finally:
         process.wait()
+
+
+@pytest.mark.parametrize("name", ["cmdline", "environ"])
+def test_no_more_of_the_memory_of_a_process_is_read_than_the_kernel_gives_to_a_program(
+    name: str,
+) -> None:
+    command = [sys.executable, "-c", HUGE, str(2 * procfs.MEMORY_BYTES)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if error := int(process.stdout.readline()):
+            pytest.skip(f"PR_SET_MM_MAP: {os.strerror(error)}")
+        data = procfs.memory(process.pid, name)
+        assert process.stdin is not None
+        process.stdin.close()
+    assert len(data) == procfs.MEMORY_BYTES

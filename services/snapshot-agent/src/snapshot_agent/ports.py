@@ -108,18 +108,18 @@ class Launcher(Protocol):
         """Wait for the end; return the exit code (128 + n after signal n), None if unknown."""
 
     async def terminate(
-        self, process: Process | None, where: ContainerPaths, grace_s: float
+        self, process: Process | None, where: ContainerPaths | None, grace_s: float
     ) -> None:
         """Send SIGTERM, and SIGKILL after the grace period; SIGKILL at once if that is 0.
 
-        Frozen processes are thawed. All processes with the environment of the container are
-        included, even if they have left its session.
+        Frozen processes are thawed. All processes with the environment of the container at `where`
+        are included, even if they have left its session; without it they are not looked for.
         """
 
-    def find(self, where: ContainerPaths) -> Process | None:
+    async def find(self, where: ContainerPaths) -> Process | None:
         """Return the process of a container, found by its environment, or None."""
 
-    def running(self, where: Path) -> list[str]:
+    async def running(self, where: Path) -> list[str]:
         """Return the names of the containers below a pod's folder that have processes.
 
         They are read from environments, which are hostile input.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.adapters.process_memory import ProcessMemory
 from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_agent.domain.gate import ObservedPod
 from snapshot_agent.domain.helping import RESTORED
@@ -28,12 +29,15 @@ from snapshot_agent.domain.kubelet import (
     restored_pid,
 )
 from snapshot_agent.ports import Launcher, Process, ResolvedContainer, SetProcess, Worker
-from snapshot_shared.errors import NotEligible, SnapbackError
+from snapshot_shared.errors import DeadlineExceeded, NotEligible, SnapbackError
 from snapshot_shared.files import open_root, opened, read_bounded
 from snapshot_shared.ids import Uid, check_label, check_uid
 from snapshot_shared.orders import PodRef
 from snapshot_shared.tasks import in_thread
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME, folder_of
+
+COMMAND_BYTES = 64 * 1024
+"""How much of the arguments of a worker is noted; a word that is cut there is left out."""
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
@@ -41,7 +45,6 @@ _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 class _Container(NamedTuple):
     process: Process
     access: Access
-    command: list[str]
 
 
 class KubeletPods:
@@ -53,11 +56,20 @@ class KubeletPods:
         self._kubelet_dir = kubelet_dir
         self._pods = kubelet_dir / "pods"
         self._homes = state_dir / "pods"
+        self._memory = ProcessMemory()
 
     async def resolve(self, pod: PodRef) -> ResolvedContainer:
-        return await in_thread(self._resolve, pod)
+        found, first = await in_thread(self._resolve, pod)
+        return found._replace(command=await self._command(first)) if first else found
 
-    def _resolve(self, pod: PodRef) -> ResolvedContainer:
+    async def _command(self, first: Process) -> Sequence[str]:
+        """Return the arguments of a process; none where it hangs, which is no error of a pod."""
+        with contextlib.suppress(DeadlineExceeded):
+            return command_of((await self._memory.contents(first, "cmdline"))[:COMMAND_BYTES])
+        return ()
+
+    def _resolve(self, pod: PodRef) -> tuple[ResolvedContainer, Process | None]:
+        """Return a container, and its first process if it runs."""
         uid, name = check_uid(pod.uid), check_label(pod.container)
         self._forget_the_gone()
         started = _names(self._pods / uid / "containers")
@@ -72,7 +84,7 @@ class KubeletPods:
             standby=True,
         )
         if found is None:
-            return ResolvedContainer(seen)
+            return ResolvedContainer(seen), None
         paths = ContainerPaths(
             home=self._homes / uid / name,
             sockets=self._homes / uid / name,
@@ -90,7 +102,7 @@ class KubeletPods:
         process = found.process
         if paths.placeholder is not None:
             process = restored_below(process, paths.placeholder) or process
-        return ResolvedContainer(seen, Worker(pod, process, paths), command=found.command)
+        return ResolvedContainer(seen, Worker(pod, process, paths)), found.process
 
     def _placeholder(self, uid: Uid, name: str) -> Path | None:
         folder = Path(folder_of(self._kubelet_dir, uid, INIT_VOLUME), name)
@@ -110,16 +122,13 @@ class KubeletPods:
         return await self._launcher.ended(process)
 
     async def end(self, worker: Worker) -> None:
-        await self._launcher.terminate(worker.process, worker.paths, 0.0)
+        # The environments of a pod have paths in the pod, by which no container is found.
+        await self._launcher.terminate(worker.process, None, 0.0)
 
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
         found = await in_thread(_containers, check_uid(pod_uid))
-        homes = {name: self._homes / pod_uid / name for name in found}
         await asyncio.gather(
-            *(
-                self._launcher.terminate(found[name].process, ContainerPaths(home, home), grace_s)
-                for name, home in homes.items()
-            )
+            *(self._launcher.terminate(each.process, None, grace_s) for each in found.values())
         )
 
     @contextlib.asynccontextmanager
@@ -153,7 +162,6 @@ def _containers(uid: Uid) -> dict[str, _Container]:
                         procfs.contents(first.pid, "uid_map").decode(),
                         procfs.contents(first.pid, "gid_map").decode(),
                     ),
-                    list(command_of(procfs.contents(first.pid, "cmdline"))),
                 )
     return found
 

@@ -15,11 +15,12 @@ import shutil
 import signal
 import stat
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.adapters.process_memory import ProcessMemory
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_agent.domain.spec import INIT, INSIDE, ProcessSpec
 from snapshot_agent.ports import Process
@@ -53,6 +54,7 @@ class LocalProcesses:
     def __init__(self) -> None:
         """Watch no process before `spawn` or `adopt`."""
         self._watched: dict[Process, _Watched] = {}
+        self._memory = ProcessMemory()
 
     async def spawn(self, spec: ProcessSpec) -> Process:
         # A cancellation waits until the process is watched; else nothing would ever reap it.
@@ -106,15 +108,14 @@ class LocalProcesses:
         return await asyncio.shield(self._watched[process].end)
 
     async def terminate(
-        self, process: Process | None, where: ContainerPaths, grace_s: float
+        self, process: Process | None, where: ContainerPaths | None, grace_s: float
     ) -> None:
         if grace_s > 0 and process is not None and procfs.is_alive(*process):
             family = procfs.family_of(*process)
             for member in family:
                 procfs.send(member, signal.SIGCONT)
             # As in a container, where the first process alone is asked, and ends the others.
-            marked = procfs.carrying(_MARKER_INSIDE)
-            apart = [each for each in marked if each.parent == process.pid]
+            apart = await self._begun_apart(process) if where is not None else []
             for member in apart or family:
                 procfs.send(member, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -122,23 +123,48 @@ class LocalProcesses:
                     await self.ended(process)
         async with asyncio.timeout(KILLED_WITHIN_S):
             # A dying process may have forked just before, so list again until none is left.
-            while rest := _everything_of(process, where):
+            while rest := await self._everything_of(process, where):
                 for member in rest:
                     procfs.send(member, signal.SIGKILL)
                 await asyncio.gather(*(ended(member) for member in rest))
             if process is not None:
                 await self.ended(process)
 
-    def find(self, where: ContainerPaths) -> Process | None:
-        for member in procfs.carrying(where.marker):
-            if member.session == member.pid:
-                return Process(member.pid, member.start)
-        return None
+    async def _begun_apart(self, process: Process) -> list[procfs.Stat]:
+        """Return the children of a process that are the first ones of namespaces of their own."""
+        marked = await self._memory.select(
+            lambda _, environment: procfs.carries(environment, _MARKER_INSIDE)
+        )
+        return [each for each in marked if each.parent == process.pid]
 
-    def running(self, where: Path) -> list[str]:
-        prefix = f"{CONTROL_DIR}={where}/"
-        found = procfs.entries(prefix)
-        return sorted({entry.removeprefix(prefix).partition("/")[0] for entry in found})
+    async def _everything_of(
+        self, process: Process | None, where: ContainerPaths | None
+    ) -> list[procfs.Stat]:
+        """Return the processes of the session, and those that left it but keep its environment."""
+        members = procfs.family_of(*process) if process else []
+        if where is not None:
+            members += await self._memory.select(
+                lambda each, environment: _is_of(each, environment, where)
+            )
+        return list({member.pid: member for member in members}.values())
+
+    async def find(self, where: ContainerPaths) -> Process | None:
+        marked = await self._memory.select(
+            lambda _, environment: procfs.carries(environment, where.marker)
+        )
+        leaders = (Process(*each.key) for each in marked if each.session == each.pid)
+        return next(leaders, None)
+
+    async def running(self, where: Path) -> list[str]:
+        prefix = os.fsencode(f"{CONTROL_DIR}={where}/")
+        names = await self._memory.environments(
+            lambda _, environment: (
+                os.fsdecode(entry.removeprefix(prefix).partition(b"/")[0])
+                for entry in environment.split(b"\0")
+                if entry.startswith(prefix)
+            )
+        )
+        return sorted(set(names))
 
     async def folders(self, where: Path) -> list[str]:
         return await in_thread(_folders, where)
@@ -248,15 +274,14 @@ def _reap(pidfd: int) -> int | None:
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
-def _everything_of(process: Process | None, where: ContainerPaths) -> list[procfs.Stat]:
-    """Return the processes of the session, and those that left it but keep its environment.
+def _is_of(process: procfs.Stat, environment: bytes, where: ContainerPaths) -> bool:
+    """Whether a process has the environment of a container.
 
     A worker in namespaces of its own is found by its control directory when nothing else is left.
     """
-    members: Iterable[procfs.Stat] = procfs.family_of(*process) if process else ()
-    apart = (each for each in procfs.carrying(_MARKER_INSIDE) if _has_control(each.pid, where))
-    found = {member.pid: member for member in (*members, *procfs.carrying(where.marker), *apart)}
-    return list(found.values())
+    return procfs.carries(environment, where.marker) or (
+        procfs.carries(environment, _MARKER_INSIDE) and _has_control(process.pid, where)
+    )
 
 
 def _has_control(pid: int, where: ContainerPaths) -> bool:

@@ -16,6 +16,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+MEMORY_BYTES = 6 * 1024 * 1024
+"""How much the kernel lets arguments and environment be at exec, together. A process can let them
+be more later (PR_SET_MM_MAP), which is not read."""
+
 
 class Stat:
     """One line of /proc/<pid>/stat. `start` is field 22, in clock ticks since boot."""
@@ -125,6 +129,14 @@ def program_of(pid: int) -> str:
         return ""
 
 
+def cwd_of(pid: int) -> Path | None:
+    """Return the working directory of a process; None when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/cwd").readlink()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def child_in(parent: int, inside: int) -> Stat | None:
     """Return the child of a process that has the pid `inside` in the pid namespace of its parent.
 
@@ -150,22 +162,26 @@ def _namespace_pids(pid: int) -> list[int]:
 
 
 def carrying(entry: str) -> list[Stat]:
-    """Return the running processes that were started with this entry in their environment."""
-    wanted = b"\0" + os.fsencode(entry) + b"\0"
-    return [process for process in running() if wanted in b"\0" + _environment(process.pid)]
+    """Return the running processes that were started with this entry in their environment.
+
+    It hangs with any process that does (see `memory`).
+    """
+    return [process for process in running() if carries(memory(process.pid, "environ"), entry)]
 
 
-def entries(prefix: str) -> set[str]:
-    """Return the environment entries of all running processes that begin with `prefix`."""
-    wanted = os.fsencode(prefix)
-    found = (entry for each in running() for entry in _environment(each.pid).split(b"\0"))
-    return {os.fsdecode(entry) for entry in found if entry.startswith(wanted)}
+def carries(environment: bytes, entry: str) -> bool:
+    """Whether an environment has an entry."""
+    return b"\0" + os.fsencode(entry) + b"\0" in b"\0" + environment
 
 
-def _environment(pid: int) -> bytes:
+def memory(pid: int, name: str) -> bytes:
+    """Return `cmdline` or `environ` of a process; empty when it is gone or may not be read.
+
+    Both are memory of the process, where it can hold readers up without limit.
+    """
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read()
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read(MEMORY_BYTES)
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return b""
 

@@ -13,10 +13,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from snapshot_agent.adapters import ending
+from snapshot_agent.adapters import ending, procfs
 from snapshot_agent.adapters.cooperative import FREEZE_S, Cooperative
+from snapshot_agent.adapters.process_memory import ProcessMemory
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase, Phases, Release
 from snapshot_agent.domain.spec import RESUME_FROM, ProcessSpec, resumed
@@ -53,6 +53,7 @@ class Respawn(Cooperative):
         self._launcher = launcher
         self._control = controls
         self._monotonic = monotonic
+        self._memory = ProcessMemory()
         self.stages = (
             Stage("freeze", self.freeze, FREEZE_S),
             Stage("copy-state", self.copy, writes=True),
@@ -93,11 +94,21 @@ class Respawn(Cooperative):
         return await self._restart(placeholder, is_standby=True)
 
     async def _restart(self, worker: Worker, *, is_standby: bool) -> Process:
-        spec = resumed(_spec_of(worker), is_standby=is_standby)
+        spec = resumed(await self._spec_of(worker), is_standby=is_standby)
         await self._launcher.terminate(worker.process, worker.paths, 0.0)
         if not is_standby:
             self._control.remove(worker.paths, control.QUIESCED)
         return await self._launcher.spawn(spec)
+
+    async def _spec_of(self, worker: Worker) -> ProcessSpec:
+        """Return how a process was started. SourceExited when it is gone."""
+        argv = _strings(await self._memory.contents(worker.process, "cmdline"))
+        entries = _strings(await self._memory.contents(worker.process, "environ"))
+        cwd = procfs.cwd_of(worker.process.pid)
+        if not (argv and entries and cwd):
+            raise SourceExited("the worker ended before it could be started again")
+        environment = {name: value for name, _, value in (each.partition("=") for each in entries)}
+        return ProcessSpec(argv, environment, cwd, worker.paths)
 
     def release(self, worker: Worker, phase: Phase) -> Release:
         if phase is not Phase.BEGUN:
@@ -127,17 +138,5 @@ def _require_back(
     )
 
 
-def _spec_of(worker: Worker) -> ProcessSpec:
-    """Return how a process was started. SourceExited when it is gone."""
-    folder = Path(f"/proc/{worker.process.pid}")
-    try:
-        argv = _strings(folder / "cmdline")
-        environment = (entry.partition("=") for entry in _strings(folder / "environ"))
-        cwd = (folder / "cwd").readlink()
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise SourceExited("the worker ended before it could be started again") from error
-    return ProcessSpec(argv, {name: value for name, _, value in environment}, cwd, worker.paths)
-
-
-def _strings(path: Path) -> list[str]:
-    return [os.fsdecode(entry) for entry in path.read_bytes().split(b"\0")[:-1]]
+def _strings(data: bytes) -> list[str]:
+    return [os.fsdecode(entry) for entry in data.split(b"\0")[:-1]]

@@ -205,7 +205,7 @@ class Pods:
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
         found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
         home = self._state_dir / "pods" / pod_uid
-        seen = [*await self._launcher.folders(home), *self._launcher.running(home)]
+        seen = [*await self._launcher.folders(home), *await self._launcher.running(home)]
         # Without its journal entry a pod is still found by its folders and environments.
         names = {*found, *self._noted_names(pod_uid), *(name for name in seen if _is_label(name))}
         where = {name: self.paths(pod_uid, name) for name in names}
@@ -343,7 +343,7 @@ class Pods:
             found = msgspec.convert(noted, StartedContainer)
             self._launcher.adopt(Process(found.pid, found.start))
             return found
-        process = self._launcher.find(self.paths(owner_of(OrderId(entry.order)), name))
+        process = await self._launcher.find(self.paths(owner_of(OrderId(entry.order)), name))
         if process is None or not self._launcher.adopt(process):
             return None
         found = StartedContainer(pid=process.pid, start=process.start)
