@@ -5,7 +5,6 @@ The fake keeps the rules of the driver's documentation. A real GPU has not been 
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ import time
 import pytest
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.domain import cuda as rules
 from snapshot_agent.domain.cuda import (
     CudaMissing,
     CudaRefused,
@@ -34,6 +34,18 @@ HANGS_S = 2.0
 """How long a call that hangs is waited for, here."""
 
 SAME = {uuid: uuid for uuid in UUIDS}
+
+CALLER = """
+import sys
+from snapshot_agent.helper import cuda
+verb, *pids = sys.argv[1:]
+calls = {
+    "lock": cuda.lock_all,
+    "checkpoint": cuda.checkpoint_all,
+    "restore": lambda pids, within_s: cuda.restore_all(pids, {}, within_s),
+}
+calls[verb]([int(pid) for pid in pids], 60)
+"""
 
 
 @pytest.fixture
@@ -57,9 +69,8 @@ def checkpointed(pids: list[int]) -> None:
     cuda.checkpoint_all(pids, 10)
 
 
-def program(*words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "snapshot_agent.helper.cuda", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
+def caller(verb: str, pids: list[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", CALLER, verb, *map(str, pids)])
 
 
 def test_processes_that_use_cuda_are_found_among_others(node: CudaNode, tree: Worker) -> None:
@@ -72,7 +83,7 @@ def test_all_processes_are_locked_before_any_is_checkpointed_and_restored_before
     node: CudaNode, tree: Worker
 ) -> None:
     checkpointed(tree.pids)
-    assert cuda.states(tree.pids) == dict.fromkeys(tree.pids, State.CHECKPOINTED)
+    assert node.states(tree.pids) == [State.CHECKPOINTED] * 2
     cuda.restore_all(tree.pids, SAME, 10)
     assert node.states(tree.pids) == [State.LOCKED] * 2
     cuda.unlock_all(tree.pids)
@@ -140,12 +151,12 @@ def test_a_call_that_hangs_is_killed_and_all_processes_run_again_in_time(
 
 def test_a_killed_call_leaves_no_process_of_the_helper_behind(node: CudaNode, tree: Worker) -> None:
     node.faults("lock 0 hang")
-    caller = program("lock", *map(str, tree.pids), "--within", "60")
+    process = caller("lock", tree.pids)
     wait_for(lambda: len(node.calls()) == 2)
-    calling = {each.pid for each in procfs.running() if each.parent == caller.pid}
+    calling = {each.pid for each in procfs.running() if each.parent == process.pid}
     assert len(calling) == 2
-    caller.kill()
-    caller.communicate()
+    process.kill()
+    process.wait()
     wait_for(lambda: not calling & {each.pid for each in procfs.running()})
 
 
@@ -162,11 +173,11 @@ def test_what_a_killed_caller_has_begun_goes_on_and_is_let_go(
         cuda.checkpoint_all(tree.pids, 10)
     node.faults(f"{verb} 0 slow 1500")
     before = len(node.calls())
-    caller = program(verb, *map(str, tree.pids), "--within", "60")
+    process = caller(verb, tree.pids)
     wait_for(lambda: len(node.calls()) == before + 2)
-    caller.kill()
-    caller.communicate()
-    assert cuda.states(tree.pids) == dict.fromkeys(tree.pids, reached)
+    process.kill()
+    process.wait()
+    wait_for(lambda: node.states(tree.pids) == [reached] * 2)
     node.faults()
     assert cuda.let_go(tree.pids) == LetGo(tree.pids, [], {})
     assert runs(node, tree)
@@ -251,7 +262,6 @@ def test_a_stopped_process_is_stuck_until_it_goes_on(node: CudaNode, tree: Worke
     os.kill(tree.pids[1], signal.SIGSTOP)
     found = cuda.let_go(tree.pids, 4)
     assert (found.running, list(found.stuck)) == (tree.pids[:1], tree.pids[1:])
-    assert cuda.states(tree.pids[1:], 1) == {tree.pids[1]: State.UNKNOWN}
     os.kill(tree.pids[1], signal.SIGCONT)
     assert cuda.let_go(tree.pids) == LetGo(tree.pids, [], {})
 
@@ -320,36 +330,16 @@ def test_a_verb_that_the_state_does_not_allow_is_refused_without_effect(
     assert runs(node, tree)
 
 
-def test_the_program_lets_go_and_says_what_is_stuck(node: CudaNode, tree: Worker) -> None:
+def test_what_is_stuck_is_named_and_let_go_once_the_driver_does(
+    node: CudaNode, tree: Worker
+) -> None:
     checkpointed(tree.pids)
-    words = ["let-go", *map(str, tree.pids), "--within", "10"]
     node.faults(f"restore {tree.pids[0]} error 304")
-    ended = program(*words)
-    failure = json.loads(ended.communicate()[0])["failure"]
-    assert (ended.returncode, failure["reason"]) == (1, "CudaStuck")
-    assert list(failure["values"]["stuck"]) == [str(tree.pids[0])]
+    error = rules.stuck(cuda.let_go(tree.pids, 10))
+    assert error is not None
+    assert list(error.values["stuck"]) == [str(tree.pids[0])]
     node.faults()
-    ended = program(*words)
-    assert json.loads(ended.communicate()[0]) == {"result": [tree.pids, [], {}]}
-    assert ended.returncode == 0
-
-
-def test_the_program_carries_out_every_verb(node: CudaNode, tree: Worker) -> None:
-    pids = [str(pid) for pid in tree.pids]
-    moved = {UUIDS[0]: UUIDS[1], UUIDS[1]: UUIDS[0]}
-    for verb, words in {
-        "processes": [],
-        "lock": [],
-        "checkpoint": [],
-        "states": [],
-        "restore": ["--to", *(f"{old}={new}" for old, new in moved.items())],
-        "unlock": [],
-    }.items():
-        ended = program(verb, *pids, "--within", "10", *words)
-        answer = json.loads(ended.communicate()[0])
-        expected = {"processes": tree.pids, "states": dict.fromkeys(pids, "checkpointed")}
-        assert answer == {"result": expected.get(verb)}
-    assert [node.device(pid) for pid in tree.pids] == [1, 0]
+    assert cuda.let_go(tree.pids, 10) == LetGo(tree.pids, [], {})
     assert runs(node, tree)
 
 

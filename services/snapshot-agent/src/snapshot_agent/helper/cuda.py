@@ -1,18 +1,13 @@
 """CUDA processes of a worker: locked and checkpointed before a dump, restored and unlocked after.
 
 Every call of the driver may hang without an end, so each is made in a process of its own, which is
-killed at its deadline. The driver goes on with what it has begun: `states` says how far it came,
-and `let_go` brings processes from wherever they are back to running. The driver answers for no
-process that is stopped or frozen, so all of this comes before CRIU's freeze and after its thaw.
-
-As a program: `python -m snapshot_agent.helper.cuda VERB PID… --within S [--to OLD=NEW…]` with the
-verbs processes, states, lock, checkpoint, restore, unlock and let-go. It prints a line of JSON,
-`result` or `failure`, and ends with 0 or 1.
+killed at its deadline. The driver goes on with what it has begun; `let_go` brings processes from
+wherever they are back to running. The driver answers for no process that is stopped or frozen, so
+all of this comes before CRIU's freeze and after its thaw.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import select
@@ -27,7 +22,6 @@ import msgspec
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import cuda as rules
 from snapshot_agent.domain.cuda import Answer, CudaMissing, LetGo, State, Verb
-from snapshot_shared.errors import SnapbackError
 
 GRACE_S = 5.0
 """How long after its own timeout a lock may take to answer, its process's start included."""
@@ -69,14 +63,6 @@ def processes(pids: Sequence[int], within_s: float = ASK_S) -> list[int]:
         if found:
             uses.append(pid)
     return uses
-
-
-def states(pids: Sequence[int], within_s: float = ASK_S) -> dict[int, State]:
-    """Return the state of each process; UNKNOWN where the driver gives none in time."""
-    return {
-        pid: State.UNKNOWN if answer is None else rules.state_in(answer, alive=_is_alive(pid))
-        for pid, answer in _for_each("state", pids, within_s).items()
-    }
 
 
 def lock_all(
@@ -340,51 +326,3 @@ def _undone(pids: Sequence[int], within_s: float) -> Iterator[None]:
 def _is_alive(pid: int) -> bool:
     found = procfs.read(pid)
     return found is not None and found.is_running
-
-
-def main(arguments: list[str]) -> int:
-    """Carry out a verb for the processes that are named."""
-    parser = argparse.ArgumentParser(prog="python -m snapshot_agent.helper.cuda")
-    verbs = ("processes", "states", *Verb, "let-go")
-    parser.add_argument("verb", choices=[str(verb) for verb in verbs])
-    parser.add_argument("pids", nargs="*", type=int)
-    parser.add_argument("--within", type=float, default=UNDO_S, help="seconds")
-    parser.add_argument("--undo", type=float, default=UNDO_S, help="seconds for the way back")
-    parser.add_argument("--to", nargs="*", default=[], help="OLD=NEW: uuids of devices")
-    options = parser.parse_args(arguments)
-    answer: dict[str, Any]
-    try:
-        answer = {"result": _result(options)}
-    except SnapbackError as error:
-        answer = {"failure": error.to_failure()}
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    return 1 if "failure" in answer else 0
-
-
-def _result(options: argparse.Namespace) -> Any:
-    pids, within_s = options.pids, options.within
-    match options.verb:
-        case "processes":
-            return processes(pids, within_s)
-        case "states":
-            return states(pids, within_s)
-        case "lock":
-            return lock_all(pids, within_s, undo_s=options.undo)
-        case "checkpoint":
-            return checkpoint_all(pids, within_s, undo_s=options.undo)
-        case "restore":
-            pairs = (words.partition("=") for words in options.to)
-            return restore_all(pids, {old: new for old, _, new in pairs}, within_s)
-        case "unlock":
-            return unlock_all(pids, within_s)
-        case _:
-            found = let_go(pids, within_s)
-            if error := rules.stuck(found):
-                raise error
-            return found
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.exit(status)
