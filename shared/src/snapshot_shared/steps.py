@@ -31,13 +31,16 @@ STEPS: dict[str, tuple[str, ...]] = {
 }
 """The steps of each verb, for every driver that has no others."""
 
+_BY_CRIU: tuple[Driver, ...] = ("criu", "criu+cuda")
+
 OWN_STEPS: dict[tuple[str, Driver], tuple[str, ...]] = {
     ("dump", "respawn"): ("freeze", "copy-state", "replace", "stage"),
     ("restore", "respawn"): ("check", "replace", "signal", "await-restored"),
-    ("dump", "criu"): ("dump-process", "stage"),
-    ("restore", "criu"): ("check", "restore-process", "signal", "await-restored"),
-    ("dump", "criu+cuda"): ("dump-process", "stage"),
-    ("restore", "criu+cuda"): ("check", "restore-process", "signal", "await-restored"),
+    **{("dump", driver): ("dump-process", "stage") for driver in _BY_CRIU},
+    **{
+        ("restore", driver): ("check", "restore-process", "signal", "await-restored")
+        for driver in _BY_CRIU
+    },
 }
 """The steps of a verb that is carried out in another way by one driver."""
 
