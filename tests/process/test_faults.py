@@ -117,8 +117,8 @@ async def test_a_worker_goes_on_whose_agent_and_helper_are_replaced_while_it_is_
         each.terminate()
     await node.running_agent.wait()
     await node.helper.wait()
+    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
     await halted.container.goes_on()
-    assert halted.container.did()[-1] == "snapshot-aborted"
     await node.start_helper()
     await node.process()
     await halted.rests()

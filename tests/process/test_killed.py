@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -136,6 +138,63 @@ async def test_a_guard_alone_lets_a_worker_go_on_whose_agent_was_killed(
     assert time.monotonic() - began < COMPENSATED_S
     await halted.container.goes_on()
     assert node.left() == []
+
+
+async def test_a_worker_goes_on_whose_agent_and_helper_are_killed_while_its_dump_is_read(
+    node: Node,
+) -> None:
+    halted = await dump_in(node, "thawing")
+    pages = halted.part / "pages-9.img"
+    with pages.open("wb") as file:
+        # It takes no memory, and minutes to read.
+        file.truncate(2**37)
+    halted.go_on()
+    await until(lambda: is_open(pages, node.agent_pid), "the agent, which reads what was written")
+    await both_killed(node)
+    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
+    await halted.container.goes_on()
+
+
+async def test_a_worker_whose_dump_has_failed_goes_on_when_agent_and_helper_are_killed(
+    node: Node,
+) -> None:
+    halted = await dump_in(node, "begun")
+    halted.go_on(status=3)
+    assert (await halted.answered()).kind == "failed"
+    await both_killed(node)
+    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
+    await halted.container.goes_on()
+
+
+async def test_a_worker_goes_on_whose_agent_learned_nothing_of_a_helper_that_was_stopped(
+    node: Node,
+) -> None:
+    halted = await dump_in(node, "thawing")
+    os.kill(node.agent_pid, signal.SIGSTOP)
+    halted.go_on()
+    await until(lambda: not node.children(), "the end of the dump")
+    assert node.helper is not None
+    node.helper.terminate()
+    await node.helper.wait()
+    await node.kill_agent()
+    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
+    await halted.container.goes_on()
+
+
+def is_open(path: Path, pid: int) -> bool:
+    """Whether a process has a file open."""
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if each.samefile(path):
+                return True
+    return False
+
+
+async def both_killed(node: Node) -> None:
+    await node.kill_agent()
+    assert node.helper is not None
+    node.helper.kill()
+    await node.helper.wait()
 
 
 async def test_a_guard_alone_ends_a_worker_whose_agent_and_helper_were_killed_with_criu(

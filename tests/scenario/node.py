@@ -645,10 +645,11 @@ class SimGuards:
         guard.link(agent)
         return SimLink(guard)
 
-    async def release(self, process: ProcessId, release: Release) -> None:
+    async def release(self, process: ProcessId, release: Release) -> bool:
         assert release == Release()
         if worker := self._node.living(process):
             worker.resume()
+        return False
 
 
 class SimLink:

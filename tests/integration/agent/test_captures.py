@@ -5,16 +5,23 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from snapshot_agent import main
 from snapshot_agent.adapters import artifacts
+from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
+from snapshot_agent.domain.driving import Phase, Phases, Release
+from snapshot_agent.ports import Dump, Stage, Worker
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
+from snapshot_shared.errors import NoSpace
 from snapshot_shared.orders import (
     AbortOrder,
     DeleteOrder,
@@ -390,6 +397,77 @@ async def test_a_guard_that_dies_is_replaced(rig: Rig) -> None:
         await until(lambda: guards(rig) not in ([], [first]), "another guard")
         assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
         assert guards(rig) == []
+
+
+# Workers that a program has to let go, until their driver is done with them.
+
+
+def undone_by_a_program(
+    log: Path, run: Callable[[Dump], Coroutine[Any, Any, None]]
+) -> type[Cooperative]:
+    """A driver whose program writes a line into `log`, and whose stage that writes is `run`."""
+
+    class Driver(Cooperative):
+        def __init__(self) -> None:
+            super().__init__()
+            freeze, copy, thaw = self.stages
+            phases = Phases(during=Phase.BEGUN, after=Phase.SIGNAL)
+            self.stages = (freeze, Stage(copy.name, run, writes=True, phases=phases), thaw)
+
+        def release(self, worker: Worker, phase: Phase) -> Release:
+            if phase is Phase.SIGNAL:
+                return Release()
+            return Release(("/bin/sh", "-c", 'echo undone >>"$0"', str(log)), 5.0)
+
+    return Driver
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_a_worker_whose_dump_was_undone_is_not_given_to_the_program_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, returns: bool
+) -> None:
+    async def fails(_dump: Dump) -> None:
+        raise NoSpace("the disk is full")
+
+    log = tmp_path / "undone"
+    monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, fails))
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        report = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
+        assert report.failure is not None
+        assert report.failure.reason == "NoSpace"
+        assert log.read_text() == "undone\n"
+    if returns:
+        async with rig.agent():
+            abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+            assert (await rig.carry_out(abort)).kind == "aborted"
+    # By its guard, where no agent returns.
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    assert log.read_text() == "undone\n"
+
+
+async def test_a_worker_that_its_driver_is_done_with_is_not_given_to_the_program(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    is_done = asyncio.Event()
+
+    async def reads(dump: Dump) -> None:
+        await dump.goes_on()
+        is_done.set()
+        await asyncio.Event().wait()
+
+    log = tmp_path / "undone"
+    monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, reads))
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        await rig.send(rig.dump_order(pod, content, prepared.vector))
+        await asyncio.wait_for(is_done.wait(), 5)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    assert not log.exists()
 
 
 # Seals, deletion and verification.

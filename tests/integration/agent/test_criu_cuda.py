@@ -24,9 +24,10 @@ from snapshot_agent.domain.helping import (
     Request,
     RestoreRequest,
 )
-from snapshot_agent.ports import DriverState, Process, RestoreSource, Worker
+from snapshot_agent.ports import DriverState, Dump, Process, RestoreSource, Worker
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.errors import NotEligible
+from snapshot_shared.errors import CriuFailed, NotEligible
+from snapshot_shared.files import open_root, opened
 from snapshot_shared.orders import PodRef, PresenceDevice
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
@@ -140,6 +141,31 @@ async def test_a_restore_names_the_gpus_here_and_those_that_have_the_weights(
     [asked] = helper.asked
     assert isinstance(asked, RestoreRequest)
     assert (asked.gpus, asked.chosen) == ([B], {A: B})
+
+
+async def test_a_dump_is_done_with_its_worker_before_it_reads_what_was_written(
+    driver: CriuCuda, helper: Helper, worker: Worker, clock: list[float], tmp_path: Path
+) -> None:
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "pages-1.img").write_bytes(b"pages")
+    heard: list[str] = []
+
+    async def read(done: int) -> None:
+        heard.append(f"{done} bytes are read")
+
+    async def goes_on() -> None:
+        heard.append("the worker goes on")
+
+    with opened(open_root(tmp_path / "pages")) as part:
+        dump = Dump(worker, 1, clock[-1] + 10, read, part, goes_on=goes_on)
+        helper.answers = Failed(failure=CriuFailed("it was told to").to_failure())
+        with pytest.raises(CriuFailed):
+            await driver.dump(dump)
+        # How the worker is has to be settled yet.
+        assert heard == []
+        helper.answers = Done()
+        await driver.dump(dump)
+    assert heard == ["the worker goes on", "5 bytes are read"]
 
 
 async def test_the_cuda_driver_is_looked_for_once_a_minute_and_criu_each_time(

@@ -329,6 +329,14 @@ def test_the_release_program_does_as_the_helper_says(
     assert worker.runs()
 
 
+def test_the_release_program_leaves_a_worker_alone_when_the_helper_was_stopped_at_rest(
+    worker: Worker, tmp_path: Path
+) -> None:
+    (tmp_path / "helper.sock").touch()
+    assert not settling.settle(str(tmp_path / "helper.sock"), worker.key, return_s=0.0)
+    assert worker.runs()
+
+
 def test_the_release_program_ends_the_worker_when_no_helper_comes_back(
     worker: Worker, tmp_path: Path
 ) -> None:

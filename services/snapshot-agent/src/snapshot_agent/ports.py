@@ -156,6 +156,10 @@ class ControlDirectory(Protocol):
         """Wait until a file is there whose body is accepted, without a deadline."""
 
 
+async def _unheard() -> None:
+    pass
+
+
 @dataclass
 class Dump:
     """The state of a dump, shared by the stages of a driver.
@@ -164,7 +168,8 @@ class Dump:
     what is written there is encrypted by `cipher`, if there is one.
     `deadline` is in seconds of the monotonic clock. A stage that replaces the process sets
     `worker`. `files` are those that were written. `frozen_s` is for how many seconds the worker was
-    stopped, where the driver knows it better than from the time of its stages.
+    stopped, where the driver knows it better than from the time of its stages. A stage awaits
+    `goes_on` when it is done with the worker and has more to do.
     """
 
     worker: Worker
@@ -175,6 +180,7 @@ class Dump:
     cipher: PartCipher | None = None
     files: Sequence[FileEntry] = field(default_factory=list)
     frozen_s: float | None = None
+    goes_on: Callable[[], Awaitable[None]] = _unheard
 
 
 @dataclass(frozen=True)
@@ -362,8 +368,8 @@ class Guard(Protocol):
     async def adopt(self, spec: GuardSpec) -> GuardLink | None:
         """Connect to the guard of an earlier agent; None when there is none."""
 
-    async def release(self, process: Process, release: Release) -> None:
-        """Let a worker go in the way of a guard."""
+    async def release(self, process: Process, release: Release) -> bool:
+        """Let a worker go in the way of a guard; whether a program was run and has succeeded."""
 
 
 class GenerationRef(NamedTuple):

@@ -150,6 +150,7 @@ class Criu:
             async with scratch.place() as place:
                 done = await self._ask(request, (place.fd,), dump.progress)
                 dump.frozen_s = done.frozen_s
+                await dump.goes_on()
                 dump.files = await copied(place.fd, dump.part, counter, dump.cipher)
             return
         write_back = WriteBack(dump.part)
@@ -160,6 +161,7 @@ class Criu:
 
         try:
             dump.frozen_s = (await self._ask(request, (dump.part,), grown)).frozen_s
+            await dump.goes_on()
         finally:
             await write_back.over()
         dump.files = await digested(dump.part, counter)

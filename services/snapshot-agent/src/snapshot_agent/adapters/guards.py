@@ -136,10 +136,10 @@ class Guards:
         path.unlink(missing_ok=True)
         return None
 
-    async def release(self, process: Process, release: Release) -> None:
-        if release.program:
-            await _run(release.program, release.within_s)
+    async def release(self, process: Process, release: Release) -> bool:
+        succeeded = bool(release.program) and await _run(release.program, release.within_s)
         guard.let_go(process, ends=release.ends)
+        return succeeded
 
 
 def spawn(folder: Path, run: str, words: Sequence[str], link: int) -> int:
@@ -161,18 +161,19 @@ def spawn(folder: Path, run: str, words: Sequence[str], link: int) -> int:
     return child.pid
 
 
-async def _run(program: Sequence[str], within_s: float) -> None:
-    """Run a program, and kill it after `within_s`. One that is not there is ignored."""
+async def _run(program: Sequence[str], within_s: float) -> bool:
+    """Run a program, and kill it after `within_s`; whether it succeeded."""
     try:
         child = await asyncio.create_subprocess_exec(*program, stdin=subprocess.DEVNULL)
     except OSError:
         log.exception("%s could not be started", program)
-        return
+        return False
     try:
         async with asyncio.timeout(within_s):
-            await child.wait()
+            return await child.wait() == 0
     except TimeoutError:
         log.warning("%s took longer than %s s", program, within_s)
+        return False
     finally:
         if child.returncode is None:
             child.kill()

@@ -2,9 +2,10 @@
 
 `python -m snapshot_agent.adapters.settling <socket> <pid> <start> <answer_s>`, the last of which is
 how long a helper may take. It is the release program of a worker that CRIU dumps, so guards start
-it as well as agents. A helper that does not come back within RETURN_S has ended with its CRIU,
-which breaks the connections of the worker: it is ended. It imports nothing outside the standard
-library.
+it as well as agents. A helper that was asked to stop and has left nothing under way puts a plain
+file in the place of its socket. One that ended otherwise and does not come back within RETURN_S has
+ended with its CRIU, which breaks the connections of the worker: it is ended. It imports nothing
+outside the standard library.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import select
 import socket
 import sys
 import time
+from pathlib import Path
 
 from snapshot_agent.adapters.guard import let_go
 
@@ -43,6 +45,8 @@ def settle(
         answer = _asked(path, process, answer_s)
         if answer.get("type") == "done":
             return bool(answer.get("ended"))
+        if Path(path).is_file():
+            return False
         if time.monotonic() > limit:
             let_go(process, ends=True)
             return True

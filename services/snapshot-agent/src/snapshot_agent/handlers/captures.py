@@ -196,8 +196,9 @@ class _DumpSteps:
             deadline=machine.clocks.monotonic() + ctx.remaining_s(),
             progress=self._progress,
             cipher=cipher,
+            goes_on=self._goes_on,
         )
-        self._stage_name = ""
+        self._running = hold.driver.stages[0]
 
     def table(self, prepared: Entry) -> list[Step]:
         async def stage() -> None:
@@ -225,11 +226,14 @@ class _DumpSteps:
     async def _let_go(self) -> None:
         # Work that hung may end when the next capture already holds the worker.
         if self._holds.holder_of(self._order.pod) in (None, self._hold.content):
+            before = self._hold.phase
             await self._holds.let_go(self._hold)
             self._holds.may_freeze(self._hold)
+            if self._hold.phase is not before:
+                await self._ctx.note(PHASE_NOTE, self._hold.phase)
 
     async def _run(self, stage: Stage) -> None:
-        self._stage_name = stage.name
+        self._running = stage
         if stage.writes and self._dump.part < 0:
             await self._open()
         await self._enter(stage.phases.during)
@@ -237,10 +241,13 @@ class _DumpSteps:
             await self._replace(stage)
         else:
             await while_alive(self._workers, self._dump.worker, stage.run(self._dump))
-        await self._enter(stage.phases.after)
+        await self._goes_on()
         if stage.writes and self._holds.is_let_go(self._dump.worker, self._order.attempt):
             # The worker ran while its state was copied, so the copy may be inconsistent.
             raise Aborted("the worker was let go while it was dumped")
+
+    async def _goes_on(self) -> None:
+        await self._enter(self._running.phases.after)
 
     async def _enter(self, phase: Phase) -> None:
         """Set how the worker is let go: first in the journal, then at the guard."""
@@ -264,7 +271,7 @@ class _DumpSteps:
         self._holds.follow(self._hold, worker)
 
     async def _progress(self, done: int) -> None:
-        await self._ctx.progress(PROCESS, self._stage_name, done, self._total)
+        await self._ctx.progress(PROCESS, self._running.name, done, self._total)
 
     async def _stage(self, prepared: Entry) -> None:
         order = self._order

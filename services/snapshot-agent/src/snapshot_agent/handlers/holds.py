@@ -277,7 +277,10 @@ class Holds:
     async def let_go(self, hold: Hold) -> None:
         """Let a worker run, frozen or not, or end it in a phase that cannot be undone."""
         release = hold.driver.release(hold.worker, hold.phase)
-        await self._machine.guards.release(hold.worker.process, release)
+        is_undone = await self._machine.guards.release(hold.worker.process, release)
+        if is_undone and not release.ends:
+            # The hold may go on, and what the program needs may not be there at its end.
+            self.enter(hold, Phase.SIGNAL)
         self.end_pause(hold)
 
     def count(self, hold: Hold, outcome: str) -> None:

@@ -11,12 +11,10 @@ import os
 import select
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import NoReturn
 
 from snapshot_agent.adapters.guard import let_in
-from snapshot_agent.adapters.settling import RETURN_S
 from snapshot_agent.domain import criu_gates
 from snapshot_agent.domain import cuda as rules
 from snapshot_agent.domain.criu_seen import SeenNode, shown
@@ -39,7 +37,6 @@ from snapshot_agent.helper.restoring import restore
 from snapshot_agent.helper.self_test import self_test
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.errors import (
-    Aborted,
     Failure,
     Internal,
     InvalidMessage,
@@ -52,6 +49,7 @@ from snapshot_shared.telemetry import log_to_stderr
 log = logging.getLogger(__name__)
 
 SERVICE = "snap-helper"
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class HelperSettings(Common, frozen=True, kw_only=True):
@@ -83,12 +81,11 @@ class Helper:
             records,
             settings.scratch_dir,
         )
-        self._is_ending = False
+        self._name = settings.helper
         self._settling = self._settle()
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # It gets its name when it can be connected to.
-        temporary = settings.helper.with_name(f".{settings.helper.name}")
-        temporary.unlink(missing_ok=True)
+        temporary = self._temporary()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(temporary))
         self._listener.listen(16)
@@ -97,12 +94,14 @@ class Helper:
         self._seen = observe.node(settings.criu)
         self._unfit = _unfit(self._seen, settings.criu, nft)
 
-    def serve(self) -> None:
-        """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker.
+    def _temporary(self) -> Path:
+        """Return a name beside that of the socket, which nothing has."""
+        path = self._name.with_name(f".{self._name.name}")
+        path.unlink(missing_ok=True)
+        return path
 
-        Whose dump was ended is asked about by an agent that ends too: without an answer it ends
-        the worker. So that is answered for as long as it waits for one.
-        """
+    def serve(self) -> None:
+        """Serve until SIGTERM; then end what is under way, for a killed CRIU breaks its worker."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         children: dict[int, int] = {}
@@ -114,7 +113,7 @@ class Helper:
                     children[pidfd] = pid
                     poll.register(pidfd, select.POLLIN)
                 # One at a time: another may have ended when this one is dealt with.
-                fd = poll.poll()[0][0]
+                fd = _first_ready(poll)
                 if fd == self._listener.fileno():
                     pid = self._welcome()
                 else:
@@ -126,18 +125,19 @@ class Helper:
                 os.kill(child, signal.SIGTERM)
             for child in children.values():
                 os.waitpid(child, 0)
-            if children:
-                self._see_off()
+            self._leave()
 
-    def _see_off(self) -> None:
-        """Settle what is asked for, and refuse all other requests."""
-        self._is_ending = True
-        limit = time.monotonic() + RETURN_S
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        while poll.poll(max(0.0, limit - time.monotonic()) * 1000):
-            if child := self._welcome():
-                os.waitpid(child, 0)
+    def _leave(self) -> None:
+        """Settle what is left, and say so in the place of the socket.
+
+        Agents and guards that would have it settled may ask later, and end a worker that no one
+        answers for.
+        """
+        os.waitpid(self._settle(), 0)
+        if self._node.records.is_empty():
+            temporary = self._temporary()
+            temporary.touch()
+            temporary.rename(self._name)
 
     def _welcome(self) -> int | None:
         """Return the pid of a child that carries out a request."""
@@ -163,6 +163,7 @@ class Helper:
         child = os.fork()
         if child == 0:
             try:
+                _heed_stops()
                 self._node.records.settle_all(of)
                 remove_work_folders()
             except Exception:
@@ -175,6 +176,7 @@ class Helper:
         try:
             self._listener.close()
             caller = Caller(sock)
+            _heed_stops()
             caller.send(self._answer(caller))
         finally:
             os._exit(0)
@@ -200,8 +202,6 @@ class Helper:
 
     def _done(self, caller: Caller) -> Done:
         request, fds = caller.receive()
-        if self._is_ending and not isinstance(request, Settle):
-            raise Aborted("the helper of this node ends")
         match request:
             case Ping(cuda=cuda):
                 return Done(
@@ -221,6 +221,22 @@ class Helper:
                 return Done(pid=pid, start=start)
             case Settle():
                 return Done(ended=self._node.records.settle(request.pid, request.start))
+
+
+def _first_ready(poll: select.poll) -> int:
+    """Return the first descriptor that is readable. SIGTERM is heeded meanwhile alone.
+
+    At another time it could come between the start of a child and the record of its pid.
+    """
+    try:
+        _heed_stops()
+        return poll.poll()[0][0]
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+
+
+def _heed_stops() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
 
 
 def _unfit(seen: SeenNode, criu: Path, nft: Path) -> SnapbackError | None:

@@ -206,6 +206,10 @@ class Records:
         _end(record.pid, record.start, record.volumes)
         self._open(network)
 
+    def is_empty(self) -> bool:
+        """Whether there is no record, so that nothing is under way or left to settle."""
+        return not any(self._folder.iterdir())
+
     def open_network(self, inode: int) -> None:
         """Remove the tables by which CRIU has locked a network namespace. 0 is none."""
         self._open(_network(inode))
