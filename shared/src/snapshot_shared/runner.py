@@ -31,7 +31,8 @@ UNDO_S = 10.0
 class Step:
     """One stage: what to do, how long it may take, and how to undo it when a later one fails.
 
-    `undo` runs when this step has begun, whether it ended or not, so it must tolerate both.
+    `undo` runs when this step has begun, whether it ended or not, so it must tolerate both. It may
+    take `undo_s` seconds.
     A step with `replayable=False` is never run a second time after an interruption.
     """
 
@@ -39,6 +40,7 @@ class Step:
     run: Callable[[], Awaitable[None]]
     deadline_s: float
     undo: Callable[[], Awaitable[None]] | None = None
+    undo_s: float = UNDO_S
     replayable: bool = True
 
 
@@ -58,11 +60,8 @@ class Runner:
         telemetry: Telemetry,
         faults: Faults | None = None,
         metrics: Metrics = OFF,
-        *,
-        undo_s: float = UNDO_S,
     ) -> None:
         """Use the service's journal, tracer and metrics; `faults` is absent unless asked for."""
-        self._undo_s = undo_s
         self._journal = journal
         self._telemetry = telemetry
         self._faults = faults
@@ -130,7 +129,7 @@ class Runner:
             if step.undo is None:
                 continue
             try:
-                async with asyncio.timeout(self._undo_s):
+                async with asyncio.timeout(step.undo_s):
                     await step.undo()
             except Exception:
                 log.exception("compensation of %s failed", step.name)

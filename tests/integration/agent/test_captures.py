@@ -18,6 +18,7 @@ from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase, Phases, Release
+from snapshot_agent.handlers import captures
 from snapshot_agent.ports import Dump, Stage, Worker
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
@@ -403,9 +404,10 @@ async def test_a_guard_that_dies_is_replaced(rig: Rig) -> None:
 
 
 def undone_by_a_program(
-    log: Path, run: Callable[[Dump], Coroutine[Any, Any, None]]
+    log: Path, run: Callable[[Dump], Coroutine[Any, Any, None]], takes_s: float = 0.0
 ) -> type[Cooperative]:
     """A driver whose program writes a line into `log`, and whose stage that writes is `run`."""
+    program = f'sleep {takes_s} && echo undone >>"$0"'
 
     class Driver(Cooperative):
         def __init__(self) -> None:
@@ -417,7 +419,7 @@ def undone_by_a_program(
         def release(self, worker: Worker, phase: Phase) -> Release:
             if phase is Phase.SIGNAL:
                 return Release()
-            return Release(("/bin/sh", "-c", 'echo undone >>"$0"', str(log)), 5.0)
+            return Release(("/bin/sh", "-c", program, str(log)), 5.0)
 
     return Driver
 
@@ -468,6 +470,32 @@ async def test_a_worker_that_its_driver_is_done_with_is_not_given_to_the_program
         await asyncio.wait_for(is_done.wait(), 5)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     assert not log.exists()
+
+
+async def test_an_abort_lasts_as_long_as_a_driver_may_take_to_let_a_worker_go(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun = asyncio.Event()
+
+    async def hangs(_dump: Dump) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    log = tmp_path / "undone"
+    monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, hangs, 1.0))
+    # As if the program took longer than that.
+    monkeypatch.setattr(captures, "LET_GO_S", 0.2)
+    monkeypatch.setattr(captures, "UNDO_S", 0.2)
+    async with rig.agent():
+        pod = await rig.running()
+        content = fresh_uid()
+        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        await rig.send(rig.dump_order(pod, content, prepared.vector))
+        await asyncio.wait_for(begun.wait(), 5)
+        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+        assert (await rig.carry_out(abort)).kind == "aborted"
+        assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+    assert set(log.read_text().split()) == {"undone"}
 
 
 # Seals, deletion and verification.

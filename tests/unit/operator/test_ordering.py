@@ -17,7 +17,7 @@ from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
 from snapshot_shared.objects.meta import time_of
 from snapshot_shared.objects.snapback import SnapshotContent
-from snapshot_shared.orders import ArtifactRef, DeviceRef, PodRef, RunOrder, StopOrder
+from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, RunOrder, StopOrder
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import DIGEST, World, payload
 
@@ -92,6 +92,23 @@ async def test_a_capture_is_told_the_digest_of_the_image_that_its_container_runs
     order = ordering.prepare(content, seen, 1, TRACE, 0.0)
     assert payload(order)["image_digest"] == known
     assert payload(ordering.prepare(content, None, 1, TRACE, 0.0))["image_digest"] == ""
+
+
+@pytest.mark.parametrize(("driver", "more_s"), [("criu", 0.0), ("criu+cuda", 310.0)])
+async def test_an_agent_has_time_to_give_a_worker_its_cuda_memory_before_it_goes_on(
+    world: World, driver: Driver, more_s: float
+) -> None:
+    await world.apply(checkpoint_document())
+    await world.answer_well(world.open("run")[0])
+    [content] = world.cluster.page("SnapshotContent")
+    assert isinstance(content, SnapshotContent)
+    held = replace(content, spec=replace(content.spec, driver=driver))
+    release = ordering.release(held, TRACE, 0.0)
+    abort, of_memory = ordering.abort_capture(held, "why", TRACE, 0.0, "Resume")
+    for order in (release, abort):
+        assert payload(order)["deadline_s"] == 60.0 + more_s
+        assert order.deadline == time_of(60.0 + more_s + ANSWER_GRACE_S)
+    assert (of_memory.service, payload(of_memory)["deadline_s"]) == ("gms", 60.0)
 
 
 def run_order(**changes: Any) -> RunOrder:

@@ -188,8 +188,8 @@ async def test_a_compensation_that_hangs_keeps_no_other_from_running(
     async def hang() -> None:
         await hangs.wait()
 
-    table = [freeze, replace(copy, undo=hang), *others]
-    runner = Runner(journal, telemetry, plan, undo_s=0.05)
+    table = [freeze, replace(copy, undo=hang, undo_s=0.05), *others]
+    runner = Runner(journal, telemetry, plan)
     running = asyncio.ensure_future(runner.run("dump", ORDER, table, remaining_s=lambda: 60.0))
     try:
         with pytest.raises(InjectedFault):

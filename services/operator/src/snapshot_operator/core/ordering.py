@@ -71,6 +71,10 @@ BUDGET_S = {
 }
 HOLD_S = 1800.0
 
+DEVICES_S = 310.0
+"""How much longer it may take to let a worker go that has to be given its CUDA memory, in seconds:
+the agent waits so long for eight devices of 80 GB."""
+
 
 def status_of(order: Order, service: Service, now: float, *, tries: int = 1) -> OrderStatus:
     """Write an order down as it is remembered on its object."""
@@ -322,7 +326,13 @@ def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
             "release", content.metadata.uid, content.status.attempt, source_node(content), trace
         ),
     )
-    return status_of(order, "agent", now)
+    return status_of(_with_devices(order), "agent", now)
+
+
+def _with_devices(order: ReleaseOrder | AbortOrder) -> Order:
+    """Return the order with the time that a driver needs to give a worker its CUDA memory."""
+    more_s = DEVICES_S if order.driver == "criu+cuda" else 0.0
+    return replace(order, deadline_s=order.deadline_s + more_s)
 
 
 def abort_capture(
@@ -340,7 +350,7 @@ def abort_capture(
         "on_failure": on_failure,
     }
     common = _common("abort", uid, attempt, source_node(content), trace)
-    found = [status_of(AbortOrder(**common, **details), "agent", now)]
+    found = [status_of(_with_devices(AbortOrder(**common, **details)), "agent", now)]
     if source.devices or source.memory_server:
         common = _common("abort", uid, attempt, source_node(content), trace, "gms")
         found.append(status_of(AbortOrder(**common, **details), "gms", now))

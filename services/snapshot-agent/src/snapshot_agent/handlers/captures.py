@@ -26,13 +26,15 @@ from snapshot_shared.orders import (
     PrepareOrder,
     ReleaseOrder,
 )
-from snapshot_shared.runner import Step
+from snapshot_shared.runner import UNDO_S, Step
 
 PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
 """The grace period of a worker that ends after its capture, in seconds."""
 
 LET_GO_S = 45.0
+"""How long it may take to let a worker go, in seconds, besides what its driver needs for it."""
+
 SLACK_S = 5.0
 """How many seconds after the budget of a step the guard thaws the worker."""
 
@@ -122,7 +124,8 @@ class Captures:
             if order.policy == "Terminate":
                 await self._workers.end_pod(order.pod.uid, TERMINATE_GRACE_S)
 
-        await ctx.steps("release", [Step("signal", signal, LET_GO_S)])
+        budget = LET_GO_S + self._holds.let_go_s(content, order.attempt)
+        await ctx.steps("release", [Step("signal", signal, budget)])
         prepare = self._entry("prepare", content, order.attempt)
         if prepare and prepare.notes.get(UNCONFIRMED):
             result["unconfirmed"] = True
@@ -145,10 +148,11 @@ class Captures:
                 # They wait for a container that has failed, and nothing else would end them.
                 await self._workers.end_pod(order.pod.uid, 0.0)
 
+        budget = LET_GO_S + self._holds.let_go_s(content, order.attempt)
         # `undo`: on a full disk the tombstone fails, and the worker must be let go all the same.
         table = [
-            Step("tombstone", tombstone, 10.0, undo=compensate),
-            Step("compensate", compensate, LET_GO_S),
+            Step("tombstone", tombstone, 10.0, undo=compensate, undo_s=budget),
+            Step("compensate", compensate, budget),
         ]
         await ctx.steps("abort", table)
         return {}
@@ -221,7 +225,8 @@ class _DumpSteps:
                 self._holds.may_freeze(self._hold)
 
         undo = self._let_go if stage is stages[0] else None
-        return Step(stage.name, run, budget, undo=undo, replayable=not stage.writes)
+        undo_s = UNDO_S + self._holds.let_go_s(self._hold.content, self._hold.attempt)
+        return Step(stage.name, run, budget, undo=undo, undo_s=undo_s, replayable=not stage.writes)
 
     async def _let_go(self) -> None:
         # Work that hung may end when the next capture already holds the worker.

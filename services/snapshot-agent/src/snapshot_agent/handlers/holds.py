@@ -274,6 +274,11 @@ class Holds:
                 lasted = self._machine.clocks.monotonic() - since
             self._machine.metrics.record(instruments.FREEZE_DURATION, lasted)
 
+    def let_go_s(self, content: str, attempt: int) -> float:
+        """Return how long a driver may take to let a worker go, if it is held, in seconds."""
+        hold = self.of(content, attempt)
+        return hold.driver.release(hold.worker, Phase.BEGUN).within_s if hold else 0.0
+
     async def let_go(self, hold: Hold) -> None:
         """Let a worker run, frozen or not, or end it in a phase that cannot be undone."""
         release = hold.driver.release(hold.worker, hold.phase)
