@@ -1,4 +1,4 @@
-"""A container whose files want to be run: nothing of it runs with the rights of the helper."""
+"""Pods that want the rights of the helper: nothing of theirs is run or written to with them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from tests.process.killing import CRIU
 from tests.process.node import Node
 from tests.support.agent_rig import fresh_uid
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.waits,
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.waits]
 
 # What every program that is started among these files loads before anything else.
 _LOADED = """
@@ -32,6 +28,7 @@ def ran(*words: str) -> None:
     subprocess.run(words, check=True)
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 async def test_a_preloaded_library_of_an_image_is_never_loaded_by_what_dumps_and_restores(
     node: Node, tmp_path: Path
 ) -> None:
@@ -56,3 +53,25 @@ async def test_a_preloaded_library_of_an_image_is_never_loaded_by_what_dumps_and
     ran("nsenter", f"--target={target.pid}", "--mount", "true")
     assert (inside / canary.relative_to("/")).exists()
     assert not canary.exists()
+
+
+async def test_a_link_in_the_place_of_a_placeholders_folder_has_nothing_written_to_another_pod(
+    node: Node,
+) -> None:
+    source = await node.container("source")
+    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    target = await node.container("target", waits=True)
+    other = node.kubelet / "pods" / fresh_uid() / "volumes" / "kubernetes.io~empty-dir" / "data"
+    other.mkdir(parents=True)
+    (other / ".restored").write_text("of another pod\n")
+    # As another container of its pod can, which mounts the volume without a subPath.
+    target.init.rename(target.init.with_name("aside"))
+    target.init.symlink_to(other)
+    order = node.restore_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    report = await node.carry_out(order)
+    files = {path.name: path.read_text() for path in other.iterdir()}
+    assert files == {".restored": "of another pod\n"}
+    assert report.failure is not None
+    assert report.failure.reason == "ControlFolderBroken"
+    assert str(target.init) in report.failure.message
+    await target.becomes("waits")

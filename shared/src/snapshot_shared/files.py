@@ -112,6 +112,16 @@ def open_root(path: str | os.PathLike[str], *, create: bool = False) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
+def open_own(path: str | os.PathLike[str]) -> int:
+    """Open a directory that others may have replaced: ArtifactCorrupt where it is a link.
+
+    The path above it may hold links. FileNotFoundError or ArtifactMissing: it is not there.
+    """
+    above, name = os.path.split(path)
+    with opened(open_root(above)) as folder:
+        return open_dir(folder, [name])
+
+
 def open_dir(root: int, parts: Sequence[str], *, foreign: bool = False) -> int:
     """Open the directory `parts` beneath `root`, following no link. The caller closes it.
 

@@ -221,10 +221,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Read its log: `kubectl logs POD --container NAME`; correct it, and apply it again.",
         ),
         "ControlFolderBroken": Reason(
-            "The control directory of the worker is not as the agent made it.",
-            "The worker, or another process of its container, replaced or removed the directory.",
-            "Correct the worker: it may write into the directory, not replace it. Then start it "
-            "again and take a new snapshot.",
+            "The control directory of the worker, or the folder of its `snapback-init`, is not as "
+            "it was made.",
+            "The worker, or another process of its pod, replaced or removed the directory.",
+            "Correct the pod: the worker may write into the directory, not replace it, and no "
+            "container may mount the volumes `snapshot-control` and `snapback-init` without a "
+            "subPath. Then start it again, and take a new snapshot or restore it again.",
         ),
         "HoldDeadline": Reason(
             "The capture was not confirmed in time, and the agent let the worker go on.",

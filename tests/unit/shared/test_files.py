@@ -33,6 +33,18 @@ def test_a_linked_directory_is_not_followed(root: int, tmp_path: Path) -> None:
         files.open_dir(root, ("link",))
 
 
+def test_a_folder_of_others_is_opened_below_links_and_not_through_one(tmp_path: Path) -> None:
+    (tmp_path / "real" / "main").mkdir(parents=True)
+    (tmp_path / "above").symlink_to("real")
+    with files.opened(files.open_own(tmp_path / "above" / "main")) as fd:
+        assert os.path.samestat(os.fstat(fd), (tmp_path / "real" / "main").stat())
+    (tmp_path / "real" / "link").symlink_to("main")
+    with pytest.raises(ArtifactCorrupt):
+        files.open_own(tmp_path / "above" / "link")
+    with pytest.raises(ArtifactMissing):
+        files.open_own(tmp_path / "above" / "lost")
+
+
 @pytest.mark.parametrize("kind", ["symlink", "hardlink", "fifo", "directory"])
 def test_what_is_no_plain_file_is_refused(root: int, tmp_path: Path, kind: str) -> None:
     (tmp_path / "real").write_bytes(b"x")

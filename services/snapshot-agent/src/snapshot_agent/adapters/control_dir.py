@@ -21,7 +21,7 @@ from snapshot_agent.domain.control import Access, ContainerPaths
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing, ControlFolderBroken
 from snapshot_shared.files import (
     open_dir,
-    open_root,
+    open_own,
     opened,
     own_by,
     read_bounded,
@@ -160,10 +160,7 @@ def _clear(where: ContainerPaths, names: Sequence[str]) -> None:
 @contextlib.contextmanager
 def opened_control(where: ContainerPaths) -> Iterator[int]:
     """Open a control directory. ArtifactCorrupt when it is a link."""
-    with (
-        opened(open_root(str(where.control.parent))) as above,
-        opened(open_dir(above, [where.control.name])) as found,
-    ):
+    with opened(open_own(where.control)) as found:
         yield found
 
 

@@ -23,12 +23,11 @@ from snapshot_agent.adapters.copying import (
     digested,
     read_checked,
 )
-from snapshot_agent.adapters.kubelet import restored_below
+from snapshot_agent.adapters.kubelet import is_restored, restored_below
 from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.domain.driving import Phase, Phases, Release
 from snapshot_agent.domain.helping import (
     MAX_MESSAGE_BYTES,
-    RESTORED,
     Done,
     DumpRequest,
     Failed,
@@ -176,7 +175,7 @@ class Criu:
                 "that the webhook for pods answers",
             )
         # The last thing that a restore does; then `placeholder` is the restored process.
-        if await in_thread((folder / RESTORED).exists):
+        if await in_thread(is_restored, folder):
             return placeholder.process
         counter = ByteCounter(source.progress)
         scratch = await self._wanted(source.cipher)

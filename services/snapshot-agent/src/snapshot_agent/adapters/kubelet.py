@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from snapshot_agent.domain.kubelet import (
 )
 from snapshot_agent.ports import Launcher, Process, ResolvedContainer, SetProcess, Worker
 from snapshot_shared.errors import DeadlineExceeded, NotEligible, SnapbackError
-from snapshot_shared.files import open_root, opened, read_bounded
+from snapshot_shared.files import open_own, opened, read_bounded
 from snapshot_shared.ids import Uid, check_label, check_uid
 from snapshot_shared.orders import PodRef
 from snapshot_shared.tasks import in_thread
@@ -106,7 +107,8 @@ class KubeletPods:
 
     def _placeholder(self, uid: Uid, name: str) -> Path | None:
         folder = Path(folder_of(self._kubelet_dir, uid, INIT_VOLUME), name)
-        return folder if folder.is_dir() else None
+        # A link that others have put in its place is refused by what opens it.
+        return folder if folder.is_symlink() or folder.is_dir() else None
 
     def _forget_the_gone(self) -> None:
         """Remove the locks of pods that the kubelet has removed."""
@@ -168,11 +170,19 @@ def _containers(uid: Uid) -> dict[str, _Container]:
 
 def restored_below(first: Process, folder: Path) -> Process | None:
     """Return the restored process that the first one of a placeholder has adopted, or None."""
-    with contextlib.suppress(*_GONE, SnapbackError), opened(open_root(folder)) as opening:
+    with contextlib.suppress(*_GONE, SnapbackError), opened(open_own(folder)) as opening:
         inside = restored_pid(read_bounded(opening, RESTORED, 64))
         found = procfs.child_in(first.pid, inside) if inside else None
         return Process(*found.key) if found else None
     return None
+
+
+def is_restored(folder: Path) -> bool:
+    """Whether a process was announced to the first program of a placeholder, in its `folder`."""
+    with contextlib.suppress(*_GONE, SnapbackError), opened(open_own(folder)) as opening:
+        os.stat(RESTORED, dir_fd=opening, follow_symlinks=False)
+        return True
+    return False
 
 
 def _processes(uid: Uid) -> Iterator[SeenProcess]:

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -37,6 +37,8 @@ from snapshot_shared.artifact import MAX_FILES
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import (
     ArtifactCorrupt,
+    ArtifactMissing,
+    ControlFolderBroken,
     CriuFailed,
     Incompatible,
     InvalidMessage,
@@ -47,11 +49,13 @@ from snapshot_shared.files import (
     create_file,
     open_artifact,
     open_dir,
+    open_own,
     open_regular,
     open_root,
     opened,
     read_bounded,
 )
+from snapshot_shared.volumes import INIT_VOLUME
 
 MAX_SOURCE_BYTES = 1024 * 1024
 
@@ -66,6 +70,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
     with (
         opened(open_root(node.disk(request))) as top,
         opened(open_artifact(top, request.folder)) as part,
+        _opened_init(request) as init,
         work_folder() as work,
     ):
         source = _source(part)
@@ -91,14 +96,30 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
                 except BaseException:
                     undone()
                     raise
-            _hand_over(request, inside)
+            _hand_over(request, init, inside)
             return found.key
 
 
-def _hand_over(request: RestoreRequest, inside: int) -> None:
+@contextlib.contextmanager
+def _opened_init(request: RestoreRequest) -> Iterator[int]:
+    """Open the folder of the placeholder's first program, into which its whole pod may write."""
+    try:
+        found = open_own(request.init)
+    except (ArtifactCorrupt, ArtifactMissing, FileNotFoundError) as error:
+        raise ControlFolderBroken(
+            f"{request.init}, where the placeholder has {criu_gates.INIT}, is a link or no folder",
+            next_step=f"mount the volume {INIT_VOLUME} in no other container of the pod, and "
+            "delete the pod, so that its restore begins with a new one",
+            expected="a folder",
+            path=request.init,
+        ) from error
+    with opened(found):
+        yield found
+
+
+def _hand_over(request: RestoreRequest, init: int, inside: int) -> None:
     """Announce to the placeholder its process, which has the pid `inside` in its namespace."""
-    with opened(open_root(request.init)) as folder:
-        _announce(folder, inside)
+    _announce(init, inside)
     with procfs.opened(request.pid, request.start) as pidfd:
         if pidfd is None:
             raise SourceExited("the placeholder has ended")
