@@ -43,7 +43,11 @@ def page() -> str:
     why = [f"- **{fact.title}**: {fact.why}" for fact in FACTS]
     rest = (
         "The helper of a node looks at more before it restores a process by CRIU: whether its CRIU "
-        "is fit for\nits kernel at all, capabilities, mounts and the limit of memory of the pod.\n"
+        "is fit for\nits kernel at all, mounts and the limit of memory of the pod. A process keeps "
+        "its user, its group and\nits seccomp filter, so that it is refused where the container "
+        "allows it less: other users or groups\n(unless it may set them), fewer capabilities, a "
+        "seccomp filter or `NoNewPrivs` that the source lacked. Which\ncalls two filters allow is "
+        "not compared.\n"
         "\nArrays of bfloat16 and the float8 types that this version of `snapback_client` writes "
         "cannot be\nopened by the version before it, which refuses them as `InvalidMessage`.\n"
     )

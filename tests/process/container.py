@@ -17,6 +17,7 @@ from pathlib import Path
 
 CLONE_NEWCGROUP = 0x0200_0000
 PR_SET_PDEATHSIG = 1
+PR_SET_NO_NEW_PRIVS = 38
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -60,6 +61,8 @@ def main(text: str) -> None:
     os.chdir("/")
     # What `unshare --kill-child` has set would be restored with the process.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    if given["no_new_privs"]:
+        assert ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     os.execve(given["command"][0], given["command"], given["environment"])
 
 

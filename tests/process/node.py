@@ -73,7 +73,15 @@ def lacking() -> str:
 class Container:
     """A container of a pod of its own, which runs a worker or waits for one."""
 
-    def __init__(self, node: Node, name: str, *, waits: bool = False, heap_mib: int = 8) -> None:
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        *,
+        waits: bool = False,
+        heap_mib: int = 8,
+        no_new_privs: bool = False,
+    ) -> None:
         self.node = node
         self.ref = PodRef(
             namespace="default", name=name, uid=str(uuid.uuid4()), container=CONTAINER
@@ -114,6 +122,7 @@ class Container:
             "mounts": mounts,
             "command": words,
             "name": name,
+            "no_new_privs": no_new_privs,
             "environment": {"SNAPSHOT_CONTROL_DIR": "/control", "PYTHONDONTWRITEBYTECODE": "1"},
         }
         self.process: procfs.Stat | None = None

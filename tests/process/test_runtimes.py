@@ -41,3 +41,19 @@ async def test_a_worker_is_refused_whose_files_the_helper_does_not_have(node: No
     assert str(worker.upper) in report.failure.message
     assert "node.runtimeDir" in (report.failure.next_step or "")
     await worker.goes_on()
+
+
+async def test_a_container_that_gains_no_privileges_gets_no_process_that_may(node: Node) -> None:
+    worker = await node.container("worker")
+    artifact = await node.captured(worker, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    target = await node.container("target", waits=True, no_new_privs=True)
+    report = await node.carry_out(node.restore_order(target, artifact, **CRIU))  # type: ignore[arg-type]
+    assert report.failure is not None
+    assert report.failure.reason == "Incompatible"
+    assert "NoNewPrivs" in report.failure.message
+    await target.becomes("waits")
+    again = await node.container("again", no_new_privs=True)
+    artifact = await node.captured(again, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    report = await node.carry_out(node.restore_order(target, artifact, attempt=2, **CRIU))  # type: ignore[arg-type]
+    assert report.kind == "restored"
+    await target.goes_on()

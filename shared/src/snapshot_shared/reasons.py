@@ -336,7 +336,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "Incompatible": Reason(
             "The target cannot take the artifact; nothing was touched.",
             "The number of GPUs, the architecture, the driver or the worker differ from what was "
-            "captured; both values stand in the message.",
+            "captured, or the `securityContext` of the container allows less; both values stand in "
+            "the message.",
             "Choose a target that is like the source: `snapshotctl artifacts show NAME` says what "
             "the source was.",
         ),

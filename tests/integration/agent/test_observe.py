@@ -256,6 +256,28 @@ def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> 
         check_dump(seen_of(self()), node, captured=paths, quiet=True, disk=Disk("/", 0))
 
 
+@pytest.mark.parametrize("is_confined", [False, True])
+def test_what_keeps_a_process_from_privileges_is_seen(*, is_confined: bool) -> None:
+    # The only instruction of the filter allows every call.
+    script = textwrap.dedent("""
+        import ctypes, sys
+        code = ctypes.create_string_buffer(b"\\x06\\0\\0\\0\\0\\0\\xff\\x7f", 8)
+        program = (ctypes.c_uint64 * 2)(1, ctypes.addressof(code))
+        prctl = ctypes.CDLL(None).prctl
+        assert prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+        assert prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    """)
+    end = "import sys; print(flush=True); sys.stdin.read()"
+    with running([sys.executable, "-c", script * is_confined + end], 1) as found:
+        root = seen_of(found).root
+    own = Path("/proc/self/status").read_text()
+    if is_confined:
+        assert (root.no_new_privs, root.seccomp) == (True, 2)
+    else:
+        assert f"NoNewPrivs:\t{root.no_new_privs:d}\n" in own
+        assert f"Seccomp:\t{root.seccomp}\n" in own
+
+
 def self() -> procfs.Stat:
     found = procfs.read(os.getpid())
     assert found is not None

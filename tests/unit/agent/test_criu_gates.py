@@ -22,6 +22,7 @@ from snapshot_agent.domain.criu_seen import (
 )
 from snapshot_agent.domain.criu_source import (
     Archive,
+    Credentials,
     SourceCuda,
     SourceFacts,
     SourceGpu,
@@ -33,6 +34,7 @@ from snapshot_shared.errors import InvalidMessage, SnapbackError
 
 MIB = 1024 * 1024
 SYS_ADMIN, SYS_RESOURCE, NET_RAW = 1 << 21, 1 << 24, 1 << 13
+SETGID, SETUID = 1 << 6, 1 << 7
 OWN = {"pid": 20, "net": 21}
 
 
@@ -82,7 +84,7 @@ TREE = SeenTree(processes=(ROOT, CHILD), mounts=MOUNTS, upper="/upper")
 NODE = SeenNode(
     criu=(4, 2, 1),
     kernel=(6, 18, 44),
-    capabilities=SYS_ADMIN | SYS_RESOURCE | NET_RAW,
+    capabilities=SYS_ADMIN | SYS_RESOURCE | NET_RAW | SETGID | SETUID,
     pid=1,
     net=2,
 )
@@ -374,6 +376,10 @@ PLACEHOLDER = SeenTree(
 )
 
 
+def waiting(**fields: Any) -> dict[str, Any]:
+    return {"processes": (PLACEHOLDER.root._replace(**fields),)}
+
+
 @pytest.mark.parametrize(
     ("source", "target", "node", "words"),
     [
@@ -413,6 +419,43 @@ def test_a_restore_is_refused_where_the_worker_could_not_go_on(
     refused(error, words, "Incompatible")
 
 
+UNCONFINED = Credentials(uids=(0, 0, 0), gids=(0, 0, 0), seccomp=0, no_new_privs=False)
+CONFINED = Credentials(
+    uids=(1000, 1000, 1000), gids=(2000, 2000, 2000), seccomp=2, no_new_privs=True
+)
+OF_A_USER = {"uids": (1000, 1000, 1000), "gids": (2000, 2000, 2000)}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (UNCONFINED, {}, ()),
+        (CONFINED, {**OF_A_USER, "seccomp": 2, "no_new_privs": True}, ()),
+        # It has less than the container allows.
+        (CONFINED, OF_A_USER, ()),
+        (UNCONFINED, {"seccomp": 1}, ()),
+        (UNCONFINED, {"seccomp": 2}, ("seccomp", "mode 0", "mode 2")),
+        (replace(UNCONFINED, seccomp=1), {"seccomp": 2}, ("seccomp", "mode 1", "mode 2")),
+        (UNCONFINED, {"no_new_privs": True}, ("NoNewPrivs 0", "NoNewPrivs 1")),
+        (UNCONFINED, {"uids": (1000, 1000, 1000)}, ("user 0", "user 1000")),
+        (UNCONFINED, {"gids": (2000, 2000, 2000)}, ("group 0", "group 2000")),
+        (replace(UNCONFINED, uids=(7, 7, 0)), {"uids": (7, 7, 7)}, ("user 7, 0", "user 7")),
+        # Such as one of root whose program has become another user.
+        (CONFINED, {"permitted": SETUID | SETGID}, ()),
+        (CONFINED, {"permitted": SETGID}, ("user 1000", "user 0")),
+        (CONFINED, {"permitted": SETUID}, ("group 2000", "group 0")),
+        # An artifact of before.
+        (None, {**OF_A_USER, "seccomp": 2, "no_new_privs": True}, ()),
+    ],
+)
+def test_a_restore_gives_no_process_more_than_its_container_has(
+    source: Credentials | None, target: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    container = PLACEHOLDER._replace(**waiting(**target))
+    error = restore_error(replace(SOURCE, credentials=source), container, NODE)
+    refused(error, words, "Incompatible")
+
+
 def restore_error(source: SourceFacts, target: SeenTree, node: SeenNode) -> SnapbackError | None:
     try:
         check_restore(source, target, node)
@@ -432,8 +475,10 @@ def test_a_restore_needs_an_init_that_waits_alone(processes: tuple[SeenProcess, 
 def test_the_facts_of_a_source_can_be_read_again() -> None:
     gpus = [SourceGpu(uuid="GPU-10000000-0000-4000-8000-000000000001", product="NVIDIA H100")]
     on_cuda = replace(SOURCE, cuda=SourceCuda(processes=2, driver=(575, 57, 8), gpus=gpus))
-    for source in (SOURCE, on_cuda):
+    for source in (SOURCE, on_cuda, replace(SOURCE, credentials=CONFINED)):
         assert decode_json(encode_json(source), SourceFacts) == source
+    # Nor has what was dumped before the record had them.
+    assert b"credentials" not in encode_json(SOURCE)
     # Helpers that know nothing of CUDA read what was dumped without.
     assert b"cuda" not in encode_json(SOURCE)
 
@@ -458,6 +503,9 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
         {"kernel": [6, -1]},
         {"resident": -1},
         {"capabilities": 2**64},
+        {"credentials": {**msgspec.to_builtins(CONFINED), "uids": [0, 0]}},
+        {"credentials": {**msgspec.to_builtins(CONFINED), "gids": [0, 0, -1]}},
+        {"credentials": {**msgspec.to_builtins(CONFINED), "seccomp": 3}},
         {"stdio": ["/dev/null"]},
         {"stdio": ["a", "b", "c\x00"]},
         {"net": 0},

@@ -47,6 +47,7 @@ NO_REASONS = frozenset(KINDS) | {
     *("CreateContainerConfigError", "CreateContainerError", "InvalidImageName"),
     *("ErrImagePull", "RunContainerError"),
     *("CapBnd", "CapEff", "CapPrm", "HugetlbPages", "RssAnon", "SwapPss", "VmSwap", "NSpid"),
+    "NoNewPrivs",
 }
 """Words of that form which name kinds, types of conditions, in schemas kinds of errors, and what
 kubelets say of containers, which has reasons of ours."""

@@ -36,6 +36,10 @@ INIT = "snapback-init"
 
 UPDATE_HELPER = "update the helper's image on this node"
 
+_SETGID, _SETUID = 1 << 6, 1 << 7
+_FILTER = 2
+"""The mode of seccomp in which a process has a filter."""
+
 _IO_URING = "[io_uring]"
 _PTMX = "5:2"
 _PLAIN_DEVICES = {"1:3", "1:5", "1:7", "1:8", "1:9", _PTMX, "10:200"}
@@ -463,6 +467,55 @@ def _may_give_capabilities(restore: _Restore) -> SnapbackError | None:
     return None
 
 
+def _has_the_same_users(restore: _Restore) -> SnapbackError | None:
+    source, root = restore.source.credentials, restore.target.root
+    if source is None:
+        return None
+    for name, field, there, here, capability in (
+        ("user", "runAsUser", source.uids, tuple(root.uids), _SETUID),
+        ("group", "runAsGroup", source.gids, tuple(root.gids), _SETGID),
+    ):
+        # A process with the capability may become any of them by itself.
+        if there != here and not root.permitted & capability:
+            return Incompatible(
+                f"the source ran as {name} {_distinct(there)}, the container of this pod runs as "
+                f"{name} {_distinct(here)}",
+                next_step=f"give the container the {field} of the source, or capture a worker that "
+                "has that of this pod",
+                expected=there,
+                found=here,
+            )
+    return None
+
+
+def _distinct(ids: Iterable[int]) -> str:
+    return ", ".join(map(str, dict.fromkeys(ids)))
+
+
+def _is_confined_as_much(restore: _Restore) -> SnapbackError | None:
+    source, root = restore.source.credentials, restore.target.root
+    if source is None:
+        return None
+    if root.seccomp == _FILTER and source.seccomp < _FILTER:
+        return Incompatible(
+            f"the source ran in seccomp mode {source.seccomp}, without a filter, the container of "
+            f"this pod is in mode {root.seccomp}",
+            next_step="capture a worker with a seccompProfile, or give this container that of the "
+            "source",
+            expected=source.seccomp,
+            found=root.seccomp,
+        )
+    if root.no_new_privs and not source.no_new_privs:
+        return Incompatible(
+            "the source ran with NoNewPrivs 0, the container of this pod has NoNewPrivs 1",
+            next_step="capture a worker with `allowPrivilegeEscalation: false`, or give this "
+            "container that of the source",
+            expected=0,
+            found=1,
+        )
+    return None
+
+
 def _has_the_same_mounts(restore: _Restore) -> SnapbackError | None:
     here = {mount.path for mount in restore.target.mounts}
     there = {
@@ -500,6 +553,8 @@ _RESTORE_CHECKS: tuple[Check[_Restore], ...] = (
     _restores_with_criu,
     _has_its_facts,
     _may_give_capabilities,
+    _has_the_same_users,
+    _is_confined_as_much,
     _has_the_same_mounts,
     _has_the_memory,
 )

@@ -17,6 +17,9 @@ _Path = Annotated[
 
 _Number = Annotated[int, Meta(ge=0, le=65535)]
 _Version = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=4)]
+_Ids = Annotated[
+    tuple[Annotated[int, Meta(ge=0, le=2**32 - 1)], ...], Meta(min_length=3, max_length=3)
+]
 _Link = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*\Z", max_length=4096)]
 
 
@@ -57,6 +60,19 @@ class SourceCuda(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpus: Annotated[list[SourceGpu], Meta(max_length=64)] = []
 
 
+class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What CRIU gives to the processes again, whatever the container is that they come into.
+
+    `uids` and `gids` are those of the first one: real, effective, saved. `seccomp` is the lowest
+    mode of any, as in /proc/<pid>/status, and `no_new_privs` is whether all have that.
+    """
+
+    uids: _Ids
+    gids: _Ids
+    seccomp: Annotated[int, Meta(ge=0, le=2)]
+    no_new_privs: bool
+
+
 class SourceFacts(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
@@ -65,7 +81,7 @@ class SourceFacts(
     `resident` is in bytes, `capabilities` a mask, `stdio` has the texts of the links of
     descriptors 0, 1 and 2 (empty for a closed one), `net` is the inode of the network namespace.
     `processor` are the extensions of its instruction set. `cuda` is there where the driver was
-    `criu+cuda`.
+    `criu+cuda`. Artifacts that were made before have no `credentials`.
     """
 
     criu: _Version
@@ -77,6 +93,7 @@ class SourceFacts(
     mounts: Annotated[list[SourceMount], Meta(min_length=1, max_length=4096)]
     resident: Bytes
     capabilities: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    credentials: Credentials | None = None
     stdio: Annotated[list[_Link], Meta(min_length=3, max_length=3)]
     net: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     processor: Annotated[

@@ -24,7 +24,13 @@ from snapshot_agent.domain import criu_gates, criu_images, criu_log, criu_seen
 from snapshot_agent.domain.criu_gates import Disk, OnDevices
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
 from snapshot_agent.domain.criu_seen import SeenNode, SeenTree
-from snapshot_agent.domain.criu_source import Archive, RenamedSocket, SourceFacts, SourceMount
+from snapshot_agent.domain.criu_source import (
+    Archive,
+    Credentials,
+    RenamedSocket,
+    SourceFacts,
+    SourceMount,
+)
 from snapshot_agent.domain.helping import DumpRequest, Inspect, RestoreRequest
 from snapshot_agent.domain.mounts import Mount
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
@@ -254,6 +260,12 @@ def _facts(
         mounts=[SourceMount(path=each.path, fs_type=each.fs_type) for each in seen.mounts],
         resident=criu_seen.resident(seen),
         capabilities=criu_seen.all_capabilities(seen),
+        credentials=Credentials(
+            uids=tuple(seen.root.uids),
+            gids=tuple(seen.root.gids),
+            seccomp=min(each.seccomp for each in seen.processes),
+            no_new_privs=all(each.no_new_privs for each in seen.processes),
+        ),
         stdio=[links.get(number, "") for number in range(3)],
         net=seen.root.namespaces["net"],
         processor=list(node.processor),

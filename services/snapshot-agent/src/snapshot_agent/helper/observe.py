@@ -157,6 +157,7 @@ def _process(found: procfs.Stat) -> SeenProcess | None:
             bounding=int(status["CapBnd"], 16),
             permitted=int(status["CapPrm"], 16),
             seccomp=int(status.get("Seccomp", "0")),
+            no_new_privs=status["NoNewPrivs"] == "1",
             session=found.session,
             tty=_tty(here),
             private=private,
