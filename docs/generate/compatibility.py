@@ -47,7 +47,8 @@ def page() -> str:
         "its user, its group and\nits seccomp filter, so that it is refused where the container "
         "allows it less: other users or groups\n(unless it may set them), fewer capabilities, a "
         "seccomp filter or `NoNewPrivs` that the source lacked. Which\ncalls two filters allow is "
-        "not compared.\n"
+        "not compared. A container with a user namespace of its own (`hostUsers: false`) is\n"
+        "neither captured nor restored by CRIU.\n"
         "\nArrays of bfloat16 and the float8 types that this version of `snapback_client` writes "
         "cannot be\nopened by the version before it, which refuses them as `InvalidMessage`.\n"
     )

@@ -246,6 +246,7 @@ def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> 
     assert list(seen.addresses) == ["198.51.100.7", "2001:db8::7"]
     assert [each.path for each in seen.sockets] == ["@apart"]
     assert here.pid == Path("/proc/self/ns/pid").stat().st_ino
+    assert here.user == seen.root.namespaces["user"]
     assert seen.root.namespaces["pid"] != here.pid
     assert here.net is not None
     assert seen.root.namespaces["net"] != here.net
@@ -254,6 +255,43 @@ def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> 
     check_dump(seen, node, captured=paths, quiet=True, disk=Disk("/", estimate(seen) * 2))
     with pytest.raises(NotEligible, match="process namespace"):
         check_dump(seen_of(self()), node, captured=paths, quiet=True, disk=Disk("/", 0))
+
+
+OVERLAY = """
+    import os, subprocess, sys
+    folder = sys.argv[1]
+    mount = ("mount", "-t")
+    subprocess.run([*mount, "tmpfs", "tmpfs", folder], check=True)
+    for name in ("upper", "work", "root"):
+        os.mkdir(f"{folder}/{name}")
+    layers = f"userxattr,lowerdir=/usr,upperdir={folder}/upper,workdir={folder}/work"
+    subprocess.run([*mount, "overlay", "-o", layers, "overlay", f"{folder}/root"], check=True)
+    os.chroot(f"{folder}/root")
+    print(flush=True)
+    sys.stdin.read()
+"""
+USER = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--fork"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_folder_of_the_node_that_a_worker_has_named_by_an_overlay_of_its_own_is_not_read(
+    tmp_path: Path,
+) -> None:
+    if subprocess.run([*USER, "true"], check=False).returncode:
+        pytest.skip("needs user namespaces")
+    (tmp_path / "upper").mkdir()
+    (tmp_path / "upper" / "secret").write_text("of another pod")
+    argv = [*USER, sys.executable, "-c", textwrap.dedent(OVERLAY), str(tmp_path)]
+    with running(argv, 1) as found:
+        inside = procfs.child_of(found.pid)
+        assert inside is not None
+        seen, here = seen_of(inside), observe.node(Path("/nowhere"))
+        # Where the node has the folder of another one.
+        assert seen.upper == str(tmp_path / "upper")
+        node = here._replace(criu=(4, 2), capabilities=2**63 - 1)
+        with pytest.raises(NotEligible, match="user namespace"):
+            check_dump(seen, node, captured=(), quiet=True, disk=Disk("/", estimate(seen) * 2))
 
 
 @pytest.mark.parametrize("is_confined", [False, True])

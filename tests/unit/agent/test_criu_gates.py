@@ -35,7 +35,7 @@ from snapshot_shared.errors import InvalidMessage, SnapbackError
 MIB = 1024 * 1024
 SYS_ADMIN, SYS_RESOURCE, NET_RAW = 1 << 21, 1 << 24, 1 << 13
 SETGID, SETUID = 1 << 6, 1 << 7
-OWN = {"pid": 20, "net": 21}
+OWN = {"user": 3, "pid": 20, "net": 21}
 
 
 def mount(number: int, path: str, fs_type: str = "ext4", **more: Any) -> Mount:
@@ -85,6 +85,7 @@ NODE = SeenNode(
     criu=(4, 2, 1),
     kernel=(6, 18, 44),
     capabilities=SYS_ADMIN | SYS_RESOURCE | NET_RAW | SETGID | SETUID,
+    user=3,
     pid=1,
     net=2,
 )
@@ -165,6 +166,7 @@ def refused(
     ("seen", "words"),
     [
         (with_root(namespaces={**OWN, "pid": 1}), ("100", "node's")),
+        (with_root(namespaces={**OWN, "user": 4}), ("100", "user namespace 4", "3")),
         (with_root(pids=(100, 7)), ("pid 7", "pid 1")),
         (with_root(pids=(100, 22, 1)), ()),
         (with_root(namespaces={**OWN, "net": 2}), ("100", "network namespace 2")),
@@ -408,6 +410,7 @@ def waiting(**fields: Any) -> dict[str, Any]:
             ("/lost", "/snapback"),
         ),
         ({}, {"memory": Memory(100 * MIB, 0)}, {}, (str(110 * MIB), str(100 * MIB))),
+        ({}, waiting(namespaces={**OWN, "user": 4}), {}, ("100", "user namespace 4", "3")),
     ],
 )
 def test_a_restore_is_refused_where_the_worker_could_not_go_on(

@@ -145,6 +145,28 @@ def check_node(node: SeenNode) -> None:
         raise error
 
 
+def _is_of_our_users(dump: _Dump) -> SnapbackError | None:
+    return _is_apart(dump.seen.root, dump.node, NotEligible)
+
+
+def _is_apart(
+    root: SeenProcess, node: SeenNode, refusal: type[Incompatible | NotEligible]
+) -> SnapbackError | None:
+    # There a process without privileges may mount an overlay, whose options name any folder as
+    # that with its files; and user 0 of CRIU's images is not its user 0.
+    found = root.namespaces.get("user")
+    if found == node.user:
+        return None
+    return refusal(
+        f"process {root.pid} is in the user namespace {found}, the helper of this node in "
+        f"{node.user}",
+        next_step="run the pod without `hostUsers: false`; its first process may not enter another "
+        "user namespace",
+        expected=node.user,
+        found=found,
+    )
+
+
 def _is_of_its_own(dump: _Dump) -> SnapbackError | None:
     root = dump.seen.root
     found = root.namespaces.get("pid")
@@ -379,6 +401,7 @@ def _fits(dump: _Dump) -> SnapbackError | None:
 
 _DUMP_CHECKS: tuple[Check[_Dump], ...] = (
     _dumps_with_criu,
+    _is_of_our_users,
     _is_of_its_own,
     _is_within_ours,
     _is_of_a_user_that_we_may_read,
@@ -420,6 +443,10 @@ def _waits(restore: _Restore) -> SnapbackError | None:
         found=root.exe,
         processes=count,
     )
+
+
+def _waits_among_our_users(restore: _Restore) -> SnapbackError | None:
+    return _is_apart(restore.target.root, restore.node, Incompatible)
 
 
 def _restores_with_criu(restore: _Restore) -> SnapbackError | None:
@@ -550,6 +577,7 @@ def _has_the_memory(restore: _Restore) -> SnapbackError | None:
 
 _RESTORE_CHECKS: tuple[Check[_Restore], ...] = (
     _waits,
+    _waits_among_our_users,
     _restores_with_criu,
     _has_its_facts,
     _may_give_capabilities,

@@ -174,7 +174,8 @@ class SeenTree(NamedTuple):
 class SeenNode(NamedTuple):
     """The node and the program that looks at it.
 
-    `criu` is None when CRIU cannot be started. `capabilities` is the program's own effective mask.
+    `criu` is None when CRIU cannot be started. `capabilities` is the program's own effective mask,
+    `user` the inode of its user namespace, or None where the kernel has none.
     `processor` has the extensions of its instruction set, `net` the inode of the node's network
     namespace, or None when no process in it can be looked at.
     """
@@ -182,6 +183,7 @@ class SeenNode(NamedTuple):
     criu: Version | None
     kernel: Version
     capabilities: int
+    user: int | None = None
     pid: int = 0
     net: int | None = None
     processor: Sequence[str] = ()

@@ -63,6 +63,7 @@ def node(criu: Path) -> SeenNode:
         criu=_version_of(criu),
         kernel=_version(os.uname().release) or (0, 0),
         capabilities=int(status["CapEff"], 16),
+        user=_user(),
         pid=_inode("/proc/self/ns/pid"),
         net=_net_of_node(),
         processor=extensions(Path("/proc/cpuinfo").read_text()),
@@ -88,6 +89,12 @@ def _version(text: str) -> Version | None:
     return tuple(map(int, found[0].split("."))) if found else None
 
 
+def _user() -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return _inode("/proc/self/ns/user")
+    return None
+
+
 def _net_of_node() -> int | None:
     with contextlib.suppress(PermissionError):
         return _inode("/proc/1/ns/net")
@@ -107,13 +114,18 @@ def tree(pid: int, start: int, *, cgroups: Path) -> SeenTree:
     `cgroups` is where the cgroup file system of the node is mounted. Processes that end meanwhile
     are left out. Raise SourceExited when `pid` is not the running process with this start time.
     """
+    try:
+        # Before its namespaces, for it may leave them meanwhile, and never comes back: what is seen
+        # in a namespace of ours afterwards had the mounts of its runtime until then.
+        mounts = mounts_in(procfs.contents(pid, "mountinfo").decode(errors="surrogateescape"))
+    except _GONE:
+        raise _ended(pid) from None
     seen = [_process(each) for each in procfs.family_of(pid, start)]
     processes = sorted(
         (each for each in seen if each is not None),
         key=lambda each: (each.pid != pid, each.pid),
     )
     try:
-        mounts = mounts_in(procfs.contents(pid, "mountinfo").decode(errors="surrogateescape"))
         found = SeenTree(
             processes=processes,
             mounts=mounts,
