@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -583,6 +584,24 @@ def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Captur
     (capture.root / "default" / "a-file").write_text("")
     done = capture.run(task)
     assert done.moved == done.bytes
+
+
+def test_a_folder_that_cannot_be_entered_does_not_stop_a_save(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = sealed_first(capture)
+    shut = capture.root / "default" / "shut"
+    shut.mkdir()
+    really_open = os.open
+
+    def refusing(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        # For root no folder is shut.
+        if path == shut.name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return really_open(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert save(task, lambda _: None).moved == 0
 
 
 def spare_processes() -> list[int]:

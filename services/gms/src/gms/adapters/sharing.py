@@ -172,6 +172,6 @@ def _names(root: int, path: Sequence[str]) -> list[str]:
     try:
         with opened(open_dir(root, path)) as directory:
             return os.listdir(directory)  # noqa: PTH208 - of a descriptor
-    except SnapbackError:
-        # A file that is no directory is none of ours.
+    except (SnapbackError, OSError):
+        # No directory, or one that cannot be read, which is of no use here.
         return []
