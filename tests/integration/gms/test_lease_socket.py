@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gms.adapters.admission import LeasePolicy
+from gms.adapters.lease_listener import LeaseListener
 from gms.adapters.lease_socket import LeaseServer
 from gms.domain.sessions import Session
 from gms.domain.shares import TooManySessions
@@ -58,6 +59,7 @@ from snapback_client.wire import Inbox, close_all, pinned, prepare, send
 from snapshot_shared.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    DeviceError,
     Forbidden,
     GenerationMismatch,
     InvalidMessage,
@@ -65,6 +67,7 @@ from snapshot_shared.errors import (
     OutOfDeviceMemory,
     SnapbackError,
 )
+from tests.support.limits import no_descriptor_left
 
 MIB = 1024 * 1024
 
@@ -624,6 +627,59 @@ def test_a_client_too_many_is_refused_by_name(launch: Any) -> None:
     failure = caught.value.to_failure()
     assert (failure.reason, failure.retryable) == ("TooManySessions", True)
     first.detach()
+
+
+def test_a_session_outlives_an_allocation_for_which_no_descriptor_is_left(service: Any) -> None:
+    lease = attach(service)
+    with no_descriptor_left(), pytest.raises(DeviceError) as refused:
+        lease.allocate(specs(5))
+    assert refused.value.reason == "DeviceError"
+    lease.allocate(specs(5))
+    lease.detach()
+
+
+async def test_what_has_the_number_of_the_spare_descriptor_meanwhile_is_left_alone(
+    socket_dir: Path,
+) -> None:
+    def spares() -> set[int]:
+        found = Path("/proc/self/fd").iterdir()
+        return {int(path.name) for path in found if os.path.realpath(path) == os.devnull}
+
+    accepted: list[socket.socket] = []
+    first, second = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+    with first, second, contextlib.ExitStack() as stack:
+        before = spares()
+        listener = LeaseListener(socket_dir, accepted.append, None)
+        listener.start()
+        stack.callback(listener.close)
+        (spare,) = spares() - before
+        while (filler := os.open(os.devnull, os.O_RDONLY)) < spare:
+            stack.callback(os.close, filler)
+        os.close(filler)
+        with no_descriptor_left(below=spare):
+            first.connect(str(socket_dir / "gms.sock"))
+            await turns()
+        weights = os.memfd_create("weights")
+        stack.callback(os.close, weights)
+        assert weights == spare
+        with no_descriptor_left():
+            await turns()
+        async with asyncio.timeout(10):
+            while not accepted:  # noqa: ASYNC110 - the listener rests
+                await asyncio.sleep(0.01)
+        stack.callback(accepted[0].close)
+        assert Path(f"/proc/self/fd/{weights}").readlink().name.startswith("memfd:weights")
+        with no_descriptor_left():
+            second.connect(str(socket_dir / "gms.sock"))
+            await turns()
+        second.settimeout(10)
+        assert second.recv(1) == b""
+
+
+async def turns() -> None:
+    """Have what can be read be read: in this turn of the event loop or in one of the next."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def test_the_sockets_are_for_their_owner_alone(service: Any) -> None:

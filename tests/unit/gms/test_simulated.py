@@ -8,8 +8,10 @@ from contextlib import closing
 import pytest
 
 from gms.adapters.simulated import SimulatedDevice, simulated_uuid
-from snapshot_shared.errors import InvalidInput, OutOfDeviceMemory
+from snapback_client.frames import Access
+from snapshot_shared.errors import DeviceError, InvalidInput, OutOfDeviceMemory
 from tests.bench.machine import huge_bytes_free
+from tests.support.limits import no_descriptor_left
 
 MIB = 1024 * 1024
 CAPACITY = 16 * MIB
@@ -60,6 +62,21 @@ def test_huge_pages_are_taken_when_memory_is_allocated() -> None:
 def test_huge_pages_are_whole_in_every_allocation() -> None:
     with pytest.raises(InvalidInput, match="65536 bytes are no huge pages"):
         SimulatedDevice(node="n1", index=0, capacity=MIB, granularity=65536, huge_pages=True)
+
+
+def test_what_finds_no_descriptor_left_says_so_and_takes_nothing(device: SimulatedDevice) -> None:
+    granule = device.info.granularity
+    handle = device.create(granule)
+    for work in (
+        lambda: device.create(granule),
+        lambda: device.export(handle, Access.RW),
+        lambda: device.export(handle, Access.RO),
+    ):
+        with no_descriptor_left(), pytest.raises(DeviceError, match="no descriptor is left") as one:
+            work()
+        assert one.value.reason == "DeviceError"
+    assert device.used == granule
+    device.create(granule)
 
 
 def test_a_simulated_uuid_is_the_same_at_every_start_and_different_for_every_device() -> None:

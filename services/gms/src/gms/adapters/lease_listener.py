@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 
+ACCEPT_AGAIN_S = 1.0
+"""The rest after a connection that could be neither accepted nor refused, in seconds."""
+
 
 class LeaseListener:
     """Accepts clients at `<folder>/gms.sock` until it is closed."""
@@ -51,8 +54,8 @@ class LeaseListener:
         # To a full backlog connect() of a socket with a timeout fails with EAGAIN at once.
         listener.listen(_BACKLOG)
         self._listener = listener
-        self._spare = _spare_descriptor()
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        self._keep_spare()
+        self._listen()
 
     def stop_accepting(self) -> None:
         """Forget the socket. The folder is still owned."""
@@ -69,6 +72,10 @@ class LeaseListener:
         close_all([fd for fd in (self._spare, self._lock) if fd >= 0])
         self._spare = self._lock = -1
 
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
         assert self._listener is not None  # noqa: S101 - the reader is removed before it is None
         try:
@@ -78,22 +85,32 @@ class LeaseListener:
         except OSError as error:
             self._refuse_one(error)
             return
+        self._keep_spare()
         self._accepted(sock)
 
     def _refuse_one(self, error: OSError) -> None:
         """Accept and close one connection, which would otherwise keep the listener readable."""
         log.error("a client could not be accepted: %s", error)
-        if self._listener is None or self._spare < 0:
+        if self._listener is None:
             return
-        # Out of descriptors (EMFILE): one is kept free to accept the connection and close it.
-        os.close(self._spare)
+        if self._spare < 0:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(ACCEPT_AGAIN_S, self._listen)
+            return
+        # Out of descriptors (EMFILE): one is kept free to accept the connection and close it. As
+        # soon as it is closed, another thread may have its number.
+        spare, self._spare = self._spare, -1
+        os.close(spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
-        self._spare = _spare_descriptor()
+        self._keep_spare()
 
-
-def _spare_descriptor() -> int:
-    return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    def _keep_spare(self) -> None:
+        """Have a descriptor to close, if there is one."""
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _lock_folder(folder: Path) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import resource
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,7 +18,7 @@ from gms.ports import DeviceInfo
 from snapback_client.frames import Access
 from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared import units
-from snapshot_shared.errors import Internal, InvalidInput, OutOfDeviceMemory
+from snapshot_shared.errors import DeviceError, Internal, InvalidInput, OutOfDeviceMemory
 
 GRANULARITY = 2 * 1024 * 1024
 PRODUCT = "Snapback Simulated GPU"
@@ -127,10 +129,11 @@ class MemfdDevice:
 
     def export(self, handle: int, access: Access) -> int:
         self._size_of(handle)
-        if access is Access.RW:
-            return os.dup(handle)
-        # A reopened file has its own access mode, which the kernel checks at every mmap.
-        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
+        with _descriptors():
+            if access is Access.RW:
+                return os.dup(handle)
+            # A reopened file has its own access mode, which the kernel checks at every mmap.
+            return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
 
     def seal(self, handle: int) -> None:
         self._size_of(handle)
@@ -229,6 +232,21 @@ def _allocation_size(fd: int, granularity: int) -> int:
     return size
 
 
+@contextlib.contextmanager
+def _descriptors() -> Iterator[None]:
+    """Raise DeviceError where no descriptor is left: every allocation and every export is one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise DeviceError(
+            f"no descriptor is left for memory of a simulated device: {error.strerror}",
+            next_step="raise the limit of the GPU memory service; see LimitNOFILE, ulimit -n",
+        ) from error
+
+
+@_descriptors()
 def _reserve(fd: int, size: int) -> None:
     """Reserve huge pages for a file. OSError without enough of them."""
     os.ftruncate(fd, size)
@@ -239,7 +257,8 @@ def _reserve(fd: int, size: int) -> None:
 
 def _memfd(size: int, *, huge_pages: bool) -> int:
     kind = os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0
-    fd = os.memfd_create("snapback-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | kind)
+    with _descriptors():
+        fd = os.memfd_create("snapback-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | kind)
     try:
         if huge_pages:
             _reserve(fd, size)
