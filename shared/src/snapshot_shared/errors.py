@@ -45,7 +45,9 @@ before any side effect; `values` are the facts involved; `next_step` says what t
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 # These are imported from here by the services.
 from snapback_client.errors import (
@@ -201,7 +203,7 @@ class TransferKilled(SnapbackError):
 
 
 class ContainerFailed(SnapbackError):
-    """The saver or loader of a pod says that it failed, in words of its own."""
+    """A container of a pod says that it failed, in words of its own, or its files are not sound."""
 
 
 class NoSpace(SnapbackError):
@@ -238,6 +240,30 @@ class NotPermitted(BusUnavailable):
 
 class InjectedFault(SnapbackError):
     """A step failed because the fault switch of the simulation is set so."""
+
+
+DAMAGE = frozenset({"ArtifactCorrupt", "ArtifactMissing", "ArtifactError"})
+"""Reasons that speak about the artifact itself; `Incompatible` speaks about the target."""
+
+
+@contextlib.contextmanager
+def pods_own() -> Iterator[None]:
+    """Raise ContainerFailed for damage within a block on the files or programs of a pod.
+
+    A pod could otherwise have a sound artifact quarantined.
+    """
+    try:
+        yield
+    except SnapbackError as error:
+        failure = error.to_failure()
+        if failure.reason not in DAMAGE:
+            raise
+        found = ContainerFailed(
+            f"a container of the pod: {failure.message} ({failure.reason})",
+            next_step="look at the containers of the pod; the artifact is not in doubt",
+        )
+        found.values = failure.values
+        raise found from error
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

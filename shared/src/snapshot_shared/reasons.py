@@ -557,9 +557,10 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Nothing: the operator ends, starts again and has every unanswered order repeated.",
         ),
         "ContainerFailed": Reason(
-            "The container gms-saver or gms-loader of a pod has failed.",
-            "It says so in words of its own, which stand in the message.",
-            "Read its log: `kubectl logs POD --container gms-saver`, or `gms-loader`.",
+            "A container of a pod that moves or holds its GPU memory has failed.",
+            "It says so in words of its own, which stand in the message, or its files are not as "
+            "they were made. What such a container says puts no artifact into quarantine.",
+            "Read its log: `kubectl logs POD --container gms-saver`, `gms-loader` or `gms-server`.",
         ),
         "TransferKilled": Reason(
             "The process that moved the bytes was killed.",

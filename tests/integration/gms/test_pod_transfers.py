@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +20,39 @@ import pytest
 from msgspec.structs import replace
 
 import snapback_client as client
+from gms.adapters.grpc_api import GrpcServer
+from gms.adapters.pod_memory import PodMemories
 from gms.adapters.pod_transfers import PodTransfers
 from gms.adapters.transfer_process import TransferProcesses
+from gms.domain.containers import Outcome
 from gms.domain.tasks import (
     DEFAULT_OPTIONS,
     TransferDone,
     TransferEvent,
     TransferLeased,
+    TransferProgress,
     load_task,
+    order_folder,
     save_task,
 )
+from gms.handlers.control import GmsControl
+from gms.handlers.orders import GmsOrders
+from gms.transfer_child.copies import hand_out
+from snapshot_agent.adapters.gms_grpc import PodGms
+from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import (
+    DAMAGE,
     ArtifactCorrupt,
+    ArtifactMissing,
     ContainerFailed,
+    Failure,
     InvalidInput,
     SnapbackError,
     StaleLayout,
 )
-from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
+from snapshot_shared.frames import MissingDevice, StatusReply, StatusRequest
+from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, PodRef, SaveOrder
+from snapshot_shared.volumes import GMS_VOLUME, folder_of
 
 MIB = 1024 * 1024
 UID = "11111111-2222-3333-4444-555555555555"
@@ -213,11 +231,19 @@ async def test_the_failure_of_a_saver_is_that_of_the_order(pod: Pod) -> None:
     assert list(pod.volume.iterdir()) == []
 
 
-async def answer_as_a_stranger(pod: Pod, name: str, data: bytes) -> None:
+def say_damaged(folder: Path, reason: str) -> None:
+    outcome = Outcome(verb="load", failure=Failure(reason=reason, message="chunk 3 is damaged"))
+    (folder / "failed").write_bytes(encode_pretty(outcome))
+
+
+async def answer_as_a_stranger(pod: Pod, answer: Callable[[Path], object]) -> None:
     """Answer the order as a program of a stranger does."""
-    await until(lambda: list(pod.volume.glob("save-*/order.json")))
+    await until(lambda: list(pod.volume.glob("[sl]*/order.json")))
     (folder,) = pod.volume.iterdir()
-    (folder / name).write_bytes(data)
+    answer(folder)
+    with contextlib.suppress(FileNotFoundError):
+        # A file that is written has the folder looked at.
+        (folder / "other").write_text("")
 
 
 @pytest.mark.parametrize(
@@ -231,11 +257,127 @@ async def answer_as_a_stranger(pod: Pod, name: str, data: bytes) -> None:
 async def test_a_foreign_program_that_fails_or_writes_nothing_is_said(
     pod: Pod, name: str, data: bytes, error: type[Exception], says: str
 ) -> None:
-    answer = asyncio.ensure_future(answer_as_a_stranger(pod, name, data))
+    answer = asyncio.ensure_future(
+        answer_as_a_stranger(pod, lambda folder: (folder / name).write_bytes(data))
+    )
     with pytest.raises(error, match=says):
         await pod.run(*pod.save())
     await answer
     assert list(pod.volume.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda folder: (folder / "event").symlink_to("order.json"),
+        lambda folder: (folder / "done").mkdir(),
+        lambda folder: (folder / "failed").symlink_to(folder),
+        shutil.rmtree,
+        *(partial(say_damaged, reason=reason) for reason in sorted(DAMAGE)),
+    ],
+    ids=["link-of-event", "folder-for-done", "link-of-failed", "no-folder", *sorted(DAMAGE)],
+)
+async def test_a_loader_cannot_have_a_sound_artifact_doubted(
+    pod: Pod, answer: Callable[[Path], object]
+) -> None:
+    order, task = pod.load(await saved(pod))
+    answering = asyncio.ensure_future(answer_as_a_stranger(pod, answer))
+    with pytest.raises(ContainerFailed):
+        await pod.run(order, task)
+    await answering
+    assert list(pod.volume.iterdir()) == []
+
+
+def link_the_namespace(filled: Path, _event: TransferEvent) -> None:
+    (filled / "default").symlink_to(filled)
+
+
+def remove_the_folder(filled: Path, event: TransferEvent) -> None:
+    if isinstance(event, TransferProgress) and event.done:
+        shutil.rmtree(filled)
+
+
+def link_a_file(filled: Path, event: TransferEvent) -> None:
+    if isinstance(event, TransferProgress) and event.done:
+        (shard,) = filled.joinpath(*PART).iterdir()
+        shard.unlink()
+        shard.symlink_to("part.json")
+
+
+@pytest.mark.parametrize("change", [link_the_namespace, remove_the_folder, link_a_file])
+async def test_what_a_pod_does_to_the_folder_of_its_order_is_no_damage(
+    pod: Pod, change: Callable[[Path, TransferEvent], None]
+) -> None:
+    order, task = pod.load(await saved(pod))
+    filled = pod.volume / f".{order_folder(order.order, order.attempt)}"
+    filled.mkdir()
+    with pytest.raises(ContainerFailed):
+        hand_out(replace(task, staged=str(pod.volume)), partial(change, filled))
+
+
+async def test_damage_of_the_artifact_itself_is_found_before_a_loader_gets_it(pod: Pod) -> None:
+    order, task = pod.load(await saved(pod))
+    flip(pod.root.joinpath(*PART))
+    with pytest.raises(ArtifactCorrupt):
+        await pod.run(order, task)
+    assert list(pod.volume.iterdir()) == []
+
+
+class LyingMemory(GmsControl):
+    """The memory server of a pod, as anybody may write one."""
+
+    missing: tuple[MissingDevice, ...] = ()
+
+    async def status(self, request: StatusRequest) -> StatusReply:
+        if not self.missing:
+            raise ArtifactMissing("the weights are not there")
+        return replace(await super().status(request), devices=[], missing=list(self.missing))
+
+
+@contextlib.contextmanager
+def lying(pod: Pod, *missing: MissingDevice) -> Iterator[tuple[Path, PodRef]]:
+    """Serve one in a pod; yield the folder of the kubelet and the pod."""
+    service, ref = pod.service, PodRef(uid=UID, name="worker", namespace="default")
+
+    async def started(folder: Path) -> GrpcServer:
+        control = LyingMemory(service.gms)
+        control.missing = missing
+        server = GrpcServer(folder, control, service.transfers)
+        await server.start()
+        return server
+
+    with tempfile.TemporaryDirectory(prefix="gms-") as home:
+        kubelet = Path(home)
+        volume = Path(folder_of(kubelet, ref.uid, GMS_VOLUME))
+        volume.parent.mkdir(parents=True)
+        # A path as long as that of a volume is no address of a socket.
+        volume.symlink_to(kubelet)
+        server = service.run(started(kubelet))
+        yield kubelet, ref
+        service.run(server.close())
+
+
+GONE = MissingDevice(
+    uuid="GPU-gone", index=0, failure=Failure(reason="ArtifactCorrupt", message="chunk 3")
+)
+
+
+@pytest.mark.parametrize("missing", [(), (GONE,)])
+async def test_what_a_memory_server_says_to_gms_is_no_damage(
+    pod: Pod, missing: tuple[MissingDevice, ...]
+) -> None:
+    unused: Any = None
+    order, _ = pod.load(await saved(pod))
+    with lying(pod, *missing) as (kubelet, ref):
+        find = PodMemories(kubelet, unused).find
+        orders = GmsOrders(find, unused, unused, unused, root=pod.root)
+        with pytest.raises(ContainerFailed):
+            await orders.load(replace(order, pod=ref, device=GONE.uuid), unused)
+
+
+async def test_what_a_memory_server_says_to_an_agent_is_no_damage(pod: Pod) -> None:
+    with lying(pod) as (kubelet, ref), pytest.raises(ContainerFailed):
+        await PodGms(kubelet, kubelet).at(ref).devices(wait_s=0.0)
 
 
 @contextlib.asynccontextmanager
@@ -263,10 +405,7 @@ async def test_what_was_saved_while_the_service_of_the_node_was_away_is_taken(po
 
 async def test_bytes_that_differ_from_their_digests_are_no_artifact(pod: Pod) -> None:
     async with answered_before(pod) as part:
-        (shard,) = (path for path in part.iterdir() if path.name != "part.json")
-        data = bytearray(shard.read_bytes())
-        data[77] ^= 4
-        shard.write_bytes(data)
+        flip(part)
     with pytest.raises(ArtifactCorrupt):
         await pod.run(*pod.save())
     assert not pod.root.joinpath(*PART).exists()
@@ -290,6 +429,14 @@ async def test_a_link_in_the_place_of_a_part_is_not_followed(pod: Pod, tmp_path:
     with pytest.raises(ArtifactCorrupt):
         await pod.run(*pod.save())
     assert not pod.root.joinpath(*PART).exists()
+
+
+def flip(part: Path) -> None:
+    """Change one bit of the bytes of a part."""
+    (shard,) = (path for path in part.iterdir() if path.name != "part.json")
+    data = bytearray(shard.read_bytes())
+    data[77] ^= 4
+    shard.write_bytes(data)
 
 
 async def until(holds: Any) -> None:

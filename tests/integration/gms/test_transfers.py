@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,16 +36,26 @@ from gms.domain.tasks import (
     TransferLeased,
     TransferProgress,
 )
+from gms.transfer_child.load import load
 from gms.transfer_child.save import save
 from snapback_client.errors import GmsUnavailable
-from snapback_client.frames import LEASE_SOCKET, Attach, LockMode, MemoryDomain
+from snapback_client.frames import (
+    LEASE_SOCKET,
+    Attach,
+    ErrorReply,
+    LockMode,
+    MemoryDomain,
+    encode_frame,
+)
 from snapback_client.lease import Lease
+from snapback_client.wire import Inbox, close_all, send
 from snapshot_shared.artifact import PartManifest, check_part_manifest
 from snapshot_shared.codec import digest, encode_json, encode_pretty
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactExists,
     ArtifactMissing,
+    ContainerFailed,
     DeviceTooSmall,
     Incompatible,
     InvalidInput,
@@ -602,6 +615,50 @@ def test_a_folder_that_cannot_be_entered_does_not_stop_a_save(
 
     monkeypatch.setattr(os, "open", refusing)
     assert save(task, lambda _: None).moved == 0
+
+
+def lying_server(folder: Path, real: Path, lies_at: int) -> threading.Thread:
+    """Serve one client as the real service does, but lie in the answer of this number."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(folder / LEASE_SOCKET))
+    listener.listen()
+    listener.settimeout(20)
+
+    def serve() -> None:
+        inbox = Inbox()
+        with listener, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(str(real / LEASE_SOCKET))
+            client_end, _ = listener.accept()
+            with client_end:
+                for number in itertools.count():
+                    data, _ = inbox.receive(client_end)
+                    if not data:
+                        return
+                    send(server, data)
+                    data, descriptors = inbox.receive(server)
+                    if number == lies_at:
+                        lie = ArtifactCorrupt("chunk 3 is damaged").to_failure()
+                        data = encode_frame(ErrorReply.of(lie))
+                    send(client_end, data, descriptors)
+                    close_all(descriptors)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    "lies_at", range(6), ids=["attach", "allocate", "export", "metadata", "commit", "detach"]
+)
+def test_an_artifact_is_not_damaged_because_a_memory_server_says_so(
+    capture: Capture, lies_at: int
+) -> None:
+    capture.run(capture.save_task())
+    with tempfile.TemporaryDirectory(prefix="gms-") as folder:
+        server = lying_server(Path(folder), capture.service.folder, lies_at)
+        with pytest.raises(ContainerFailed, match="chunk 3 is damaged"):
+            load(capture.load_task(socket_dir=folder), lambda _: None)
+        server.join()
 
 
 def spare_processes() -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import xxhash
@@ -100,24 +102,28 @@ def checked_chunks(
 
 
 def copy_files(
-    source: int, target: int, manifest: PartManifest, advance: Callable[[int], None]
+    source: int,
+    target: int,
+    manifest: PartManifest,
+    advance: Callable[[int], None],
+    at_target: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
     """Copy the files of a part into an empty directory, each byte verified, and make them durable.
 
-    None of them is in a stripe root.
+    None of them is in a stripe root. What is done in the directory is done within `at_target`.
     Chunks of zeros become holes. ArtifactCorrupt, NoSpace.
     """
     for entry in manifest.files:
-        with opened(create_file(target, entry.name)) as fd:
+        with at_target(), opened(create_file(target, entry.name)) as fd:
             os.ftruncate(fd, entry.size)
     for entry, offset, chunk in checked_chunks({"": source}, manifest):
         if entry.chunks[offset // entry.chunk_bytes] != zeros_digest(len(chunk)):
-            with opened(open_regular(target, entry.name, writable=True)) as fd:
+            with at_target(), opened(open_regular(target, entry.name, writable=True)) as fd:
                 os.lseek(fd, offset, os.SEEK_SET)
                 write_all(fd, chunk)
         advance(len(chunk))
     for entry in manifest.files:
-        with opened(open_regular(target, entry.name)) as fd:
+        with at_target(), opened(open_regular(target, entry.name)) as fd:
             secure(fd, entry.name)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,13 @@ from gms.domain.tasks import (
 from gms.ports import Transfers
 from snapback_client.frames import error_of
 from snapshot_shared.codec import MAX_MESSAGE_BYTES, decode_json, encode_pretty
-from snapshot_shared.errors import ArtifactMissing, ContainerFailed, InvalidMessage, SnapbackError
+from snapshot_shared.errors import (
+    ArtifactMissing,
+    ContainerFailed,
+    InvalidMessage,
+    SnapbackError,
+    pods_own,
+)
 from snapshot_shared.files import (
     make_dir,
     open_dir,
@@ -89,7 +95,7 @@ class PodTransfers:
         last: TransferEvent | None = None
         with Inotify() as inotify:
             changes = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.DELETE_SELF
-            inotify.add_watch(self._folder / name, changes | Mask.ONLYDIR | Mask.DONT_FOLLOW)
+            await in_thread(self._watch, name, lambda path: inotify.add_watch(path, changes))
             while True:
                 event, is_done = await in_thread(self._look, name)
                 if last is None and (event is not None or is_done):
@@ -101,6 +107,12 @@ class PodTransfers:
                     return
                 await inotify.get()
 
+    @pods_own()
+    def _watch(self, name: str, add: Callable[[str], object]) -> None:
+        with self._opened(name) as folder:
+            add(f"/proc/self/fd/{folder}")
+
+    @pods_own()
     def _look(self, name: str) -> tuple[TransferEvent | None, bool]:
         with self._opened(name) as folder:
             if (failed := _read(folder, FAILED)) is not None:
@@ -111,6 +123,7 @@ class PodTransfers:
             return decode_json(event or b"", _ANY_EVENT), is_done
         return None, is_done
 
+    @pods_own()
     def _is_offered(self, name: str) -> bool:
         """Whether an earlier process of this service has put the order there."""
         try:
@@ -119,6 +132,7 @@ class PodTransfers:
         except ArtifactMissing:
             return False
 
+    @pods_own()
     def _begin(self, name: str) -> None:
         with opened(open_root(self._folder)) as root:
             remove_tree(root, f".{name}", durable=False)
@@ -126,6 +140,7 @@ class PodTransfers:
                 # For the user of the container, which may be any.
                 os.fchmod(folder, 0o777)
 
+    @pods_own()
     def _offer(self, name: str, order: SaveOrder | LoadOrder) -> None:
         with opened(open_root(self._folder)) as root:
             with opened(open_dir(root, [f".{name}"])) as folder:

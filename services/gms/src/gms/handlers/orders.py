@@ -29,7 +29,7 @@ from gms.handlers.transfers import persistent
 from gms.ports import FindMemory, Memory, NoMemoryServer, Tracer, Transfers
 from snapback_client.frames import error_of
 from snapshot_shared.courier import Handler, OrderContext, Result
-from snapshot_shared.errors import Internal, NotFound, SnapbackError, UnknownDevice
+from snapshot_shared.errors import Internal, NotFound, SnapbackError, UnknownDevice, pods_own
 from snapshot_shared.frames import (
     DeviceStatus,
     ForgetRequest,
@@ -255,14 +255,16 @@ async def _device(memory: Memory, name: str) -> DeviceStatus:
 
     UnknownDevice, and what is wrong with a device that does not answer.
     """
-    status = await memory.control.status(StatusRequest())
+    with pods_own():
+        status = await memory.control.status(StatusRequest())
     devices = status.devices
     for device in devices:
         if name in (device.uuid, f"gpu-{device.index}"):
             return device
     for missing in status.missing or ():
         if name in (missing.uuid, f"gpu-{missing.index}"):
-            raise error_of(missing.failure)
+            with pods_own():
+                raise error_of(missing.failure)
     raise UnknownDevice(
         f"device {name} is not served here",
         found=name,

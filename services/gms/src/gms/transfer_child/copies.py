@@ -6,6 +6,7 @@ written is foreign: each byte is verified, and the manifest has to be that of th
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from gms.adapters.part_files import copy_files
@@ -17,11 +18,12 @@ from gms.transfer_child.save import saved_before
 from gms.transfer_child.session import Emit, ProgressMeter
 from snapshot_shared.artifact import PART_MANIFEST, PartManifest, check_part_manifest
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
-from snapshot_shared.errors import InvalidInput, StaleLayout
+from snapshot_shared.errors import InvalidInput, StaleLayout, pods_own
 from snapshot_shared.files import (
     make_dir,
     open_artifact,
     open_dir,
+    open_regular,
     open_root,
     opened,
     read_bounded,
@@ -105,6 +107,7 @@ def hand_out(task: LoadTask, emit: Emit) -> TransferDone:
         opened(open_root(task.root)) as root,
         opened(open_artifact(root, where)) as source,
         opened(open_root(task.staged)) as above,
+        contextlib.ExitStack() as stack,
     ):
         manifest = read_manifest(root, source, task)
         if manifest.objects:
@@ -124,14 +127,17 @@ def hand_out(task: LoadTask, emit: Emit) -> TransferDone:
             )
         meter = ProgressMeter(manifest.bytes, emit)
         path = [f".{order_folder(task.order, task.attempt)}", *where]
-        with opened(make_dir(above, path)) as target:
-            require_space(target, manifest.bytes, f"part {task.part}")
-            copy_files(source, target, manifest, meter.advance)
-            data = read_bounded(source, PART_MANIFEST, MAX_MANIFEST_BYTES)
+        with pods_own():
+            target = stack.enter_context(opened(make_dir(above, path)))
+        require_space(target, manifest.bytes, f"part {task.part}")
+        copy_files(source, target, manifest, meter.advance, pods_own)
+        data = read_bounded(source, PART_MANIFEST, MAX_MANIFEST_BYTES)
+        with pods_own():
             write_new(target, PART_MANIFEST, data)
             for name in (*(entry.name for entry in manifest.files), PART_MANIFEST):
-                os.chmod(name, 0o444, dir_fd=target)
-        for depth in range(1, len(path)):
-            with opened(open_dir(above, path[: depth + 1])) as folder:
-                os.fchmod(folder, 0o755)
+                with opened(open_regular(target, name)) as file:
+                    os.fchmod(file, 0o444)
+            for depth in range(1, len(path)):
+                with opened(open_dir(above, path[: depth + 1])) as folder:
+                    os.fchmod(folder, 0o755)
     return handed_over(task, manifest.bytes)

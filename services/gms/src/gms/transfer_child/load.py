@@ -17,7 +17,7 @@ from snapback_client.frames import Access, AllocationSpec
 from snapback_client.lease import Lease
 from snapshot_shared.artifact import PART_MANIFEST, PartManifest, check_part_manifest
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
-from snapshot_shared.errors import ArtifactCorrupt
+from snapshot_shared.errors import ArtifactCorrupt, pods_own
 from snapshot_shared.files import open_artifact, open_root, opened, read_bounded
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.stripes import StripeRoots
@@ -46,11 +46,15 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
             stripes=[entry.stripe or "" for entry in files],
         )
         folders = stack.enter_context(StripeRoots(task.stripe_roots).reading(directory, manifest))
-        with leased(Lease.attach(task.socket_dir, load_request(task))) as lease:
+        # The memory server may be of the pod: what it says is nothing about the artifact.
+        with pods_own():
+            lease = Lease.attach(task.socket_dir, load_request(task))
+        with leased(lease):
             check_room(allocations, lease.attached)
             emit(TransferLeased())
             specs = [AllocationSpec(id=a.id, size=a.size, tag=a.tag) for a in allocations]
-            infos = lease.allocate(specs, wait_s=task.memory_wait_s)
+            with pods_own():
+                infos = lease.allocate(specs, wait_s=task.memory_wait_s)
             find = functools.partial(backend_of, task, backend_name, ciphers=ciphers)
             with mapped(lease, infos, Access.RW, find) as (buffers, backend):
                 meter = ProgressMeter(manifest.bytes, emit)
@@ -68,8 +72,9 @@ def load(task: LoadTask, emit: Emit) -> TransferDone:
                     )
 
                 moved = in_folders(folders, plans, task.threads, move, meter.advance)
-            lease.put_metadata(metadata_of(layout.metadata))
-            done = lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
+            with pods_own():
+                lease.put_metadata(metadata_of(layout.metadata))
+                done = lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
     ref = LayoutRef(
         device=task.device,
         incarnation=done.incarnation,

@@ -17,6 +17,7 @@ from gms.ports import TransferBackend
 from snapback_client.frames import Access, AllocationInfo
 from snapback_client.lease import Lease
 from snapback_client.reservation import HUGE_PAGE, Reservation, reserve
+from snapshot_shared.errors import pods_own
 
 if TYPE_CHECKING:
     from gms.adapters.encrypted import Ciphers
@@ -56,7 +57,8 @@ def leased(lease: Lease) -> Iterator[Lease]:
     except BaseException:
         lease.close()
         raise
-    lease.detach()
+    with pods_own():
+        lease.detach()
 
 
 @contextlib.contextmanager
@@ -92,7 +94,8 @@ def mapped(
         gpu.prepare(attached.device)
     at = reserve(attached.device_kind, attached.device, end, address=None)
     try:
-        at.map_all(exported(), writable=access is Access.RW)
+        with pods_own():
+            at.map_all(exported(), writable=access is Access.RW)
         if isinstance(at, Reservation):
             views = [at.view(places[info.id], info.size) for info in infos]
             yield views, find(in_place=page >= HUGE_PAGE)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import conditions, fold, ordering
 from snapshot_operator.core.conditions import Wait
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import DAMAGE, Failure
 from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
 from snapshot_shared.objects.snapback import (
     VERIFY,
@@ -27,8 +27,6 @@ from snapshot_shared.units import size
 
 QUARANTINED = "Quarantined"
 VERIFIED = "Verified"
-DAMAGE = frozenset({"ArtifactCorrupt", "ArtifactMissing", "ArtifactError"})
-"""Reasons that speak about the artifact itself; `Incompatible` speaks about the target."""
 
 _READING = ("load", "place", "restore", "verify")
 _LATE = "AgentUnresponsive"

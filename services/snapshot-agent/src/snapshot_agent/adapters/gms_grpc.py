@@ -24,6 +24,7 @@ from snapshot_shared.errors import (
     InvalidMessage,
     OutcomeUnknown,
     SnapbackError,
+    pods_own,
 )
 from snapshot_shared.frames import (
     FAILURE_TRAILER,
@@ -169,7 +170,7 @@ class _Briefly(GmsClient):
     ) -> T:
         path = self._socket_dir / GRPC_SOCKET
         try:
-            with pinned(path) as short:
+            with pinned(path) as short, pods_own():
                 self._target = f"unix:{short}"
                 try:
                     return await super()._call(method, body, reply, within_s, patiently=patiently)
