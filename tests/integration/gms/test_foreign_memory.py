@@ -6,6 +6,7 @@ A claimed device is one whose memory other processes can take, as they can that 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from typing import Any
 import pytest
 
 import snapback_client as client
-from gms.adapters.device_memory import ClaimedMemory, Refused
+from gms.adapters.device_memory import ClaimedMemory, Made, Refused
 from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain
 from snapback_client.lease import Lease
+from snapback_client.wire import send
 from snapshot_shared.codec import encode_msgpack
-from snapshot_shared.errors import Failure, OutOfDeviceMemory
+from snapshot_shared.errors import Failure, OutOfDeviceMemory, SnapbackError
 from tests.support.claimed_rig import ClaimedRig
 
 MIB = 1024 * 1024
@@ -167,3 +169,64 @@ def test_a_node_that_is_silent_gone_or_too_old_does_not_say_what_is_free(
         assert memory.free() is None
         thread.join()
     assert memory.free() is None
+
+
+class Node:
+    """A node that gives these answers, with so many descriptors, to one connection."""
+
+    def __init__(self, path: Path, *answers: tuple[bytes, int]) -> None:
+        self.hung_up = False
+        self._answers = answers
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.settimeout(10)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        sock, _ = self._listener.accept()
+        with self._listener, sock, Path(os.devnull).open() as memory:
+            sock.settimeout(10)
+            for answer, descriptors in self._answers:
+                sock.recv(4096)
+                send(sock, answer, [memory.fileno()] * descriptors)
+            with contextlib.suppress(TimeoutError):
+                self.hung_up = not sock.recv(4096)
+
+    def end(self) -> None:
+        self._thread.join()
+
+
+MADE = encode_msgpack(Made(id=1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "descriptors"),
+    [(b"\xc1", 0), (b"\xc1", 1), (MADE, 0), (MADE, 2), (MADE, 250)],
+    ids=["nonsense", "nonsense-and-memory", "no-memory", "too-much-memory", "cut"],
+)
+def test_after_an_answer_that_is_not_understood_the_memory_goes_with_the_connection(
+    tmp_path: Path, answer: bytes, descriptors: int
+) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    node = Node(tmp_path / "memory.sock", (answer, descriptors))
+    memory = ClaimedMemory(tmp_path / "memory.sock")
+    with pytest.raises(SnapbackError):
+        memory.create(MIB)
+    node.end()
+    assert node.hung_up
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_refusal_keeps_the_connection_and_what_it_has_made(tmp_path: Path) -> None:
+    refusal = encode_msgpack(Refused(OutOfDeviceMemory("all is taken").to_failure()))
+    node = Node(tmp_path / "memory.sock", (MADE, 1), (refusal, 0), (MADE, 1))
+    memory = ClaimedMemory(tmp_path / "memory.sock")
+    memory.create(MIB)
+    with pytest.raises(OutOfDeviceMemory):
+        memory.create(MIB)
+    memory.create(MIB)
+    memory.close()
+    node.end()
+    assert node.hung_up

@@ -299,12 +299,9 @@ class ClaimedMemory:
 
     def create(self, size: int) -> int:
         with self._lock:
-            name, descriptors = self._create(Create(size))
-            if len(descriptors) != 1:
-                close_all(descriptors)
-                raise InvalidMessage(f"{len(descriptors)} descriptors came with memory, not 1")
-            self._names[descriptors[0]] = name
-            return descriptors[0]
+            name, (handle,) = self._create(Create(size))
+            self._names[handle] = name
+            return handle
 
     def release(self, handle: int) -> None:
         with self._lock:
@@ -357,22 +354,23 @@ class ClaimedMemory:
         self, sock: socket.socket, request: Create | Adopt | Release, beside: tuple[int, ...] = ()
     ) -> tuple[int, list[int]]:
         """Send and receive. _Disconnected, and what the other end answers."""
+        descriptors: list[int] = []
         try:
             send(sock, encode_msgpack(request), beside)
             data, descriptors = self._inbox.receive(sock)
-        except OSError as error:
+            if not data:
+                raise InvalidMessage("it hung up")
+            reply = decode_msgpack(data, _REPLY)
+            wanted = int(isinstance(request, Create) and isinstance(reply, Made))
+            if len(descriptors) != wanted:
+                raise InvalidMessage(f"{len(descriptors)} descriptors came, not {wanted}")
+        except (OSError, InvalidMessage) as error:
+            # What was made has no name here: it is released with the connection.
+            close_all(descriptors)
             self._hang_up()
             raise self._disconnected(error) from error
-        if not data:
-            self._hang_up()
-            raise self._disconnected("it hung up")
-        try:
-            reply = decode_msgpack(data, _REPLY)
-            if isinstance(reply, Refused):
-                raise _error_of(reply.failure)
-        except SnapbackError:
-            close_all(descriptors)
-            raise
+        if isinstance(reply, Refused):
+            raise _error_of(reply.failure)
         return reply.id, descriptors
 
     def _hang_up(self) -> None:
