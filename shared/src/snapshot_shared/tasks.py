@@ -41,6 +41,42 @@ async def any_set(within_s: float, *events: asyncio.Event) -> bool:
     return True
 
 
+class Changes:
+    """Wakes those who wait for a change: `next` is set with it, and another takes its place."""
+
+    def __init__(self) -> None:
+        """Begin before the first."""
+        self.next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Say that something has changed."""
+        changed, self.next = self.next, asyncio.Event()
+        changed.set()
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read; a pidfd can when the process has ended."""
+    loop = asyncio.get_running_loop()
+    await _ready(descriptor, loop.add_reader, loop.remove_reader)
+
+
+async def writable(descriptor: int) -> None:
+    """Wait until a descriptor can be written."""
+    loop = asyncio.get_running_loop()
+    await _ready(descriptor, loop.add_writer, loop.remove_writer)
+
+
+async def _ready(
+    descriptor: int, add: Callable[..., object], remove: Callable[[int], object]
+) -> None:
+    ready = asyncio.Event()
+    add(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        remove(descriptor)
+
+
 async def end_all(*tasks: asyncio.Future[Any], again_s: float = 0.2) -> None:
     """Cancel tasks that have no end and wait for them.
 

@@ -393,7 +393,7 @@ def test_what_a_broken_context_may_have_mapped_stays_charged(
 async def lingers(service: Any) -> None:
     async with asyncio.timeout(10):
         while not service.gms.table.devices[service.uuids[0]].lingering:
-            await service.gms._changed.wait()
+            await service.gms._changes.next.wait()
 
 
 class Saved:

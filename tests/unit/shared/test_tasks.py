@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from snapshot_shared.tasks import Threads, heeding, in_thread, over, undisturbed
+from snapshot_shared.tasks import (
+    Changes,
+    Threads,
+    heeding,
+    in_thread,
+    over,
+    readable,
+    undisturbed,
+    writable,
+)
 
 OFTEN = 3
 
@@ -207,3 +216,31 @@ async def test_what_is_undisturbed_is_not_even_told_of_a_cancellation() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ends.is_set()
+
+
+async def test_who_waits_for_the_next_change_is_woken_by_that_one_alone() -> None:
+    changes = Changes()
+    seen, changed = changes.next, asyncio.create_task(changes.next.wait())
+    changes.notify()
+    assert await changed
+    assert seen.is_set()
+    assert not changes.next.is_set()
+
+
+async def test_a_descriptor_is_waited_for_until_it_can_be_read_or_written() -> None:
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    reading = asyncio.create_task(readable(ends[0]))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    written = os.write(ends[1], bytes(2**20))
+    await reading
+    writing = asyncio.create_task(writable(ends[1]))
+    await asyncio.sleep(0)
+    assert not writing.done()
+    assert os.read(ends[0], 2**20) == bytes(written)
+    await writing
+    for end in ends:
+        assert not asyncio.get_running_loop().remove_reader(end)
+        os.close(end)

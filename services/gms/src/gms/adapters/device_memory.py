@@ -38,7 +38,7 @@ from snapshot_shared.errors import (
     failure_of,
 )
 from snapshot_shared.files import open_root, opened, read_bounded, write_replacing
-from snapshot_shared.tasks import any_set, end_all, in_thread
+from snapshot_shared.tasks import any_set, end_all, in_thread, readable
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class _Client:
             await in_thread(self._release_all)
 
     async def _answer_one(self) -> bool:
-        await self._ready()
+        await readable(self._socket.fileno())
         try:
             data, descriptors = self._inbox.receive(self._socket)
         except BlockingIOError:
@@ -254,15 +254,6 @@ class _Client:
     def _release_all(self) -> None:
         while self._made:
             self._device.release(self._made.popitem()[1])
-
-    async def _ready(self) -> None:
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_reader(self._socket.fileno(), ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(self._socket.fileno())
 
 
 _REQUEST: Any = Create | Adopt | Release | Look

@@ -22,7 +22,7 @@ from snapshot_shared import instruments
 from snapshot_shared.codec import MAX_FRAME_BYTES
 from snapshot_shared.errors import DeadlineExceeded, InvalidMessage, SnapbackError, failure_of
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.tasks import end_all
+from snapshot_shared.tasks import end_all, readable
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class LeaseRouter:
         budget = self._policy.handshake_s
         try:
             async with asyncio.timeout(budget):
-                await _readable(sock)
+                await readable(sock.fileno())
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no Attach came within {budget} s", step="handshake", budget_s=budget
@@ -165,18 +165,3 @@ def hand(channel: socket.socket, client: socket.socket) -> None:
 async def until_ready(channel: socket.socket) -> bool:
     """Wait until the other end takes clients; False when it has ended before."""
     return bool(await asyncio.get_running_loop().sock_recv(channel, len(_READY)))
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(sock.fileno(), _wake, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(sock.fileno())
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -50,6 +50,7 @@ from snapshot_shared.errors import (
     failure_of,
 )
 from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.tasks import writable
 
 log = logging.getLogger(__name__)
 
@@ -389,7 +390,7 @@ class _Connection:
                     return send(self._socket, data, message.descriptors)
                 except BlockingIOError:
                     async with asyncio.timeout(self._common.policy.send_s):
-                        await self._writable()
+                        await writable(self._socket.fileno())
         except (OSError, TimeoutError) as error:
             raise _ClientGone from error
         finally:
@@ -415,21 +416,7 @@ class _Connection:
                 pending.cancel()
             await asyncio.gather(hangup, task, return_exceptions=True)
 
-    async def _writable(self) -> None:
-        future = self._loop.create_future()
-        descriptor = self._socket.fileno()
-        self._loop.add_writer(descriptor, _wake, future)
-        try:
-            await future
-        finally:
-            self._loop.remove_writer(descriptor)
-
 
 def _from(first: Message | None, answer: Answer) -> Answer:
     yield first
     yield from answer
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

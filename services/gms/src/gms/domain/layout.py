@@ -180,8 +180,3 @@ def _array(size: int) -> bytes:
     if size < 16:
         return bytes([0x90 | size])
     return b"\xdc" + size.to_bytes(2) if size < 2**16 else b"\xdd" + size.to_bytes(4)
-
-
-def aligned(size: int, granularity: int) -> int:
-    """Round up to whole granules."""
-    return -(-size // granularity) * granularity

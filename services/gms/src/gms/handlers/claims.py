@@ -23,7 +23,7 @@ from gms.domain.claims import (
 )
 from gms.ports import ClaimStore, ClusterApi, MemorySockets
 from snapshot_shared.errors import NotEligible, SnapbackError
-from snapshot_shared.tasks import any_set, in_thread
+from snapshot_shared.tasks import Changes, any_set, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Claims:
         self._prepared: dict[str, PreparedClaim] = {}
         # One claim at a time is put in place or removed; what may wait long is outside of it.
         self._turn = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     async def restore(self) -> None:
         """Serve what an earlier run has prepared."""
@@ -87,7 +87,8 @@ class Claims:
         async with self._turn:
             await self._sockets.close(self._store.folder(uid))
             await in_thread(self._store.remove, uid)
-            self._forget(uid)
+            if self._prepared.pop(uid, None) is not None:
+                self._changes.notify()
 
     async def _take(self, ref: ClaimRef) -> PreparedClaim:
         if len(self._prepared) >= MAX_PREPARED:
@@ -99,7 +100,7 @@ class Claims:
         found = await patiently(lambda: self._api.claim(ref.namespace, ref.name), end)
         claim = prepared_claim(ref, found, self._pool, self._devices)
         while held := held_by_others(claim, self._prepared.values()):
-            changed = self._changed
+            changed = self._changes.next
             if not await any_set(end - asyncio.get_running_loop().time(), changed):
                 device, other = held[0]
                 raise NotEligible(
@@ -123,11 +124,6 @@ class Claims:
             folder = self._store.folder(claim.uid) / str(each.ordinal)
             await self._sockets.serve(folder, device)
         await in_thread(self._store.publish, claim)
-
-    def _forget(self, uid: str) -> None:
-        if self._prepared.pop(uid, None) is not None:
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
 
 
 async def patiently(call: Callable[[], Awaitable[T]], end: float = math.inf) -> T:

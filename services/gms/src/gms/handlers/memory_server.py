@@ -46,6 +46,7 @@ from snapshot_shared.frames import EventKind, EventRecord
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import LayoutRef
+from snapshot_shared.tasks import Changes, any_set
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class MemoryServer:
         self._fences: dict[str, asyncio.Future[tuple[LayoutRef, ...]]] = {}
         self._fence_waits: dict[str, asyncio.TimerHandle] = {}
         self._releases: dict[str, set[asyncio.Future[None]]] = {}
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._said_free: dict[str, int] = {}
         self._asked: dict[str, tuple[float, asyncio.Future[int]]] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
@@ -281,11 +282,11 @@ class MemoryServer:
     async def _when_unused(self, forget: Callable[[], object], wait_s: float) -> None:
         end = asyncio.get_running_loop().time() + wait_s
         while True:
-            changed = self._changed
+            changed = self._changes.next
             try:
                 forget()
             except (NotEligible, Fenced):
-                if not await _happens(changed, end):
+                if not await any_set(end - _now(), changed):
                     raise
             else:
                 return
@@ -352,17 +353,13 @@ class MemoryServer:
 
     def watch(self, after: int) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
         """Yield the events after number `after` in runs, each with the number of missed events."""
-        return followed(self.history, after, lambda: self._changed)
+        return followed(self.history, after, self._changes)
 
     async def drained(self) -> None:
         """Wait until all memory whose release has begun is free."""
         # Not what is released meanwhile: a client that frees all the time would delay every caller.
         if pending := [future for group in self._releases.values() for future in group]:
             await asyncio.wait(pending)
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     def _give_up(self, waiter: Waiter, grant: asyncio.Future[Session], reason: str) -> None:
         request = waiter.request
@@ -406,7 +403,7 @@ class MemoryServer:
     def _apply(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             self._carry_out(effect)
-        self._notify()
+        self._changes.notify()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -470,7 +467,7 @@ class MemoryServer:
         end, rest = loop.time() + wait_s, AGAIN_S[0]
         while True:
             # Read before the attempt, so that the wait below sees every later release.
-            changed = self._changed
+            changed = self._changes.next
             # Also one that is over when the attempt has failed.
             was_releasing = bool(self._releases.get(uuid))
             try:
@@ -484,7 +481,7 @@ class MemoryServer:
                 # No event of ours says that another process has freed memory.
                 again = min(limit, loop.time() + rest) if is_shared else limit
                 rest = min(2 * rest, AGAIN_S[1])
-                if not await _happens(changed, again) and again == limit:
+                if not await any_set(again - _now(), changed) and again == limit:
                     raise
 
     async def _create(self, device: Device, sizes: Sequence[int]) -> list[int]:
@@ -513,7 +510,7 @@ class MemoryServer:
         group.discard(done)
         if not done.cancelled() and (error := done.exception()):
             log.error("memory could not be freed", exc_info=error)
-        self._notify()
+        self._changes.notify()
 
 
 def _now() -> float:
@@ -522,21 +519,6 @@ def _now() -> float:
 
 def _base(request: Attach) -> int:
     return request.if_match.generation if request.if_match else 0
-
-
-async def _happens(event: asyncio.Event, end: float) -> bool:
-    """Wait for an event until `end` (loop time). Return whether it happened."""
-    remaining = end - asyncio.get_running_loop().time()
-    if event.is_set():
-        return True
-    if remaining <= 0:
-        return False
-    try:
-        async with asyncio.timeout(remaining):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 def create_all(device: Device, sizes: Sequence[int]) -> list[int]:
@@ -567,17 +549,16 @@ def _release_all(device: Device, handles: Sequence[int]) -> None:
 
 
 async def followed(
-    history: History, after: int, changed: Callable[[], asyncio.Event]
+    history: History, after: int, changes: Changes
 ) -> AsyncGenerator[tuple[list[EventRecord], int], None]:
     """Yield the events after number `after` in runs, each with the number of missed events.
 
-    The history itself is the queue: a slow reader misses events and needs no memory. `changed`
-    returns what is set when there are more.
+    The history itself is the queue: a slow reader misses events and needs no memory.
     """
     # A number above the last one is from before a restart of the service.
     seen = after if after <= history.last else 0
     while True:
-        more = changed()
+        more = changes.next
         found, missed = history.since(seen)
         if found:
             seen = found[-1].seq

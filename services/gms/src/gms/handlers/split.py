@@ -36,7 +36,7 @@ from snapshot_shared.frames import (
     WatchRequest,
 )
 from snapshot_shared.orders import LayoutRef
-from snapshot_shared.tasks import any_set, end_all, undisturbed
+from snapshot_shared.tasks import Changes, any_set, end_all, undisturbed
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SplitControl:
         self._incarnation = incarnation
         self._devices = devices
         self._history = History()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     async def fence(self, request: FenceRequest) -> FenceReply:
         loop = asyncio.get_running_loop()
@@ -134,7 +134,7 @@ class SplitControl:
     async def watch(self, request: WatchRequest) -> AsyncGenerator[WatchReply, None]:
         if request.status:
             yield WatchReply(status=await self.status(StatusRequest()))
-        runs = followed(self._history, request.after, lambda: self._changed)
+        runs = followed(self._history, request.after, self._changes)
         async with aclosing(runs):
             async for events, missed in runs:
                 status = await self.status(StatusRequest()) if request.status else None
@@ -164,7 +164,7 @@ class SplitControl:
                     log.warning("the events of device %s are asked for again: %s", device, why)
             now = asyncio.get_running_loop().time()
             self._history.add(EventKind.DEATH, now, device, reason="device-process")
-            self._notify()
+            self._changes.notify()
 
     async def _taken_over(self, process: StartedDevice, after: int) -> AsyncGenerator[int, None]:
         """Take over the events after number `after`; yield the number of each."""
@@ -173,11 +173,7 @@ class SplitControl:
                 for event in reply.events:
                     self._history.take(event)
                     yield event.seq
-                self._notify()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+                self._changes.notify()
 
     async def _give_back(self, token: str, devices: Iterable[str]) -> None:
         """End what a fence that is refused elsewhere has on these devices."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshot_shared.proc import stat_words
+from snapshot_shared.tasks import readable
 from snapshotctl.domain.cluster import ProcessRecord, RunProcess
 
 RUN_VARIABLE = "SNAPBACK_RUN"
@@ -215,13 +216,7 @@ class ProcessHandle:
 
     async def ended(self) -> None:
         """Return when the process has ended; collect it when it is our child."""
-        loop = asyncio.get_running_loop()
-        over = asyncio.Event()
-        loop.add_reader(self._fd, over.set)
-        try:
-            await over.wait()
-        finally:
-            loop.remove_reader(self._fd)
+        await readable(self._fd)
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222 - does not wait
 
