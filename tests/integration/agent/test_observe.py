@@ -119,7 +119,7 @@ def test_a_tree_has_its_root_first_and_a_child_that_leads_a_session_of_its_own(
     assert root.exe == child.exe == str(Path(sys.executable).resolve())
     assert (root.cwd, child.cwd) == (str(Path.cwd()), str(tmp_path))
     assert root.pids[0] == root.pid
-    assert root.uids == (os.getuid(),) * 3
+    assert root.uids == (os.getuid(),) * 4
     assert root.tty == 0
 
 
@@ -314,6 +314,20 @@ def test_what_keeps_a_process_from_privileges_is_seen(*, is_confined: bool) -> N
     else:
         assert f"NoNewPrivs:\t{root.no_new_privs:d}\n" in own
         assert f"Seccomp:\t{root.seccomp}\n" in own
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may have other groups")
+def test_the_groups_of_a_process_and_its_user_for_files_are_seen() -> None:
+    script = textwrap.dedent("""
+        import ctypes, os, sys
+        os.setgroups([3000, 4000])
+        ctypes.CDLL(None).setfsuid(1000)
+        print(flush=True)
+        sys.stdin.read()
+    """)
+    with running([sys.executable, "-c", script], 1) as found:
+        root = seen_of(found).root
+    assert (root.groups, root.uids) == ((3000, 4000), (0, 0, 0, 1000))
 
 
 def self() -> procfs.Stat:

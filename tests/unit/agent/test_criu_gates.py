@@ -6,7 +6,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_agent.domain.criu_gates import Disk, OnDevices, check_dump, check_restore
+from snapshot_agent.domain.criu_gates import (
+    Disk,
+    OnDevices,
+    check_dump,
+    check_restore,
+    read_source,
+)
 from snapshot_agent.domain.criu_seen import (
     Descriptor,
     MappedFile,
@@ -27,13 +33,15 @@ from snapshot_agent.domain.criu_source import (
     SourceFacts,
     SourceGpu,
     SourceMount,
+    credentials_of,
 )
 from snapshot_agent.domain.mounts import Mount
-from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.errors import InvalidMessage, SnapbackError
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import ArtifactCorrupt, Incompatible, SnapbackError
 
 MIB = 1024 * 1024
 SYS_ADMIN, SYS_RESOURCE, NET_RAW = 1 << 21, 1 << 24, 1 << 13
+DAC_OVERRIDE = 1 << 1
 SETGID, SETUID = 1 << 6, 1 << 7
 OWN = {"user": 3, "pid": 20, "net": 21}
 
@@ -442,7 +450,26 @@ OF_A_USER = {"uids": (1000, 1000, 1000), "gids": (2000, 2000, 2000)}
         (UNCONFINED, {"no_new_privs": True}, ("NoNewPrivs 0", "NoNewPrivs 1")),
         (UNCONFINED, {"uids": (1000, 1000, 1000)}, ("user 0", "user 1000")),
         (UNCONFINED, {"gids": (2000, 2000, 2000)}, ("group 0", "group 2000")),
-        (replace(UNCONFINED, uids=(7, 7, 0)), {"uids": (7, 7, 7)}, ("user 7, 0", "user 7")),
+        (replace(UNCONFINED, uids=(7, 7, 0)), {"uids": (7, 7, 7)}, ("user 0", "user 7")),
+        (replace(CONFINED, gids=(2000, 3000)), {**OF_A_USER, "groups": (3000, 4000)}, ()),
+        (
+            replace(CONFINED, gids=(2000, 3000)),
+            {**OF_A_USER, "groups": (4000,)},
+            ("group 3000", "group 2000, 4000"),
+        ),
+        (replace(CONFINED, gids=(2000, 3000)), {**OF_A_USER, "permitted": SETGID}, ()),
+        (
+            replace(CONFINED, permitted=NET_RAW | DAC_OVERRIDE),
+            {**OF_A_USER, "no_new_privs": True, "permitted": NET_RAW},
+            ("CAP_DAC_OVERRIDE", "NoNewPrivs"),
+        ),
+        (
+            replace(CONFINED, permitted=NET_RAW),
+            {**OF_A_USER, "no_new_privs": True, "permitted": NET_RAW},
+            (),
+        ),
+        # It could gain them by a program of root that has the bit for that.
+        (replace(CONFINED, permitted=NET_RAW), OF_A_USER, ()),
         # Such as one of root whose program has become another user.
         (CONFINED, {"permitted": SETUID | SETGID}, ()),
         (CONFINED, {"permitted": SETGID}, ("user 1000", "user 0")),
@@ -457,6 +484,22 @@ def test_a_restore_gives_no_process_more_than_its_container_has(
     container = PLACEHOLDER._replace(**waiting(**target))
     error = restore_error(replace(SOURCE, credentials=source), container, NODE)
     refused(error, words, "Incompatible")
+
+
+def test_the_credentials_of_a_worker_are_those_of_all_its_processes() -> None:
+    root = {"uids": (0, 0, 0, 1), "gids": (0, 0, 0, 2), "groups": (0, 10), "permitted": NET_RAW}
+    child = {"uids": (7, 7, 8, 7), "gids": (9, 9, 9, 9), "groups": (3000,), "permitted": SETUID}
+    confined = {"seccomp": 2, "no_new_privs": True}
+    seen = TREE._replace(
+        processes=(ROOT._replace(**root, **confined), CHILD._replace(**child, seccomp=1))
+    )
+    assert credentials_of(seen) == Credentials(
+        uids=(0, 1, 7, 8),
+        gids=(0, 2, 9, 10, 3000),
+        seccomp=1,
+        no_new_privs=False,
+        permitted=NET_RAW | SETUID,
+    )
 
 
 def restore_error(source: SourceFacts, target: SeenTree, node: SeenNode) -> SnapbackError | None:
@@ -479,7 +522,7 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
     gpus = [SourceGpu(uuid="GPU-10000000-0000-4000-8000-000000000001", product="NVIDIA H100")]
     on_cuda = replace(SOURCE, cuda=SourceCuda(processes=2, driver=(575, 57, 8), gpus=gpus))
     for source in (SOURCE, on_cuda, replace(SOURCE, credentials=CONFINED)):
-        assert decode_json(encode_json(source), SourceFacts) == source
+        assert read_source(encode_json(source)) == source
     # Nor has what was dumped before the record had them.
     assert b"credentials" not in encode_json(SOURCE)
     # Helpers that know nothing of CUDA read what was dumped without.
@@ -498,7 +541,6 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
         {"mounts": []},
         {"archives": [{"name": "../x", "path": "/"}]},
         {"archives": [{"name": "x", "path": "/data/.."}]},
-        {"archives": [{"name": "x", "path": "/", "mode": 1}]},
         {"host": "a/b"},
         {"host": ""},
         {"addresses": ["10.0.0.1; x"]},
@@ -506,20 +548,48 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
         {"kernel": [6, -1]},
         {"resident": -1},
         {"capabilities": 2**64},
-        {"credentials": {**msgspec.to_builtins(CONFINED), "uids": [0, 0]}},
+        {"credentials": {**msgspec.to_builtins(CONFINED), "uids": []}},
         {"credentials": {**msgspec.to_builtins(CONFINED), "gids": [0, 0, -1]}},
         {"credentials": {**msgspec.to_builtins(CONFINED), "seccomp": 3}},
+        {"credentials": {**msgspec.to_builtins(CONFINED), "permitted": -1}},
         {"stdio": ["/dev/null"]},
         {"stdio": ["a", "b", "c\x00"]},
         {"net": 0},
         {"processor": ["a b"]},
-        {"other": 1},
     ],
 )
 def test_facts_that_no_dump_has_written_are_refused(field: dict[str, Any]) -> None:
     document = {**msgspec.to_builtins(SOURCE), **field}
-    with pytest.raises(InvalidMessage):
-        decode_json(encode_json(document), SourceFacts)
+    with pytest.raises(ArtifactCorrupt, match=r"criu\.json"):
+        read_source(encode_json(document))
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"unknown field"', b"{}"])
+def test_a_file_that_is_no_record_of_a_source_is_corrupt(data: bytes) -> None:
+    with pytest.raises(ArtifactCorrupt, match=r"criu\.json"):
+        read_source(data)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"other": 1},
+        {"archives": [{"name": "x", "path": "/", "mode": 1}]},
+        {"credentials": {**msgspec.to_builtins(CONFINED), "label": "x"}},
+    ],
+)
+def test_facts_of_a_later_version_need_a_later_helper(field: dict[str, Any]) -> None:
+    document = {**msgspec.to_builtins(SOURCE), **field}
+    with pytest.raises(Incompatible, match="unknown field") as caught:
+        read_source(encode_json(document))
+    assert "update the helper" in caught.value.next_step
+
+
+def test_credentials_without_what_was_added_to_them_can_be_read() -> None:
+    credentials = msgspec.to_builtins(CONFINED)
+    del credentials["permitted"]
+    document = {**msgspec.to_builtins(SOURCE), "credentials": credentials}
+    assert read_source(encode_json(document)).credentials == CONFINED
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,20 @@ from snapshot_agent.domain.criu_seen import (
     shown,
     uses,
 )
-from snapshot_agent.domain.criu_source import SourceFacts
+from snapshot_agent.domain.criu_source import MAX_SOURCE_BYTES, SOURCE, SourceFacts
 from snapshot_agent.domain.gate import Check, refuse
 from snapshot_agent.domain.mounts import Mount, visible
 from snapshot_shared import compatibility, units
 from snapshot_shared.artifact import Facts
-from snapshot_shared.errors import Incompatible, NoSpace, NotEligible, SnapbackError
+from snapshot_shared.codec import decode_json
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    Incompatible,
+    InvalidMessage,
+    NoSpace,
+    NotEligible,
+    SnapbackError,
+)
 
 INIT = "snapback-init"
 """The program of a container that waits for a restore."""
@@ -416,6 +424,24 @@ _DUMP_CHECKS: tuple[Check[_Dump], ...] = (
 )
 
 
+def read_source(data: bytes) -> SourceFacts:
+    """Return the record of a worker that was dumped, from its file.
+
+    Raise Incompatible when it has a field of a later version, which may forbid a restore, else
+    ArtifactCorrupt when it is no such record.
+    """
+    try:
+        return decode_json(data, SourceFacts, limit=MAX_SOURCE_BYTES)
+    except InvalidMessage as error:
+        if "Object contains unknown field" in error.message:
+            raise Incompatible(
+                f"{SOURCE} is of a later version: {error.message}",
+                next_step=UPDATE_HELPER,
+                file=SOURCE,
+            ) from error
+        raise ArtifactCorrupt(f"{SOURCE}: {error.message}", file=SOURCE) from error
+
+
 class _Restore(NamedTuple):
     source: SourceFacts
     target: SeenTree
@@ -498,19 +524,21 @@ def _has_the_same_users(restore: _Restore) -> SnapbackError | None:
     source, root = restore.source.credentials, restore.target.root
     if source is None:
         return None
-    for name, field, there, here, capability in (
-        ("user", "runAsUser", source.uids, tuple(root.uids), _SETUID),
-        ("group", "runAsGroup", source.gids, tuple(root.gids), _SETGID),
+    groups = "runAsGroup, fsGroup and supplementalGroups"
+    for name, fields, there, here, capability in (
+        ("user", "runAsUser", source.uids, root.uids, _SETUID),
+        ("group", groups, source.gids, (*root.gids, *root.groups), _SETGID),
     ):
+        more = sorted(set(there) - set(here))
         # A process with the capability may become any of them by itself.
-        if there != here and not root.permitted & capability:
+        if more and not root.permitted & capability:
             return Incompatible(
-                f"the source ran as {name} {_distinct(there)}, the container of this pod runs as "
+                f"the source ran as {name} {_distinct(more)}, the container of this pod runs as "
                 f"{name} {_distinct(here)}",
-                next_step=f"give the container the {field} of the source, or capture a worker that "
-                "has that of this pod",
-                expected=there,
-                found=here,
+                next_step=f"give the container the {fields} of the source, or capture a worker "
+                "that has those of this pod",
+                expected=more,
+                found=sorted(set(here)),
             )
     return None
 
@@ -539,6 +567,17 @@ def _is_confined_as_much(restore: _Restore) -> SnapbackError | None:
             "container that of the source",
             expected=0,
             found=1,
+        )
+    more = names_of(source.permitted & ~root.permitted)
+    # Without NoNewPrivs it may gain them by a program of root that has the bit for that.
+    if root.no_new_privs and more:
+        return Incompatible(
+            f"the source had {', '.join(more)}, which the container of this pod has not and may "
+            "not gain with NoNewPrivs 1",
+            next_step="capture a worker without them, or give this container the "
+            "securityContext of the source",
+            expected=more,
+            found=names_of(root.permitted),
         )
     return None
 

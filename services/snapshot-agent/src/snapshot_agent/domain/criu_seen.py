@@ -98,9 +98,9 @@ class MappedFile(NamedTuple):
 class SeenProcess(NamedTuple):
     """A process of a worker. `pids` are its pids from the outermost namespace to its own.
 
-    `uids` and `gids` are the real, effective and saved ones. `bounding` and `permitted` are masks
-    of capabilities, `seccomp` the mode (2 with a filter), `tty` the number of the controlling
-    terminal or 0.
+    `uids` and `gids` are the real, effective and saved ones and those for files, `groups` the
+    supplementary ones. `bounding` and `permitted` are masks of capabilities, `seccomp` the mode (2
+    with a filter), `tty` the number of the controlling terminal or 0.
     `private` is the memory that a dump writes, `share` that of it which is left when pages that
     processes share after a fork are counted once, `resident` with the pages of files; bytes.
     `namespaces` has their inodes by name: user, pid, mnt, net, uts, ipc, time, cgroup.
@@ -113,6 +113,7 @@ class SeenProcess(NamedTuple):
     cwd: str = "/"
     uids: Sequence[int] = (0, 0, 0)
     gids: Sequence[int] = (0, 0, 0)
+    groups: Sequence[int] = ()
     bounding: int = 0
     permitted: int = 0
     seccomp: int = 0

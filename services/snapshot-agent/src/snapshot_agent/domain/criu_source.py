@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from snapshot_agent.domain.criu_seen import SeenTree
 from snapshot_shared.artifact import FileName
 from snapshot_shared.orders import Bytes
+
+SOURCE = "criu.json"
+"""The file of a part with what was observed of its source."""
+
+MAX_SOURCE_BYTES = 1024 * 1024
 
 _Path = Annotated[
     str, Meta(pattern=r"^(?:/|(?:/(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f]+)+)\Z", max_length=4096)
@@ -18,8 +26,9 @@ _Path = Annotated[
 _Number = Annotated[int, Meta(ge=0, le=65535)]
 _Version = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=4)]
 _Ids = Annotated[
-    tuple[Annotated[int, Meta(ge=0, le=2**32 - 1)], ...], Meta(min_length=3, max_length=3)
+    tuple[Annotated[int, Meta(ge=0, le=2**32 - 1)], ...], Meta(min_length=1, max_length=65536)
 ]
+_Mask = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Link = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*\Z", max_length=4096)]
 
 
@@ -63,14 +72,27 @@ class SourceCuda(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What CRIU gives to the processes again, whatever the container is that they come into.
 
-    `uids` and `gids` are those of the first one: real, effective, saved. `seccomp` is the lowest
-    mode of any, as in /proc/<pid>/status, and `no_new_privs` is whether all have that.
+    `uids` and `gids`, which include supplementary groups, and the mask `permitted` are what any of
+    them has; artifacts that were made before may lack the last. `seccomp` is the lowest mode of
+    any, as in /proc/<pid>/status, and `no_new_privs` is whether all have that.
     """
 
     uids: _Ids
     gids: _Ids
     seccomp: Annotated[int, Meta(ge=0, le=2)]
     no_new_privs: bool
+    permitted: _Mask = 0
+
+
+def credentials_of(seen: SeenTree) -> Credentials:
+    """Return what CRIU will give to the processes of a tree again."""
+    return Credentials(
+        uids=tuple(sorted({uid for each in seen.processes for uid in each.uids})),
+        gids=tuple(sorted({gid for each in seen.processes for gid in (*each.gids, *each.groups)})),
+        seccomp=min(each.seccomp for each in seen.processes),
+        no_new_privs=all(each.no_new_privs for each in seen.processes),
+        permitted=reduce(or_, (each.permitted for each in seen.processes), 0),
+    )
 
 
 class SourceFacts(
@@ -92,7 +114,7 @@ class SourceFacts(
     ] = []
     mounts: Annotated[list[SourceMount], Meta(min_length=1, max_length=4096)]
     resident: Bytes
-    capabilities: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    capabilities: _Mask
     credentials: Credentials | None = None
     stdio: Annotated[list[_Link], Meta(min_length=3, max_length=3)]
     net: Annotated[int, Meta(ge=1, le=2**63 - 1)]

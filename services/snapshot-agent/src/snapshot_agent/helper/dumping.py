@@ -25,11 +25,12 @@ from snapshot_agent.domain.criu_gates import Disk, OnDevices
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
 from snapshot_agent.domain.criu_seen import SeenNode, SeenTree
 from snapshot_agent.domain.criu_source import (
+    SOURCE,
     Archive,
-    Credentials,
     RenamedSocket,
     SourceFacts,
     SourceMount,
+    credentials_of,
 )
 from snapshot_agent.domain.helping import DumpRequest, Inspect, RestoreRequest
 from snapshot_agent.domain.mounts import Mount
@@ -56,9 +57,6 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long CRIU may take to free the worker when its dump has to end early, in seconds."""
-
-SOURCE = "criu.json"
-"""The file of a part with what was observed of its source."""
 
 _HOST_NAME = re.compile(r"^[a-z0-9][a-z0-9.-]{0,62}\Z")
 
@@ -260,12 +258,7 @@ def _facts(
         mounts=[SourceMount(path=each.path, fs_type=each.fs_type) for each in seen.mounts],
         resident=criu_seen.resident(seen),
         capabilities=criu_seen.all_capabilities(seen),
-        credentials=Credentials(
-            uids=tuple(seen.root.uids),
-            gids=tuple(seen.root.gids),
-            seccomp=min(each.seccomp for each in seen.processes),
-            no_new_privs=all(each.no_new_privs for each in seen.processes),
-        ),
+        credentials=credentials_of(seen),
         stdio=[links.get(number, "") for number in range(3)],
         net=seen.root.namespaces["net"],
         processor=list(node.processor),

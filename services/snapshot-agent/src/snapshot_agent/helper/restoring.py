@@ -26,22 +26,20 @@ from snapshot_agent.domain.criu_plan import (
     restore_arguments,
 )
 from snapshot_agent.domain.criu_seen import SeenTree
-from snapshot_agent.domain.criu_source import SourceFacts
+from snapshot_agent.domain.criu_source import MAX_SOURCE_BYTES, SOURCE, SourceFacts
 from snapshot_agent.domain.helping import RESTORED, RestoreRequest
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
 from snapshot_agent.helper.action_script import ActionScript
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import Watch, in_child, work_folder
-from snapshot_agent.helper.dumping import SOURCE, Node, below, criu_failed, host_name
+from snapshot_agent.helper.dumping import Node, below, criu_failed, host_name
 from snapshot_shared.artifact import MAX_FILES
-from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactMissing,
     ControlFolderBroken,
     CriuFailed,
     Incompatible,
-    InvalidMessage,
     OutcomeUnknown,
     SourceExited,
 )
@@ -57,8 +55,6 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.volumes import INIT_VOLUME
 
-MAX_SOURCE_BYTES = 1024 * 1024
-
 
 def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, int]:
     """Restore a process; return its pid and start time on the node.
@@ -73,7 +69,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
         _opened_init(request) as init,
         work_folder() as work,
     ):
-        source = _source(part)
+        source = criu_gates.read_source(read_bounded(part, SOURCE, MAX_SOURCE_BYTES))
         target = observe.tree(request.pid, request.start, cgroups=node.cgroups)
         criu_gates.check_restore(source, target, observe.node(node.criu))
         devices = _devices(request, source)
@@ -151,14 +147,6 @@ def _announce(folder: int, inside: int) -> None:
         os.write(file, f"{inside}\n".encode())
         os.fchmod(file, 0o644)
     os.rename(temporary, RESTORED, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _source(part: int) -> SourceFacts:
-    data = read_bounded(part, SOURCE, MAX_SOURCE_BYTES)
-    try:
-        return decode_json(data, SourceFacts, limit=MAX_SOURCE_BYTES)
-    except InvalidMessage as error:
-        raise ArtifactCorrupt(f"{SOURCE}: {error.message}", file=SOURCE) from error
 
 
 def _changed_images(
