@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core import ordering
+from snapshot_operator.core import fold, ordering
 from snapshot_operator.core import restore as restores
 from snapshot_operator.core.plan import NOTHING, Create, SetStatus
 from snapshot_operator.core.restore import RESTORED, RestoreView, restore_for
@@ -22,7 +22,7 @@ from snapshot_shared.objects.kubernetes import (
 )
 from snapshot_shared.objects.meta import Condition, ObjectMeta
 from snapshot_shared.objects.snapback import SnapshotRestore
-from snapshot_shared.orders import ArtifactRef
+from snapshot_shared.orders import ArtifactRef, Report
 from snapshot_shared.transitions import Restore
 from tests.support.operator_world import DIGEST, payload
 
@@ -214,6 +214,55 @@ def test_a_restore_ends_with_a_container_of_its_pod_that_is_not_started_again(
     assert isinstance(write, SetStatus)
     status: Any = write.new.status
     assert (status.state, status.failure.reason) == (Restore.DROPPING, reason)
+
+
+def restoring() -> SnapshotRestore:
+    """A restore whose pod was told to bring its worker back."""
+    found = committing()
+    view = RestoreView(found, beside(row("main"), row("side")))
+    (write,) = restores.reconcile(view, 0.0).writes
+    return replace(found, status=write.new.status)  # type: ignore[union-attr, arg-type]
+
+
+def succeeded(found: SnapshotRestore) -> SnapshotRestore:
+    """The same restore once its worker has come back."""
+    (order,) = found.status.orders
+    report = Report(
+        order=order.order,
+        attempt=order.attempt,
+        n=1,
+        kind="restored",
+        node=order.node,
+        service=order.service,
+        at=1.0,
+    )
+    orders = fold.fold_all(found.status.orders, [report], 1.0)
+    return replace(found, status=replace(found.status, orders=orders))
+
+
+def test_a_helper_that_fails_beside_a_worker_that_is_being_restored_ends_nothing() -> None:
+    found = beside(row("main"), row("side", 3))
+    view = RestoreView(restoring(), found, known=frozenset({"node-1"}))
+    assert restores.reconcile(view, 1.0).writes == ()
+
+
+@pytest.mark.parametrize("helper", [None, 3], ids=["up", "failed"])
+def test_a_restore_whose_worker_is_back_is_done_whatever_its_helper_does(
+    helper: int | None,
+) -> None:
+    view = RestoreView(succeeded(restoring()), beside(row("main"), row("side", helper)))
+    (write,) = restores.reconcile(view, 1.0).writes
+    assert isinstance(write, SetStatus)
+    assert write.new.status.state is Restore.RESTORED  # type: ignore[union-attr]
+
+
+def test_a_restore_ends_with_its_worker_while_that_is_being_restored() -> None:
+    found = beside(row("main", 3), row("side"))
+    view = RestoreView(restoring(), found, known=frozenset({"node-1"}))
+    (write,) = restores.reconcile(view, 1.0).writes
+    assert isinstance(write, SetStatus)
+    status: Any = write.new.status
+    assert (status.state, status.failure.reason) == (Restore.DROPPING, "SourceExited")
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,10 @@ def _container_ended(view: RestoreView, _now: float) -> Failure | None:
     rows = (each for each in pod.status.container_statuses if each.name == name)
     worker = next(rows, None)
     if worker is None or worker.state != "terminated":
-        # What helps the worker may end well before it is restored.
-        return container_failure(pod)
+        # Another container may end well, and in any way once the order `restore` is out: the worker
+        # may serve by then.
+        is_ordered = view.restore.status.state is Restore.RESTORING
+        return None if is_ordered else container_failure(pod)
     return Failure(
         reason="SourceExited",
         message=f"the waiting worker ended during the restore: container {name} of pod "
