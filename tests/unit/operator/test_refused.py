@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from snapshot_operator.core.conditions import timestamp
@@ -21,7 +22,8 @@ class Refusing:
     """The `Store` port over another one, which takes no Job, or no status that names one."""
 
     def __init__(self, *, job: SnapbackError | None = None, status: bool = False) -> None:
-        self._store = SqliteStore(None, timestamp=lambda: timestamp(1_000_000.0)).open()
+        self.clock: Callable[[], float] = lambda: 0.0
+        self._store = SqliteStore(None, timestamp=lambda: timestamp(self.clock())).open()
         self.job, self.status = job, status
 
     def __getattr__(self, name: str) -> Any:
@@ -40,6 +42,7 @@ class Refusing:
 
 async def applied(store: Refusing) -> tuple[World, DynamoCheckpoint]:
     world = World(store=store)
+    store.clock = world.clock
     await world.join(presence("node-1"))
     await world.apply(checkpoint_document())
     return world, await world.get("DynamoCheckpoint", "llm")
@@ -79,6 +82,27 @@ async def test_a_checkpoint_whose_job_is_never_taken_fails_with_what_the_server_
     assert row is not None
     assert (found.status.phase, row.reason) == ("Failed", "DeadlineExceeded")
     assert QUOTA in row.message
+
+
+async def test_a_job_that_may_be_made_again_while_the_operator_is_away_is_made() -> None:
+    store = Refusing(job=Refused(QUOTA))
+    world, found = await applied(store)
+    store.job = None
+    await world.advance(found.spec.job.active_deadline_seconds + 60.0)
+    await world.answer_all()
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+
+
+async def test_a_checkpoint_whose_job_is_never_taken_fails_with_what_the_server_says_last() -> None:
+    store = Refusing(job=Refused(QUOTA))
+    world, found = await applied(store)
+    store.job = Refused("admission webhook denied the request")
+    await world.advance(found.spec.job.active_deadline_seconds + 60.0)
+    found = await world.get("DynamoCheckpoint", "llm")
+    row = condition(found.status.conditions, "Failed")
+    assert row is not None
+    assert (found.status.phase, row.reason) == ("Failed", "DeadlineExceeded")
+    assert "admission webhook denied the request" in row.message
 
 
 async def test_the_time_of_a_job_that_is_not_taken_counts_from_the_first_refusal() -> None:

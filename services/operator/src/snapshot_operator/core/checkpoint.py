@@ -266,22 +266,6 @@ def _container_failed(view: CheckpointView, _now: float) -> Failure | None:
     return container_failure(view.pod)
 
 
-def _refused_too_long(view: CheckpointView, now: float) -> Failure | None:
-    """A Job that is not taken is tried again for as long as its worker could have run."""
-    row = condition(view.checkpoint.status.conditions, "Ready")
-    if view.job is not None or row is None or row.reason != REFUSED:
-        return None
-    limit = view.checkpoint.spec.job.active_deadline_seconds
-    if now < conditions.seconds(row.last_transition_time) + limit:
-        return None
-    return Failure(
-        reason="DeadlineExceeded",
-        message=f"the worker could not be started within {limit} s: {row.message}",
-        values={"activeDeadlineSeconds": limit},
-        next_step="see to what the message says, delete the checkpoint and apply it again",
-    )
-
-
 def _too_late(view: CheckpointView, now: float) -> Failure | None:
     if view.job is None or now < deadline_of(view.checkpoint, view.job):
         return None
@@ -300,7 +284,6 @@ _ENDS: tuple[Callable[[CheckpointView, float], Failure | None], ...] = (
     _job_taken,
     _job_failed,
     _container_failed,
-    _refused_too_long,
     _too_late,
 )
 
@@ -435,8 +418,20 @@ def _refused(
 def _not_taken(
     checkpoint: DynamoCheckpoint, base: DynamoCheckpointStatus, found: Failure, now: float
 ) -> Plan:
-    """Say why the Job of a checkpoint cannot be made now; the condition is as old as that."""
+    """Say why the Job of a checkpoint cannot be made now; the condition is as old as that.
+
+    It is tried again for as long as its worker could have run, and once more after that.
+    """
     rows = [row for row in base.conditions if row.type != "Ready" or row.reason == REFUSED]
+    first, limit = condition(rows, "Ready"), checkpoint.spec.job.active_deadline_seconds
+    if first is not None and now >= conditions.seconds(first.last_transition_time) + limit:
+        failure = Failure(
+            reason="DeadlineExceeded",
+            message=f"the worker could not be started within {limit} s: {found.message}",
+            values={"activeDeadlineSeconds": limit},
+            next_step="see to what the message says, delete the checkpoint and apply it again",
+        )
+        return _failed(checkpoint, base, failure, now)
     return _waits(checkpoint, replace(base, conditions=rows), REFUSED, found.message, now)
 
 
