@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 from typing import Any
 
 import msgspec
+import pytest
 
-from snapshot_operator.runtime.nats import ChangePublisher, NatsOrders
+from snapshot_operator.runtime.nats import (
+    COMPARE_EVERY_S,
+    RETRY_S,
+    ChangePublisher,
+    NatsOrders,
+)
 from snapshot_shared import subjects
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import NodeName, OrderId
@@ -170,6 +178,22 @@ class Mirrored:
     def stream(self) -> Stream:
         return self.server.streams[subjects.stream_of_bucket(subjects.OBJECTS_BUCKET)]
 
+    def limit(self, most: int) -> None:
+        """Have the server take no value of more bytes; -1 for any."""
+        self.stream.config = self.stream.config.evolve(max_msg_size=most)
+
+    def comparisons(self) -> list[float]:
+        """Return the times at which the mirror is listed from now on, in seconds."""
+        times: list[float] = []
+        listed, loop = self.bus.subjects_in, asyncio.get_running_loop()
+
+        async def listing(stream: str, filter_: str) -> dict[str, int]:
+            times.append(loop.time())
+            return await listed(stream, filter_)
+
+        self.bus.subjects_in = listing  # type: ignore[method-assign]
+        return times
+
     async def differences(self) -> set[str]:
         """Return the keys that are missing, stray, or not what the object is."""
         found = await self.bus.entries(subjects.OBJECTS_BUCKET)
@@ -255,3 +279,69 @@ def test_what_has_not_changed_is_not_written_again_after_a_reconnection() -> Non
         assert len(found.stream.counts("$KV.snap_objects.>")) == len(await found.world.everything())
 
     mirror(story)
+
+
+def test_what_can_never_be_written_is_tried_less_and_less_often() -> None:
+    async def story(found: Mirrored) -> None:
+        await asyncio.sleep(2 * RETRY_S)
+        times = found.comparisons()
+        found.limit(1)
+        await found.world.apply(checkpoint_document(name="other"))
+        await asyncio.sleep(86400.0)
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        assert gaps[0] == pytest.approx(RETRY_S, abs=0.5)
+        assert gaps == pytest.approx(sorted(gaps), abs=0.5)
+        assert gaps[-1] == pytest.approx(COMPARE_EVERY_S, abs=0.5)
+
+    mirror(story)
+
+
+def test_what_could_not_be_written_for_long_is_tried_again_soon_after_a_reconnection() -> None:
+    async def story(found: Mirrored) -> None:
+        found.limit(1)
+        await found.world.apply(checkpoint_document(name="other"))
+        await asyncio.sleep(7200.0)
+        found.server.crash()
+        found.server.restart()
+        await asyncio.sleep(2.0)
+        found.limit(-1)
+        await asyncio.sleep(2 * RETRY_S)
+        assert await found.differences() == set()
+
+    mirror(story)
+
+
+def test_a_write_that_fails_after_the_mirror_was_written_again_is_tried_again_soon() -> None:
+    async def story(found: Mirrored) -> None:
+        found.limit(1)
+        await found.world.apply(checkpoint_document(name="other"))
+        await asyncio.sleep(7200.0)
+        found.limit(-1)
+        await asyncio.sleep(COMPARE_EVERY_S)
+        assert await found.differences() == set()
+        found.limit(1)
+        await found.world.apply(checkpoint_document(name="third"))
+        await asyncio.sleep(1.0)
+        assert await found.differences() != set()
+        found.limit(-1)
+        await asyncio.sleep(2 * RETRY_S)
+        assert await found.differences() == set()
+
+    mirror(story)
+
+
+def test_a_mirror_that_takes_nothing_is_logged_once_a_comparison(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story(found: Mirrored) -> None:
+        found.limit(1)
+        await found.world.apply(checkpoint_document(name="other"))
+        await asyncio.sleep(1.0)
+        assert len(await found.differences()) > 2
+        times = found.comparisons()
+        caplog.clear()
+        await asyncio.sleep(600.0)
+        assert 0 < len(caplog.records) <= len(times)
+
+    with caplog.at_level(logging.INFO, logger="snapshot_operator.runtime.nats"):
+        mirror(story)

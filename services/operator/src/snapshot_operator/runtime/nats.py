@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 MAX_TRIES = 5
 """How often a publish is tried while others write on the same subject."""
 RETRY_S = 5.0
-"""How soon the mirror is compared again after something could not be written, in seconds."""
+"""How soon the mirror is compared again after something could not be written, in seconds.
+
+It is twice as long after each further comparison of which that is true, up to COMPARE_EVERY_S.
+"""
 COMPARE_EVERY_S = 3600.0
 
 
@@ -176,22 +179,26 @@ class ChangePublisher:
             await self._filled.wait()
             self._filled.clear()
             while self._changes or self._differing:
+                is_news = bool(self._changes) or not self._behind.is_set()
                 try:
                     if self._changes:
                         await self._publish(*self._changes.pop(next(iter(self._changes))))
                     else:
                         await self._mirror(*self._differing.popitem())
                 except SnapbackError as error:
-                    log.info("a change is not published: %s", error)
+                    # Of thousands of keys that fail for one reason, the first one says it.
+                    if is_news:
+                        log.info("a change is not published: %s", error)
                     self._behind.set()
 
     async def keep_mirror(self) -> None:
         """Compare the mirror with the objects: at start, with each reconnection, and every hour.
 
-        Sooner after something could not be written. What this process has written is not written
-        again while its key is there: that a key was removed shows for an hour.
+        Sooner after something could not be written, and less and less soon while that goes on. What
+        this process has written is not written again while its key is there: that a key was removed
+        shows for an hour.
         """
-        again = self._bus.reconnections()
+        again, wait_s = self._bus.reconnections(), RETRY_S
         while self._objects is not None:
             self._behind.clear()
             again.clear()
@@ -200,8 +207,12 @@ class ChangePublisher:
             except SnapbackError as error:
                 log.info("the mirror is not compared: %s", error)
                 self._behind.set()
-            if not await any_set(RETRY_S, again):
+            if await any_set(RETRY_S, again) or not self._behind.is_set():
+                wait_s = RETRY_S
                 await any_set(COMPARE_EVERY_S - RETRY_S, again, self._behind)
+            else:
+                is_new = await any_set(wait_s - RETRY_S, again)
+                wait_s = RETRY_S if is_new else min(2 * wait_s, COMPARE_EVERY_S)
         await asyncio.Event().wait()
 
     async def _compare(self, objects: Cluster) -> None:
