@@ -6,17 +6,26 @@ import errno
 import os
 import signal
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import pytest_asyncio
 
-from snapshot_agent.adapters import control_dir, process_memory, processes
+from snapshot_agent.adapters import control_dir, process_memory, processes, procfs
 from snapshot_agent.adapters.processes import LocalProcesses
-from snapshot_agent.domain.control import ContainerPaths
-from snapshot_agent.domain.spec import ProcessSpec
+from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
+from snapshot_agent.domain.spec import INSIDE, ProcessSpec
+from snapshot_agent.ports import Process
 from snapshot_shared.errors import DeadlineExceeded, InvalidInput
 from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, until
 from tests.support.hanging import HangingRoot
+
+
+def environment_of(process: Process) -> dict[str, str]:
+    raw = os.fsdecode(procfs.memory(process.pid, "environ"))
+    return dict(entry.split("=", 1) for entry in raw.split("\0") if entry)
 
 
 def zombies() -> set[int]:
@@ -298,6 +307,142 @@ async def test_processes_are_looked_at_again_once_no_more_hang_than_there_are_th
         memory.answer()
     await until(lambda: not memory.waiting, "the end of the read")
     assert await launcher.running(tmp_path) == []
+
+
+class Sleeper(NamedTuple):
+    launcher: LocalProcesses
+    process: Process
+    places: ContainerPaths
+
+
+@pytest_asyncio.fixture
+async def sleeper(tmp_path: Path) -> AsyncIterator[Sleeper]:
+    """A container that sleeps."""
+    places = ContainerPaths(tmp_path / "main", tmp_path / "sockets")
+    places.control.mkdir(parents=True)
+    name, _, value = places.marker.partition("=")
+    launcher = LocalProcesses()
+    spec = ProcessSpec(["sleep", "600"], {**os.environ, name: value}, tmp_path, places)
+    process = await launcher.spawn(spec)
+    yield Sleeper(launcher, process, places)
+    procfs.send(procfs.Stat(process.pid, "", 0, 0, process.start), signal.SIGKILL)
+    await launcher.ended(process)
+    launcher.close()
+
+
+@pytest.mark.parametrize(("grace_s", "number"), [(0.0, signal.SIGKILL), (20.0, signal.SIGTERM)])
+async def test_a_session_is_ended_although_too_many_processes_hang_to_look_for_others(
+    sleeper: Sleeper,
+    bystander: int,
+    monkeypatch: pytest.MonkeyPatch,
+    grace_s: float,
+    number: signal.Signals,
+) -> None:
+    monkeypatch.setattr(process_memory, "THREADS", 1)
+    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
+    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    launcher, process, places = sleeper
+    memory.hang()
+    try:
+        # Not success: a process that has left the session may still run.
+        with pytest.raises(DeadlineExceeded, match=str(bystander)):
+            await launcher.terminate(process, places, grace_s)
+        assert is_gone(process.pid)
+        assert await launcher.ended(process) == 128 + number
+    finally:
+        memory.answer()
+
+
+@pytest.mark.parametrize(("grace_s", "number"), [(0.0, signal.SIGKILL), (60.0, signal.SIGTERM)])
+async def test_a_session_is_ended_while_a_search_waits_for_a_process_that_hangs(
+    sleeper: Sleeper,
+    bystander: int,
+    monkeypatch: pytest.MonkeyPatch,
+    grace_s: float,
+    number: signal.Signals,
+) -> None:
+    monkeypatch.setattr(process_memory, "HANGS_S", 60.0)
+    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    launcher, process, places = sleeper
+    memory.hang()
+    searching = asyncio.create_task(launcher.running(places.home))
+    terminating = asyncio.create_task(launcher.terminate(process, places, grace_s))
+    try:
+        await until(lambda: memory.waiting, "the search")
+        async with asyncio.timeout(10.0):
+            assert await launcher.ended(process) == 128 + number
+    finally:
+        memory.answer()
+        await asyncio.gather(searching, terminating)
+
+
+@pytest.mark.parametrize(("hangs", "code"), [(False, 7), (True, 128 + signal.SIGTERM)])
+async def test_a_container_within_a_placeholder_is_asked_alone_to_end_where_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool, code: int
+) -> None:
+    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
+    marker = f"{CONTROL_DIR}={INSIDE}/control"
+    script = f"env {marker} sleep 600 & echo $! >child; wait $!; exit 7"
+    places = ContainerPaths(tmp_path / "main", tmp_path / "sockets")
+    places.control.mkdir(parents=True)
+    launcher = LocalProcesses()
+    process = await launcher.spawn(
+        ProcessSpec(["sh", "-c", script], dict(os.environ), tmp_path, places)
+    )
+    noted = tmp_path / "child"
+    await until(lambda: noted.exists() and noted.read_text().endswith("\n"), "the child")
+    child = int(noted.read_text())
+    await until(
+        lambda: procfs.carries(procfs.memory(child, "environ"), marker), "the program of the child"
+    )
+    memory = HangingRoot(Path(f"/proc/{child}/environ"), monkeypatch)
+    if hangs:
+        memory.hang()
+    try:
+        await launcher.terminate(process, places, 20.0)
+        assert await launcher.ended(process) == code
+        assert is_gone(child)
+    finally:
+        memory.answer()
+        launcher.close()
+
+
+async def test_the_search_for_others_takes_no_time_from_the_end_of_what_it_finds(
+    sleeper: Sleeper, bystander: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_memory, "HANGS_S", 2.0)
+    monkeypatch.setattr(processes, "KILLED_WITHIN_S", 1.9)
+    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    launcher, process, places = sleeper
+    elsewhere = await launcher.spawn(
+        ProcessSpec(["sleep", "600"], environment_of(process), places.home, places)
+    )
+    memory.hang()
+    try:
+        await launcher.terminate(process, places, 0.0)
+        assert is_gone(process.pid)
+        assert is_gone(elsewhere.pid)
+    finally:
+        memory.answer()
+        procfs.send(procfs.Stat(elsewhere.pid, "", 0, 0, elsewhere.start), signal.SIGKILL)
+
+
+async def test_a_stop_ends_the_worker_although_too_many_processes_hang_to_look_for_others(
+    rig: Rig, bystander: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_memory, "THREADS", 1)
+    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
+    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    async with rig.agent():
+        pod = await rig.running()
+        memory.hang()
+        try:
+            report = await rig.carry_out(rig.stop_order(pod))
+            assert report.failure is not None
+            assert (report.kind, report.failure.reason) == ("failed", "DeadlineExceeded")
+            assert is_gone(pod.pid(rig.journal))
+        finally:
+            memory.answer()
 
 
 async def test_a_working_directory_that_does_not_answer_delays_no_other_pod(

@@ -114,6 +114,7 @@ class Launcher(Protocol):
 
         Frozen processes are thawed. All processes with the environment of the container at `where`
         are included, even if they have left its session; without it they are not looked for.
+        DeadlineExceeded when too many processes hang to look for them; the session has ended then.
         """
 
     async def find(self, where: ContainerPaths) -> Process | None:

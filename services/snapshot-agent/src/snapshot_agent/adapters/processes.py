@@ -15,12 +15,13 @@ import shutil
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.adapters.process_memory import ProcessMemory
+from snapshot_agent.adapters.process_memory import HANGS_S, ProcessMemory
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_agent.domain.spec import INIT, INSIDE, ProcessSpec
 from snapshot_agent.ports import Process
@@ -115,38 +116,46 @@ class LocalProcesses:
             for member in family:
                 procfs.send(member, signal.SIGCONT)
             # As in a container, where the first process alone is asked, and ends the others.
-            apart = await self._begun_apart(process) if where is not None else []
+            apart = await self._begun_apart(process, family) if where is not None else []
             for member in apart or family:
                 procfs.send(member, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.ended(process)
-        async with asyncio.timeout(KILLED_WITHIN_S):
-            # A dying process may have forked just before, so list again until none is left.
-            while rest := await self._everything_of(process, where):
-                for member in rest:
-                    procfs.send(member, signal.SIGKILL)
+        # How long the search takes depends on other processes: it comes last, and is not counted.
+        # A dying process may have forked just before, so list again until none is left.
+        left_s = KILLED_WITHIN_S
+        while rest := _family(process) or await self._outside(where):
+            begun = time.monotonic()
+            for member in rest:
+                procfs.send(member, signal.SIGKILL)
+            async with asyncio.timeout(left_s):
                 await asyncio.gather(*(ended(member) for member in rest))
-            if process is not None:
+            left_s -= time.monotonic() - begun
+        if process is not None:
+            async with asyncio.timeout(left_s):
                 await self.ended(process)
 
-    async def _begun_apart(self, process: Process) -> list[procfs.Stat]:
-        """Return the children of a process that are the first ones of namespaces of their own."""
-        marked = await self._memory.select(
-            lambda _, environment: procfs.carries(environment, _MARKER_INSIDE)
-        )
-        return [each for each in marked if each.parent == process.pid]
-
-    async def _everything_of(
-        self, process: Process | None, where: ContainerPaths | None
+    async def _begun_apart(
+        self, process: Process, family: Sequence[procfs.Stat]
     ) -> list[procfs.Stat]:
-        """Return the processes of the session, and those that left it but keep its environment."""
-        members = procfs.family_of(*process) if process else []
-        if where is not None:
-            members += await self._memory.select(
-                lambda each, environment: _is_of(each, environment, where)
-            )
-        return list({member.pid: member for member in members}.values())
+        """Return the children of a process that are the first ones of namespaces of their own.
+
+        Empty when that cannot be read soon.
+        """
+        with contextlib.suppress(DeadlineExceeded, TimeoutError):
+            async with asyncio.timeout(HANGS_S):
+                return await self._memory.select(
+                    lambda _, environment: procfs.carries(environment, _MARKER_INSIDE),
+                    lambda: (each for each in family if each.parent == process.pid),
+                )
+        return []
+
+    async def _outside(self, where: ContainerPaths | None) -> list[procfs.Stat]:
+        """Return the processes that have the environment of a container."""
+        if where is None:
+            return []
+        return await self._memory.select(lambda each, environment: _is_of(each, environment, where))
 
     async def find(self, where: ContainerPaths) -> Process | None:
         marked = await self._memory.select(
@@ -272,6 +281,10 @@ def _reap(pidfd: int) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
+
+
+def _family(process: Process | None) -> list[procfs.Stat]:
+    return procfs.family_of(*process) if process else []
 
 
 def _is_of(process: procfs.Stat, environment: bytes, where: ContainerPaths) -> bool:

@@ -205,13 +205,19 @@ class Pods:
     async def end_pod(self, pod_uid: str, grace_s: float) -> None:
         found = {name: worker.process for name, worker in self._workers(pod_uid).items()}
         home = self._state_dir / "pods" / pod_uid
-        seen = [*await self._launcher.folders(home), *await self._launcher.running(home)]
-        # Without its journal entry a pod is still found by its folders and environments.
-        names = {*found, *self._noted_names(pod_uid), *(name for name in seen if _is_label(name))}
-        where = {name: self.paths(pod_uid, name) for name in names}
-        await asyncio.gather(
-            *(self._launcher.terminate(found.get(name), where[name], grace_s) for name in names)
-        )
+        where: dict[str, ContainerPaths] = {}
+        # Without its journal entry a pod is still found by its folders and environments. These come
+        # last: processes of others that hang delay them, and when too many do they are not read.
+        for names in (self._launcher.folders, self._launcher.running):
+            known = {*found, *self._noted_names(pod_uid), *filter(_is_label, await names(home))}
+            added = {name: self.paths(pod_uid, name) for name in known - where.keys()}
+            await asyncio.gather(
+                *(
+                    self._launcher.terminate(found.get(name), place, grace_s)
+                    for name, place in added.items()
+                )
+            )
+            where |= added
         for place in where.values():
             await _tidied(self._machine.control.clear(place, control.STATE))
             await _tidied(self._launcher.remove(place.sockets))
