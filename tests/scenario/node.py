@@ -378,7 +378,7 @@ class SimLauncher:
         return code if process.pid in self._own else None
 
     async def terminate(
-        self, process: ProcessId | None, where: ContainerPaths, grace_s: float
+        self, process: ProcessId | None, where: ContainerPaths | None, grace_s: float
     ) -> None:
         for worker in list(self._node.workers.values()):
             is_meant = process is not None and worker.process.pid == process.pid
@@ -386,13 +386,13 @@ class SimLauncher:
                 terminate(worker, grace_s)
                 await asyncio.shield(worker.process.ended)
 
-    def find(self, where: ContainerPaths) -> ProcessId | None:
+    async def find(self, where: ContainerPaths) -> ProcessId | None:
         for worker in self._node.workers.values():
             if worker.paths == where and worker.process.is_alive:
                 return ProcessId(worker.process.pid, 1)
         return None
 
-    def running(self, where: Path) -> list[str]:
+    async def running(self, where: Path) -> list[str]:
         workers = [each for each in self._node.workers.values() if each.process.is_alive]
         homes = [worker.paths.home for worker in workers]
         return sorted(home.name for home in homes if home.parent == where)

@@ -157,7 +157,7 @@ class ControlDirectory(Protocol):
         """Wait until a file is there whose body is accepted, without a deadline."""
 
 
-async def _unheard() -> None:
+async def _unawaited() -> None:
     pass
 
 
@@ -181,7 +181,7 @@ class Dump:
     cipher: PartCipher | None = None
     files: Sequence[FileEntry] = field(default_factory=list)
     frozen_s: float | None = None
-    goes_on: Callable[[], Awaitable[None]] = _unheard
+    goes_on: Callable[[], Awaitable[None]] = _unawaited
 
 
 @dataclass(frozen=True)
