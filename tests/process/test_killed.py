@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -179,6 +180,28 @@ async def test_a_worker_goes_on_whose_agent_learned_nothing_of_a_helper_that_was
     await node.kill_agent()
     await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
     await halted.container.goes_on()
+
+
+async def test_a_worker_goes_on_while_a_helper_that_was_stopped_waits_for_another_request(
+    node: Node,
+) -> None:
+    halted = await dump_in(node, "thawing")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        # Its child waits for the request.
+        other.connect(str(node.socket))
+        await until(lambda: len(node.children()) == 2, "the child of the other request")
+        os.kill(node.agent_pid, signal.SIGSTOP)
+        halted.go_on()
+        await until(lambda: len(node.children()) == 1, "the end of the dump")
+        assert node.helper is not None
+        node.helper.terminate()
+        await node.kill_agent()
+        await until(lambda: "snapshot-aborted" in halted.container.did(), "the release", 30.0)
+        await halted.container.goes_on()
+        assert node.helper.returncode is None
+    await node.helper.wait()
+    await halted.container.goes_on()
+    assert node.left() == []
 
 
 def is_open(path: Path, pid: int) -> bool:

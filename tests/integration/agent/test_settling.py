@@ -344,3 +344,36 @@ def test_the_release_program_ends_the_worker_when_no_helper_comes_back(
     assert settling.settle(str(tmp_path / "nowhere"), worker.key, return_s=0.3)
     assert time.monotonic() - began >= 0.3
     assert worker.ended_by() == signal.SIGKILL
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["waits", "finds no room to wait"])
+def test_the_release_program_leaves_a_worker_alone_when_the_helper_is_busy_with_others(
+    worker: Worker, tmp_path: Path, others: int
+) -> None:
+    path = str(tmp_path / "helper.sock")
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            for _ in range(1 + others)
+        ]
+        sockets[0].bind(path)
+        # One may wait.
+        sockets[0].listen(0)
+        for other in sockets[1:]:
+            other.connect(path)
+        assert not settling.settle(path, worker.key, return_s=0.3, answer_s=0.5)
+    assert worker.runs()
+
+
+def test_the_release_program_ends_the_worker_when_the_helper_ends_with_its_question(
+    worker: Worker, tmp_path: Path
+) -> None:
+    path = tmp_path / "helper.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        ending = threading.Timer(0.5, listener.close)
+        ending.start()
+        assert settling.settle(str(path), worker.key, return_s=0.3, answer_s=20.0)
+        ending.join()
+    assert worker.ended_by() == signal.SIGKILL

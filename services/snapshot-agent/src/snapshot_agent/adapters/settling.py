@@ -4,8 +4,10 @@
 how long a helper may take. It is the release program of a worker that CRIU dumps, so guards start
 it as well as agents. A helper that was asked to stop and has left nothing under way puts a plain
 file in the place of its socket. One that ended otherwise and does not come back within RETURN_S has
-ended with its CRIU, which breaks the connections of the worker: it is ended. It imports nothing
-outside the standard library.
+ended with its CRIU, which breaks the connections of the worker: it is ended. One that is there and
+gives no answer in time, as while it was asked to stop and waits for the dump of another worker,
+settles this one before it ends, or the next helper does. It imports nothing outside the standard
+library.
 """
 
 from __future__ import annotations
@@ -43,18 +45,20 @@ def settle(
     limit = time.monotonic() + return_s
     while True:
         answer = _asked(path, process, answer_s)
-        if answer.get("type") == "done":
+        if answer is not None and answer.get("type") == "done":
             return bool(answer.get("ended"))
         if Path(path).is_file():
             return False
         if time.monotonic() > limit:
+            if answer is None:
+                return False
             let_go(process, ends=True)
             return True
         select.select([], [], [], AGAIN_S)
 
 
-def _asked(path: str, process: tuple[int, int], answer_s: float) -> dict[str, object]:
-    """Return the answer of the helper, empty when there is none."""
+def _asked(path: str, process: tuple[int, int], answer_s: float) -> dict[str, object] | None:
+    """Return the answer of the helper, empty when it is gone; None when it is there and is busy."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
         caller.settimeout(answer_s)
         try:
@@ -62,6 +66,9 @@ def _asked(path: str, process: tuple[int, int], answer_s: float) -> dict[str, ob
             request = {"type": "settle", "pid": process[0], "start": process[1]}
             caller.send(json.dumps(request).encode())
             found = json.loads(caller.recv(_ANSWER_BYTES) or b"{}")
+        except (TimeoutError, BlockingIOError):
+            # The second: as many wait already as may.
+            return None
         except (OSError, ValueError):
             return {}
     return found if isinstance(found, dict) else {}
