@@ -18,7 +18,7 @@ from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import xxhash
@@ -35,6 +35,7 @@ from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactExists,
     ArtifactMissing,
+    DeviceError,
     InvalidInput,
     NoSpace,
 )
@@ -342,6 +343,33 @@ def test_a_flipped_bit_is_found_with_its_file_and_chunk(
         read(subject, folder, plans, moved, Memory(SIZES))
     assert caught.value.values["file"] == plans[0].name
     assert caught.value.values["chunk"] == where // CHUNK
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("subject", ["posix-buffered", IN_PLACE], indirect=True)
+def test_memory_that_another_process_writes_to_is_no_damage_of_the_artifact(
+    subject: Subject,
+    folder: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damaged: bool,
+) -> None:
+    plans = plans_of(SIZES)
+    moved = write(subject, folder, plans, Memory(SIZES).fill(2))
+    if damaged:
+        subject.bodies.flip(tmp_path, plans[0], 1)
+    shared = Memory(SIZES)
+    real = os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        done = real(*arguments)
+        shared.views[0][0] ^= 4
+        return done
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(ArtifactCorrupt if damaged else DeviceError, match="chunk 0") as caught:
+        read(subject, folder, plans, moved, shared)
+    assert (caught.value.values["file"], caught.value.values["chunk"]) == (plans[0].name, 0)
 
 
 @pytest.mark.parametrize("change", [-1, 1, -PAGE])

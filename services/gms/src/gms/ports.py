@@ -411,7 +411,8 @@ class TransferBackend(Protocol):
         A plan may have only some chunks of its file: the others are not read.
 
         ArtifactCorrupt names file and chunk; ArtifactMissing. What is not a plain file of the
-        planned size is not read.
+        planned size is not read. A process of a pod may write to the buffers meanwhile: a digest
+        of bytes in a buffer says nothing of the file (DeviceError).
         """
         ...
 

@@ -121,10 +121,10 @@ class ChunkMemory:
         return self._addresses[piece.allocation] + piece.offset
 
     @contextlib.contextmanager
-    def scratch(self, chunk: ChunkPlan) -> Iterator[memoryview]:
+    def scratch(self, chunk: ChunkPlan) -> Iterator[list[memoryview]]:
         """Yield memory outside every allocation, as long as the pages of a chunk."""
         with self._pages(chunk) as (view, _):
-            yield view
+            yield [view]
 
     @contextlib.contextmanager
     def _pages(self, chunk: ChunkPlan) -> Iterator[tuple[memoryview, int]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import xxhash
 
@@ -28,7 +29,7 @@ from gms.adapters.syscalls import (
 from gms.domain.transfer import ChunkPlan, FilePlan, all_chunks, cut_chunk, longest_chunk
 from gms.ports import Advance, Buffers, ChunkNotes, Moved
 from snapshot_shared.artifact import FileEntry
-from snapshot_shared.errors import ArtifactCorrupt
+from snapshot_shared.errors import ArtifactCorrupt, DeviceError, SnapbackError
 from snapshot_shared.files import create_file, open_regular, translated
 from snapshot_shared.object_storage import zeros_digest
 
@@ -137,19 +138,15 @@ class Posix:
                 # A direct read would go to the disk even for what the page cache has.
                 if bypassing and not (is_cached[file] and is_resident(descriptor, chunk)):
                     descriptor = direct[file]
-                state = xxhash.xxh3_128()
-                for request in cut_chunk(chunk, limit):
-                    with memory.incoming(request, direct=descriptor in bypassing) as pieces:
-                        read_at(descriptor, pieces, request, bypassing)
-                        update_digest(state, pieces, request.size)
-                if (found := state.hexdigest()) != wanted:
-                    raise ArtifactCorrupt(
-                        f"chunk {chunk.index} of {plans[file].name} is damaged",
-                        file=plans[file].name,
-                        chunk=chunk.index,
-                        expected=wanted,
-                        found=found,
-                    )
+                requests = list(cut_chunk(chunk, limit))
+
+                def place(request: ChunkPlan) -> AbstractContextManager[list[memoryview]]:
+                    return memory.incoming(request, direct=descriptor in bypassing)
+
+                if _digest_read(descriptor, requests, bypassing, place) != wanted:
+                    # The memory may be that of a pod, which can write to it between the two.
+                    found = _digest_read(descriptor, requests, bypassing, memory.scratch)
+                    raise _differs(plans[file].name, chunk.index, wanted, found)
             advance(chunk.size)
             return 0 if is_zero else chunk.size
 
@@ -168,6 +165,40 @@ class Posix:
             for descriptor in [*cached, *direct]:
                 os.close(descriptor)
         return Moved(backend=self._name_of(bypassing, cached), bytes=moved)
+
+
+def _digest_read(
+    descriptor: int,
+    requests: Iterable[ChunkPlan],
+    bypassing: set[int],
+    place: Callable[[ChunkPlan], AbstractContextManager[list[memoryview]]],
+) -> str:
+    """Read requests, each to the memory that `place` yields, and return the digest of them all."""
+    state = xxhash.xxh3_128()
+    for request in requests:
+        with place(request) as pieces:
+            read_at(descriptor, pieces, request, bypassing)
+            update_digest(state, pieces, request.size)
+    return state.hexdigest()
+
+
+def _differs(file: str, chunk: int, wanted: str, found: str) -> SnapbackError:
+    """Return what is wrong where a chunk in memory has another digest; `found` is in the file."""
+    if found == wanted:
+        return DeviceError(
+            f"chunk {chunk} of {file} is not in the device as it is in the file",
+            next_step="look at what else writes to the memory, as the containers of the pod do; "
+            "the artifact is not in doubt",
+            file=file,
+            chunk=chunk,
+        )
+    return ArtifactCorrupt(
+        f"chunk {chunk} of {file} is damaged",
+        file=file,
+        chunk=chunk,
+        expected=wanted,
+        found=found,
+    )
 
 
 class _Writing:
@@ -239,15 +270,12 @@ class _Writing:
     def _stands(self, descriptor: int, chunk: ChunkPlan, noted: str) -> bool:
         if digest_in_memory(chunk, self._memory.buffers) != noted:
             return False
-        state = xxhash.xxh3_128()
+        requests = cut_chunk(chunk, self._limit)
         try:
-            for request in cut_chunk(chunk, self._limit):
-                with self._memory.scratch(request) as view:
-                    read_at(descriptor, [view], request, self.bypassing)
-                    update_digest(state, [view], request.size)
+            found = _digest_read(descriptor, requests, self.bypassing, self._memory.scratch)
         except ArtifactCorrupt:
             return False
-        return state.hexdigest() == noted
+        return found == noted
 
     def finish(self, file: int) -> int:
         # The last page of a direct request is whole; the file ends where its bytes do.
