@@ -21,6 +21,9 @@ from snapback_client.errors import InvalidInput, NotEligible
 from snapback_client.run import Command, Engine, Request, hook_of, plan_of
 from tests.integration.gms.test_worker import PATIENCE_S, Agent, until
 
+HAS_FILTERS = hasattr(tarfile, "data_filter")
+pytestmark = pytest.mark.skipif(not HAS_FILTERS, reason="--state needs Python 3.11.4")
+
 ENGINE = """
 import http.server, sys
 log = open("asked", "a", buffering=1)
@@ -128,6 +131,15 @@ def test_a_hook_is_a_request_or_a_command(text: str, hook: object) -> None:
 def test_a_hook_that_makes_no_sense_is_shown(text: str) -> None:
     with pytest.raises(InvalidInput, match="the hook"):
         hook_of(text)
+
+
+def test_a_python_that_cannot_put_files_back_safely_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(tarfile, "data_filter")
+    with pytest.raises(InvalidInput, match=r"--state needs Python 3\.11\.4"):
+        plan_of(["--state", "cache", "--", "true"], {})
+    assert plan_of(["--", "true"], {}).state == []
 
 
 def test_each_option_may_come_from_the_environment_and_the_command_line_wins() -> None:

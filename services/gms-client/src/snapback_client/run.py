@@ -136,6 +136,11 @@ def plan_of(words: Sequence[str], environment: Mapping[str, str]) -> Plan:
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command:
         parser.error("no program is named; write it behind --")
+    if given.state and not hasattr(tarfile, "data_filter"):
+        raise InvalidInput(
+            "--state needs Python 3.11.4 or later, whose tarfile can keep files within a folder",
+            next_step="take an image with a later Python, or leave --state out",
+        )
     ready = hook_of(given.ready)
     if isinstance(ready, Request) and not given.ready.startswith(_METHODS):
         ready = Request("GET", ready.url)
