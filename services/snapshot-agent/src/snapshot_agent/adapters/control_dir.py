@@ -12,6 +12,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from asyncinotify import Inotify, Mask
@@ -157,11 +158,9 @@ def _clear(where: ContainerPaths, names: Sequence[str]) -> None:
                 hand_over(state, where.access, where.access.folder_mode)
 
 
-@contextlib.contextmanager
-def opened_control(where: ContainerPaths) -> Iterator[int]:
+def opened_control(where: ContainerPaths) -> AbstractContextManager[int]:
     """Open a control directory. ArtifactCorrupt when it is a link."""
-    with opened(open_own(where.control)) as found:
-        yield found
+    return opened(open_own(where.control))
 
 
 def hand_over(fd: int, access: Access, mode: int) -> None:
