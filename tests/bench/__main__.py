@@ -24,7 +24,7 @@ from tests.bench.page import renewed
 from tests.bench.regions import MIB
 from tests.bench.results import Results, Transfers
 
-SHORT = {"size_mib": [256], "rounds": 2, "calls": 300}
+SHORT = {"size_mib": [256], "rounds": 1, "calls": 300}
 """What a short run measures. It decides nothing, and shows that each row works."""
 
 
@@ -35,7 +35,7 @@ def main() -> int:
     gms.add_argument(
         "--size-mib", type=int, nargs="+", default=[1024], help="of the weights, one or more (1024)"
     )
-    gms.add_argument("--short", action="store_true", help="256 MiB, 2 rounds; decides nothing")
+    gms.add_argument("--short", action="store_true", help="256 MiB, 1 round; decides nothing")
     gms.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
     gms.add_argument("--peers", type=Path, help="a folder in which pip has installed more peers")
     gms.add_argument(

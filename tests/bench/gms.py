@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import time
@@ -67,6 +68,12 @@ OTHERS = {"fio", *(peer.name for peer in (*SAVERS, *LOADERS))}
 
 LARGE_ALONE = {"tensorizer"}
 """It digests with SHA-256: 2,000 small allocations would take a tenth of a whole run."""
+
+TURNS_WITH_LIMITS = 3
+"""How many turns a round those have that are compared with the limit of the disk, and its probes.
+
+The speed of a disk changes within seconds by more than what is looked for.
+"""
 
 FILES = 10
 """As many files with all bytes are on the disk at the same time."""
@@ -158,12 +165,16 @@ class Bench:
             self.say(f"{name} is left out: {why}")
         # What is imported by now stays, and need not be looked at before each turn.
         gc.freeze()
-        groups = [group(shape) for shape in SHAPES for group in (self._saves, self._loads)]
+        groups = [
+            (turns, _with_limits(turns) * (TURNS_WITH_LIMITS - 1))
+            for turns in (group(shape) for shape in SHAPES for group in (self._saves, self._loads))
+        ]
         watch, reported, self.begin = Watch(), reported_bytes(), time.monotonic()
-        total, done = self.rounds * sum(map(len, groups)), 0
+        total, done = self.rounds * sum(len(turns) + len(again) for turns, again in groups), 0
         for number in range(self.rounds):
-            for turns in groups:
-                for turn in rotated(turns, number, self.rounds):
+            for turns, again in groups:
+                order = [rotated(some, number, self.rounds) for some in (turns, again)]
+                for turn in itertools.chain(*order):
                     self._say(number, turn, done / total)
                     disk.drop(self.folder)
                     self._take(turn)
@@ -454,6 +465,12 @@ def _ours(shape: str, pages: str) -> dict[str, int]:
     The second is for file systems that know no direct I/O, and looked at once.
     """
     return dict(zip(OURS, (1, 2, 1), strict=True)) if (shape, pages) == LOOKED_AT else {OURS[0]: 1}
+
+
+def _with_limits(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns of which there are more in a round, without those that follow them."""
+    names = {*map(probe_of, PROBES), "fio", *STEPS, OURS[0]}
+    return [replace(turn, cached=None) for turn in turns if turn.name in names and turn.region]
 
 
 def _backend(task: SaveTask, region: Region, ciphers: Ciphers | None) -> TransferBackend:

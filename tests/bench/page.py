@@ -10,9 +10,9 @@ from tests.bench.results import (
     NOISE,
     OTHERS,
     PAGES,
-    ROUNDS,
     SHAPES,
     STEPS,
+    TURNS,
     Calls,
     Judged,
     Results,
@@ -62,7 +62,9 @@ what carries over is ratios.
 - A region is in huge pages that the host has set aside (`vm.nr_hugepages`), as the memory of a
   GPU is there before it is asked for, or in ordinary ones of 4 KiB. A run sets aside what is
   missing, and gives it back. Ratios to peers are of equal pages.
-- A ratio is *inconclusive* after fewer than {ROUNDS} rounds. One that is missed is, too, where the
+- What is compared with that limit, and its probes, have three turns a round: the speed of a disk
+  changes within seconds by more than what is looked for.
+- A ratio is *inconclusive* after fewer than {TURNS} turns. One that is missed is, too, where the
   middle half of the samples spreads over more than {NOISE:.0%} of their median. Where others took
   more than {OTHERS:.0%} of the processors, every missed ratio is, and so is every ratio to a peer:
   most peers need more of the processors than we do.
@@ -147,7 +149,8 @@ def _goal_lines(found: Sequence[Judged]) -> Iterator[str]:
 
 
 def _rounds(rows: Rows) -> int:
-    return max((len(samples) for row in rows.values() for samples in row.values()), default=0)
+    """Return how many turns those have had that have one a round."""
+    return min((len(samples) for row in rows.values() for samples in row.values()), default=0)
 
 
 def _transfer_lines(results: Transfers) -> Iterator[str]:

@@ -14,12 +14,12 @@ NOISE = 0.4
 OTHERS = 0.2
 """Others may take this share of the processors while a benchmark runs."""
 
-ROUNDS = 5
+TURNS = 5
 """Fewer decide nothing."""
 
 Verdict = Literal["met", "missed", "inconclusive", "not measured"]
 Rows = dict[str, dict[str, list[float]]]
-"""Samples of each contender of each row, one a round."""
+"""Samples of each contender of each row, one a round or more."""
 
 SHAPES = ("one large", "2,000 small")
 PAGES = ("huge", "ordinary")
@@ -30,7 +30,7 @@ REGIONS = (200, 4000)
 
 
 class Transfers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of every contender of every row, one a round; counted values beside them."""
+    """Seconds of every contender of every row, one a round or more; counted values beside them."""
 
     size: int
     seconds: Rows
@@ -123,8 +123,8 @@ def decided(
     """
     is_met = share >= 1
     fewest = min(map(len, samples.values()))
-    if fewest < ROUNDS:
-        return "inconclusive", f"{fewest} of {ROUNDS} rounds"
+    if fewest < TURNS:
+        return "inconclusive", f"{fewest} of {TURNS} turns"
     if others > OTHERS and (suffers or not is_met):
         return "inconclusive", f"others took {others:.0%} of the processors"
     widest = max(samples, key=lambda name: spread(samples[name]))

@@ -103,7 +103,7 @@ def of_calls(client: float, server: float, p99: float, others: float = 0.1) -> R
         (WILD, [1.1] * 5, 0.1, "met", ""),
         (STEADY, [0.9] * 5, 0.5, "inconclusive", "others took 50% of the processors"),
         (STEADY, [0.96] * 5, 0.5, "met", ""),
-        (STEADY[:4], [0.96] * 5, 0.1, "inconclusive", "4 of 5 rounds"),
+        (STEADY[:4], [0.96] * 5, 0.1, "inconclusive", "4 of 5 turns"),
         (STEADY, [], 0.1, "not measured", "nothing to compare with was run"),
         ([], STEADY, 0.1, "not measured", "ours was not run"),
     ],
@@ -430,6 +430,10 @@ def test_a_small_run_measures_every_row(tmp_path: Path) -> None:
         assert all(one.seconds[row][OURS] for row in ordinary)
         assert all(one.seconds[row]["numpy mmap"] for row in ordinary if "load" in row)
         assert all(len(one.seconds[row]) >= 3 for row in limits)
+        with_limits = [
+            samples for row in limits | profiles for samples in one.seconds[row].values()
+        ]
+        assert {len(samples) for samples in with_limits} == {3}
         assert all(set(one.seconds[row]) == set(STEPS) for row in profiles)
         assert one.written_again < 0.01
         assert FRESH in text.read_text()
