@@ -149,10 +149,12 @@ async def test_a_worker_that_ends_within_its_dump_leaves_the_network_of_its_pod_
     procfs.send(halted.container.process, signal.SIGKILL)
     halted.go_on()
     report = await halted.answered()
-    assert reason_of(report) in ("SourceExited", "CriuFailed")
+    reason = reason_of(report)
+    # Once CRIU is over, the artifact is whole, and the end of the worker may come unseen.
+    assert reason in ("SourceExited", "CriuFailed", *(["staged"] if step == "over" else []))
     await until(halted.container.has_ended, "the end of the worker")
     await halted.rests()
-    assert not halted.is_staged
+    assert halted.is_staged == (reason == "staged")
 
 
 async def test_a_pid_that_another_process_has_now_is_neither_dumped_nor_ended(

