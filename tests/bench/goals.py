@@ -134,7 +134,7 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
             why += f", which itself is {1 / share:.2f} x as fast"
     ratio = median(rivals[best]) / median(ours)
     if goal.what in LIMITS and ratio < least:
-        why = _alone(goal, median(rivals[best]), seconds)
+        why = _alone(goal, seconds)
     # A peer that needs more of the processors than we do suffers more from others than we do; a
     # probe of the disk suffers less.
     verdict, reason = decided(
@@ -148,12 +148,19 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
     return Judged(of, goal.row, what, f"≥ {least:g} x", f"{ratio:.2f} x", verdict, reasons)
 
 
-def _alone(goal: Goal, limit_s: float, seconds: Rows) -> str:
-    """Say where the disk is with what a transfer does to the bytes, and nothing else of it."""
+def _alone(goal: Goal, seconds: Rows) -> str:
+    """Say where the disk is with what a transfer does to the bytes, and nothing else of it.
+
+    It takes turns with one large allocation, and is compared with the limit there.
+    """
     step = STEPS[goal.row == in_pages(goal.row.rpartition(", ")[0], PAGES[1])]
-    verb = "save" if goal.what == LIMITS[0] else "load"
+    verb, row = ("save", saving) if goal.what == LIMITS[0] else ("load", loading)
     alone = seconds.get(profile_of(verb), {}).get(step)
-    return f"the disk alone, {step}, is at {limit_s / median(alone):.2f} of it" if alone else ""
+    limits = seconds.get(limit_of(row(SHAPES[0])))
+    if not alone or not limits:
+        return ""
+    share = median(limits[fastest(limits)]) / median(alone)
+    return f"the disk alone, {step}, is at {share:.2f} of it"
 
 
 def _rivals(goal: Goal, row: Row) -> Row:

@@ -231,7 +231,12 @@ def _profiles(results: Transfers, found: Sequence[Judged]) -> Iterator[str]:
         yield (
             "\nWhere the time of these goes, in s/GB: the fastest probe, then the disk with as\n"
             "many threads as ours has, the same with a digest of each chunk, and with a copy to\n"
-            "or from ordinary pages, too.\n"
+            "or from ordinary pages, too. The last two take turns with one large allocation.\n\n"
+            "Of what is left of a save, 10 ms are its begin and its end, where folders, files and\n"
+            "manifest are made durable. In sixteen turns without peers between them no more was\n"
+            "left out of huge pages (0.35 s, the disk with digests 0.38 s), and 0.04 s out of\n"
+            "ordinary ones: in buffers half as many bytes are on their way (55 MiB of 116).\n"
+            "Beside peers up to 0.05 s more were seen; what takes them is not known.\n"
         )
         yield f"| row | limit | alone | {' | '.join(STEPS)} | {OURS} |\n|---|---|---|---|---|---|"
         yield from rows

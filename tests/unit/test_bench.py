@@ -132,6 +132,14 @@ def test_a_missed_limit_is_beside_what_the_disk_does_with_the_same_work() -> Non
     assert line.why == "the disk alone, digested and copied, is at 0.62 of it; 47% short of it"
 
 
+def test_the_same_work_alone_is_compared_with_the_limit_that_it_took_turns_with() -> None:
+    small = saving(SHAPES[1])
+    seconds = row_of(small, "huge", STEADY, [0.5] * 5) | {limit_of(SAVE): {"fio": [0.3] * 5}}
+    seconds[profile_of("save")] = {STEPS[0]: [0.6] * 5, STEPS[1]: [0.8] * 5}
+    line = line_of(results(seconds), in_pages(small, "huge"), "write limit")
+    assert "the disk alone, digested, is at 0.50 of it" in line.why
+
+
 @pytest.mark.parametrize(
     ("row", "best", "wanted", "verdict"),
     [
