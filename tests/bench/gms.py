@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import mmap
 import os
 import time
@@ -42,6 +41,7 @@ from tests.bench.results import (
     PAGES,
     SHAPES,
     STEPS,
+    TURNS_WITH_LIMITS,
     Rows,
     Transfers,
     in_pages,
@@ -68,12 +68,6 @@ OTHERS = {"fio", *(peer.name for peer in (*SAVERS, *LOADERS))}
 
 LARGE_ALONE = {"tensorizer"}
 """It digests with SHA-256: 2,000 small allocations would take a tenth of a whole run."""
-
-TURNS_WITH_LIMITS = 3
-"""How many turns a round those have that are compared with the limit of the disk, and its probes.
-
-The speed of a disk changes within seconds by more than what is looked for.
-"""
 
 FILES = 10
 """As many files with all bytes are on the disk at the same time."""
@@ -165,20 +159,24 @@ class Bench:
             self.say(f"{name} is left out: {why}")
         # What is imported by now stays, and need not be looked at before each turn.
         gc.freeze()
-        groups = [
-            (turns, _with_limits(turns) * (TURNS_WITH_LIMITS - 1))
-            for turns in (group(shape) for shape in SHAPES for group in (self._saves, self._loads))
+        groups = [group(shape) for shape in SHAPES for group in (self._saves, self._loads)]
+        orders = [
+            [
+                turn
+                for turns in groups
+                for some in (turns, _with_limits(turns) * (TURNS_WITH_LIMITS - 1))
+                for turn in rotated(some, number, self.rounds)
+            ]
+            for number in range(self.rounds)
         ]
         watch, reported, self.begin = Watch(), reported_bytes(), time.monotonic()
-        total, done = self.rounds * sum(len(turns) + len(again) for turns, again in groups), 0
-        for number in range(self.rounds):
-            for turns, again in groups:
-                order = [rotated(some, number, self.rounds) for some in (turns, again)]
-                for turn in itertools.chain(*order):
-                    self._say(number, turn, done / total)
-                    disk.drop(self.folder)
-                    self._take(turn)
-                    done += 1
+        total, done = sum(map(len, orders)), 0
+        for number, turns in enumerate(orders):
+            for turn in turns:
+                self._say(number, turn, done / total)
+                disk.drop(self.folder)
+                self._take(turn)
+                done += 1
         others, now = watch.others(), reported_bytes()
         again, extra = self._counted()
         return Transfers(

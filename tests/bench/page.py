@@ -13,6 +13,7 @@ from tests.bench.results import (
     SHAPES,
     STEPS,
     TURNS,
+    TURNS_WITH_LIMITS,
     Calls,
     Judged,
     Results,
@@ -62,8 +63,8 @@ what carries over is ratios.
 - A region is in huge pages that the host has set aside (`vm.nr_hugepages`), as the memory of a
   GPU is there before it is asked for, or in ordinary ones of 4 KiB. A run sets aside what is
   missing, and gives it back. Ratios to peers are of equal pages.
-- What is compared with that limit, and its probes, have three turns a round: the speed of a disk
-  changes within seconds by more than what is looked for.
+- What is compared with that limit, and its probes, have {TURNS_WITH_LIMITS} turns a round: the
+  speed of a disk changes within seconds by more than what is looked for.
 - A ratio is *inconclusive* after fewer than {TURNS} turns. One that is missed is, too, where the
   middle half of the samples spreads over more than {NOISE:.0%} of their median. Where others took
   more than {OTHERS:.0%} of the processors, every missed ratio is, and so is every ratio to a peer:
@@ -232,13 +233,13 @@ def _profiles(results: Transfers, found: Sequence[Judged]) -> Iterator[str]:
             "\nWhere the time of these goes, in s/GB: the fastest probe, then the disk with as\n"
             "many threads as ours has, the same with a digest of each chunk, and with a copy to\n"
             "or from ordinary pages, too. The last two take turns with one large allocation.\n\n"
-            "Of what is left of a save, 10 ms are its begin and its end, where folders, files and\n"
-            "manifest are made durable. In sixteen turns without peers between them no more was\n"
-            "left out of huge pages (0.35 s, the disk with digests 0.38 s), and 0.04 s out of\n"
-            "ordinary ones: in buffers half as many bytes are on their way (55 MiB of 116).\n"
-            "Beside peers, six turns were traced: a save out of huge pages took 34 ms longer than\n"
-            "the disk with digests, 22 ms of them before the first seventh was written, 3 ms in\n"
-            "the next five, and 9 ms at the end; one out of ordinary pages took 14 ms longer.\n"
+            "Traced on 2026-11-26 with 1 GiB and two processors: of what is left of a save, 10 ms\n"
+            "are its begin and its end, where folders, files and manifest are made durable. In\n"
+            "turns without peers no more was left out of huge pages, and 0.04 s out of ordinary\n"
+            "ones, where half as many bytes are on their way (55 MiB of 116). Beside peers a save\n"
+            "out of huge pages took 34 ms longer than the disk with digests: 22 ms before the\n"
+            "first seventh was written, 3 ms in the next five, and 9 ms at the end; one out of\n"
+            "ordinary pages took 14 ms longer.\n"
         )
         yield f"| row | limit | alone | {' | '.join(STEPS)} | {OURS} |\n|---|---|---|---|---|---|"
         yield from rows

@@ -17,6 +17,12 @@ OTHERS = 0.2
 TURNS = 5
 """Fewer decide nothing."""
 
+TURNS_WITH_LIMITS = 3
+"""How many turns a round those have that are compared with the limit of the disk, and its probes.
+
+The speed of a disk changes within seconds by more than what is looked for.
+"""
+
 Verdict = Literal["met", "missed", "inconclusive", "not measured"]
 Rows = dict[str, dict[str, list[float]]]
 """Samples of each contender of each row, one a round or more."""

@@ -300,10 +300,6 @@ def _chunks(file: int, chunk_bytes: int, pieces: Sequence[Piece]) -> list[ChunkP
     current: list[Piece] = []
     room = chunk_bytes
     for piece in pieces:
-        if piece.size < room:
-            current.append(piece)
-            room -= piece.size
-            continue
         done = 0
         while done < piece.size:
             take = min(piece.size - done, room)
