@@ -206,3 +206,14 @@ async def test_a_lower_attempt_is_answered_with_the_highest_known_and_changes_no
 def test_the_order_book_needs_no_nats() -> None:
     imported = "import sys, snapshot_shared.order_book; sys.exit('nats' in sys.modules)"
     subprocess.run([sys.executable, "-c", imported], check=True)
+
+
+def test_no_service_imports_aiohttp_for_nats_and_each_can_import_it_later() -> None:
+    imported = """
+import sys
+import gms.main, snapshot_agent.main, snapshot_operator.main
+assert "nats" in sys.modules
+assert "aiohttp" not in sys.modules
+import aiohttp
+"""
+    subprocess.run([sys.executable, "-c", imported], check=True)

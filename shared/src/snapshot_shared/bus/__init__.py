@@ -7,6 +7,16 @@ the object store and the journals.
 
 from __future__ import annotations
 
+import sys
+
+# nats imports aiohttp for WebSockets, which no service uses, and works without it. aiohttp takes a
+# quarter of the time that a service needs to start, and 10 MiB of its memory.
+if "aiohttp" not in sys.modules:
+    sys.modules["aiohttp"] = None  # type: ignore[assignment]
+    import nats.aio.transport  # noqa: F401
+
+    del sys.modules["aiohttp"]
+
 from snapshot_shared.bus.assets import BUCKETS, STREAMS, StreamState
 from snapshot_shared.bus.connection import REQUEST_S
 from snapshot_shared.bus.services import ASKED, Bus, Handler

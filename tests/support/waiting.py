@@ -1,0 +1,44 @@
+"""Waits for what another process or thread does, and of which there is no event."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+WITHIN_S = 20.0
+"""How long a wait lasts before the test fails, in seconds."""
+PAUSE_S = 0.01
+"""The time between two looks, in seconds."""
+
+What = str | Callable[[], str]
+"""What is waited for, or what says so when the wait is over: the log of a service, for example."""
+
+
+def wait_until(holds: Callable[[], T], what: What = "", *, within_s: float = WITHIN_S) -> T:
+    """Look again and again until the condition is true, and return its value."""
+    pause = threading.Event()
+    for _ in range(int(within_s / PAUSE_S)):
+        if found := holds():
+            return found
+        pause.wait(PAUSE_S)
+    pytest.fail(_said(what, within_s))
+
+
+async def until(holds: Callable[[], T], what: What = "", *, within_s: float = WITHIN_S) -> T:
+    """As `wait_until`, and let the event loop run between two looks."""
+    for _ in range(int(within_s / PAUSE_S)):
+        if found := holds():
+            return found
+        await asyncio.sleep(PAUSE_S)
+    pytest.fail(_said(what, within_s))
+
+
+def _said(what: What, within_s: float) -> str:
+    text = what() if callable(what) else what
+    return f"not true within {within_s:g} s: {text}"
