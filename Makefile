@@ -38,7 +38,7 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 ##@ Try it
 ##@ Set up
@@ -141,6 +141,11 @@ format: $(STAMP) ## Rewrite the sources in the house format
 test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
 	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
 
+# Some of these have a target of their own.
+test-slow: $(STAMP) ## The tests that `make test` leaves out because they take long
+	$(BIN)/pytest $(IN_PARALLEL) -m "slow and $(subst and not slow,,$(MARKERS))" tests --ignore=tests/docs \
+		--ignore=tests/integration/test_site.py --ignore=tests/integration/snapshotctl/test_wheels.py
+
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
 	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
 
@@ -172,6 +177,9 @@ soak: $(STAMP) ## Capture and delete a worker many times and see that nothing gr
 mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, ONLY="name ...", SAMPLE=200 SEED=1 draws others)
 	@$(BIN)/python -m tests.mutants$(if $(SAMPLE),.sample --count $(SAMPLE) $(if $(SEED),--seed $(SEED))) \
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(ONLY),--only $(ONLY))
+
+proofs: $(STAMP) tools ## Everything that CI runs by turns, with all faults, and the proofs that it leaves out
+	@$(BIN)/python -m tests.ci --proofs
 
 cover: $(STAMP) ## Whether the fast tests reach as many lines as they did (ALL=1: of all tests, with the lines)
 	@rm -f .coverage .coverage.*
@@ -304,8 +312,8 @@ screenshots: $(STAMP) ## Take pictures of the page, wide and on a phone, light a
 
 docs-test: $(STAMP) ## Type the commands of every document
 	@log=$$(mktemp); trap 'rm -f $$log' EXIT; \
-	$(BIN)/pytest tests/docs -k "break-it" >$$log 2>&1 & longest=$$!; \
-	status=0; $(BIN)/pytest --durations=5 tests/docs -k "not break-it" || status=1; \
+	$(BIN)/pytest -m slow tests/docs -k "break-it" >$$log 2>&1 & longest=$$!; \
+	status=0; $(BIN)/pytest -m slow --durations=5 tests/docs -k "not break-it" || status=1; \
 	wait $$longest || status=1; cat $$log; exit $$status
 
 ##@ Documents

@@ -16,8 +16,6 @@ from tests.docs.pages import ROOT, Block, Shell, blocks, documents, nats_cli, pa
 
 INSPECT = ROOT / "docs/inspect.md"
 NODES = ("node-1", "node-2", "node-3")
-SHORT = (ROOT / "README.md",)
-"""The pages that `make test` plays; `make docs-test` plays all of them."""
 
 PLAYED = [
     page
@@ -42,15 +40,10 @@ def test_every_block_of_commands_says_how_it_is_run(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(
-            page,
-            id=str(page.relative_to(ROOT)),
-            marks=() if page in SHORT else pytest.mark.slow,
-        )
-        for page in PLAYED
-    ],
+    PLAYED,
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_commands_of_a_page_work_in_their_order(page: Path, tmp_path: Path) -> None:
     story = [block for block in blocks(page) if block.how and block.how.mode in ("cluster", "here")]

@@ -1,0 +1,163 @@
+"""The steps of CI as one table, and which of them a landing runs.
+
+CI has to end in half an hour, and the proofs take several. So a proof that takes long and rarely
+finds anything new runs at every fourth landing, and each landing runs a quarter of these proofs.
+The number of the landing says whose turn it is, and `.ci/landings` counts the landings. The number
+of commits cannot say it, because a landing holds any number of them: whatever rule chose a proof by
+the commits of a landing, some sequence of landings would never choose it, or each would choose all.
+
+A step is one target of the Makefile. Two steps run at the same time, one of each lane: a step that
+computes keeps both cores busy, and a step that waits for nodes, kernels and disks leaves them idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+TURNS = 4
+SEEDS = 2000
+"""How many seeds of `make scenarios` a landing runs."""
+
+
+class Lane(Enum):
+    """Two lanes run side by side."""
+
+    COMPUTES = "computes"
+    WAITS = "waits"
+
+
+class When(Enum):
+    """At which landings a step runs; the members with a number are turns."""
+
+    FIRST, SECOND, THIRD, FOURTH = range(TURNS)
+    ALWAYS = "each landing"
+    PROOFS = "make proofs"
+
+
+class Step(NamedTuple):
+    """A target of the Makefile with its variables.
+
+    `needs` names programs that the machine may lack: `cluster` or none.
+    """
+
+    name: str
+    lane: Lane
+    when: When = When.ALWAYS
+    target: str = ""
+    """The target, if the step has another name."""
+
+    variables: Mapping[str, str] = {}
+    """Variables of make and of its commands. `{count}` is the number of commits, `{first}` the
+    first seed, and `{turn}` the turn, from 1."""
+
+    needs: str = ""
+
+    def words(self, landing: Landing) -> list[str]:
+        """Return the arguments of make."""
+        values = {
+            "count": landing.commits,
+            "first": landing.commits * SEEDS,
+            "turn": landing.turn.value + 1,
+        }
+        return [
+            self.target or self.name,
+            *(f"{name}={text.format(**values)}" for name, text in self.variables.items()),
+        ]
+
+
+class Landing(NamedTuple):
+    """A push to main that CI passes: its number, the commit it began from, and how many it has."""
+
+    number: int
+    since: str
+    commits: int
+    """The number of all commits up to HEAD."""
+
+    @property
+    def turn(self) -> When:
+        return When(self.number % TURNS)
+
+
+_FAULTS = {"FAULTS_EVERY": str(TURNS), "FAULTS_FIRST": "{turn}"}
+"""Every fourth row of the fault tables: each row runs at every fourth landing."""
+
+STEPS = (
+    Step("check", Lane.COMPUTES),
+    Step("test", Lane.COMPUTES),
+    Step("scenarios", Lane.COMPUTES, variables={"SEEDS": str(SEEDS), "FIRST": "{first}"}),
+    Step("cover", Lane.COMPUTES, When.FIRST),
+    Step("test-slow", Lane.COMPUTES, When.SECOND),
+    Step(
+        "mutants-sample",
+        Lane.COMPUTES,
+        When.THIRD,
+        target="mutants",
+        variables={"SAMPLE": "40", "SEED": "{count}"},
+    ),
+    Step("contract-servers", Lane.COMPUTES, When.FOURTH),
+    Step("flips", Lane.COMPUTES, When.FOURTH),
+    Step("test-cluster", Lane.WAITS, variables=_FAULTS, needs="cluster"),
+    Step("demo-cluster", Lane.WAITS, needs="cluster"),
+    Step("e2e", Lane.WAITS),
+    Step("test-process", Lane.WAITS, variables=_FAULTS),
+    Step("docs-test", Lane.WAITS),
+    Step("test-wheels", Lane.WAITS, When.FIRST),
+    Step("test-site", Lane.WAITS, When.THIRD),
+    Step("mutants", Lane.COMPUTES, When.PROOFS),
+    Step("hostile", Lane.COMPUTES, When.PROOFS),
+    Step("killed-clients", Lane.COMPUTES, When.PROOFS),
+    Step("resume-saves", Lane.COMPUTES, When.PROOFS),
+    Step("test-torch", Lane.COMPUTES, When.PROOFS),
+    Step("test-gds", Lane.COMPUTES, When.PROOFS),
+    Step("chaos", Lane.WAITS, When.PROOFS),
+    Step("test-page", Lane.WAITS, When.PROOFS, needs="cluster"),
+)
+
+
+class Due(NamedTuple):
+    """The steps of a landing, and the steps that it leaves, each with the landing that runs it."""
+
+    now: Sequence[Step]
+    left: Sequence[tuple[Step, int]]
+
+
+def due(landing: Landing, steps: Sequence[Step] = STEPS) -> Due:
+    """Return the steps of a landing."""
+    turns = [step for step in steps if step.when not in (When.ALWAYS, When.PROOFS)]
+    return Due(
+        [step for step in steps if step.when in (When.ALWAYS, landing.turn)],
+        [
+            (step, landing.number + (step.when.value - landing.number) % TURNS)
+            for step in turns
+            if step.when is not landing.turn
+        ],
+    )
+
+
+def landing_of(recorded: str, commits: int) -> Landing:
+    """Read `.ci/landings`: a line for each landing, with the commit it began from.
+
+    ValueError names the line that has something else.
+    """
+    lines = [line for line in recorded.splitlines() if line and not line.startswith("#")]
+    for number, line in enumerate(lines, 1):
+        if len(line) != 40 or set(line) - set("0123456789abcdef"):
+            raise ValueError(f".ci/landings: landing {number} is {line!r}, not a whole commit id")
+    if not lines:
+        raise ValueError(".ci/landings has no landing: add the commit that this one began from")
+    if len(set(lines)) < len(lines):
+        raise ValueError(".ci/landings has a commit twice: each landing begins from another one")
+    return Landing(len(lines), lines[-1], commits)
+
+
+def lacking(need: str, environment: Mapping[str, str], root: Path) -> str:
+    """Return why this machine cannot run what a step needs; nothing if it can."""
+    if not need:
+        return ""
+    folders = [Path(environment.get("SNAPBACK_TOOLS", root / ".tools/bin")), root / ".tools/bin"]
+    if environment.get("KUBECONFIG") or any((folder / "kube").exists() for folder in folders):
+        return ""
+    return "no programs of Kubernetes (SNAPBACK_TOOLS), nor Go to build them"
