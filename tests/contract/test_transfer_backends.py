@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import errno
 import importlib
-import mmap
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,30 +19,31 @@ from typing import Any, NamedTuple
 
 import pytest
 import xxhash
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gms.adapters import buffers, syscalls
 from gms.adapters.backends import GROUP, find_backend
-from gms.domain.transfer import PAGE, FilePlan, place, plan_files
-from gms.ports import Moved, ResumableBackend, TransferBackend
-from snapback_client.frames import AllocationInfo
-from snapshot_shared import files
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    ArtifactExists,
-    ArtifactMissing,
-    DeviceError,
-    InvalidInput,
-    NoSpace,
+from gms.conformance.transfers import (
+    CHUNK,
+    MIB,
+    SIZES,
+    Bodies,
+    FileBackendContract,
+    Memory,
+    TransferBackendContract,
+    ignored,
+    plans_of,
+    read,
+    write,
 )
+from gms.domain.transfer import PAGE, FilePlan
+from gms.ports import Moved, TransferBackend
+from snapshot_shared import files
+from snapshot_shared.errors import ArtifactCorrupt, DeviceError, InvalidInput, NoSpace
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
 from tests.scenario.disk import SimDisk
 from tests.support.s3_server import s3_server
 
-MIB = 1024 * 1024
-CHUNK = 2 * PAGE
 POSIX = ("posix-direct", "posix-buffered")
 PINNED = "pinned-host"
 IN_PLACE = "posix-direct in place"
@@ -53,14 +51,14 @@ NAMES = (*POSIX, PINNED, "example")
 IN_FILES = (*NAMES, IN_PLACE)
 OBJECTS = ("object in s3", "object in a folder")
 PREFIX = "default/11111111-2222-3333-4444-555555555555/gen-1/gpu-0"
-EXAMPLE = Path(__file__).parents[1] / "support" / "example_backend.py"
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "transfer_backend"
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Path]:
     """A folder in which the example package is installed, and which Python looks into."""
     with tempfile.TemporaryDirectory(prefix="site-") as folder:
-        shutil.copy(EXAMPLE, folder)
+        shutil.copy(EXAMPLE / "example_backend.py", folder)
         info = Path(folder) / "example_backend-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: example-backend\nVersion: 1\n")
@@ -76,33 +74,7 @@ def site() -> Iterator[Path]:
         sys.modules.pop("example_backend", None)
 
 
-class InFiles:
-    """The bytes of a part as a backend leaves them: in files, which a test can damage."""
-
-    def read(self, folder: Path, plan: FilePlan, moved: Moved) -> bytes:
-        return (folder / plan.name).read_bytes()
-
-    def flip(self, folder: Path, plan: FilePlan, where: int) -> None:
-        with (folder / plan.name).open("r+b") as shard:
-            shard.seek(where)
-            byte = shard.read(1)[0]
-            shard.seek(where)
-            shard.write(bytes([byte ^ 4]))
-
-    def resize(self, folder: Path, plan: FilePlan, change: int) -> None:
-        os.truncate(folder / plan.name, plan.size + change)
-
-    def remove(self, folder: Path, plan: FilePlan) -> None:
-        (folder / plan.name).unlink()
-
-    def swap(self, folder: Path, one: FilePlan, other: FilePlan) -> None:
-        aside = folder / "aside"
-        (folder / one.name).rename(aside)
-        (folder / other.name).rename(folder / one.name)
-        aside.rename(folder / other.name)
-
-
-class InObjects(InFiles):
+class InObjects(Bodies):
     """The same in object storage: every chunk is an object."""
 
     def __init__(self, url: str) -> None:
@@ -146,7 +118,7 @@ class Subject(NamedTuple):
     name: str
     backend: TransferBackend
     module: types.ModuleType
-    bodies: InFiles
+    bodies: Bodies
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +135,7 @@ def subject(
     site: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Subject]:
-    bodies = InFiles()
+    bodies: Bodies = Bodies()
     if request.param in OBJECTS:
         url = (
             request.getfixturevalue("s3")
@@ -183,60 +155,48 @@ def subject(
         yield Subject(request.param, backend, module, bodies)
 
 
-class Memory:
-    """Allocations side by side in mapped memory, `shift` bytes past the beginning of a page."""
-
-    def __init__(self, sizes: Sequence[int], *, shift: int = 0) -> None:
-        self.sizes = sizes
-        starts, end = [], shift
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // PAGE) * PAGE
-        self.map = mmap.mmap(-1, end + PAGE)
-        self.views = [
-            memoryview(self.map)[at : at + size] for at, size in zip(starts, sizes, strict=True)
-        ]
-
-    def fill(self, seed: int) -> Memory:
-        rng = Random(seed)
-        for view in self.views:
-            view[:] = rng.randbytes(len(view))
-        return self
-
-    def bytes(self) -> list[bytes]:
-        return [bytes(view) for view in self.views]
-
-
-def plans_of(sizes: Sequence[int], *, shard: int = 4 * PAGE, chunk: int = CHUNK) -> list[FilePlan]:
-    infos = [
-        AllocationInfo(id=f"a{slot}", size=size, aligned=size, tag="", slot=slot)
-        for slot, size in enumerate(sizes)
-    ]
-    entries, lengths = place(infos, shard_bytes=shard)
-    return plan_files(entries, lengths, chunk_bytes=[chunk] * len(lengths))
-
-
 in_files = pytest.mark.parametrize("subject", IN_FILES, indirect=True)
 
 
-def ignored(_: int) -> None:
+class Given:
+    """The fixtures of the contract, from the parameter of `subject`."""
+
+    @pytest.fixture(scope="module")
+    def backend(self, subject: Subject) -> TransferBackend:
+        return subject.backend
+
+    @pytest.fixture(scope="module")
+    def bodies(self, subject: Subject) -> Bodies:
+        return subject.bodies
+
+    @pytest.fixture(scope="module")
+    def in_place(self, subject: Subject) -> bool:
+        return subject.name == IN_PLACE
+
+
+@in_files
+class TestInFiles(Given, FileBackendContract):
     pass
 
 
-def write(
-    subject: Subject, folder: int, plans: list[FilePlan], memory: Memory, threads: int = 1
-) -> Moved:
-    return subject.backend.write_files(
-        folder, plans, memory.views, threads=threads, advance=ignored
-    )
+@pytest.mark.parametrize("subject", OBJECTS, indirect=True)
+class TestInObjects(Given, TransferBackendContract):
+    pass
 
 
-def read(
-    subject: Subject, folder: int, plans: list[FilePlan], moved: Moved, memory: Memory
-) -> Moved:
-    return subject.backend.read_files(
-        folder, plans, moved.files, memory.views, threads=2, advance=ignored
+def test_a_package_tests_its_own_backend_with_the_contract(tmp_path: Path) -> None:
+    """Run the tests of the example as its authors do, with their files alone."""
+    shutil.copytree(EXAMPLE, tmp_path / "package")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path / "package",
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert done.returncode == 0, done.stdout
+    assert " passed, 1 skipped" in done.stdout
 
 
 @pytest.fixture
@@ -256,95 +216,6 @@ def disk(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> SimDisk:
     return disk
 
 
-SIZES = [PAGE + 5, 1, 3 * PAGE + 5, 4 * PAGE, PAGE - 1, 9 * PAGE]
-
-
-@given(
-    sizes=st.lists(st.integers(1, 9 * PAGE), min_size=1, max_size=8),
-    shard=st.integers(1, 6),
-    chunk=st.integers(1, 5),
-    threads=st.integers(1, 4),
-    shift=st.sampled_from([0, 0, 1, 512]),
-    zeros=st.booleans(),
-)
-@settings(max_examples=15, deadline=None)
-def test_what_is_written_is_read_again_byte_for_byte(
-    subject: Subject,
-    sizes: list[int],
-    shard: int,
-    chunk: int,
-    threads: int,
-    shift: int,
-    zeros: bool,
-) -> None:
-    plans = plans_of(sizes, shard=shard * PAGE, chunk=chunk * PAGE)
-    memory = Memory(sizes, shift=shift).fill(len(sizes))
-    if zeros:
-        memory.views[-1][:] = bytes(sizes[-1])
-    before = memory.bytes()
-    with tempfile.TemporaryDirectory() as path, opened(open_root(path)) as folder:
-        moved = write(subject, folder, plans, memory, threads)
-        assert memory.bytes() == before
-        for plan, entry in zip(plans, moved.files, strict=True):
-            data = subject.bodies.read(Path(path), plan, moved)
-            assert (entry.name, entry.size, len(data)) == (plan.name, plan.size, plan.size)
-            starts = range(0, plan.size, plan.chunk_bytes)
-            pieces = [data[at : at + plan.chunk_bytes] for at in starts]
-            assert [xxhash.xxh3_128_hexdigest(piece) for piece in pieces] == entry.chunks
-        again = Memory(sizes, shift=shift)
-        read(subject, folder, plans, moved, again)
-    assert again.bytes() == before
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_long_chunk_comes_whole_into_memory_that_is_not_mapped_yet(
-    subject: Subject, folder: int, tmp_path: Path, damaged: bool
-) -> None:
-    sizes = [9 * MIB + 5, 3 * MIB, 5 * MIB + 1]
-    plans = plans_of(sizes, shard=32 * MIB, chunk=16 * MIB)
-    memory = Memory(sizes).fill(14)
-    moved = write(subject, folder, plans, memory)
-    if damaged:
-        subject.bodies.flip(tmp_path, plans[0], 7 * MIB)
-    if subject.name not in OBJECTS:
-        with opened(os.open(tmp_path / plans[0].name, os.O_RDWR)) as shard:
-            os.fsync(shard)
-            os.posix_fadvise(shard, 0, 0, os.POSIX_FADV_DONTNEED)
-    again = Memory(sizes)
-    if damaged:
-        with pytest.raises(ArtifactCorrupt, match="chunk 0"):
-            read(subject, folder, plans, moved, again)
-        return
-    read(subject, folder, plans, moved, again)
-    assert again.bytes() == memory.bytes()
-
-
-def test_every_byte_is_reported_once(subject: Subject, folder: int) -> None:
-    plans, done = plans_of(SIZES), []
-    memory = Memory(SIZES).fill(1)
-    moved = subject.backend.write_files(folder, plans, memory.views, threads=3, advance=done.append)
-    assert sum(done) == sum(plan.size for plan in plans)
-    done.clear()
-    again = Memory(SIZES)
-    subject.backend.read_files(
-        folder, plans, moved.files, again.views, threads=3, advance=done.append
-    )
-    assert sum(done) == sum(plan.size for plan in plans)
-
-
-@pytest.mark.parametrize("where", [0, PAGE + 4, PAGE + 6, CHUNK - 1, CHUNK])
-def test_a_flipped_bit_is_found_with_its_file_and_chunk(
-    subject: Subject, folder: int, tmp_path: Path, where: int
-) -> None:
-    plans = plans_of(SIZES)
-    moved = write(subject, folder, plans, Memory(SIZES).fill(2))
-    subject.bodies.flip(tmp_path, plans[0], where)
-    with pytest.raises(ArtifactCorrupt) as caught:
-        read(subject, folder, plans, moved, Memory(SIZES))
-    assert caught.value.values["file"] == plans[0].name
-    assert caught.value.values["chunk"] == where // CHUNK
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("subject", ["posix-buffered", IN_PLACE], indirect=True)
 def test_memory_that_another_process_writes_to_is_no_damage_of_the_artifact(
@@ -356,7 +227,7 @@ def test_memory_that_another_process_writes_to_is_no_damage_of_the_artifact(
 ) -> None:
     plans = plans_of(SIZES)
     saved = Memory(SIZES).fill(2)
-    moved = write(subject, folder, plans, saved)
+    moved = write(subject.backend, folder, plans, saved)
     if damaged:
         subject.bodies.flip(tmp_path, plans[0], 1)
     shared = Memory(SIZES)
@@ -370,97 +241,8 @@ def test_memory_that_another_process_writes_to_is_no_damage_of_the_artifact(
 
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(ArtifactCorrupt if damaged else DeviceError, match="chunk 0") as caught:
-        read(subject, folder, plans, moved, shared)
+        read(subject.backend, folder, plans, moved, shared)
     assert (caught.value.values["file"], caught.value.values["chunk"]) == (plans[0].name, 0)
-
-
-@pytest.mark.parametrize("change", [-1, 1, -PAGE])
-def test_a_file_of_another_length_is_refused(
-    subject: Subject, folder: int, tmp_path: Path, change: int
-) -> None:
-    plans = plans_of(SIZES)
-    moved = write(subject, folder, plans, Memory(SIZES).fill(3))
-    subject.bodies.resize(tmp_path, plans[1], change)
-    with pytest.raises(ArtifactCorrupt):
-        read(subject, folder, plans, moved, Memory(SIZES))
-
-
-def test_a_missing_file_is_refused_as_missing(
-    subject: Subject, folder: int, tmp_path: Path
-) -> None:
-    plans = plans_of(SIZES)
-    moved = write(subject, folder, plans, Memory(SIZES).fill(4))
-    subject.bodies.remove(tmp_path, plans[1])
-    with pytest.raises(ArtifactMissing, match=plans[1].name):
-        read(subject, folder, plans, moved, Memory(SIZES))
-
-
-def test_bodies_that_changed_places_are_found(
-    subject: Subject, folder: int, tmp_path: Path
-) -> None:
-    plans = plans_of(SIZES)
-    assert plans[0].size == plans[1].size
-    moved = write(subject, folder, plans, Memory(SIZES).fill(4))
-    subject.bodies.swap(tmp_path, plans[0], plans[1])
-    with pytest.raises(ArtifactCorrupt, match="damaged"):
-        read(subject, folder, plans, moved, Memory(SIZES))
-
-
-@in_files
-def test_a_link_is_not_followed_and_a_file_is_not_written_over(
-    subject: Subject, folder: int, tmp_path: Path
-) -> None:
-    plans = plans_of(SIZES)
-    (tmp_path / plans[1].name).write_bytes(b"mine")
-    with pytest.raises(ArtifactExists):
-        write(subject, folder, plans, Memory(SIZES).fill(5))
-    assert (tmp_path / plans[1].name).read_bytes() == b"mine"
-    (tmp_path / plans[0].name).unlink()
-    (tmp_path / plans[0].name).symlink_to(plans[1].name)
-    with pytest.raises((ArtifactCorrupt, ArtifactExists)):
-        write(subject, folder, plans, Memory(SIZES).fill(5))
-    assert (tmp_path / plans[1].name).read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_what_advance_raises_ends_a_transfer_and_leaves_nothing_open(
-    subject: Subject, folder: int, tmp_path: Path, threads: int
-) -> None:
-    plans = plans_of(SIZES * 20)
-    memory = Memory(SIZES * 20).fill(6)
-    reported: list[int] = []
-
-    class Cancelled(Exception):
-        pass
-
-    def stop(size: int) -> None:
-        reported.append(size)
-        raise Cancelled
-
-    subject.backend.write_files(folder, plans, memory.views, threads=threads, advance=ignored)
-    for plan in plans:
-        (tmp_path / plan.name).unlink(missing_ok=True)
-    before = open_files()
-    with pytest.raises(Cancelled):
-        subject.backend.write_files(folder, plans, memory.views, threads=threads, advance=stop)
-    for plan in plans:
-        (tmp_path / plan.name).unlink(missing_ok=True)
-    moved = write(subject, folder, plans, memory, threads)
-    with pytest.raises(Cancelled):
-        subject.backend.read_files(
-            folder, plans, moved.files, Memory(SIZES * 20).views, threads=threads, advance=stop
-        )
-    assert open_files() <= before
-    assert len(reported) < sum(len(plan.chunks) for plan in plans)
-
-
-def open_files() -> set[str]:
-    """What is open here but connections, which a client keeps for the next request."""
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.add(f"{entry.name} {entry.readlink()}")
-    return {each for each in found if " socket:" not in each and "/proc/" not in each}
 
 
 @in_files
@@ -471,7 +253,7 @@ def test_a_disk_that_is_full_is_named_and_nothing_stays_open(
     with closing(Descriptor(disk)) as folder:
         disk.capacity = sum(plan.size for plan in plans) // 2
         with pytest.raises(NoSpace):
-            write(subject, folder.fd, plans, Memory(SIZES).fill(7))
+            write(subject.backend, folder.fd, plans, Memory(SIZES).fill(7))
         assert disk.os.open_descriptors() == [folder.fd]
 
 
@@ -494,7 +276,7 @@ def test_what_is_written_outlives_a_power_loss_wherever_its_name_does(
     plans = plans_of([size])
     memory = Memory([size]).fill(8)
     with closing(Descriptor(disk)) as folder:
-        write(subject, folder.fd, plans, memory)
+        write(subject.backend, folder.fd, plans, memory)
     left = [dict(state.tree()) for state in disk.legal_states()]
     assert any(left), "a state in which the name is there"
     for tree in left:
@@ -506,7 +288,7 @@ def test_a_failing_fsync_is_no_success(subject: Subject, disk: SimDisk) -> None:
     with closing(Descriptor(disk)) as folder:
         disk.fail("fsync")
         with pytest.raises(OSError, match="Input/output error"):
-            write(subject, folder.fd, plans_of([PAGE]), Memory([PAGE]).fill(9))
+            write(subject.backend, folder.fd, plans_of([PAGE]), Memory([PAGE]).fill(9))
 
 
 @in_files
@@ -514,40 +296,10 @@ def test_requests_that_end_early_leave_nothing_out(subject: Subject, disk: SimDi
     plans, memory = plans_of(SIZES), Memory(SIZES).fill(10)
     with closing(Descriptor(disk)) as folder:
         disk.fail("write", 1, 0, times=10_000)
-        moved = write(subject, folder.fd, plans, memory)
+        moved = write(subject.backend, folder.fd, plans, memory)
         again = Memory(SIZES)
-        read(subject, folder.fd, plans, moved, again)
+        read(subject.backend, folder.fd, plans, moved, again)
     assert again.bytes() == memory.bytes()
-
-
-def test_memory_for_a_transfer_is_bounded(subject: Subject, folder: int) -> None:
-    chunk, threads, is_in_place = MIB, 4, subject.name == IN_PLACE
-    sizes = [3 * MIB + 5] * 30
-    fd = os.memfd_create("region")
-    os.ftruncate(fd, 4 * MIB * len(sizes))
-    region = memoryview(mmap.mmap(fd, 0))
-    views = [region[i * 4 * MIB :][: sizes[i]] for i in range(len(sizes))]
-    for i, view in enumerate(views):
-        view[:] = bytes([i + 1]) * len(view)
-    plans = plans_of(sizes, shard=64 * MIB, chunk=chunk)
-    highest, before = 0, private_bytes()
-
-    def look(_: int) -> None:
-        nonlocal highest
-        highest = max(highest, private_bytes())
-
-    moved = subject.backend.write_files(folder, plans, views, threads=threads, advance=look)
-    region[:] = bytes(len(region))
-    subject.backend.read_files(folder, plans, moved.files, views, threads=threads, advance=look)
-    os.close(fd)
-    assert highest - before <= (2 * MIB if is_in_place else threads * chunk + 32 * MIB)
-    assert all(view[-1] == i + 1 for i, view in enumerate(views))
-
-
-def private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("RssAnon:")]
-    return int(line.split()[1]) * 1024
 
 
 # What only ours promise.
@@ -579,13 +331,13 @@ def test_a_file_system_without_direct_io_gets_buffered_requests_and_it_is_said(
 ) -> None:
     plans, memory = plans_of(SIZES), Memory(SIZES).fill(11)
     with closing(Descriptor(disk)) as folder:
-        assert write(subject, folder.fd, plans, memory).backend == "posix-direct"
+        assert write(subject.backend, folder.fd, plans, memory).backend == "posix-direct"
         for plan in plans:
             disk.os.unlink(plan.name, dir_fd=folder.fd)
         disk.os.takes_direct = False
-        moved = write(subject, folder.fd, plans, memory)
+        moved = write(subject.backend, folder.fd, plans, memory)
         again = Memory(SIZES)
-        assert read(subject, folder.fd, plans, moved, again).backend == "posix-buffered"
+        assert read(subject.backend, folder.fd, plans, moved, again).backend == "posix-buffered"
     assert moved.backend == "posix-buffered"
     assert again.bytes() == memory.bytes()
 
@@ -597,7 +349,7 @@ def test_a_refusal_for_another_reason_than_direct_io_is_an_error(
     with closing(Descriptor(disk)) as folder:
         disk.fail("write", 1, errno.EIO)
         with pytest.raises(OSError, match="Input/output error"):
-            write(subject, folder.fd, plans_of([PAGE]), Memory([PAGE]).fill(12))
+            write(subject.backend, folder.fd, plans_of([PAGE]), Memory([PAGE]).fill(12))
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -707,92 +459,3 @@ def test_a_backend_that_cannot_be_used_is_refused_with_its_entry_point(
     with pytest.raises(InvalidInput, match=why) as caught:
         find_backend(name)
     assert "example_backend:" in caught.value.message
-
-
-class Notes:
-    """What a killed process has noted, and what is noted now."""
-
-    every_bytes = CHUNK
-
-    def __init__(self, known: dict[str, dict[int, str]] | None = None) -> None:
-        self.known = known or {}
-        self.new: dict[str, dict[int, str]] = {}
-
-    def written(self, name: str) -> dict[int, str]:
-        return self.known.get(name, {})
-
-    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
-        for name, index, found in chunks:
-            self.new.setdefault(name, {})[index] = found
-
-
-@given(
-    sizes=st.lists(st.integers(1, 9 * PAGE), min_size=1, max_size=6),
-    chunk=st.integers(1, 3),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 2**16),
-)
-@settings(max_examples=40, deadline=None)
-def test_a_backend_that_goes_on_writes_what_was_not_proven_to_be_there(
-    subject: Subject, sizes: list[int], chunk: int, threads: int, seed: int
-) -> None:
-    if not isinstance(subject.backend, ResumableBackend):
-        pytest.skip(f"{subject.name} cannot go on")
-    chance = Random(seed)
-    plans = plans_of(sizes, chunk=chunk * PAGE)
-    memory = Memory(sizes).fill(len(sizes))
-    with tempfile.TemporaryDirectory() as path, opened(open_root(path)) as folder:
-
-        def write_missing(notes: Notes) -> Moved:
-            assert isinstance(subject.backend, ResumableBackend)
-            return subject.backend.write_missing(
-                folder, plans, memory.views, threads=threads, advance=ignored, notes=notes
-            )
-
-        first = Notes()
-        moved = write_missing(first)
-        entries = {entry.name: entry for entry in moved.files}
-        for name, chunks in first.new.items():
-            assert all(entries[name].chunks[index] == found for index, found in chunks.items())
-        # Memory may have become another, even empty, where no fence held it.
-        for view in memory.views:
-            if chance.random() < 0.3:
-                view[:] = bytes(len(view)) if chance.random() < 0.5 else chance.randbytes(len(view))
-        known: dict[str, dict[int, str]] = {}
-        missing = 0
-        for plan in plans:
-            file = Path(path) / plan.name
-            digests = dict(enumerate(entries[plan.name].chunks))
-            kept = {i: d for i, d in digests.items() if chance.random() < 0.7}
-            if not kept:
-                file.unlink()
-            else:
-                known[plan.name] = kept
-                if chance.random() < 0.3:
-                    os.truncate(file, chance.randrange(plan.size + 1))
-            # What was cut off is zeros when the file has its size again.
-            data = (file.read_bytes() if kept else b"").ljust(plan.size, b"\0")
-            for piece in plan.chunks:
-                wanted = buffers.digest_in_memory(piece, memory.views)
-                there = data[piece.offset : piece.offset + piece.size]
-                stands = kept.get(piece.index) == wanted == xxhash.xxh3_128_hexdigest(there)
-                is_hole = not kept and wanted == xxhash.xxh3_128_hexdigest(bytes(piece.size))
-                missing += 0 if stands or is_hole else piece.size
-        again = write_missing(Notes(known))
-        assert again.bytes == missing
-        read_again = Memory(sizes)
-        read(subject, folder, plans, again, read_again)
-        assert read_again.bytes() == memory.bytes()
-
-
-def test_some_chunks_of_a_file_are_read_without_the_others(subject: Subject, folder: int) -> None:
-    sizes = [3 * CHUNK + 100]
-    plans = plans_of(sizes, shard=8 * PAGE)
-    moved = write(subject, folder, plans, Memory(sizes).fill(1))
-    (plan,) = plans
-    some = dataclasses.replace(plan, chunks=plan.chunks[1:3])
-    found = Memory(sizes)
-    subject.backend.read_files(folder, [some], moved.files, found.views, threads=2, advance=ignored)
-    whole = Memory(sizes).fill(1).bytes()[0]
-    wanted = bytes(CHUNK) + whole[CHUNK : 3 * CHUNK] + bytes(100)
-    assert found.bytes() == [wanted]

@@ -1,7 +1,4 @@
-"""A transfer backend as another package would bring it: one chunk after another, through copies.
-
-The contract suite installs it with an entry point of the group `snapback.transfer_backends`.
-"""
+"""A transfer backend in a package of its own: one chunk after another, through copies."""
 
 from __future__ import annotations
 
@@ -18,6 +15,8 @@ from snapshot_shared.files import create_file, open_regular, opened, secure, tra
 
 
 class ExampleBackend:
+    """Writes and reads the files of a plan, each from its beginning."""
+
     def write_files(
         self,
         directory: int,
