@@ -61,7 +61,7 @@ class Runner:
         self._stopping.set()
         for running in [*self._running.values()]:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGTERM)
+                os.killpg(running.pid, signal.SIGINT)
 
     def kill(self) -> None:
         """End what has not ended at its signal."""

@@ -116,7 +116,7 @@ fails:
 races:
 \ttest -e $(CURDIR)/raced || { touch $(CURDIR)/raced; exit 3; }
 hangs:
-\ttouch $(CURDIR)/begun; trap 'touch $(CURDIR)/cleaned; exit 1' TERM; sleep 60 & wait
+\ttouch $(CURDIR)/begun; trap 'touch $(CURDIR)/cleaned; exit 1' INT; sleep 60 & wait
 """
 
 
