@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -455,11 +457,25 @@ def test_a_signal_that_comes_while_the_engine_is_started_reaches_it(
 
     def started(*arguments: Any, **more: Any) -> None:
         start(*arguments, **more)
-        engine.forward(signal.SIGTERM, None)
+        threading.Thread(target=engine.forward, args=(signal.SIGTERM,)).start()
 
     monkeypatch.setattr(subprocess.Popen, "__init__", started)
     engine.start()
     assert engine.child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_a_signal_that_another_thread_takes_reaches_the_engine(
+    running: Running, agent: Agent
+) -> None:
+    """The main thread waits for the engine all the while, and runs no handler."""
+    script = "trap 'exit 3' TERM; while :; do sleep 0.02; done"
+    process = running.start("--", "sh", "-c", script)
+    agent.found("ready-for-snapshot")
+    others = {int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()}
+    others.remove(process.pid)
+    tgkill, libc = 234, ctypes.CDLL(None, use_errno=True)
+    assert libc.syscall(tgkill, process.pid, min(others), signal.SIGTERM) == 0
+    assert running.end()[0] == 3
 
 
 def test_a_server_of_others_has_its_data_again(running: Running, agent: Agent) -> None:

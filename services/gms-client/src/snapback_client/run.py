@@ -24,7 +24,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from snapback_client.errors import DeadlineExceeded, InvalidInput, NotEligible, SnapbackError
@@ -174,9 +173,8 @@ class Engine:
         """Use a plan; `start` it."""
         self._plan = plan
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_starting = False
+        self._starting = threading.Lock()
         self._is_quiet = False
-        self._kept: list[int] = []
         self.worker = Worker(self.quiesce, self.go_on)
 
     @property
@@ -189,15 +187,13 @@ class Engine:
     def start(self) -> None:
         """Start the engine. InvalidInput: there is no such program."""
         command = self._plan.command
-        self._is_starting = True
         try:
-            self._child = subprocess.Popen(command)
+            with self._starting:
+                self._child = subprocess.Popen(command)
         except OSError as error:
             raise InvalidInput(
                 f"{command[0]} cannot be started: {error.strerror}", path=command[0]
             ) from error
-        while self._kept:
-            self._child.send_signal(self._kept.pop(0))
 
     def wait_until_ready(self) -> None:
         """Wait until the engine serves. DeadlineExceeded; NotEligible: it has ended."""
@@ -294,17 +290,16 @@ class Engine:
         self._call("restore", self._plan.restore, {**here, **environment})
         self.wait_until_ready()
 
-    def forward(self, number: int, _frame: FrameType | None) -> None:
-        """Pass a signal on; end where there is no engine yet, as that of a standby."""
-        if self._child is not None:
-            self._child.send_signal(number)
-            if self.worker.failure is not None:
-                threading.Thread(target=self._kill_later, daemon=True).start()
-        elif self._is_starting:
-            # There may be one already.
-            self._kept.append(number)
-        else:
-            sys.exit(128 + number)
+    def forward(self, number: int) -> None:
+        """Pass a signal on; end this program if there is no engine yet, as in a standby."""
+        with self._starting:
+            child = self._child
+        if child is None:
+            # The main thread waits in a system call, and nothing of a standby has to be cleaned up.
+            os._exit(128 + number)
+        child.send_signal(number)
+        if self.worker.failure is not None:
+            threading.Thread(target=self._kill_later, daemon=True).start()
 
     def end(self) -> None:
         """End the engine, by SIGKILL if it does not end by SIGTERM."""
@@ -369,12 +364,33 @@ def main(words: Sequence[str] | None = None) -> int:
         engine = Engine(plan_of(sys.argv[1:] if words is None else words, os.environ))
     except InvalidInput as error:
         return _ended_by(error, _REFUSED)
-    for number in _FORWARDED:
-        signal.signal(number, engine.forward)
+    _forward_signals(engine)
     try:
         return _run(engine)
     except InvalidInput as error:
         return _ended_by(error, _CANNOT_START)
+
+
+def _forward_signals(engine: Engine) -> None:
+    """Pass signals on in a thread of their own.
+
+    A handler of Python runs in the main thread, between two instructions. A signal that comes just
+    before the main thread begins to wait for a file or for the end of the engine, or that another
+    thread takes, would be passed on only when that wait is over. The kernel calls the handler of
+    the interpreter at once, in whatever thread, and that writes the number of the signal to a pipe.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in _FORWARDED:
+        signal.signal(number, lambda *_: None)
+
+    def follow() -> None:
+        while True:
+            for number in os.read(reader, 64):
+                engine.forward(number)
+
+    threading.Thread(target=follow, name="signals", daemon=True).start()
 
 
 def _engine_ended() -> NotEligible:
