@@ -203,10 +203,9 @@ def test_the_page_is_opened_where_there_is_a_display(
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setenv("BROWSER", str(browser))
     monkeypatch.setenv("SNAPBACK_PAGE_URL", "http://page.test/")
-    program = [sys.executable, "-m", "snapshotctl", "open"]
-    assert subprocess.run([*program, "--no-browser"], check=True).returncode == 0
+    assert _run(monkeypatch, "open", "--no-browser") == Exit.OK
     assert not opened.exists()
-    subprocess.run(program, check=True)
+    subprocess.run([sys.executable, "-m", "snapshotctl", "open"], check=True)
     assert opened.read_text() == "http://page.test/\n"
 
 

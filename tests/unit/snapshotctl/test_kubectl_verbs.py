@@ -18,7 +18,7 @@ from snapshotctl.domain.sources import ServiceNamed
 from snapshotctl.main import main
 
 PROGRAM = """\
-#!{python}
+#!{python} -IS
 import json, pathlib, sys
 folder = pathlib.Path(__file__).parent
 if "config" in sys.argv:
