@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -17,42 +18,41 @@ from snapshot_shared.reasons import REASONS
 from snapshotctl import commands
 from snapshotctl.cli import COMMANDS, app, hoisted
 from snapshotctl.domain.exits import Exit
-from snapshotctl.main import main
+from tests.unit.snapshotctl.conftest import Run
 
 ARTIFACTS = ["ls", "show", "verify", "diff", "gc"]
 SIM = ["crash", "stall", "fail", "restart"]
 DEAD = ["ls", "show", "requeue"]
 
 
-@pytest.fixture(autouse=True)
-def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No server can be found by accident."""
-    for name in ("NATS_URL", "NATS_CONTEXT", "SNAPBACK_CLUSTER", "SNAPBACK_RUN"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+def _help_without(run: Run, marks: Iterable[tuple[str, str]]) -> list[str]:
+    """Name the commands whose help lacks a text, each given as its words and the text."""
+    return [words for words, mark in marks if mark not in run(*words.split(), "--help").out]
 
 
-def _run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["snapshotctl", *words])
-    return main()
+def test_the_help_of_every_command_has_an_example(run: Run) -> None:
+    examples = [(name, f"\n    snapshotctl {name}") for name in COMMANDS]
+    examples += [(f"dead {verb}", f"\n    snapshotctl dead {verb}") for verb in DEAD]
+    examples += [(f"artifacts {verb}", f"\n    snapshotctl artifacts {verb}") for verb in ARTIFACTS]
+    examples += [(f"sim {verb}", f"\n    snapshotctl sim {verb} node-1") for verb in SIM]
+    assert _help_without(run, examples) == []
+    assert _help_without(run, [(name, "Examples:") for name in COMMANDS]) == []
+    assert _help_without(run, [("sim", f"\n  {verb} ") for verb in SIM]) == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert _run(monkeypatch, command, "--help") == Exit.OK
-    out = capsys.readouterr().out
-    assert "Examples:" in out
-    assert f"\n    snapshotctl {command}" in out
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_has_the_first_sentence_of_the_help_of_each(name: str) -> None:
+def test_the_list_of_commands_has_the_first_sentence_of_the_help_of_each() -> None:
     group = typer.main.get_command(app)
-    command = group.get_command(typer.Context(group), name)  # type: ignore[attr-defined]
-    assert COMMANDS[name].removesuffix(".") == command.get_short_help_str(200).removesuffix(".")
+    context = typer.Context(group)
+    sentences = {
+        name: group.get_command(context, name).get_short_help_str(200)  # type: ignore[attr-defined]
+        for name in COMMANDS
+    }
+    wrong = {
+        name: sentence
+        for name, sentence in sentences.items()
+        if sentence.removesuffix(".") != COMMANDS[name].removesuffix(".")
+    }
+    assert wrong == {}
 
 
 def test_a_command_is_the_module_of_its_name() -> None:
@@ -60,63 +60,38 @@ def test_a_command_is_the_module_of_its_name() -> None:
     assert modules == set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", SIM)
-def test_the_help_of_every_way_to_break_something_has_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert _run(monkeypatch, "sim", command, "--help") == Exit.OK
-    assert f"\n    snapshotctl sim {command} node-1" in capsys.readouterr().out
-    assert _run(monkeypatch, "sim", "--help") == Exit.OK
-    assert f"\n  {command} " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", DEAD)
-def test_the_help_of_everything_about_dead_messages_has_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert _run(monkeypatch, "dead", command, "--help") == Exit.OK
-    assert f"\n    snapshotctl dead {command}" in capsys.readouterr().out
-
-
-def test_a_schema_is_printed_without_a_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_schema_is_printed_without_a_server(run: Run) -> None:
     for name in ("dump_order", "dump_order.v1", "snapback.v1.dump_order"):
-        assert _run(monkeypatch, "schema", name) == Exit.OK
-        schema = json.loads(capsys.readouterr().out)
+        schema = json.loads(run("schema", name).out)
         assert schema["$defs"]["DumpOrder"]["properties"]["vector"]["type"] == "array"
-    assert _run(monkeypatch, "schema", "SnapshotContent", "-o", "yaml") == Exit.OK
-    assert yaml.safe_load(capsys.readouterr().out)["$ref"] == "#/$defs/SnapshotContent"
-    assert _run(monkeypatch, "schema", "-o", "json") == Exit.OK
-    assert {"dump_order.v1", "report.v1", "pod.v1"} <= set(json.loads(capsys.readouterr().out))
-    assert _run(monkeypatch, "schema") == Exit.OK
-    assert "\ndump_order.v1 " in capsys.readouterr().out
+    said = run("schema", "SnapshotContent", "-o", "yaml")
+    assert yaml.safe_load(said.out)["$ref"] == "#/$defs/SnapshotContent"
+    said = run("schema", "-o", "json")
+    assert {"dump_order.v1", "report.v1", "pod.v1"} <= set(json.loads(said.out))
+    assert "\ndump_order.v1 " in run("schema").out
 
 
 def test_the_doctor_reports_a_server_that_is_absent_and_credentials_that_are_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert _run(monkeypatch, "doctor") == Exit.FAILED
-    out = capsys.readouterr().out
-    assert "fail  connection: no server was named" in out
-    assert "snapshotctl up" in out
-    assert _run(monkeypatch, "doctor", "--server", "u:pw@127.0.0.1:1") == Exit.FAILED
-    out = capsys.readouterr().out
-    assert "fail  connection: cannot reach nats://127.0.0.1:1 (from --server)" in out
-    assert "pw" not in out
+    said = run("doctor", exits=Exit.FAILED)
+    assert "fail  connection: no server was named" in said.out
+    assert "snapshotctl up" in said.out
+    said = run("doctor", "--server", "u:pw@127.0.0.1:1", exits=Exit.FAILED)
+    assert "fail  connection: cannot reach nats://127.0.0.1:1 (from --server)" in said.out
+    assert "pw" not in said.out
     monkeypatch.setenv("NATS_NKEY", str(tmp_path / "missing.nk"))
-    assert _run(monkeypatch, "doctor", "--server", "127.0.0.1:1", "-o", "json") == Exit.FAILED
-    [trouble] = [f for f in json.loads(capsys.readouterr().out) if f["level"] == "fail"]
+    said = run("doctor", "--server", "127.0.0.1:1", "-o", "json", exits=Exit.FAILED)
+    [trouble] = [f for f in json.loads(said.out) if f["level"] == "fail"]
     assert "missing.nk cannot be read" in trouble["what"]
 
 
 def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-show")
     path = tmp_path / "x.tar.gz"
-    assert _run(monkeypatch, "bundle", "--file", str(path), "-o", "json") == Exit.OK
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(run("bundle", "--file", str(path), "-o", "json").out)
     assert [found["what"] for found in shown["missing"]] == ["everything of the cluster"]
     with tarfile.open(path) as archive:
         names = {entry.name for entry in archive.getmembers()}
@@ -137,64 +112,55 @@ def _keep_a_cluster(states: Path, **fields: str) -> Path:
     return state
 
 
-def test_the_log_of_a_service_is_shown_when_nothing_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_log_of_a_service_is_shown_when_nothing_runs(run: Run, tmp_path: Path) -> None:
     states = tmp_path / "xdg_state_home" / "snapback"
     state = _keep_a_cluster(states, url="nats://127.0.0.1:1")
     (state / "logs" / "operator.log").write_text("one\n\ttwo\x1b[31m\x07\n")
-    assert _run(monkeypatch, "--cluster", "kept", "logs", "operator", "--tail", "1") == Exit.OK
-    assert capsys.readouterr().out.rstrip().endswith("two[31m")
-    assert _run(monkeypatch, "--cluster", "kept", "logs", "operator", "-o", "json") == Exit.OK
-    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    said = run("--cluster", "kept", "logs", "operator", "--tail", "1")
+    assert said.out.rstrip().endswith("two[31m")
+    said = run("--cluster", "kept", "logs", "operator", "-o", "json")
+    first = json.loads(said.out.splitlines()[0])
     assert first == {"source": "operator", "line": "one"}
-    assert _run(monkeypatch, "--cluster", "kept", "logs", "page") == Exit.NOT_FOUND
-    assert "name one of: operator" in capsys.readouterr().err
+    said = run("--cluster", "kept", "logs", "page", exits=Exit.NOT_FOUND)
+    assert "name one of: operator" in said.err
 
 
-def test_the_clusters_of_this_machine_are_listed_without_a_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_clusters_of_this_machine_are_listed_without_a_server(run: Run, tmp_path: Path) -> None:
     state = _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", url="nats://127.0.0.1:1")
-    assert _run(monkeypatch, "clusters") == Exit.OK
-    [row] = [line for line in capsys.readouterr().out.splitlines() if str(state) in line]
+    said = run("clusters")
+    [row] = [line for line in said.out.splitlines() if str(state) in line]
     assert row.split() == ["kept", "down", "0/0", "-", str(state)]
-    assert _run(monkeypatch, "clusters", "-o", "json") == Exit.OK
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(run("clusters", "-o", "json").out)
     [mine] = [cluster for cluster in found if cluster["path"] == str(state)]
     assert (mine["state"], mine["pids"], mine["ended"]) == ("down", {}, [])
 
 
-def test_the_version_needs_no_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "version", "--client", "-o", "json") == Exit.OK
-    [row] = json.loads(capsys.readouterr().out)
+def test_the_version_needs_no_server(run: Run) -> None:
+    said = run("version", "--client", "-o", "json")
+    [row] = json.loads(said.out)
     assert (row["program"], row["version"]) == ("snapshotctl", metadata.version("snapback-ctl"))
-    assert _run(monkeypatch, "version") == Exit.OK
-    captured = capsys.readouterr()
-    assert captured.out.splitlines()[1].startswith("snapshotctl ")
-    assert "no server" in captured.err
+    said = run("version")
+    assert said.out.splitlines()[1].startswith("snapshotctl ")
+    assert "no server" in said.err
 
 
 def test_the_address_of_the_page_is_printed_where_there_is_no_display(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     page = {"url": "nats://127.0.0.1:1", "page": "http://127.0.0.1:1/"}
     _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", **page)
-    assert _run(monkeypatch, "open", "--cluster", "kept") == Exit.OK
-    assert capsys.readouterr().out == "http://127.0.0.1:1/\n"
-    assert _run(monkeypatch, "open", "--server", "127.0.0.1:2") == Exit.NOT_FOUND
-    assert "SNAPBACK_PAGE_URL" in capsys.readouterr().err
+    said = run("open", "--cluster", "kept")
+    assert said.out == "http://127.0.0.1:1/\n"
+    said = run("open", "--server", "127.0.0.1:2", exits=Exit.NOT_FOUND)
+    assert "SNAPBACK_PAGE_URL" in said.err
     monkeypatch.setenv("SNAPBACK_PAGE_URL", "http://page.test/")
-    assert _run(monkeypatch, "open", "-o", "json") == Exit.OK
-    assert json.loads(capsys.readouterr().out) == {"page": "http://page.test/"}
+    assert json.loads(run("open", "-o", "json").out) == {"page": "http://page.test/"}
 
 
 def test_the_page_is_opened_where_there_is_a_display(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     opened = tmp_path / "opened"
     browser = tmp_path / "browser"
@@ -203,289 +169,265 @@ def test_the_page_is_opened_where_there_is_a_display(
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setenv("BROWSER", str(browser))
     monkeypatch.setenv("SNAPBACK_PAGE_URL", "http://page.test/")
-    assert _run(monkeypatch, "open", "--no-browser") == Exit.OK
+    run("open", "--no-browser")
     assert not opened.exists()
     subprocess.run([sys.executable, "-m", "snapshotctl", "open"], check=True)
     assert opened.read_text() == "http://page.test/\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str
-) -> None:
-    assert _run(monkeypatch, "completion", shell) == Exit.OK
-    assert f"_SNAPSHOTCTL_COMPLETE=complete_{shell}" in capsys.readouterr().out
+def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(run: Run, shell: str) -> None:
+    assert f"_SNAPSHOTCTL_COMPLETE=complete_{shell}" in run("completion", shell).out
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("dea", ["dead"]),
-        ("get po", ["pods"]),
-        ("get pods ", []),
-        ("get nothing ", []),
-        ("wait pod/", []),
-        ("cordon ", []),
-        ("abort x", []),
-        ("orders ", ["show"]),
-        ("--server http://x cordon ", []),
-        ("schema dump", ["dump_order.v1"]),
-        ("-o y", ["yaml"]),
-        ("-o w", ["wide"]),
-        ("explain DeviceTooS", ["DeviceTooSmall"]),
-        ("explain x", []),
-        ("wait pod/x --for del", ["delete"]),
-        ("logs ", []),
-        ("ask ", []),
-        ("exec ", []),
-        ("--cluster ", ["kept"]),
-        ("down --name k", ["kept"]),
-    ],
-)
+COMPLETED = {
+    "dea": ["dead"],
+    "get po": ["pods"],
+    "get pods ": [],
+    "get nothing ": [],
+    "wait pod/": [],
+    "cordon ": [],
+    "abort x": [],
+    "orders ": ["show"],
+    "--server http://x cordon ": [],
+    "schema dump": ["dump_order.v1"],
+    "-o y": ["yaml"],
+    "-o w": ["wide"],
+    "explain DeviceTooS": ["DeviceTooSmall"],
+    "explain x": [],
+    "wait pod/x --for del": ["delete"],
+    "logs ": [],
+    "ask ": [],
+    "exec ": [],
+    "--cluster ": ["kept"],
+    "down --name k": ["kept"],
+}
+
+
 def test_completion_offers_what_it_knows_and_without_a_server_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    line: str,
-    offered: list[str],
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback")
     monkeypatch.setenv("_SNAPSHOTCTL_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", f"snapshotctl {line}")
-    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
-    with pytest.raises(SystemExit) as ended:
-        _run(monkeypatch)
-    assert ended.value.code == 0
-    captured = capsys.readouterr()
-    assert captured.out.split() == offered
-    assert captured.err == ""
-
-
-@pytest.mark.parametrize("command", ARTIFACTS)
-def test_the_help_of_every_look_at_artifacts_has_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert _run(monkeypatch, "artifacts", command, "--help") == Exit.OK
-    assert f"\n    snapshotctl artifacts {command}" in capsys.readouterr().out
+    wrong = {}
+    for line, offered in COMPLETED.items():
+        monkeypatch.setenv("COMP_WORDS", f"snapshotctl {line}")
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" "))))
+        said = run(exits=None)
+        if (said.code, said.out.split(), said.err) != (0, offered, ""):
+            wrong[line] = said
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("word", ["DeviceTooSmall", "DEVICETOOSMALL"])
-def test_a_reason_is_explained_without_a_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
-) -> None:
-    assert _run(monkeypatch, "explain", word) == Exit.OK
-    out = capsys.readouterr().out
-    assert out.startswith("DeviceTooSmall\n")
-    assert REASONS["DeviceTooSmall"].fix in out
+def test_a_reason_is_explained_without_a_server(run: Run, word: str) -> None:
+    said = run("explain", word)
+    assert said.out.startswith("DeviceTooSmall\n")
+    assert REASONS["DeviceTooSmall"].fix in said.out
 
 
-@pytest.mark.parametrize("name", sorted(REASONS))
-def test_what_a_reason_says_to_run_is_a_command_that_exists(name: str) -> None:
-    for words in re.findall(r"`snapshotctl ([^`]*)`", REASONS[name].fix):
-        command, *rest = words.split()
-        assert command in (*COMMANDS, "--version", "COMMAND")
-        assert command != "artifacts" or rest[0] in ARTIFACTS
-        assert command != "sim" or rest[0] in SIM
+def test_what_a_reason_says_to_run_is_a_command_that_exists() -> None:
+    verbs = {"artifacts": ARTIFACTS, "sim": SIM}
+    named = [
+        (name, *words.split())
+        for name, reason in REASONS.items()
+        for words in re.findall(r"`snapshotctl ([^`]*)`", reason.fix)
+    ]
+    wrong = [
+        (name, command, *rest)
+        for name, command, *rest in named
+        if command not in (*COMMANDS, "--version", "COMMAND")
+        or (command in verbs and rest[0] not in verbs[command])
+    ]
+    assert len(named) > 50
+    assert wrong == []
 
 
-def test_the_help_lists_every_command_and_every_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "--help") == Exit.OK
-    out = capsys.readouterr().out
-    assert [word for word in COMMANDS if f"\n  {word} " not in out] == []
-    assert [code.value for code in Exit if f" {code.value}  " not in out] == []
+def test_the_help_lists_every_command_and_every_exit_code(run: Run) -> None:
+    said = run("--help")
+    assert [word for word in COMMANDS if f"\n  {word} " not in said.out] == []
+    assert [code.value for code in Exit if f" {code.value}  " not in said.out] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["gett"], "'get'"),
-        (["get"], "KIND [NAME]"),
-        (["get", "nothing/x"], "dynamocheckpoints"),
-        (["get", "pod/x", "-l", "a=b"], "exclude each other"),
-        (["get", "pods", "-l", "a>b"], "app in (llm, asr)"),
-        (["get", "No_Name"], "No_Name"),
-        (["get", "pods", "--nonsense"], "--nonsense"),
-        (["-o", "xml", "nodes"], "'yaml'"),
-        (["get", "pods", "-o", "xml"], "'yaml'"),
-        (["get", "pod", "x", "-A"], "exclude each other"),
-        (["apply"], "--filename"),
-        (["identity"], "--filename"),
-        (["validate"], "--filename"),
-        (["checkpoint", "x", "--framework", "pod"], "'trtllm'"),
-        (["delete", "pods"], "a name is missing"),
-        (["wait", "pod/x", "--for", "Ready"], "condition=Ready"),
-        (["wait", "pod/x", "--timeout", "soon"], "5m"),
-        (["up", "--nodes", "0"], "between 1 and"),
-        (["up", "--gpu-memory", "much"], "4GiB"),
-        (["up", "--name", "../x"], "lower-case"),
-        (["demo", "--size-mib", "1"], "between"),
-        (["up", "--gpu-memory", "100"], "100 B is not between 4 MiB and 1024 TiB"),
-        (["get", "pods", "-o", "name"], "'--output' / '-o': 'name' is not one of"),
-        (["logs"], "POD|SERVICE"),
-        (["logs", "x", "--tail", "-1"], "-1"),
-        (["logs", "operator", "-c", "main"], "--container is for a pod"),
-        (["logs", "saver@node-1"], "gms@NODE"),
-        (["exec", "x"], "exec x -- env"),
-        (["exec", "node/x", "--", "env"], "a Node has no process"),
-        (["ask", "x"], "the question is missing"),
-        (["ask", "x", "hello", "--as", "shout"], "ask, chat, raw or a /PATH"),
-        (["ask", "x", "a\nb", "--as", "raw"], "one line"),
-        (["ask", "x", "hello", "--to", "99999"], "between 1 and 65535"),
-        (["ask", "x", "hello", "--to", "../y"], "--to worker.sock or --to 8000"),
-        (["ask", "x", "hello", "--timeout", "soon"], "5m"),
-        (["demo", "--on", "."], "SNAPBACK_RUN"),
-        (["keys", "--folder", "x"], "--node"),
-        (["keys", "--folder", "x", "--node", "a/b"], "'a/b'"),
-        (["trace"], "NAME"),
-        (["verify"], "NAME"),
-        (["verify", "pod/x"], "a Pod holds no artifact"),
-        (["verify", "x", "--timeout", "soon"], "5m"),
-        (["explain"], "NAME|REASON"),
-        (["explain", "DeviceToSmall"], "did you mean DeviceTooSmall"),
-        (["explain", "Xyzzy"], "docs/troubleshooting.md"),
-        (["explain", "x_y"], "x_y"),
-        (["describe", "pods"], "a name is missing"),
-        (["describe", "thing", "x"], "dynamocheckpoints"),
-        (["events", "x", "-A"], "exclude each other"),
-        (["events", "-n", "No_Space"], "No_Space"),
-        (["watch"], "NAME"),
-        (["watch", "x", "--timeout", "soon"], "5m"),
-        (["artifacts"], "show"),
-        (["artifacts", "show", "pod/x"], "a Pod holds no artifact"),
-        (["artifacts", "diff", "x"], "with another one, or with a node"),
-        (["artifacts", "diff", "x", "y", "--node", "n"], "diff x B, or --node NODE"),
-        (["checkpoint"], "--manifest FILE"),
-        (["checkpoint", "x", "--manifest", "y.yaml"], "either"),
-        (["checkpoint", "x", "--checkpoint-id", "No_Name"], "No_Name"),
-        (["checkpoint", "--manifest", "missing.yaml"], "missing.yaml"),
-        (["restore"], "is missing"),
-        (["restore", "a", "--checkpoint-id", "b"], "once"),
-        (["sim"], "restart"),
-        (["sim", "crash"], "snapshotctl sim crash node-1 --at copy-state"),
-        (["sim", "crash", "node-1"], "--at STEP is missing"),
-        (["sim", "crash", "node-1", "--at", "melt"], "dump: freeze, copy-state, thaw, stage"),
-        (["sim", "fail", "node-1", "--at", "check"], "--verb load (gms) or --verb place (agent)"),
-        (["sim", "fail", "node-1", "--at", "write", "--service", "agent"], "the agent has no step"),
-        (["sim", "fail", "node-1", "--at", "write", "--verb", "copy"], "'copy'"),
-        (["sim", "stall", "node-1", "--at", "gate", "--service", "nats"], "agent, gms"),
-        (["sim", "stall", "node-1", "--at", "gate", "--clear"], "exclude"),
-        (["sim", "restart", "node-1", "--service", "nats"], "agent, gms"),
-        (["orders", "a", "b"], "a node, or show ORDER"),
-        (["orders", "show"], "snapshotctl orders --all"),
-        (["orders", "show", "a", "b"], "found 3 words"),
-        (["dead"], "requeue"),
-        (["dead", "show"], "snapshotctl dead show 3"),
-        (["dead", "show", "x"], "snapshotctl dead show 3"),
-        (["dead", "requeue", "0"], "greater than or equal to 1"),
-        (["cordon"], "snapshotctl cordon node-1"),
-        (["uncordon"], "snapshotctl uncordon node-1"),
-        (["abort"], "NAME"),
-        (["abort", "pod/x"], "snapshotctl delete pod x"),
-        (["abort", "srestore/x"], "snapshotctl delete pod POD"),
-        (["abort", "node/x"], "a Node has no capture"),
-        (["abort", "x", "--timeout", "soon"], "5m"),
-        (["bundle", "--file", "cluster.yaml"], "ends with .tar.gz"),
-        (["bundle", "--reports", "-1"], "snapshotctl bundle --file report.tar.gz"),
-        (["completion", "tcsh"], "'fish'"),
-        (["cordon", "Node_1"], "'Node_1' must match"),
-        (["orders", "Node_1"], "'Node_1' must match"),
-        (["dead", "ls", "Node_1"], "'Node_1' must match"),
-        (["orders", "show", "dump-me"], "<verb>-<uid>"),
-        (["doctor", "--server", "http://x"], "nats://127.0.0.1:4222"),
-        (["schema", "repot"], "did you mean report?"),
-        (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
-        (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),
-    ],
-)
-def test_wrong_arguments_are_answered_with_the_right_ones(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    answer: str,
-) -> None:
-    assert _run(monkeypatch, *words) == Exit.USAGE
-    captured = capsys.readouterr()
-    assert answer in captured.err
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
+WRONG = [
+    (["gett"], "'get'"),
+    (["get"], "KIND [NAME]"),
+    (["get", "nothing/x"], "dynamocheckpoints"),
+    (["get", "pod/x", "-l", "a=b"], "exclude each other"),
+    (["get", "pods", "-l", "a>b"], "app in (llm, asr)"),
+    (["get", "No_Name"], "No_Name"),
+    (["get", "pods", "--nonsense"], "--nonsense"),
+    (["-o", "xml", "nodes"], "'yaml'"),
+    (["get", "pods", "-o", "xml"], "'yaml'"),
+    (["get", "pod", "x", "-A"], "exclude each other"),
+    (["apply"], "--filename"),
+    (["identity"], "--filename"),
+    (["validate"], "--filename"),
+    (["checkpoint", "x", "--framework", "pod"], "'trtllm'"),
+    (["delete", "pods"], "a name is missing"),
+    (["wait", "pod/x", "--for", "Ready"], "condition=Ready"),
+    (["wait", "pod/x", "--timeout", "soon"], "5m"),
+    (["up", "--nodes", "0"], "between 1 and"),
+    (["up", "--gpu-memory", "much"], "4GiB"),
+    (["up", "--name", "../x"], "lower-case"),
+    (["demo", "--size-mib", "1"], "between"),
+    (["up", "--gpu-memory", "100"], "100 B is not between 4 MiB and 1024 TiB"),
+    (["get", "pods", "-o", "name"], "'--output' / '-o': 'name' is not one of"),
+    (["logs"], "POD|SERVICE"),
+    (["logs", "x", "--tail", "-1"], "-1"),
+    (["logs", "operator", "-c", "main"], "--container is for a pod"),
+    (["logs", "saver@node-1"], "gms@NODE"),
+    (["exec", "x"], "exec x -- env"),
+    (["exec", "node/x", "--", "env"], "a Node has no process"),
+    (["ask", "x"], "the question is missing"),
+    (["ask", "x", "hello", "--as", "shout"], "ask, chat, raw or a /PATH"),
+    (["ask", "x", "a\nb", "--as", "raw"], "one line"),
+    (["ask", "x", "hello", "--to", "99999"], "between 1 and 65535"),
+    (["ask", "x", "hello", "--to", "../y"], "--to worker.sock or --to 8000"),
+    (["ask", "x", "hello", "--timeout", "soon"], "5m"),
+    (["demo", "--on", "."], "SNAPBACK_RUN"),
+    (["keys", "--folder", "x"], "--node"),
+    (["keys", "--folder", "x", "--node", "a/b"], "'a/b'"),
+    (["trace"], "NAME"),
+    (["verify"], "NAME"),
+    (["verify", "pod/x"], "a Pod holds no artifact"),
+    (["verify", "x", "--timeout", "soon"], "5m"),
+    (["explain"], "NAME|REASON"),
+    (["explain", "DeviceToSmall"], "did you mean DeviceTooSmall"),
+    (["explain", "Xyzzy"], "docs/troubleshooting.md"),
+    (["explain", "x_y"], "x_y"),
+    (["describe", "pods"], "a name is missing"),
+    (["describe", "thing", "x"], "dynamocheckpoints"),
+    (["events", "x", "-A"], "exclude each other"),
+    (["events", "-n", "No_Space"], "No_Space"),
+    (["watch"], "NAME"),
+    (["watch", "x", "--timeout", "soon"], "5m"),
+    (["artifacts"], "show"),
+    (["artifacts", "show", "pod/x"], "a Pod holds no artifact"),
+    (["artifacts", "diff", "x"], "with another one, or with a node"),
+    (["artifacts", "diff", "x", "y", "--node", "n"], "diff x B, or --node NODE"),
+    (["checkpoint"], "--manifest FILE"),
+    (["checkpoint", "x", "--manifest", "y.yaml"], "either"),
+    (["checkpoint", "x", "--checkpoint-id", "No_Name"], "No_Name"),
+    (["checkpoint", "--manifest", "missing.yaml"], "missing.yaml"),
+    (["restore"], "is missing"),
+    (["restore", "a", "--checkpoint-id", "b"], "once"),
+    (["sim"], "restart"),
+    (["sim", "crash"], "snapshotctl sim crash node-1 --at copy-state"),
+    (["sim", "crash", "node-1"], "--at STEP is missing"),
+    (["sim", "crash", "node-1", "--at", "melt"], "dump: freeze, copy-state, thaw, stage"),
+    (["sim", "fail", "node-1", "--at", "check"], "--verb load (gms) or --verb place (agent)"),
+    (["sim", "fail", "node-1", "--at", "write", "--service", "agent"], "the agent has no step"),
+    (["sim", "fail", "node-1", "--at", "write", "--verb", "copy"], "'copy'"),
+    (["sim", "stall", "node-1", "--at", "gate", "--service", "nats"], "agent, gms"),
+    (["sim", "stall", "node-1", "--at", "gate", "--clear"], "exclude"),
+    (["sim", "restart", "node-1", "--service", "nats"], "agent, gms"),
+    (["orders", "a", "b"], "a node, or show ORDER"),
+    (["orders", "show"], "snapshotctl orders --all"),
+    (["orders", "show", "a", "b"], "found 3 words"),
+    (["dead"], "requeue"),
+    (["dead", "show"], "snapshotctl dead show 3"),
+    (["dead", "show", "x"], "snapshotctl dead show 3"),
+    (["dead", "requeue", "0"], "greater than or equal to 1"),
+    (["cordon"], "snapshotctl cordon node-1"),
+    (["uncordon"], "snapshotctl uncordon node-1"),
+    (["abort"], "NAME"),
+    (["abort", "pod/x"], "snapshotctl delete pod x"),
+    (["abort", "srestore/x"], "snapshotctl delete pod POD"),
+    (["abort", "node/x"], "a Node has no capture"),
+    (["abort", "x", "--timeout", "soon"], "5m"),
+    (["bundle", "--file", "cluster.yaml"], "ends with .tar.gz"),
+    (["bundle", "--reports", "-1"], "snapshotctl bundle --file report.tar.gz"),
+    (["completion", "tcsh"], "'fish'"),
+    (["cordon", "Node_1"], "'Node_1' must match"),
+    (["orders", "Node_1"], "'Node_1' must match"),
+    (["dead", "ls", "Node_1"], "'Node_1' must match"),
+    (["orders", "show", "dump-me"], "<verb>-<uid>"),
+    (["doctor", "--server", "http://x"], "nats://127.0.0.1:4222"),
+    (["schema", "repot"], "did you mean report?"),
+    (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
+    (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),
+]
 
 
-def test_nothing_at_all_is_answered_with_the_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch) == Exit.USAGE
-    assert "Capture and restore:" in capsys.readouterr().err
+def test_wrong_arguments_are_answered_with_the_right_ones(run: Run) -> None:
+    wrong = {}
+    for words, answer in WRONG:
+        said = run(*words, exits=None)
+        is_right = answer in said.err and "Traceback" not in said.err
+        if (said.code, said.out, is_right) != (Exit.USAGE, "", True):
+            wrong[" ".join(words)] = said
+    assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["get", "pods"],
-        ["get", "nothing"],
-        ["get", "pods", "-w"],
-        ["logs", "x"],
-        ["logs", "operator"],
-        ["exec", "x", "--", "env"],
-        ["ask", "x", "hello"],
-        ["open"],
-        ["nodes"],
-        ["trace", "x"],
-        ["delete", "pod/x"],
-        ["wait", "pod/x"],
-        ["verify", "x"],
-        ["explain", "x"],
-        ["describe", "pod", "x"],
-        ["events"],
-        ["events", "--follow"],
-        ["watch", "x"],
-        ["artifacts", "ls"],
-        ["artifacts", "gc", "--dry-run"],
-        ["checkpoint", "x"],
-        ["restore", "x"],
-        ["sim", "fail", "n", "--at", "gate"],
-        ["orders"],
-        ["orders", "show", "dump-00000000-0000-0000-0000-000000000001"],
-        ["dead", "ls"],
-        ["dead", "show", "1"],
-        ["dead", "requeue", "1"],
-        ["cordon", "n"],
-        ["uncordon", "n"],
-        ["abort", "x"],
-    ],
-)
-def test_without_a_server_every_command_says_how_to_start_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    assert _run(monkeypatch, *words) == Exit.UNREACHABLE
-    assert "snapshotctl up" in capsys.readouterr().err
+def test_nothing_at_all_is_answered_with_the_help(run: Run) -> None:
+    assert "Capture and restore:" in run(exits=Exit.USAGE).err
+
+
+NEED_A_SERVER = [
+    ["get", "pods"],
+    ["get", "nothing"],
+    ["get", "pods", "-w"],
+    ["logs", "x"],
+    ["logs", "operator"],
+    ["exec", "x", "--", "env"],
+    ["ask", "x", "hello"],
+    ["open"],
+    ["nodes"],
+    ["trace", "x"],
+    ["delete", "pod/x"],
+    ["wait", "pod/x"],
+    ["verify", "x"],
+    ["explain", "x"],
+    ["describe", "pod", "x"],
+    ["events"],
+    ["events", "--follow"],
+    ["watch", "x"],
+    ["artifacts", "ls"],
+    ["artifacts", "gc", "--dry-run"],
+    ["checkpoint", "x"],
+    ["restore", "x"],
+    ["sim", "fail", "n", "--at", "gate"],
+    ["orders"],
+    ["orders", "show", "dump-00000000-0000-0000-0000-000000000001"],
+    ["dead", "ls"],
+    ["dead", "show", "1"],
+    ["dead", "requeue", "1"],
+    ["cordon", "n"],
+    ["uncordon", "n"],
+    ["abort", "x"],
+]
+
+
+def test_without_a_server_every_command_says_how_to_start_one(run: Run) -> None:
+    said = {tuple(words): run(*words, exits=None) for words in NEED_A_SERVER}
+    wrong = {
+        words: found
+        for words, found in said.items()
+        if found.code != Exit.UNREACHABLE or "snapshotctl up" not in found.err
+    }
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("words", [["nodes"], ["wait", "pod/x"]])
 def test_a_server_that_does_not_answer_is_named_with_where_it_came_from(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    run: Run, words: list[str]
 ) -> None:
-    assert _run(monkeypatch, *words, "--server", "u:secret@127.0.0.1:1") == Exit.UNREACHABLE
-    err = capsys.readouterr().err
-    assert "nats://127.0.0.1:1 (from --server)" in err
-    assert "secret" not in err
+    said = run(*words, "--server", "u:secret@127.0.0.1:1", exits=Exit.UNREACHABLE)
+    assert "nats://127.0.0.1:1 (from --server)" in said.err
+    assert "secret" not in said.err
 
 
-def test_a_file_that_is_not_there_is_a_wrong_argument(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert _run(monkeypatch, "apply", "-f", str(tmp_path / "missing.yaml")) == Exit.USAGE
-    assert "missing.yaml" in capsys.readouterr().err
+def test_a_file_that_is_not_there_is_a_wrong_argument(run: Run, tmp_path: Path) -> None:
+    assert (
+        "missing.yaml" in run("apply", "-f", str(tmp_path / "missing.yaml"), exits=Exit.USAGE).err
+    )
 
 
-def test_a_file_that_is_no_yaml_is_refused_with_its_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_yaml_is_refused_with_its_line(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("a: 1\nb: [\n")
-    assert _run(monkeypatch, "apply", "-f", str(file)) == Exit.REFUSED
-    assert "bad.yaml:3" in capsys.readouterr().err
+    assert "bad.yaml:3" in run("apply", "-f", str(file), exits=Exit.REFUSED).err
 
 
 CHECKPOINT = """\
@@ -505,15 +447,14 @@ spec: {job: {}, identity: {model: m, backendFramework: sglang, extraParameters: 
 
 
 def test_the_identity_of_each_checkpoint_of_a_file_is_printed_without_a_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(CHECKPOINT)
-    assert _run(monkeypatch, "identity", "-f", str(file)) == Exit.OK
-    first, second = capsys.readouterr().out.splitlines()
+    said = run("identity", "-f", str(file))
+    first, second = said.out.splitlines()
     assert first == "96429b2725761a09  llama"
-    assert _run(monkeypatch, "identity", "-f", str(file), "-o", "json") == Exit.OK
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(run("identity", "-f", str(file), "-o", "json").out)
     assert [second] == [f"{value['identityHash']}  other" for value in values[1:]]
     assert [value["namespace"] for value in values] == [None, "ns"]
     assert r'"extraParameters":{"a":"\u003cb\u003e"}' in values[1]["hashed"]
@@ -539,19 +480,17 @@ def test_the_identity_of_each_checkpoint_of_a_file_is_printed_without_a_server(
     ],
 )
 def test_every_identity_that_is_wrong_is_refused_by_its_field_value_and_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     tmp_path: Path,
     change: tuple[str, str],
     problems: list[str],
 ) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(CHECKPOINT.replace(*change))
-    assert _run(monkeypatch, "identity", "-f", str(file)) == Exit.REFUSED
-    captured = capsys.readouterr()
-    assert [problem for problem in problems if problem not in captured.err] == []
-    assert "next: correct the fields" in captured.err
-    assert captured.out == ""
+    said = run("identity", "-f", str(file), exits=Exit.REFUSED)
+    assert [problem for problem in problems if problem not in said.err] == []
+    assert "next: correct the fields" in said.err
+    assert said.out == ""
 
 
 TEMPLATE = "podTemplateSpec: {spec: {containers: [{name: main, image: i, volumeMounts: [%s]}]}}"
@@ -569,16 +508,14 @@ kind: ConfigMap
 
 
 def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(MANIFESTS)
-    assert _run(monkeypatch, "validate", "-f", str(file)) == Exit.OK
-    captured = capsys.readouterr()
-    assert captured.out.splitlines() == [f"{file}:1: right", f"{file}:8: right"]
-    assert f"warning: {file}:6: spec.job.podTemplateSpec.spec.containers[0]" in captured.err
-    assert _run(monkeypatch, "validate", "-f", str(file), "-o", "json") == Exit.OK
-    first, second = json.loads(capsys.readouterr().out)
+    said = run("validate", "-f", str(file))
+    assert said.out.splitlines() == [f"{file}:1: right", f"{file}:8: right"]
+    assert f"warning: {file}:6: spec.job.podTemplateSpec.spec.containers[0]" in said.err
+    first, second = json.loads(run("validate", "-f", str(file), "-o", "json").out)
     assert (len(first["warnings"]), second["warnings"]) == (1, [])
 
 
@@ -603,8 +540,7 @@ def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_
     ],
 )
 def test_manifests_that_are_wrong_are_refused_by_every_field_and_line_without_a_server(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     tmp_path: Path,
     words: list[str],
     change: tuple[str, str],
@@ -612,35 +548,25 @@ def test_manifests_that_are_wrong_are_refused_by_every_field_and_line_without_a_
 ) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(MANIFESTS.replace(*change))
-    assert _run(monkeypatch, "validate", *words, "-f", str(file)) == Exit.REFUSED
-    captured = capsys.readouterr()
-    assert [problem for problem in problems if problem not in captured.err] == []
-    assert captured.out == ""
+    said = run("validate", *words, "-f", str(file), exits=Exit.REFUSED)
+    assert [problem for problem in problems if problem not in said.err] == []
+    assert said.out == ""
 
 
-def test_a_cluster_that_is_not_there_cannot_be_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "down", "--name", "none") == Exit.NOT_FOUND
-    assert "none" in capsys.readouterr().err
+def test_a_cluster_that_is_not_there_cannot_be_ended(run: Run) -> None:
+    assert "none" in run("down", "--name", "none", exits=Exit.NOT_FOUND).err
 
 
-def test_the_version_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "--version") == Exit.OK
-    assert capsys.readouterr().out.startswith("snapshotctl ")
+def test_the_version_is_shown(run: Run) -> None:
+    assert run("--version").out.startswith("snapshotctl ")
 
 
-def test_every_file_that_is_named_is_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_file_that_is_named_is_read(run: Run, tmp_path: Path) -> None:
     good = tmp_path / "good.yaml"
     good.write_text("{apiVersion: v1, kind: Pod, metadata: {name: w}, spec: {containers: []}}")
     bad = tmp_path / "bad.yaml"
     bad.write_text("kind: [")
-    assert _run(monkeypatch, "validate", "-f", str(bad), "-f", str(good)) == Exit.REFUSED
-    assert "bad.yaml" in capsys.readouterr().err
+    assert "bad.yaml" in run("validate", "-f", str(bad), "-f", str(good), exits=Exit.REFUSED).err
 
 
 def test_a_full_disk_is_an_error_and_no_traceback() -> None:
@@ -655,59 +581,52 @@ def test_a_full_disk_is_an_error_and_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["get", "pods", "-o", "json"], ["-o", "json", "get", "pods"]),
-        (["get", "-ojson", "pods"], ["-ojson", "get", "pods"]),
-        (["trace", "x", "--output=yaml"], ["--output=yaml", "trace", "x"]),
-        (
-            ["get", "pods", "--server", "a", "--cluster", "b"],
-            ["--server", "a", "--cluster", "b", "get", "pods"],
-        ),
-        (["--server", "a", "get"], ["--server", "a", "get"]),
-        (["restore", "x", "--own-operator"], ["--own-operator", "restore", "x"]),
-        (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
-        (["get", "pods", "-o"], ["-o", "get", "pods"]),
-        (["get", "-o=json", "pods", "-n=a"], ["-o", "json", "get", "pods", "-n", "a"]),
-        (["-n", "a", "get", "pods"], ["get", "pods", "-n", "a"]),
-        (["-n", "a", "exec", "w", "--", "-n"], ["exec", "w", "-n", "a", "--", "-n"]),
-        (["up", "--name", "x"], ["up", "--name", "x"]),
-        (["up", "--cluster", "x"], ["--cluster", "x", "up"]),
-        (["bundle", "-f", "x.tar.gz", "-o", "json"], ["-o", "json", "bundle", "-f", "x.tar.gz"]),
-        ([], []),
-    ],
-)
-def test_common_options_move_in_front_of_the_command(words: list[str], expected: list[str]) -> None:
-    assert hoisted(words) == expected
+OPTIONS = [
+    (["get", "pods", "-o", "json"], ["-o", "json", "get", "pods"]),
+    (["get", "-ojson", "pods"], ["-ojson", "get", "pods"]),
+    (["trace", "x", "--output=yaml"], ["--output=yaml", "trace", "x"]),
+    (
+        ["get", "pods", "--server", "a", "--cluster", "b"],
+        ["--server", "a", "--cluster", "b", "get", "pods"],
+    ),
+    (["--server", "a", "get"], ["--server", "a", "get"]),
+    (["restore", "x", "--own-operator"], ["--own-operator", "restore", "x"]),
+    (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
+    (["get", "pods", "-o"], ["-o", "get", "pods"]),
+    (["get", "-o=json", "pods", "-n=a"], ["-o", "json", "get", "pods", "-n", "a"]),
+    (["-n", "a", "get", "pods"], ["get", "pods", "-n", "a"]),
+    (["-n", "a", "exec", "w", "--", "-n"], ["exec", "w", "-n", "a", "--", "-n"]),
+    (["up", "--name", "x"], ["up", "--name", "x"]),
+    (["up", "--cluster", "x"], ["--cluster", "x", "up"]),
+    (["bundle", "-f", "x.tar.gz", "-o", "json"], ["-o", "json", "bundle", "-f", "x.tar.gz"]),
+    ([], []),
+]
 
 
-def test_a_local_cluster_is_named_by_one_option_for_all_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_common_options_move_in_front_of_the_command() -> None:
+    moved = [(words, hoisted(words)) for words, _ in OPTIONS]
+    assert moved == OPTIONS
+
+
+def test_a_local_cluster_is_named_by_one_option_for_all_commands(run: Run) -> None:
     for words in (["down", "--cluster", "none"], ["sim", "restart", "node-1", "--cluster", "none"]):
-        assert _run(monkeypatch, *words) == Exit.NOT_FOUND
-        assert "no local cluster 'none'" in capsys.readouterr().err
-    assert _run(monkeypatch, "down", "--help") == Exit.OK
-    assert "--name" not in capsys.readouterr().out
-    assert _run(monkeypatch, "down", "--name", "a", "--cluster", "b") == Exit.USAGE
-    assert "--name a and --cluster b are two clusters" in capsys.readouterr().err
+        assert "no local cluster 'none'" in run(*words, exits=Exit.NOT_FOUND).err
+    said = run("down", "--help")
+    assert "--name" not in said.out
+    assert (
+        "--name a and --cluster b are two clusters"
+        in run("down", "--name", "a", "--cluster", "b", exits=Exit.USAGE).err
+    )
 
 
-def test_the_file_of_a_bundle_is_no_form_of_the_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "bundle", "-o", "x.tar.gz") == Exit.USAGE
-    assert "'x.tar.gz' is not one of" in capsys.readouterr().err
-    assert _run(monkeypatch, "bundle", "--help") == Exit.OK
-    assert "-f, --file FILE.tar.gz" in capsys.readouterr().out
+def test_the_file_of_a_bundle_is_no_form_of_the_result(run: Run) -> None:
+    said = run("bundle", "-o", "x.tar.gz", exits=Exit.USAGE)
+    assert "'x.tar.gz' is not one of" in said.err
+    assert "-f, --file FILE.tar.gz" in run("bundle", "--help").out
 
 
-def test_an_operator_of_its_own_needs_a_cluster_of_kubectl(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_operator_of_its_own_needs_a_cluster_of_kubectl(run: Run) -> None:
     words = ("restore", "llm", "--own-operator", "--server", "nats://127.0.0.1:1")
-    assert _run(monkeypatch, *words) == Exit.USAGE
-    said = capsys.readouterr().err
-    assert "--own-operator is for a Kubernetes cluster" in said
-    assert "--context or --kubeconfig" in said
+    said = run(*words, exits=Exit.USAGE)
+    assert "--own-operator is for a Kubernetes cluster" in said.err
+    assert "--context or --kubeconfig" in said.err

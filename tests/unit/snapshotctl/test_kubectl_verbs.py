@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +14,7 @@ from snapshot_shared.errors import NotFound
 from snapshotctl.adapters.kubectl import Kubernetes
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.sources import ServiceNamed
-from snapshotctl.main import main
+from tests.unit.snapshotctl.conftest import Run
 
 PROGRAM = """\
 #!{python} -IS
@@ -78,17 +77,14 @@ def kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kubectl:
     return Kubectl(tmp_path)
 
 
-def _run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["snapshotctl", "--context", "there", *words])
-    return main()
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return Run(monkeypatch, capfd, "--context", "there")
 
 
-def test_the_log_of_a_pod_is_shown_by_kubectl(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
-) -> None:
-    assert _run(monkeypatch, "logs", "w", "-n", "ns", "-f", "--tail", "5") == Exit.OK
-    assert _run(monkeypatch, "logs", "pod/w", "-c", "main") == Exit.OK
-    assert capfd.readouterr().out == "a line\na line\n"
+def test_the_log_of_a_pod_is_shown_by_kubectl(run: Run, kubectl: Kubectl) -> None:
+    assert run("logs", "w", "-n", "ns", "-f", "--tail", "5").out == "a line\n"
+    assert run("logs", "pod/w", "-c", "main").out == "a line\n"
     to = ["--context", "there", "logs", "w", "--namespace"]
     assert kubectl.calls == [
         [*to, "ns", "--all-containers", "--prefix", "--follow", "--tail=5"],
@@ -96,13 +92,11 @@ def test_the_log_of_a_pod_is_shown_by_kubectl(
     ]
 
 
-def test_what_names_no_namespace_is_in_that_of_the_context(
-    monkeypatch: pytest.MonkeyPatch, kubectl: Kubectl
-) -> None:
+def test_what_names_no_namespace_is_in_that_of_the_context(run: Run, kubectl: Kubectl) -> None:
     (kubectl.folder / "namespace").write_text("team-a")
     (kubectl.folder / "said").write_text("thing.nvidia.com/x created (server dry run)\n")
-    assert _run(monkeypatch, "logs", "w") == Exit.OK
-    assert _run(monkeypatch, "logs", "w", "-n", "default") == Exit.OK
+    run("logs", "w")
+    run("logs", "w", "-n", "default")
     assert [call[call.index("--namespace") + 1] for call in kubectl.calls] == ["team-a", "default"]
     document = msgspec.Raw(json.dumps({"kind": "Thing", "metadata": {"name": "x"}}).encode())
     Kubernetes(None, "there").apply([document], "", dry_run=True)
@@ -110,22 +104,17 @@ def test_what_names_no_namespace_is_in_that_of_the_context(
     assert item["metadata"]["namespace"] == "team-a"
 
 
-def test_all_pods_of_a_service_that_is_there_twice_are_shown(
-    monkeypatch: pytest.MonkeyPatch, kubectl: Kubectl
-) -> None:
+def test_all_pods_of_a_service_that_is_there_twice_are_shown(run: Run, kubectl: Kubectl) -> None:
     kubectl.pods("operator-a", "operator-b")
-    assert _run(monkeypatch, "logs", "operator") == Exit.OK
+    run("logs", "operator")
     *_, shown = kubectl.calls
     assert any("component=operator" in word for word in shown if word.startswith("--selector="))
     assert "--prefix" in shown
 
 
-def test_the_log_of_a_service_is_that_of_its_container(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
-) -> None:
+def test_the_log_of_a_service_is_that_of_its_container(run: Run, kubectl: Kubectl) -> None:
     kubectl.pods("snapback-node-x")
-    assert _run(monkeypatch, "logs", "agent@n", "--tail", "1") == Exit.OK
-    assert capfd.readouterr().out == "a line\n"
+    assert run("logs", "agent@n", "--tail", "1").out == "a line\n"
     looked, shown = kubectl.calls
     assert "--field-selector=status.phase!=Pending,spec.nodeName=n" in looked
     assert any("app.kubernetes.io/component=node" in word for word in looked)
@@ -145,11 +134,10 @@ def test_a_service_of_kubernetes_that_is_missing_or_of_several_nodes_is_asked_fo
 
 
 def test_a_program_runs_in_the_container_and_its_exit_code_is_that_of_the_command(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+    run: Run, kubectl: Kubectl
 ) -> None:
     (kubectl.folder / "code").write_text("7")
-    assert _run(monkeypatch, "exec", "w", "-c", "main", "--", "ls", "-l") == 7
-    assert "amber" in capfd.readouterr().out
+    assert "amber" in run("exec", "w", "-c", "main", "--", "ls", "-l", exits=7).out
     [call] = kubectl.calls
     assert call[2:] == [
         *("exec", "w", "--namespace", "default", "--stdin"),
@@ -157,11 +145,8 @@ def test_a_program_runs_in_the_container_and_its_exit_code_is_that_of_the_comman
     ]
 
 
-def test_a_worker_is_asked_by_a_program_in_its_container(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
-) -> None:
-    assert _run(monkeypatch, "ask", "w", "Who am I?", "-o", "json") == Exit.OK
-    answer: dict[str, Any] = json.loads(capfd.readouterr().out)
+def test_a_worker_is_asked_by_a_program_in_its_container(run: Run, kubectl: Kubectl) -> None:
+    answer = json.loads(run("ask", "w", "Who am I?", "-o", "json").out)
     assert answer == {"pod": "w", "namespace": "default", "answer": {"answer": "amber"}}
     [call] = kubectl.calls
     *_, python, _, source, asked = call
@@ -170,24 +155,21 @@ def test_a_worker_is_asked_by_a_program_in_its_container(
     question = {"op": "ask", "prompt": "Who am I?"}
     assert json.loads(json.loads(asked)["line"]) == question
     (kubectl.folder / "code").write_text("1")
-    assert _run(monkeypatch, "ask", "w", "Who am I?") == Exit.FAILED
-    assert "pod w gave no answer: exit code 1" in capfd.readouterr().err
+    said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
+    assert "pod w gave no answer: exit code 1" in said.err
 
 
 def test_why_a_worker_gave_no_answer_is_what_the_program_said_and_not_how_kubectl_ended(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
+    run: Run, kubectl: Kubectl
 ) -> None:
     (kubectl.folder / "code").write_text("1")
     (kubectl.folder / "err").write_text("x.sock: refused\ncommand terminated with exit code 1\n")
-    assert _run(monkeypatch, "ask", "w", "Who am I?") == Exit.FAILED
-    assert "pod w gave no answer: x.sock: refused\n" in capfd.readouterr().err
+    said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
+    assert "pod w gave no answer: x.sock: refused\n" in said.err
 
 
-def test_the_chart_has_no_page_to_open(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kubectl: Kubectl
-) -> None:
-    assert _run(monkeypatch, "open") == Exit.NOT_FOUND
-    assert "docs/page.md" in capfd.readouterr().err
+def test_the_chart_has_no_page_to_open(run: Run, kubectl: Kubectl) -> None:
+    assert "docs/page.md" in run("open", exits=Exit.NOT_FOUND).err
 
 
 def test_what_is_there_keeps_its_trace_so_that_it_may_be_unchanged(kubectl: Kubectl) -> None:

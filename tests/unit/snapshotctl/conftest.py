@@ -1,0 +1,55 @@
+"""Commands of snapshotctl, run within the test."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from snapshotctl.domain.exits import Exit
+from snapshotctl.main import main
+
+
+class Said(NamedTuple):
+    """The exit code of a command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Run:
+    """Runs commands one after another; `options` stand in front of the words of each."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        printed: pytest.CaptureFixture[str],
+        *options: str,
+    ) -> None:
+        self.monkeypatch = monkeypatch
+        self.printed = printed
+        self.options = options
+
+    def __call__(self, *words: str, exits: int | None = Exit.OK) -> Said:
+        """Run a command that must exit with a code, or with any if `exits` is None."""
+        self.monkeypatch.setattr(sys, "argv", ["snapshotctl", *self.options, *words])
+        try:
+            code = main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        said = Said(code, *self.printed.readouterr())
+        assert exits is None or said.code == exits, said
+        return said
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run commands that find no server by accident."""
+    for name in ("NATS_URL", "NATS_CONTEXT", "SNAPBACK_CLUSTER", "SNAPBACK_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    return Run(monkeypatch, capsys)
