@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,25 +17,19 @@ from tests.docs.pages import ROOT, Block, Shell, blocks, documents, nats_cli, pa
 
 INSPECT = ROOT / "docs/inspect.md"
 NODES = ("node-1", "node-2", "node-3")
+MAKE = re.compile(r"(?:^|\s)make ([a-z][a-z0-9-]*)")
 
+BLOCKS = {page: blocks(page) for page in documents()}
 PLAYED = [
     page
-    for page in documents()
+    for page, found in BLOCKS.items()
     if page != INSPECT
-    and any(block.how and block.how.mode in ("cluster", "here") for block in blocks(page))
-]
-
-LEFT_OUT = [
-    block
-    for page in documents()
-    for block in blocks(page)
-    if block.how is not None and block.how.mode == "no"
+    and any(block.how and block.how.mode in ("cluster", "here") for block in found)
 ]
 
 
-@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_of_commands_says_how_it_is_run(page: Path) -> None:
-    unknown = [block.where for block in blocks(page) if block.how is None]
+def test_every_block_of_commands_says_how_it_is_run() -> None:
+    unknown = [block.where for found in BLOCKS.values() for block in found if block.how is None]
     assert unknown == [], "say it in a comment above the block, as tests/docs/pages.py shows"
 
 
@@ -114,27 +109,39 @@ def _beginning(answer: list[str]) -> str:
     return re.sub(r"\d+", "0", answer[0][:24]) if answer else ""
 
 
-@pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: block.where)
-def test_a_block_that_is_not_played_names_only_what_exists(block: Block) -> None:
-    for command in block.commands:
-        for target in re.findall(r"(?:^|\s)make ([a-z][a-z0-9-]*)", command):
-            done = subprocess.run(
-                ["make", "-n", target, "SETUP_INPUTS="],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == 0, f"{block.where}: {done.stderr}"
-        for words in re.findall(r"(?:^|\s)snapshotctl ([a-z][a-z-]*(?: [a-z][a-z-]*)?)", command):
-            assert _is_command(words.split()), f"{block.where}: snapshotctl {words}"
+def test_a_block_that_is_not_played_names_only_what_exists() -> None:
+    left_out = [
+        (block.where, command)
+        for found in BLOCKS.values()
+        for block in found
+        if block.how is not None and block.how.mode == "no"
+        for command in block.commands
+    ]
+    wrong = [
+        f"{where}: snapshotctl {words}"
+        for where, command in left_out
+        for words in re.findall(r"(?:^|\s)snapshotctl ([a-z][a-z-]*(?: [a-z][a-z-]*)?)", command)
+        if not _is_command(words)
+    ]
+    assert left_out
+    assert wrong == []
+    targets = sorted({target for _, command in left_out for target in MAKE.findall(command)})
+    done = subprocess.run(
+        ["make", "--dry-run", "--keep-going", *targets, "SETUP_INPUTS="],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
-def _is_command(words: list[str]) -> bool:
+@cache
+def _is_command(words: str) -> bool:
     """Whether the first word, or the first two, are a command of snapshotctl."""
     from snapshotctl.cli import run
 
-    return run([*words[:2], "--help"]) == 0
+    return run([*words.split(), "--help"]) == 0
 
 
 def test_an_annotation_that_is_not_understood_is_an_error() -> None:

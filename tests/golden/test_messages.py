@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import pytest
 
 from snapshot_shared import orders
 from snapshot_shared.artifact import (
@@ -27,7 +26,7 @@ from snapshot_shared.artifact import (
     check_part_manifest,
 )
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, encode_json
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import Failure, InvalidMessage
 from snapshot_shared.spans import SpanRecord
 
 DATA = Path(__file__).parent / "data" / "messages"
@@ -210,20 +209,27 @@ def name_of(sample: Any) -> str:
     return str(type(sample).__struct_config__.tag)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
-def test_the_released_form_still_means_the_same(sample: Any) -> None:
-    data = (DATA / f"{name_of(sample)}.json").read_bytes()
-    assert decode_json(data, type(sample), limit=MAX_MANIFEST_BYTES) == sample
+def test_the_released_form_still_means_the_same() -> None:
+    changed = []
+    for sample in SAMPLES:
+        data = (DATA / f"{name_of(sample)}.json").read_bytes()
+        if decode_json(data, type(sample), limit=MAX_MANIFEST_BYTES) != sample:
+            changed.append(name_of(sample))
+    assert changed == []
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
-def test_a_field_that_a_newer_version_added_is_ignored_or_refused_by_name(sample: Any) -> None:
-    document = {**msgspec.to_builtins(sample), "added_later": 1}
-    if type(sample).__struct_config__.forbid_unknown_fields:
-        with pytest.raises(Exception, match="added_later"):
-            decode_json(encode_json(document), type(sample))
-    else:
-        assert decode_json(encode_json(document), type(sample)) == sample
+def test_a_field_that_a_newer_version_added_is_ignored_or_refused_by_name() -> None:
+    wrong = {}
+    for sample in SAMPLES:
+        is_strict = type(sample).__struct_config__.forbid_unknown_fields
+        later = encode_json({**msgspec.to_builtins(sample), "added_later": 1})
+        try:
+            found: Any = decode_json(later, type(sample))
+        except InvalidMessage as error:
+            found = error
+        if ("added_later" not in str(found)) if is_strict else (found != sample):
+            wrong[name_of(sample)] = found
+    assert wrong == {}
 
 
 def test_every_order_has_a_released_form() -> None:
@@ -231,9 +237,10 @@ def test_every_order_has_a_released_form() -> None:
     assert set(typing.get_args(orders.AnyOrder)) <= covered
 
 
-@pytest.mark.parametrize("sample", SAMPLES[:14], ids=name_of)
-def test_an_order_is_found_by_its_type_alone(sample: Any) -> None:
-    assert decode_json(encode_json(sample), cast("Any", orders.AnyOrder)) == sample
+def test_an_order_is_found_by_its_type_alone() -> None:
+    given = [sample for sample in SAMPLES if isinstance(sample, typing.get_args(orders.AnyOrder))]
+    found = [decode_json(encode_json(order), cast("Any", orders.AnyOrder)) for order in given]
+    assert found == given
 
 
 def test_the_sample_part_manifest_is_consistent() -> None:

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,17 @@ from snapshot_shared.manifests import message_schemas
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import Presence
 
-DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs/asyncapi.yaml").read_text("utf-8"))
-CHANNELS: dict[str, Any] = DOCUMENT["channels"]
+
+@cache
+def document() -> dict[str, Any]:
+    path = Path(__file__).parents[2] / "docs/asyncapi.yaml"
+    found: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    return found
+
+
+def channels() -> dict[str, Any]:
+    found: dict[str, Any] = document()["channels"]
+    return found
 
 
 def _references(value: Any) -> Iterator[str]:
@@ -35,17 +45,17 @@ def _references(value: Any) -> Iterator[str]:
 
 
 def test_every_reference_leads_somewhere() -> None:
-    found = set(_references(DOCUMENT))
+    found = set(_references(document()))
     assert found
     for reference in found:
-        value: Any = DOCUMENT
+        value: Any = document()
         for word in reference.removeprefix("#/").split("/"):
             value = value[word]
 
 
 def test_every_message_is_in_a_channel() -> None:
-    shown = {name for channel in CHANNELS.values() for name in channel["messages"]}
-    assert shown == set(DOCUMENT["components"]["messages"])
+    shown = {name for channel in channels().values() for name in channel["messages"]}
+    assert shown == set(document()["components"]["messages"])
     kinds = {f"{k.name.lower()}.{k.api_version.rpartition('/')[2]}" for k in KINDS.values()}
     sent = {
         schema["$ref"].rpartition("/")[2]
@@ -55,36 +65,34 @@ def test_every_message_is_in_a_channel() -> None:
     assert sent <= shown
 
 
-@pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: str(stream.name))
-def test_what_a_stream_keeps_has_a_channel(stream: Any) -> None:
-    addresses = [
-        re.sub(r"{\w+}", "*", channel["address"])
-        for channel in CHANNELS.values()
-        if channel["address"]
-    ]
-    assert set(stream.subjects) <= set(addresses)
+def test_what_a_stream_keeps_has_a_channel() -> None:
+    addresses = {re.sub(r"{\w+}", "*", channel["address"] or "") for channel in channels().values()}
+    kept = {subject for stream in STREAMS for subject in stream.subjects}
+    assert kept - addresses == set()
 
 
-@pytest.mark.parametrize("name", CHANNELS)
-def test_the_parameters_of_an_address_are_described(name: str) -> None:
-    channel = CHANNELS[name]
-    words = re.findall(r"{(\w+)}", channel["address"] or "")
-    assert set(words) == set(channel.get("parameters", {}))
-    assert channel["description"]
-    assert not fnmatch.filter([channel["address"] or ""], "*[*>]*")
+def test_the_parameters_of_an_address_are_described() -> None:
+    wrong = {}
+    for name, channel in channels().items():
+        address = channel["address"] or ""
+        described = set(re.findall(r"{(\w+)}", address)) == set(channel.get("parameters", {}))
+        if not described or not channel["description"] or fnmatch.fnmatch(address, "*[*>]*"):
+            wrong[name] = channel
+    assert channels()
+    assert wrong == {}
 
 
 def test_every_operation_has_an_action_and_a_channel_and_every_channel_one() -> None:
     used = set()
-    for operation in DOCUMENT["operations"].values():
+    for operation in document()["operations"].values():
         assert operation["action"] in ("send", "receive")
         used.add(operation["channel"]["$ref"])
         used |= {operation["reply"]["channel"]["$ref"]} if "reply" in operation else set()
-    assert used == {f"#/channels/{name}" for name in CHANNELS}
+    assert used == {f"#/channels/{name}" for name in channels()}
 
 
 def test_a_message_is_valid_by_its_schema() -> None:
-    schema = {"$ref": "#/components/schemas/Presence", "components": DOCUMENT["components"]}
+    schema = {"$ref": "#/components/schemas/Presence", "components": document()["components"]}
     jsonschema.Draft202012Validator.check_schema(schema)
     sent = json.loads(encode_json(Presence(node="n", boot_id="b", version="1", at=1.0)))
     jsonschema.validate(sent, schema)

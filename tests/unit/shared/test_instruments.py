@@ -43,29 +43,33 @@ def constants(*modules: str) -> set[Any]:
     }
 
 
-def by_name(found: Instrument) -> str:
-    return found.name
-
-
 def test_names_are_different_in_both_forms() -> None:
     assert len({found.name for found in TABLE}) == len(TABLE)
     assert len({found.prometheus for found in TABLE}) == len(TABLE)
 
 
-@pytest.mark.parametrize("found", TABLE, ids=by_name)
-def test_a_name_is_of_the_conventions_or_ours(found: Instrument) -> None:
-    assert re.fullmatch(r"[a-z]+(\.[a-z_]+)+", found.name)
-    assert UNIT.fullmatch(found.unit)
-    if not found.name.startswith("snapback."):
-        assert found.name in constants(MESSAGES, PROCESS)
+def test_a_name_is_of_the_conventions_or_ours() -> None:
+    conventional = constants(MESSAGES, PROCESS)
+    wrong = [
+        (found.name, found.unit)
+        for found in TABLE
+        if not re.fullmatch(r"[a-z]+(\.[a-z_]+)+", found.name)
+        or not UNIT.fullmatch(found.unit)
+        or not (found.name.startswith("snapback.") or found.name in conventional)
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("found", TABLE, ids=by_name)
-def test_an_attribute_is_of_the_conventions_or_ours(found: Instrument) -> None:
-    names = [*found.attributes, *(name for name, _ in found.fixed)]
-    conventional = {name for name in names if not name.startswith("snapback.")}
-    assert conventional <= constants(*ATTRIBUTES)
-    assert ERROR not in found.attributes[:-1]
+def test_an_attribute_is_of_the_conventions_or_ours() -> None:
+    known = constants(*ATTRIBUTES)
+    wrong = [
+        (found.name, name)
+        for found in TABLE
+        for name in (*found.attributes, *(name for name, _ in found.fixed))
+        if not (name.startswith("snapback.") or name in known)
+    ]
+    assert wrong == []
+    assert [found.name for found in TABLE if ERROR in found.attributes[:-1]] == []
 
 
 def test_attributes_of_message_spans_are_of_the_conventions() -> None:
@@ -74,8 +78,8 @@ def test_attributes_of_message_spans_are_of_the_conventions() -> None:
     assert conventional <= constants(*ATTRIBUTES)
 
 
-@pytest.mark.parametrize("found", TABLE, ids=by_name)
-def test_what_prometheus_is_shown_has_the_names_that_the_table_says(found: Instrument) -> None:
+def shown(found: Instrument) -> set[tuple[str, frozenset[str]]]:
+    """What Prometheus is shown of a metric that has one value: the names, with their labels."""
     metrics = Metrics("snap-agent", "node-1", "0", scraped=True)
     values = tuple("x" for _ in found.attributes)
     match found.shape:
@@ -87,10 +91,20 @@ def test_what_prometheus_is_shown_has_the_names_that_the_table_says(found: Instr
             metrics.observe(found, lambda: {values: 2})
     families = text_string_to_metric_families(metrics.text().decode())
     samples = [sample for family in families for sample in family.samples]
-    shown = [sample for sample in samples if sample.name in found.series]
-    assert {sample.name for sample in shown} == set(found.series)
-    for sample in shown:
-        assert set(sample.labels) - {"le"} == set(found.labels)
+    return {
+        (sample.name, frozenset(sample.labels) - {"le"})
+        for sample in samples
+        if sample.name in found.series
+    }
+
+
+def test_what_prometheus_is_shown_has_the_names_that_the_table_says() -> None:
+    wrong = {
+        found.name: series
+        for found in TABLE
+        if (series := shown(found)) != {(name, frozenset(found.labels)) for name in found.series}
+    }
+    assert wrong == {}
 
 
 def test_a_reason_is_an_attribute_only_where_something_failed() -> None:
