@@ -35,6 +35,7 @@ from snapshot_shared.errors import (
     UnsupportedVersion,
 )
 from snapshot_shared.orders import LayoutRef
+from tests.unit.tables import each
 
 FOLDER = Path(__file__).parent / "data" / "frames"
 MANY = 3000
@@ -332,7 +333,7 @@ def test_a_frame_of_the_second_version_is_that_of_the_first_but_for_its_number()
     assert changed == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("offered", "spoken", "found"),
     [
         ((1, 1), (1, 2), 1),
@@ -366,7 +367,7 @@ def test_a_frame_of_a_later_version_that_does_not_decode_is_refused_for_its_vers
         frames.decode_request(msgspec.msgpack.encode({"type": "attach_v9", "v": 9}))
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"",

@@ -12,6 +12,7 @@ import pytest
 from snapshot_shared.identity import canonical_json, identity_hash
 from snapshot_shared.manifests import parse_identity
 from snapshot_shared.objects.snapback import IdentitySpec
+from tests.unit.tables import each
 
 VECTORS: list[dict[str, Any]] = msgspec.json.decode(
     (Path(__file__).with_name("data") / "identity.json").read_bytes()
@@ -53,7 +54,7 @@ def test_a_manifest_may_say_zero_for_a_size_as_the_reference_does(field: str) ->
     assert identity_hash(parse_identity(document)) == identity_hash(LLAMA)
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"model": "meta-llama/Llama-2-7b"},
@@ -65,7 +66,6 @@ def test_a_manifest_may_say_zero_for_a_size_as_the_reference_does(field: str) ->
         {"max_model_len": 1},
         {"extra_parameters": {"": ""}},
     ],
-    ids=str,
 )
 def test_every_field_makes_another_identity(change: dict[str, Any]) -> None:
     assert identity_hash(msgspec.structs.replace(LLAMA, **change)) != identity_hash(LLAMA)

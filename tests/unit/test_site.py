@@ -12,6 +12,8 @@ from docs.contents import DOCS, ROOT, Page
 from docs.generate import index
 from docs.site import staging, versions
 
+from tests.unit.tables import each
+
 PLACES = {page.file: page.place for page in contents.pages()}
 
 
@@ -53,7 +55,7 @@ def test_a_page_with_two_places_is_refused_by_its_name() -> None:
         contents.check([DOCS / "concepts.md", DOCS / "concepts.md"], set())
 
 
-@pytest.mark.parametrize(
+@each(
     ("link", "there"),
     [
         ("[a](../concepts.md)", "[a](../concepts.md)"),
@@ -114,7 +116,7 @@ def test_a_reader_who_names_no_version_gets_the_newest(names: list[str], chosen:
     assert f'content="0; url={chosen}/index.html"' in versions.entrance(chosen)
 
 
-@pytest.mark.parametrize("name", ["", "..", "0.1/../..", "v0.1.0", "main", ".new-1"])
+@each("name", ["", "..", "0.1/../..", "v0.1.0", "main", ".new-1"])
 def test_a_name_that_is_no_version_is_refused_with_what_one_looks_like(name: str) -> None:
     with pytest.raises(ValueError, match=r"a release as 0\.1\.0"):
         versions.checked(name)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.tables import each
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = (ROOT / "shared" / "src", *sorted(ROOT.glob("services/*/src")))
 SOURCES = sorted(file for folder in SOURCE_FOLDERS for file in folder.rglob("*.py"))
@@ -222,7 +224,7 @@ def test_the_sources_of_all_packages_are_looked_at() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "source",
     [
         "import time\ntime.sleep(1)",
@@ -272,7 +274,7 @@ def test_the_list_of_allowed_sleeps_is_short_and_holds_only_files_that_sleep() -
     assert [name for name in ALLOWED_SLEEPS if not _sleeps(_parse(ROOT / name))] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "is_blocked"),
     [
         ("os.fsync(fd)", True),
@@ -329,7 +331,7 @@ def test_an_example_needs_only_the_standard_library_numpy_and_the_client(example
     assert set(_foreign_imports(_parse(example))) - beside == engine
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "foreign"),
     [
         ("import os, numpy as np\nimport snapback_client", []),

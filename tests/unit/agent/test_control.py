@@ -2,11 +2,10 @@
 
 import json
 
-import pytest
-
 from snapshot_agent.domain import control
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import ArtifactRef, PodRef, RestoreOrder
+from tests.unit.tables import each
 
 UID = "11111111-2222-3333-4444-555555555555"
 CONTENT = "99999999-2222-3333-4444-555555555555"
@@ -51,7 +50,7 @@ def test_a_failure_is_written_with_reason_and_message() -> None:
     assert len(read["message"]) == 4096
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"",

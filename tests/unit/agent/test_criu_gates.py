@@ -38,6 +38,7 @@ from snapshot_agent.domain.criu_source import (
 from snapshot_agent.domain.mounts import Mount
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import ArtifactCorrupt, Incompatible, SnapbackError
+from tests.unit.tables import each
 
 MIB = 1024 * 1024
 SYS_ADMIN, SYS_RESOURCE, NET_RAW = 1 << 21, 1 << 24, 1 << 13
@@ -140,7 +141,7 @@ def test_a_plain_process_may_be_on_the_network_of_its_node() -> None:
     assert dump_error(seen, plain=True) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("node", "words"),
     [
         (NODE._replace(criu=None), ("cannot be started", "4.2")),
@@ -170,7 +171,7 @@ def refused(
     assert error.next_step
 
 
-@pytest.mark.parametrize(
+@each(
     ("seen", "words"),
     [
         (with_root(namespaces={**OWN, "pid": 1}), ("100", "node's")),
@@ -279,7 +280,7 @@ def test_a_quiet_worker_is_connected_to_nothing_outside(
     assert dump_error(seen, quiet=False) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("seen", "words"),
     [
         (opened("/var/log/x", mount=1, writes=True), ()),
@@ -340,7 +341,7 @@ def test_a_dump_needs_room_for_forked_heaps_and_for_shared_memory_once() -> None
     refused(error, (str(needed), str(needed - 1)), "NoSpace")
 
 
-@pytest.mark.parametrize(
+@each(
     ("seen", "paths"),
     [
         (TREE, ["/dev/shm"]),
@@ -390,7 +391,7 @@ def waiting(**fields: Any) -> dict[str, Any]:
     return {"processes": (PLACEHOLDER.root._replace(**fields),)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "target", "node", "words"),
     [
         ({}, {}, {}, ()),
@@ -437,7 +438,7 @@ CONFINED = Credentials(
 OF_A_USER = {"uids": (1000, 1000, 1000), "gids": (2000, 2000, 2000)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "target", "words"),
     [
         (UNCONFINED, {}, ()),
@@ -529,7 +530,7 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
     assert b"cuda" not in encode_json(SOURCE)
 
 
-@pytest.mark.parametrize(
+@each(
     "field",
     [
         {"mounts": [{"path": "/a/../b", "fs_type": "ext4"}]},

@@ -26,6 +26,7 @@ from snapshot_agent.domain.criu_images import (
     renamed,
 )
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
+from tests.unit.tables import each
 
 DATA = Path(__file__).parent / "data" / "criu"
 FILES = (DATA / "files.img").read_bytes()
@@ -250,7 +251,7 @@ def bare(**values: int | list[int]) -> bytes:
     return text
 
 
-@pytest.mark.parametrize(
+@each(
     ("image", "why"),
     [
         (b"", "does not begin"),
@@ -280,7 +281,6 @@ def bare(**values: int | list[int]) -> bytes:
         (image_of([bare(state=-1)]), "field 6 0 times"),
         (image_of([bare(proto=-1)]), "field 5 0 times"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_malformed_image_is_named_corrupt(image: bytes, why: str) -> None:
     with pytest.raises(ArtifactCorrupt, match=why) as caught:
@@ -317,7 +317,7 @@ def test_how_long_a_worker_was_stopped_is_read_of_a_real_image() -> None:
 RESTORE_STATS = bytes.fromhex("405910550633095704000000" + "12020800")
 
 
-@pytest.mark.parametrize("image", [b"", STATS[:-1], STATS[:8], 2 * STATS, UTSNS, RESTORE_STATS])
+@each("image", [b"", STATS[:-1], STATS[:8], 2 * STATS, UTSNS, RESTORE_STATS])
 def test_a_malformed_image_of_figures_is_named_corrupt(image: bytes) -> None:
     with pytest.raises(ArtifactCorrupt) as caught:
         frozen_s(image)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot_agent.domain.criu_log import MAX_LINE_CHARS, MAX_LINES, failure
+from tests.unit.tables import each
 
 # Of real runs of CRIU 4.2.1.
 RESTORE = """\
@@ -48,7 +49,7 @@ def test_the_errors_of_a_dump_are_its_cause() -> None:
     assert "close its unix sockets" in next_step
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "step"),
     [
         ("sockets: Can't get 1:16 opt: Operation not supported", "CRIU 4.2"),
@@ -81,7 +82,7 @@ def test_an_unknown_error_is_said_as_it_is() -> None:
     assert "issues of CRIU" in next_step
 
 
-@pytest.mark.parametrize(
+@each(
     "prefix",
     ["", "(00.1) ", "(00.124519)     22: ", "(00.124519) pie: 22: ", "pie: 22: ", "  22: "],
 )

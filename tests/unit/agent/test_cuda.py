@@ -40,6 +40,7 @@ from snapshot_agent.domain.cuda import (
 from snapshot_agent.domain.gate import refuse
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure, Incompatible, InvalidInput, NotEligible
+from tests.unit.tables import each
 
 A, B, C = (f"GPU-{n}0000000-0000-4000-8000-000000000000" for n in "abc")
 FIRST, MOVING, SHARING = (575, 57, 8), (580, 65, 6), (610, 10)
@@ -82,7 +83,7 @@ def test_nothing_is_unlocked_before_all_are_restored_or_time_runs_out() -> None:
         assert hurried == {pid: verb for pid, s in seen.items() if s and (verb := WAY_BACK[s])}
 
 
-@pytest.mark.parametrize(
+@each(
     ("answer", "alive", "expected"),
     [
         (Answer(0, "CUDA_SUCCESS", 0), True, State.RUNNING),
@@ -137,7 +138,7 @@ def test_a_worker_that_can_be_checkpointed_passes() -> None:
     refuse(CAPTURE_CHECKS, capture(gpus=[], processes=[CudaProcess(11, is_cuda=False)]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("seen", "expected", "found"),
     [
         (capture(driver=None), "575.57.08", "none"),
@@ -174,7 +175,7 @@ def test_a_place_that_a_process_can_be_restored_at_passes() -> None:
     refuse(RESTORE_CHECKS, placement(source_driver=None, source={0: Gpu(A)}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("seen", "kind", "expected", "found"),
     [
         (placement(driver=None), NotEligible, "575.57.08", "none"),

@@ -16,6 +16,7 @@ from snapshot_agent.domain.gate import (
 from snapshot_shared.artifact import Facts, RootManifest, RootPart
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, LayoutRef, PodRef, VectorEntry
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
@@ -32,7 +33,7 @@ def reason_of(checks: object, seen: object) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
+@each(
     ("seen", "reason"),
     [
         (SEEN, ""),
@@ -86,7 +87,7 @@ TARGET = Target(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("target", "reason", "values"),
     [
         (TARGET, "", None),
@@ -167,7 +168,7 @@ def test_a_dump_works_on_the_plan_that_was_prepared_in_any_order(
     assert reason_of(DUMP_CHECKS, dump_request(vector)) == ""
 
 
-@pytest.mark.parametrize(
+@each(
     "request_",
     [
         dump_request(PLAN[:1]),

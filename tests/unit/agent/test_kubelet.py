@@ -13,13 +13,14 @@ from snapshot_agent.domain.kubelet import (
     first_processes,
     name_in,
 )
+from tests.unit.tables import each
 
 UID = "399155da-1bb0-4cc6-92bc-0c4711b56c76"
 OTHER = "11111111-1bb0-4cc6-92bc-0c4711b56c76"
 SYSTEMD = UID.replace("-", "_")
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "found"),
     [
         (f"0::/kubepods/besteffort/pod{UID}/57b43061", "57b43061"),

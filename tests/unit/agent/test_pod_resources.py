@@ -8,12 +8,13 @@ from snapshot_agent.domain.pod_resources import HeldGpu, held_gpus, on_this_node
 from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.orders import PodRef, PresenceDevice
 from tests.support.pod_resources import claim, container, field, limit, number, pod
+from tests.unit.tables import each
 
 WORKER = PodRef(uid="u", name="worker", namespace="default", container="main")
 NVIDIA = "gpu.nvidia.com"
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "held"),
     [
         ([], []),

@@ -17,6 +17,7 @@ from snapshot_agent.domain.recovery import (
 )
 from snapshot_shared.ledger import Accepted, Began, Ended, Entry, Ledger, Noted, Record, Reported
 from snapshot_shared.orders import Report
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 
@@ -71,7 +72,7 @@ STAGED = entry("dump", terminal="staged")
 DUMP_FAILED = entry("dump", terminal="failed")
 
 
-@pytest.mark.parametrize(
+@each(
     ("prepare", "dump", "decision"),
     [
         (WAITING, None, Recovery.NOTHING),
@@ -94,8 +95,8 @@ def test_what_was_prepared_is_held_and_what_was_cut_off_is_undone(
     assert decide(left) is decision
 
 
-@pytest.mark.parametrize("prepare", [WAITING, QUIESCING, PREPARED, FAILED])
-@pytest.mark.parametrize("dump", [None, DUMP_WAITING, FREEZING, COPYING, STAGED])
+@each("prepare", [WAITING, QUIESCING, PREPARED, FAILED])
+@each("dump", [None, DUMP_WAITING, FREEZING, COPYING, STAGED])
 def test_nothing_is_done_for_a_capture_that_was_released_or_aborted(
     prepare: Entry, dump: Entry | None
 ) -> None:
@@ -178,7 +179,7 @@ def test_a_step_that_must_not_run_twice_has_an_unknown_outcome_others_may_be_tri
     assert between.message == "the agent was restarted within prepare, step guard; it was undone"
 
 
-@pytest.mark.parametrize(
+@each(
     ("run", "recovery", "may_run"),
     [
         (entry("run"), PodRecovery.NOTHING, False),

@@ -11,6 +11,7 @@ from snapshot_shared.artifact import Facts, PartManifest, SavedLayout
 from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
 from snapshot_shared.orders import LayoutRef, PartResult, PodRef, SealOrder, VectorEntry
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
@@ -68,7 +69,7 @@ def test_the_plan_the_staged_parts_and_the_disk_must_be_the_same() -> None:
         check_plan(replace(ORDER, parts=ORDER.parts[:1]), ["gpu-0", "process"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "what"),
     [
         ({"content_uid": OTHER}, "content"),
@@ -122,7 +123,7 @@ def test_the_root_manifest_does_not_depend_on_the_order_of_the_parts() -> None:
     assert root.parts[0].layout == LAYOUT
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         lambda manifest: (replace(manifest, content_uid=OTHER), D1),

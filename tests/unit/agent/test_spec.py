@@ -22,6 +22,7 @@ from snapshot_agent.domain.spec import (
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.objects.kubernetes import Container
 from snapshot_shared.orders import DeviceRef, Driver, PodRef, RunOrder
+from tests.unit.tables import each
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
 NODE = NodeEnvironment(
@@ -76,7 +77,7 @@ def run_order(driver: Driver, *, standby: bool) -> RunOrder:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expanded"),
     [
         ("$(A)", "1"),

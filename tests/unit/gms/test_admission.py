@@ -12,6 +12,7 @@ from gms.adapters.admission import Admission, LeasePolicy, pod_in
 from gms.domain.sessions import Peer
 from gms.domain.shares import TooManySessions
 from snapshot_shared.errors import Forbidden
+from tests.unit.tables import each
 
 UNUSED_ID = 61_111
 POD, OTHER_POD = "3c8a1f5e-0d6b-4a63-9a39-0f1c3f6f9b01", "3c8a1f5e-0d6b-4a63-9a39-0f1c3f6f9b02"
@@ -98,7 +99,7 @@ def test_what_the_service_started_gets_in_when_others_hold_all(sock: socket.sock
         admission.enter(sock, peer(3))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "pod"),
     [
         (f"0::/kubepods/burstable/pod{POD}/1f2e\n", POD),

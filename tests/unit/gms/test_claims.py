@@ -36,6 +36,7 @@ from gms.domain.slices import (
 )
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import InvalidMessage, NotEligible, NotFound, UnknownDevice
+from tests.unit.tables import each
 
 GIB = 2**30
 UID = "0c0c5a0b-6c5f-4a51-9d3a-7b8f3a6f2d11"
@@ -154,7 +155,7 @@ def changed(**fields: Any) -> bytes:
     return json.dumps(msgspec.to_builtins(prepared("gpu-0")) | fields).encode()
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "message"),
     [
         (b"", "not a valid record"),

@@ -11,6 +11,7 @@ from gms.main import GmsSettings, transfer_options
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
 from snapshot_shared.settings import load
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 DIGEST = "sha256:" + "0" * 64
@@ -27,7 +28,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "found"),
     [
         ({}, {}),
@@ -49,14 +50,14 @@ def test_what_is_not_set_has_its_default(given: dict[str, str], found: dict[str,
     assert read_settings(NEEDED | given) == Settings(**PLAIN | found)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", str(2**50), "\u0663"])
+@each("text", ["0", "-1", "1.5", "many", str(2**50), "\u0663"])
 def test_a_number_that_is_none_is_named(text: str) -> None:
     with pytest.raises(InvalidInput, match="GMS_SAVE_WORKERS"):
         read_settings(NEEDED | {"GMS_SAVE_WORKERS": text})
 
 
-@pytest.mark.parametrize("name", ["GMS_SOCKET_DIR", "GMS_CHECKPOINT_DIR", "GMS_ORDER_DIR"])
-@pytest.mark.parametrize("value", ["store", "/a/../b", "/a/./b", " /a", "/a "])
+@each("name", ["GMS_SOCKET_DIR", "GMS_CHECKPOINT_DIR", "GMS_ORDER_DIR"])
+@each("value", ["store", "/a/../b", "/a/./b", " /a", "/a "])
 def test_a_folder_that_depends_on_something_else_is_named(name: str, value: str) -> None:
     with pytest.raises(InvalidInput, match=name) as caught:
         read_settings(NEEDED | {name: value})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from snapback_client.devices import count_of, names_of, ordinal_of
+from tests.unit.tables import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("cuda", "visible", "expected"),
     [
         (["GPU-aaaa", "GPU-bbbb"], [], 1),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from snapback_client import dlpack
+from tests.unit.tables import each
 
 
 class Shared:
@@ -38,9 +39,9 @@ class Older(Shared):
         return super().__dlpack__()
 
 
-@pytest.mark.parametrize("kind", [Shared, Older])
-@pytest.mark.parametrize("dtype", ["i1", "u2", "i8", "f2", "f4", "f8", "c8", "?"])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0, 5)])
+@each("kind", [Shared, Older])
+@each("dtype", ["i1", "u2", "i8", "f2", "f4", "f8", "c8", "?"])
+@each("shape", [(), (3,), (2, 3, 4), (0, 5)])
 def test_a_library_has_the_same_elements_in_the_same_memory(
     kind: type[Shared], dtype: str, shape: tuple[int, ...]
 ) -> None:

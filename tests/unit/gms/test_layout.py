@@ -22,6 +22,7 @@ from snapback_client.frames import (
 )
 from snapshot_shared.errors import LayoutConflict, NotFound
 from snapshot_shared.orders import LayoutRef
+from tests.unit.tables import each
 
 ROWS = [("a", 10, "t"), ("b", 20, "")]
 META = [MetadataItem(key="k", allocation="a", offset=3, value=b"v")]
@@ -34,7 +35,7 @@ def _layout(*rows: tuple[str, int, str]) -> Layout:
     return layout
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "metadata"),
     [
         (ROWS[::-1], META),
@@ -230,7 +231,7 @@ def hash_of(layout: Layout) -> str:
             return str(end.value)
 
 
-@pytest.mark.parametrize("count", [0, 1, 15, 16, PIECE - 1, PIECE, PIECE + 1, 2**16 - 1, 2**16])
+@each("count", [0, 1, 15, 16, PIECE - 1, PIECE, PIECE + 1, 2**16 - 1, 2**16])
 def test_the_structure_hash_is_that_of_the_encoded_shape(count: int) -> None:
     rows = [(f"a{number}", number + 1, "tag") for number in range(count)]
     items = [

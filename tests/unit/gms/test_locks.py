@@ -21,6 +21,7 @@ from gms.domain.locks import (
 )
 from snapback_client.frames import LockMode
 from snapshot_shared.errors import InvalidTransition
+from tests.unit.tables import each
 
 # What a state says of (writer, committed layout, readers).
 MEANING = {
@@ -59,7 +60,7 @@ def test_every_state_answers_every_request() -> None:
     assert set(LOCK_DECISIONS) == set(itertools.product(Lock, LockRequest))
 
 
-@pytest.mark.parametrize(("row", "target"), LOCKS.rows.items())
+@each(("row", "target"), LOCKS.rows.items())
 def test_a_step_leads_to_the_state_that_describes_what_holds_then(
     row: tuple[Lock, LockEvent], target: Lock
 ) -> None:
@@ -69,7 +70,7 @@ def test_a_step_leads_to_the_state_that_describes_what_holds_then(
     assert MEANING[target] == after
 
 
-@pytest.mark.parametrize(("row", "answer"), LOCK_DECISIONS.items())
+@each(("row", "answer"), LOCK_DECISIONS.items())
 def test_what_is_granted_is_a_step_of_the_lock(
     row: tuple[Lock, LockRequest], answer: LockDecision
 ) -> None:
@@ -81,14 +82,14 @@ def test_what_is_granted_is_a_step_of_the_lock(
         assert LOCKS.allows(state, event)
 
 
-@pytest.mark.parametrize("state", Lock)
+@each("state", Lock)
 def test_there_is_never_a_second_writer(state: Lock) -> None:
     has_writer = MEANING[state][0]
     granted = LOCK_DECISIONS[state, LockRequest.WRITE] is LockDecision.WRITE
     assert granted is not has_writer
 
 
-@pytest.mark.parametrize("state", Lock)
+@each("state", Lock)
 def test_reading_needs_a_committed_layout(state: Lock) -> None:
     has_committed = MEANING[state][1]
     assert (LOCK_DECISIONS[state, LockRequest.READ] is LockDecision.READ) is has_committed
@@ -126,7 +127,7 @@ def test_a_lock_mode_is_a_request(lock: LockMode, replace: bool, wanted: LockReq
     assert lock_request_of(lock, replace=replace) is wanted
 
 
-@pytest.mark.parametrize(
+@each(
     "operation",
     sorted(set(Operation) - {Operation.EXPORT_RO, Operation.METADATA_GET, Operation.LIST}),
 )
@@ -136,6 +137,6 @@ def test_a_reader_changes_nothing(operation: Operation) -> None:
     assert caught.value.values == {"state": "reading", "event": operation.value}
 
 
-@pytest.mark.parametrize("operation", Operation)
+@each("operation", Operation)
 def test_a_session_whose_layout_waits_hidden_can_only_end(operation: Operation) -> None:
     assert not USES.allows(Use.SPENT, operation)

@@ -9,6 +9,7 @@ from gms.domain.resume import ChunksNote, KeyNote, SaveNote, read_notes
 from snapshot_shared.artifact import Encryption
 from snapshot_shared.codec import encode_json
 from snapshot_shared.orders import LayoutRef
+from tests.unit.tables import each
 
 LAYOUT = LayoutRef(
     device="GPU-1", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=9
@@ -48,7 +49,7 @@ def test_nothing_after_a_line_that_is_no_note_counts(noise: bytes) -> None:
     assert read_notes(data, SAVE)[:2] == ({}, len(LINES[0]))
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"fence_token": "u"},

@@ -22,6 +22,7 @@ from snapshot_shared.frames import (
     WaitingStatus,
 )
 from snapshot_shared.orders import LayoutRef
+from tests.unit.tables import each
 
 LAYOUT = LayoutRef(
     device="GPU-a",
@@ -101,7 +102,7 @@ def test_a_status_of_little_is_short(fields: dict[str, Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("count", "text"),
     [
         (0, "0 B"),

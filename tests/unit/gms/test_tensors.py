@@ -24,6 +24,7 @@ from snapback_client.tensors import (
     unused,
 )
 from snapshot_shared.errors import InvalidInput, InvalidMessage
+from tests.unit.tables import each
 
 SEGMENTS = [Segment("segment-000001", 0x9000, 0x1000), Segment("segment-000000", 0x1000, 0x2000)]
 SIZES = {segment.name: segment.size for segment in SEGMENTS}
@@ -39,7 +40,7 @@ def test_segments_are_numbered_in_the_order_in_which_they_are_taken() -> None:
     assert next_segments(["segment-000001"], 2) == ["segment-000002", "segment-000003"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "strides", "expected"),
     [
         ((), (), 4),
@@ -137,7 +138,7 @@ def test_a_tensor_is_placed_exactly_when_all_of_it_stands_in_one_segment(
                 place_tensors(SEGMENTS, {"t": one})
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "expected"),
     [
         (1, [10]),
@@ -205,16 +206,16 @@ def test_tensors_are_packed_apart_unless_they_share_memory(found: list[tuple[int
     names = [name for each in packed for name in each.names]
     assert sorted(names) == sorted(name for name in views if views[name].size)
     ends = 0
-    for each in packed:
-        assert ends <= each.offset
-        assert each.offset % ALIGNMENT == each.address % 16
-        ends = each.offset + each.size
+    for part in packed:
+        assert ends <= part.offset
+        assert part.offset % ALIGNMENT == part.address % 16
+        ends = part.offset + part.size
         covered = set()
-        for name in each.names:
-            inside = views[name].address - each.address
-            assert 0 <= inside <= inside + views[name].size <= each.size
+        for name in part.names:
+            inside = views[name].address - part.address
+            assert 0 <= inside <= inside + views[name].size <= part.size
             covered |= set(range(inside, inside + views[name].size))
-        assert len(covered) == each.size, "nothing between them is copied"
+        assert len(covered) == part.size, "nothing between them is copied"
     assert size == ends
     for one in packed:
         for other in packed:

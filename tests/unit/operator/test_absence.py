@@ -16,6 +16,7 @@ from snapshot_shared.views import orders_of
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
+from tests.unit.tables import each
 
 
 async def warming_up(world: World) -> None:
@@ -67,8 +68,8 @@ async def sharing(world: World) -> None:
 STAGES = (warming_up, capturing, staging, captured, loading, restored, deleting, sharing)
 
 
-@pytest.mark.parametrize("hidden", sorted(KINDS))
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+@each("hidden", sorted(KINDS))
+@each("stage", STAGES)
 async def test_an_operator_that_does_not_see_a_kind_yet_ends_nothing(
     stage: Any, hidden: str
 ) -> None:

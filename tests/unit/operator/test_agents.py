@@ -15,6 +15,7 @@ from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node
 from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World
+from tests.unit.tables import each
 
 NOW = 1_000_000.0
 HAS_AGENT = {"key": AGENT_LABEL, "operator": "In", "values": ["true"]}
@@ -73,7 +74,7 @@ def test_a_node_changes_twice_for_an_agent_that_stays_away() -> None:
     assert node_absent(lost, LOST_AFTER_S + 30.0, NOW + 110.0) == lost
 
 
-@pytest.mark.parametrize(
+@each(
     ("found", "has"),
     [
         (node(), True),

@@ -27,6 +27,7 @@ from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.ids import NodeName
 from tests.support.objects import checkpoint, checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload
+from tests.unit.tables import each
 
 REPLIES = {
     "apply": ApplyReply,
@@ -134,10 +135,8 @@ async def test_the_trace_of_apply_is_kept_on_the_object_and_its_children() -> No
         assert value.metadata.annotations["nvidia.com/traceparent"].startswith("00-aaaa")
 
 
-@pytest.mark.parametrize("verb", REPLIES)
-@pytest.mark.parametrize(
-    "data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7, "after": 7}']
-)
+@each("verb", REPLIES)
+@each("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7, "after": 7}'])
 async def test_noise_is_answered_with_a_reason(verb: str, data: bytes) -> None:
     answer = await ask(World(), verb, data, REPLIES[verb])
     assert answer.failure.reason == "InvalidMessage"

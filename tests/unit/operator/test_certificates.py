@@ -13,6 +13,7 @@ from cryptography import x509
 from snapshot_operator.kube.certificates import Certificates, renewal, renewed
 from snapshot_operator.kube.webhook_tls import MountedCertificate, new_context, take
 from snapshot_shared.errors import InvalidInput
+from tests.unit.tables import each
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -75,8 +76,8 @@ def test_operators_with_other_names_share_one_certificate_and_do_not_take_turns(
     assert {str(each.value) for each in names} == {"other.example", *NAMES}
 
 
-@pytest.mark.parametrize("field", Certificates._fields)
-@pytest.mark.parametrize("value", [b"", b"no PEM"])
+@each("field", Certificates._fields)
+@each("value", [b"", b"no PEM"])
 def test_what_cannot_be_read_is_made_again(field: str, value: bytes) -> None:
     found = renewed(made()._replace(**{field: value}), NAMES, NOW)
     assert getattr(found, field) not in (b"", b"no PEM")

@@ -19,6 +19,7 @@ from snapshot_shared.manifests import message_schemas
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.snapback import GROUP
 from tests.support.crd_samples import document, rules, schemas
+from tests.unit.tables import each
 
 FOLDER = Path(__file__).parents[3] / "deploy/crds"
 KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.api_version == GROUP]
@@ -124,8 +125,8 @@ def test_conditions_are_told_apart_by_their_type(kind: str) -> None:
     assert found["x-kubernetes-list-map-keys"] == ["type"]
 
 
-@pytest.mark.parametrize("variant", [0, 1])
-@pytest.mark.parametrize("kind", KINDS_OF_OURS)
+@each("variant", [0, 1])
+@each("kind", KINDS_OF_OURS)
 def test_what_the_schema_allows_can_be_decoded(kind: str, variant: int) -> None:
     value = msgspec.json.decode(
         msgspec.json.encode(document(kind, variant=variant)), type=KINDS[kind].type
@@ -147,7 +148,7 @@ def test_a_pattern_ends_in_go_where_it_ends_in_python(python: str, go: str) -> N
     assert re.search(python, "a") or python == r"^[^\x00]*\Z"
 
 
-@pytest.mark.parametrize(
+@each(
     "pattern",
     [
         "^(?!a)",

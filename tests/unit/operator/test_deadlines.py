@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
 
 from snapshot_operator.core import checkpoint, content, snapshot
 from snapshot_operator.core.capture import ContentView
@@ -32,6 +31,7 @@ from snapshot_shared.objects.snapback import (
 )
 from tests.support.objects import checkpoint_document, restore_document
 from tests.support.operator_world import DIGEST
+from tests.unit.tables import each
 
 CREATED, LIMIT_S = 1000.0, 100
 END = CREATED + LIMIT_S
@@ -81,7 +81,7 @@ CAPTURE = content_of(pod_ref=PodSource(name="one", uid=UID), node_name="one")
 READING = content_of(artifact=ARTIFACT)
 
 
-@pytest.mark.parametrize(
+@each(
     "decide",
     [
         lambda now: snapshot.reconcile(SnapshotView(NAMED, None, None), now),
@@ -91,15 +91,6 @@ READING = content_of(artifact=ARTIFACT)
         lambda now: content.reconcile(ContentView(CAPTURE, CORDONED, source=POD), now),
         lambda now: content.reconcile(ContentView(READING, None), now),
         lambda now: checkpoint.reconcile(CheckpointView(CHECKPOINT, JOB), now),
-    ],
-    ids=[
-        "a pod that is not there",
-        "a pod that is not ready",
-        "an import",
-        "an import whose artifact is in use",
-        "a capture on a cordoned node",
-        "an import that no node can read",
-        "a worker that is not ready",
     ],
 )
 def test_what_waits_fails_at_the_instant_of_its_deadline_and_no_sooner(

@@ -29,6 +29,7 @@ from snapshot_shared.orders import AbortOrder, PartResult, Report, order_in
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import restore_document
 from tests.support.operator_world import DIGEST
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 NOW = 1000.0
@@ -76,8 +77,8 @@ def reason(state: Capture, source: Pod | None, *orders: OrderStatus) -> str:
     return found.reason if found is not None else ""
 
 
-@pytest.mark.parametrize("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
-@pytest.mark.parametrize(
+@each("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
+@each(
     ("source", "expected"),
     [
         (None, "SourcePodGone"),
@@ -107,8 +108,8 @@ def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
     )
 
 
-@pytest.mark.parametrize("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
-@pytest.mark.parametrize(
+@each("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
+@each(
     ("source", "expected"),
     [
         (beside(None), ""),
@@ -156,8 +157,8 @@ def test_a_worker_may_end_once_its_process_is_staged() -> None:
     assert reason(Capture.STAGING, None, dump("failed")) == "SourcePodGone"
 
 
-@pytest.mark.parametrize("state", [Restore.PENDING, Restore.LOADING, Restore.RESTORING])
-@pytest.mark.parametrize(
+@each("state", [Restore.PENDING, Restore.LOADING, Restore.RESTORING])
+@each(
     ("reason", "expected", "message"),
     [
         ("", "SourceExited", "the waiting worker ended during the restore: m"),

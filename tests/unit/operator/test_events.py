@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from aiohttp import web
 from kubernetes_asyncio.client import Configuration
 from msgspec.structs import replace
@@ -16,6 +15,7 @@ from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kinds import AnyObject
 from tests.support.objects import checkpoint_document
+from tests.unit.tables import each
 
 CHECKPOINT = parse(checkpoint_document())
 Row = tuple[str, bool, str, str]
@@ -27,7 +27,7 @@ def standing(*rows: Row, value: Any = CHECKPOINT) -> AnyObject:
     return changed
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "said"),
     [
         ([("Ready", False, "PodPending", "soon")], [("Normal", "PodPending", "soon")]),

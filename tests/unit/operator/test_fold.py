@@ -13,6 +13,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import PartResult, Report
 from snapshot_shared.views import is_answered
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 FAILURE = Failure(reason="NoSpace", message="full")
@@ -85,7 +86,7 @@ def test_a_lease_that_is_told_late_is_still_remembered() -> None:
     assert fold.fold([found], report("leased", "save"), 160.0) is None
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         replace(STAGED, attempt=1),
@@ -170,7 +171,7 @@ def test_the_next_deadline_is_the_first_that_is_to_come() -> None:
     assert fold.earliest(None) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("verb", "item", "at"),
     [
         ("unanswered", order("release"), 200.0),
@@ -195,7 +196,7 @@ def test_what_is_due_already_does_not_hide_what_is_given_again_later() -> None:
     assert fold.renewal_at([due, later], 200.0) == 300.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("known", "held"),
     [(1, 0), (2, 2), (500_000, 500_000), (500_001, 0), (True, 0), ("7", 0), (None, 0)],
 )
@@ -221,7 +222,7 @@ def test_only_what_is_not_answered_is_lost_with_its_node() -> None:
     assert not fold.succeeded(lost)
 
 
-@pytest.mark.parametrize(
+@each(
     ("started_at", "now", "ordered_at", "deadline"),
     [
         (90.0, 150.0, 100.0, 200.0),

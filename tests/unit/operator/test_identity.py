@@ -24,6 +24,7 @@ from snapshot_shared.objects.snapback import (
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, pod_template, presence, restore_document
 from tests.support.operator_world import World
+from tests.unit.tables import each
 
 MODEL = "example/shared"
 UID = "00000000-0000-4000-8000-00000000abcd"
@@ -159,7 +160,7 @@ async def test_a_different_worker_of_one_identity_is_refused_with_both_names_and
     assert (await status(world, "first")).phase == "Ready"
 
 
-@pytest.mark.parametrize(
+@each(
     ("memory", "is_other"),
     [
         ({}, False),

@@ -33,6 +33,7 @@ from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture
 from tests.support.objects import presence
 from tests.support.operator_world import World
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
@@ -71,8 +72,8 @@ def test_a_generation_of_no_content_is_moved() -> None:
     assert verdict(found(OTHER), content()) == "quarantine"
 
 
-@pytest.mark.parametrize("capture", Capture)
-@pytest.mark.parametrize("mode", ["off", "incomplete", "all"])
+@each("capture", Capture)
+@each("mode", ["off", "incomplete", "all"])
 def test_whatever_an_attempt_of_a_content_may_have_written_is_kept(
     capture: Capture, mode: Literal["off", "incomplete", "all"]
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from snapshot_operator.keys import (
     ACCOUNTS,
@@ -24,6 +23,7 @@ from snapshot_operator.keys import (
 from snapshot_shared.ids import NodeName
 from snapshot_shared.nkey import new_seed, public_half
 from tests.support.nats_server import nats_server_binary
+from tests.unit.tables import each
 
 ONE, TWO, THREE = (NodeName(f"node-{number}") for number in (1, 2, 3))
 
@@ -70,7 +70,7 @@ def test_nothing_is_complete_before_the_daemon_set_was_looked_at() -> None:
     assert progress(daemon_set(0), [], [ONE]).is_complete
 
 
-@pytest.mark.parametrize(
+@each(
     "message",
     [
         *("", "junk", "[]", "{}", '{"agent": 1, "gms": 2}', '{"agent": "UX", "gms": "UX"}'),

@@ -24,6 +24,7 @@ from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.validation import restore_problems
 from tests.support.json_patch import applied
 from tests.support.objects import checkpoint_document
+from tests.unit.tables import each
 
 FROM = "nvidia.com/restore-from"
 CONTAINER = "nvidia.com/restore-container"
@@ -184,7 +185,7 @@ def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> 
     assert 'RESTORED = "restored"' in control.read_text()
 
 
-@pytest.mark.parametrize(
+@each(
     ("document", "path", "text"),
     [
         (

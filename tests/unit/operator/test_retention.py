@@ -36,6 +36,7 @@ from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import checkpoint, presence, restore_document
 from tests.support.operator_world import DIGEST, World
+from tests.unit.tables import each
 
 NOW = 10_000_000.0
 SIZE = 100
@@ -88,7 +89,7 @@ def chosen(
     return [item.value.metadata.name for item in let_go(holdings, limits, NOW)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("limits", "expected"),
     [
         (Limits(), []),

@@ -12,6 +12,7 @@ from snapshot_operator.kube.store import RESOURCES
 from snapshot_shared.kube_client import path_kind
 from snapshot_shared.objects.kubernetes import JobSpec
 from tests.support.objects import checkpoint_document
+from tests.unit.tables import each
 
 POD, JOB, NODE, CHECKPOINT = (
     RESOURCES[kind].value_in for kind in ("Pod", "Job", "Node", "DynamoCheckpoint")
@@ -114,8 +115,8 @@ def test_a_container_that_runs_names_the_image_that_it_runs() -> None:
     assert found.image_id == "llm@sha256:a"
 
 
-@pytest.mark.parametrize("rows", ["containerStatuses", "initContainerStatuses"])
-@pytest.mark.parametrize(
+@each("rows", ["containerStatuses", "initContainerStatuses"])
+@each(
     ("waiting", "said"),
     [
         (
@@ -240,7 +241,7 @@ def test_templates_that_differ_in_a_field_that_is_not_kept_differ_here_too() -> 
     assert one.spec == checkpoint(template(image="a")).spec
 
 
-@pytest.mark.parametrize(
+@each(
     ("resources", "gpus"),
     [
         ({"limits": {"cpu": 0.5, "memory": 2e9, "nvidia.com/gpu": 1}}, {"nvidia.com/gpu": 1}),

@@ -26,6 +26,7 @@ from snapshot_shared.artifact import (
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import ArtifactCorrupt, InvalidMessage, InvalidName
 from snapshot_shared.orders import LayoutRef
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 SOURCE = LayoutRef(
@@ -86,7 +87,7 @@ def test_a_consistent_manifest_is_accepted() -> None:
     check_part_manifest(manifest())
 
 
-@pytest.mark.parametrize(
+@each(
     "bad",
     [
         manifest(version=2),
@@ -146,7 +147,7 @@ def test_metadata_about_an_unknown_allocation_is_refused() -> None:
         check_part_manifest(replace(base, layout=replace(base.layout, metadata=[entry])))
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [
         ("size", 2**63),
@@ -166,13 +167,13 @@ def test_a_hostile_file_entry_does_not_even_decode(field: str, value: Any) -> No
         decode_json(encode_json(document), PartManifest)
 
 
-@pytest.mark.parametrize("part", ["", "..", "gpu-", "gpu-0/..", "process/../x", "GPU-0"])
+@each("part", ["", "..", "gpu-", "gpu-0/..", "process/../x", "GPU-0"])
 def test_a_part_has_one_of_the_known_names(part: str) -> None:
     with pytest.raises(InvalidName):
         part_path("default", UID, 1, part)
 
 
-@pytest.mark.parametrize(
+@each(
     ("folder", "number"),
     [
         ("gen-1", 1),

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.artifact import Facts
 from snapshot_shared.compatibility import FACTS, refusal, verdicts
+from tests.unit.tables import each
 
 SOURCE = Facts(
     driver="criu+cuda",
@@ -40,7 +41,7 @@ def test_a_node_like_the_source_is_the_same_in_all() -> None:
     assert refusal(SOURCE, SOURCE) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("here", "step"),
     [
         ({"driver": "cooperative"}, "driver of the artifact, criu+cuda"),
@@ -70,7 +71,7 @@ def test_a_node_that_does_not_fit_is_refused_with_both_values_and_the_next_step(
     assert verdict.source != verdict.here
 
 
-@pytest.mark.parametrize(
+@each(
     "here",
     [
         {"kernel": "6.12.1"},

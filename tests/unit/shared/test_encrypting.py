@@ -21,6 +21,7 @@ from snapshot_shared.encrypting import (
     wrap,
 )
 from snapshot_shared.errors import ArtifactCorrupt
+from tests.unit.tables import each
 
 KEY = bytes(range(KEY_BYTES))
 OTHER = bytes(KEY_BYTES)
@@ -43,7 +44,7 @@ def segments(data: bytes) -> list[bytes]:
     return [data[at : at + SEGMENT_BYTES] for at in range(0, len(data), SEGMENT_BYTES)]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@each("size", SIZES)
 def test_a_file_of_any_size_comes_back_and_takes_a_tag_for_each_segment(size: int) -> None:
     data = LONG[:size] if size <= len(LONG) else bytes(size)
     found = sealed(data)

@@ -15,6 +15,7 @@ from snapshot_shared.transitions import Restore
 from snapshot_shared.views import with_columns
 from tests.support import stories
 from tests.support.stories import NOW
+from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
 
@@ -106,7 +107,7 @@ def test_a_restore_says_how_long_it_took_once_the_worker_serves() -> None:
     assert figures.restore_text(forgotten) == "restored in 1.24 s"
 
 
-@pytest.mark.parametrize(
+@each(
     ("done", "total", "seconds", "text"),
     [
         (0, 100, 1.0, ""),
@@ -124,7 +125,7 @@ def test_what_moves_says_its_rate_and_what_is_left(
     assert figures.speed(done, total, seconds) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("cold_s", "restored_s", "text"),
     [
         (18.4, 2.0, "9.2 times as fast as the cold start"),

@@ -9,6 +9,7 @@ import pytest
 
 from snapshot_shared.errors import AddressInUse, InvalidInput
 from snapshot_shared.http import http_port, parse_address
+from tests.unit.tables import each
 
 
 async def fetch(port: int | None, path: str) -> tuple[int, str]:
@@ -83,7 +84,7 @@ def test_addresses_are_host_and_port(address: str, parsed: tuple[str, int]) -> N
     assert parse_address(address) == parsed
 
 
-@pytest.mark.parametrize("address", ["", "9090", ":9090", "node:", "node:70000", "node:٣"])
+@each("address", ["", "9090", ":9090", "node:", "node:70000", "node:٣"])
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
     with pytest.raises(InvalidInput, match="is not host:port") as caught:
         parse_address(address)

@@ -19,6 +19,7 @@ from snapshot_shared.errors import (
     StoreBusy,
 )
 from snapshot_shared.kube_client import KubeClient, Refused, ResourceExpired, decoded
+from tests.unit.tables import each
 
 LONG = b"x" * 5_000_000
 
@@ -37,7 +38,7 @@ async def served(
     await runner.cleanup()
 
 
-@pytest.mark.parametrize(
+@each(
     ("pieces", "events"),
     [
         ([b"one\n", b"two\n"], [b"one", b"two"]),
@@ -47,7 +48,6 @@ async def served(
         ([b"one\n", b"tw"], [b"one"]),
         ([], []),
     ],
-    ids=["each", "together", "in pieces", "long", "cut off", "none"],
 )
 async def test_a_watch_gives_each_whole_line_however_it_comes(
     pieces: list[bytes], events: list[bytes]
@@ -67,7 +67,7 @@ async def test_a_watch_gives_each_whole_line_however_it_comes(
         assert [line async for line in lines] == events
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "reason", "error", "is_retryable"),
     [
         (400, "BadRequest", InvalidManifest, False),

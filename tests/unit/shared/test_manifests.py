@@ -10,6 +10,7 @@ from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.manifests import message_schemas, parse, parse_identity
 from snapshot_shared.objects.snapback import LOADER_REFUSED
 from tests.support.objects import checkpoint_document, restore_document
+from tests.unit.tables import each
 
 ARTIFACT = {
     "contentUID": "00000000-0000-4000-8000-000000000001",
@@ -44,7 +45,7 @@ def test_every_problem_is_named_at_once_by_its_path() -> None:
         assert any(line.startswith(path) for line in found), (path, found)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "path"),
     [
         ({"containers": []}, "spec.containers"),
@@ -88,7 +89,7 @@ def test_a_pod_field_that_is_not_honoured_is_refused_by_its_path(
     assert any(line.startswith(path) for line in problems(document)), problems(document)
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value", "problem"),
     [
         ("backoffLimit", "x", "expected integer, found 'x'"),
@@ -128,7 +129,7 @@ def test_a_field_that_may_be_left_out_says_so() -> None:
 SAVER = {"image": "saver:1", "command": ["/bin/save"], "envs": [{"name": "A", "value": "1"}]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("memory", "job", "path"),
     [
         ({"mode": "interPod"}, {}, "spec.gpuMemoryService.mode"),
@@ -178,7 +179,7 @@ def test_a_target_container_that_does_not_exist_is_refused_with_those_that_do() 
     ]
 
 
-@pytest.mark.parametrize("document", [None, [], "text", 7, {}, {"kind": "Secret"}, {"kind": []}])
+@each("document", [None, [], "text", 7, {}, {"kind": "Secret"}, {"kind": []}])
 def test_what_is_no_manifest_at_all_is_refused(document: Any) -> None:
     assert problems(document)
 

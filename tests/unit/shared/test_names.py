@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from snapshot_shared import ids, subjects
 from snapshot_shared.errors import InvalidName
 from snapshot_shared.files import check_component
+from tests.unit.tables import each
 
 UID = ids.Uid("00000000-0000-0000-0000-000000000001")
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     ["", "*", ">", "a.>", "a b", "A", "a_b", "../x", "a..b", "-a", "a-", "a" * 254, "a\0", "ä"],
 )
@@ -78,9 +79,7 @@ def test_an_order_id_tells_its_verb_and_owner() -> None:
     assert (ids.verb_of(order), ids.owner_of(order)) == ("save", UID)
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "a/b", "a\0b", "x" * 129, "a\\b", "a\nb", "a\x7f", "ä", "a\u2028"]
-)
+@each("name", ["", ".", "..", "a/b", "a\0b", "x" * 129, "a\\b", "a\nb", "a\x7f", "ä", "a\u2028"])
 def test_a_path_component_is_one_plain_name(name: str) -> None:
     with pytest.raises(InvalidName):
         check_component(name)
@@ -94,7 +93,7 @@ NODE = ids.NodeName("node-1.rack")
 ORDER = ids.order_id("dump", UID)
 
 
-@pytest.mark.parametrize(
+@each(
     ("made", "wanted"),
     [
         (subjects.order(NODE, "gms", ORDER), f"snap.order.node-1_rack.gms.{ORDER}"),

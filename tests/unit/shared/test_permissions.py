@@ -9,6 +9,7 @@ from snapshot_shared.bus import BUCKETS, STREAMS
 from snapshot_shared.ids import NodeName
 from snapshot_shared.permissions import STREAMS as KNOWN
 from snapshot_shared.permissions import User, allowed, server_accounts, users_of
+from tests.unit.tables import each
 
 A, B = NodeName("node-a"), NodeName("node.b")
 USERS = users_of([A, B])
@@ -39,7 +40,7 @@ def test_the_streams_are_those_that_the_bus_makes() -> None:
     assert sorted(KNOWN) == sorted(str(name) for name in made)
 
 
-@pytest.mark.parametrize("user", USERS, ids=lambda user: user.name)
+@each("user", USERS)
 def test_nobody_hears_the_answers_to_another(user: User) -> None:
     for other in USERS:
         assert may_hear(user, f"{other.inbox}.x") == (user == other)
@@ -53,7 +54,7 @@ def test_no_subject_of_one_node_is_a_subject_of_another(role: str) -> None:
     assert all(subject.startswith("$SRV.") for subject in heard)
 
 
-@pytest.mark.parametrize("user", USERS, ids=lambda user: user.name)
+@each("user", USERS)
 def test_only_the_operator_orders_and_changes_streams(user: User) -> None:
     is_operator = user.role == "operator"
     assert may_publish(user, "snap.order.node-a.agent.x") == is_operator
@@ -65,7 +66,7 @@ def test_only_the_operator_orders_and_changes_streams(user: User) -> None:
     assert not may_publish(user, "$JS.API.CONSUMER.DELETE.ORDERS.agent-node-a")
 
 
-@pytest.mark.parametrize("user", USERS, ids=lambda user: user.name)
+@each("user", USERS)
 def test_only_the_person_at_the_command_line_changes_objects(user: User) -> None:
     verbs = ("apply", "delete", "verify", "retention", "cordon", "abort", "requeue", "health")
     for verb in verbs:
@@ -75,7 +76,7 @@ def test_only_the_person_at_the_command_line_changes_objects(user: User) -> None
     assert may_hear(user, subjects.api("apply")) == (user.role == "operator")
 
 
-@pytest.mark.parametrize("user", USERS, ids=lambda user: user.name)
+@each("user", USERS)
 def test_only_viewers_and_people_follow_reports_and_request_the_status_of_a_service(
     user: User,
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from snapshot_shared.errors import ProcMalformed
 from snapshot_shared.proc import cgroups_in, stat_words
+from tests.unit.tables import each
 
 STAT = b"42 (a) b (c)) S 7 42 41 0 -1 4194560 1 0 0 0 2 3 0 0 20 0 1 0 123456 7 8 9\n"
 PATH = "/proc/42/stat"
@@ -16,7 +17,7 @@ def test_a_name_with_brackets_and_blanks_does_not_move_the_other_words() -> None
     assert (words[0], words[1], words[3], words[19]) == (b"S", b"7", b"41", b"123456")
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         b"",

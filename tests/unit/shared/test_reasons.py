@@ -19,6 +19,7 @@ import snapshotctl
 from snapshot_shared.errors import RemoteFailure, SnapbackError
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.reasons import REASONS, explained
+from tests.unit.tables import each
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (gms, snapback_client, snapshot_agent, snapshot_operator, snapshot_shared, snapshotctl)
@@ -248,7 +249,7 @@ def test_every_entry_says_what_it_means_why_and_what_to_do() -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "reasons"),
     [
         ('Failure(reason="Mine", message="m")', {"Mine"}),

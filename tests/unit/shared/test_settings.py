@@ -9,6 +9,7 @@ import pytest
 from snapback_client.folders import check_folder
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.settings import NodeSettings, load
+from tests.unit.tables import each
 
 GOOD = {
     "SNAPBACK_STATE_DIR": "/var/lib/snapback/state",
@@ -19,13 +20,13 @@ GOOD = {
 BAD = ["", "artifacts", "./a", "/a/../b", "/a/..", "/a/./b", "/.", " /a", "/a ", "/a\n", "/a\x07b"]
 
 
-@pytest.mark.parametrize("value", ["/", "/a", "/a/", "/a//b", "/a/..b/c.d", "/a b/ü"])
+@each("value", ["/", "/a", "/a/", "/a//b", "/a/..b/c.d", "/a b/ü"])
 def test_a_folder_is_taken_as_it_is_written(value: str) -> None:
     assert check_folder("X", value) == value
 
 
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("name", [name for name in GOOD if name != "SNAPBACK_NODE"])
+@each("value", BAD)
+@each("name", [name for name in GOOD if name != "SNAPBACK_NODE"])
 def test_a_folder_that_depends_on_something_else_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         load(NodeSettings, GOOD | {name: value})

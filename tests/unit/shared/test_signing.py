@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from snapshot_shared.artifact import Signature
 from snapshot_shared.errors import NotTrusted
 from snapshot_shared.signing import NO_SIGNATURES, Signing, name_of
+from tests.unit.tables import each
 
 OURS, THEIRS = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
 DIGEST, OTHER = (f"sha256:{digit * 64}" for digit in "12")
@@ -45,8 +46,8 @@ def test_what_no_trusted_key_has_signed_is_refused_with_both_names_where_one_is_
         assert name in str(refused.value)
 
 
-@pytest.mark.parametrize("node", [STRICT, LENIENT])
-@pytest.mark.parametrize(
+@each("node", [STRICT, LENIENT])
+@each(
     "forged",
     [
         signed(STRICT, OTHER),

@@ -6,6 +6,7 @@ import pytest
 from snapshot_shared import orders, steps
 from snapshot_shared.orders import Driver, driver_of
 from snapshot_shared.steps import OWN_STEPS, STEPS, Place, find, names, table
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 COMMON = {"attempt": 1, "node": "node-1", "owner": UID, "deadline_s": 1.0}
@@ -18,7 +19,7 @@ def test_a_driver_has_the_steps_of_all_but_where_it_has_its_own() -> None:
     assert table("prepare", "respawn") == STEPS["prepare"]
 
 
-@pytest.mark.parametrize(("verb", "driver"), OWN_STEPS)
+@each(("verb", "driver"), OWN_STEPS)
 def test_the_steps_of_every_driver_have_names_that_spans_and_faults_know(
     verb: str, driver: Driver
 ) -> None:

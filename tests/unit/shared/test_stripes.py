@@ -30,6 +30,7 @@ from snapshot_shared.stripes import (
     parse_stripes,
     remove_stored,
 )
+from tests.unit.tables import each
 
 UID = "11111111-2222-3333-4444-555555555555"
 PATH = ("default", UID, "gen-1", "gpu-0")
@@ -44,7 +45,7 @@ def test_a_setting_has_a_folder_for_each_name() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("a", "'a': "),
@@ -127,7 +128,7 @@ def test_a_file_may_name_a_stripe_root_where_it_can_be_in_one() -> None:
             check_part_manifest(bad)
 
 
-@pytest.mark.parametrize("name", ["", "..", "../x", "/etc", "a/b", "A", "a\n", "-a", "a" * 64])
+@each("name", ["", "..", "../x", "/etc", "a/b", "A", "a\n", "-a", "a" * 64])
 def test_a_stripe_root_that_has_no_plain_name_is_no_manifest(name: str) -> None:
     data = msgspec.json.encode(entry(stripe=name))
     with pytest.raises(msgspec.ValidationError, match="stripe"):

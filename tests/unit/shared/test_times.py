@@ -17,6 +17,7 @@ from snapshot_shared.api import (
 )
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import Presence
+from tests.unit.tables import each
 
 NODE = {"type": "snapback.v1.presence", "node": "n", "boot_id": "b", "version": "1"}
 
@@ -42,7 +43,7 @@ def test_the_text_of_a_time_is_that_of_the_number_whatever_was_sent() -> None:
     assert _presence(at=0.0).time == "1970-01-01T00:00:00.000Z"
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "field"),
     [
         (ApplyReply(), "results"),

@@ -21,6 +21,7 @@ from snapshot_shared.validation import (
 )
 from tests.support import crd_samples
 from tests.support.objects import checkpoint_document, restore_document
+from tests.unit.tables import each
 
 SAVER = {"image": "saver:1", "volumeMounts": [{"name": "models", "mountPath": "/models"}]}
 ARTIFACT = {
@@ -148,7 +149,7 @@ def test_a_kind_of_kubernetes_itself_is_left_to_kubernetes(document: Any) -> Non
     assert problems(document, "kubernetes") == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("document", "path"),
     [
         (None, "(document)"),

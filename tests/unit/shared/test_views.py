@@ -27,6 +27,7 @@ from snapshot_shared.views import (
     with_columns,
 )
 from tests.support.objects import checkpoint
+from tests.unit.tables import each
 
 UID = "00000000-0000-0000-0000-000000000001"
 CONTAINERS = {"containers": [{"name": "main"}]}
@@ -117,7 +118,7 @@ PHASES = [
 ]
 
 
-@pytest.mark.parametrize(("value", "expected", "how"), PHASES)
+@each(("value", "expected", "how"), PHASES)
 def test_an_object_has_one_phase_and_one_state(value: AnyObject, expected: str, how: str) -> None:
     assert (phase(value), state(value)) == (expected, how)
 
@@ -246,7 +247,7 @@ def test_the_mirror_shows_the_identity_of_an_object_and_nothing_else_of_its_spec
     assert shown["metadata"]["name"] == "llm"
 
 
-@pytest.mark.parametrize(("value", "expected", "how"), PHASES)
+@each(("value", "expected", "how"), PHASES)
 def test_the_column_of_the_phase_is_the_phase(value: AnyObject, expected: str, how: str) -> None:
     if not isinstance(value, Job | Node):
         assert with_columns(value).status.phase == expected

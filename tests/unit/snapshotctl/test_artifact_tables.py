@@ -22,6 +22,7 @@ from snapshotctl.views import artifact_tables
 from snapshotctl.views.artifact_tables import Manifests
 from tests.support import stories
 from tests.support.stories import NOW, row
+from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
 CHUNK = 4096
@@ -64,7 +65,7 @@ def _manifests(*parts: PartManifest, **facts: Any) -> Manifests:
     return Manifests(root, parts)
 
 
-@pytest.mark.parametrize(
+@each(
     ("left", "right", "differing"),
     [
         (_file("a", "b"), _file("a", "b"), 0),

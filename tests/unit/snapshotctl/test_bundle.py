@@ -18,6 +18,7 @@ from snapshotctl.commands.bundle import Collection
 from snapshotctl.domain import bundle_files
 from snapshotctl.domain.bundle_files import BundleFile, Missing
 from snapshotctl.domain.exits import WrongArguments
+from tests.unit.tables import each
 
 SEED = "SU" + "A" * 56
 POD = {
@@ -69,7 +70,7 @@ def test_secrets_are_known_by_the_names_of_their_variables_and_options() -> None
     assert bundle_files.secrets_in({"name": "TOKEN", "value": "short"}) == frozenset()
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "left"),
     [
         (f"key {SEED} was read", "key <redacted> was read"),

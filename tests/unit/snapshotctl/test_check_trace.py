@@ -9,6 +9,7 @@ import pytest
 
 from snapshot_shared.spans import SpanRecord
 from tests.support import check_trace
+from tests.unit.tables import each
 
 SERVICES = ("snapshotctl", "snap-operator", "snap-agent", "snap-gms", "snap-transfer")
 
@@ -44,7 +45,7 @@ def test_a_whole_trace_passes() -> None:
     assert _wrong(_good()) == ""
 
 
-@pytest.mark.parametrize(
+@each(
     ("index", "change", "problem"),
     [
         (4, {"trace_id": "b" * 32}, "2 trace ids"),

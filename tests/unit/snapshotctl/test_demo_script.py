@@ -12,6 +12,7 @@ from snapshotctl.domain.demo_engines import ENGINES, Engine
 from snapshotctl.domain.demo_script import MIB, Answer, Machine, checks
 from snapshotctl.domain.documents import load
 from snapshotctl.domain.exits import DemoFailed, Unready, WrongArguments
+from tests.unit.tables import each
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "examples"
 TEXT, ONNX = ENGINES["text"], ENGINES["onnx"]
@@ -240,7 +241,7 @@ def test_a_machine_that_has_everything_passes() -> None:
     assert _missing(GOOD) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "fix"),
     [
         ({"system": "Darwin"}, "Linux"),

@@ -7,6 +7,7 @@ import pytest
 from snapshot_shared.errors import InvalidManifest
 from snapshotctl.domain import documents
 from snapshotctl.domain.documents import in_namespace, load
+from tests.unit.tables import each
 
 
 def _problem(text: str | bytes) -> str:
@@ -82,7 +83,7 @@ def test_a_key_that_appears_twice_is_refused_with_its_line() -> None:
     assert _problem("a: 1\nb: 2\na: 3\n") == "f.yaml:3: the key 'a' appears twice"
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "a: [1\n",
@@ -124,7 +125,7 @@ spec:
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "line"),
     [
         ("kind", 2),

@@ -1,13 +1,12 @@
 """Exit codes: what is documented is what happens."""
 
-import pytest
-
 from snapshot_shared import errors
 from snapshotctl.domain import exits
 from snapshotctl.domain.exits import Exit, exit_of
+from tests.unit.tables import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "code"),
     [
         (errors.NotFound("x"), Exit.NOT_FOUND),
@@ -26,7 +25,6 @@ from snapshotctl.domain.exits import Exit, exit_of
         (exits.DemoFailed("x"), Exit.FAILED),
         (errors.RemoteFailure(errors.NotFound("x").to_failure()), Exit.NOT_FOUND),
     ],
-    ids=lambda value: getattr(value, "reason", value.name if isinstance(value, Exit) else None),
 )
 def test_the_reason_of_an_error_gives_the_exit_code(
     error: errors.SnapbackError, code: Exit

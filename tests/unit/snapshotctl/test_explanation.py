@@ -19,6 +19,7 @@ from snapshotctl.views.state import object_state
 from tests.support import stories
 from tests.support.objects import unready
 from tests.support.stories import NOW, row
+from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
 TOO_SMALL = Failure(
@@ -235,7 +236,7 @@ def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
     assert explanation.headline(related, object_state(related)) == headline
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "filled"),
     [
         ("`snapshotctl explain NAME`", "`snapshotctl explain snap`"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
 from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
@@ -24,6 +23,7 @@ from snapshotctl.views.findings import (
     examine,
 )
 from tests.support.objects import unready
+from tests.unit.tables import each
 
 NOW = 1000.0
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
@@ -149,7 +149,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
     assert summary(everything) == f"{len(everything)} ok, 0 warn, 0 fail"
 
 
-@pytest.mark.parametrize(
+@each(
     ("findings", "level", "what", "fix"),
     [
         (found(LOCAL._replace(python=(3, 10))), "fail", "Python 3.10", "apt install python3.11"),

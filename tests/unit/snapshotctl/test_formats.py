@@ -4,9 +4,10 @@ import pytest
 
 from snapshotctl.domain import formats
 from snapshotctl.domain.exits import WrongArguments
+from tests.unit.tables import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "seconds"),
     [("90s", 90), ("5m", 300), ("1h30m", 5400), ("250ms", 0.25), ("1.5s", 1.5), ("7d", 604_800)],
 )
@@ -14,14 +15,14 @@ def test_a_duration_is_read_in_seconds(text: str, seconds: float) -> None:
     assert formats.parse_duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "5", "m", "5x", "5m ", "-5m", "0s", "8d", "1h2", "\u0665m"])
+@each("text", ["", "5", "m", "5x", "5m ", "-5m", "0s", "8d", "1h2", "\u0665m"])
 def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(WrongArguments) as refused:
         formats.parse_duration(text)
     assert text in refused.value.message
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "count"),
     [
         ("1024", 1024),
@@ -36,13 +37,13 @@ def test_a_size_is_read_in_bytes(text: str, count: int) -> None:
     assert formats.parse_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1XB", "1i", "1e9", "4GiBs"])
+@each("text", ["", "MiB", "-1", "1XB", "1i", "1e9", "4GiBs"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(WrongArguments):
         formats.parse_size(text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("count", "text"),
     [
         (0, "0 B"),
@@ -73,7 +74,7 @@ def test_a_measured_time_is_written_with_its_unit(seconds: float, text: str) -> 
     assert formats.span_time(seconds) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("seconds", "text"),
     [(-3, "0s"), (59, "59s"), (192, "3m12s"), (3600, "60m"), (7200, "2h"), (400_000, "4d")],
 )
@@ -94,7 +95,7 @@ def test_text_of_others_stays_on_its_line_and_sends_nothing_to_the_terminal() ->
     assert formats.plain("a\x1b[31m b\r\n\tc\x9b") == "a [31m b c"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "lines"),
     [
         ("short", ["short"]),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from snapshot_shared.errors import Failure
 from snapshotctl.views.finding import Finding
 from snapshotctl.views.installation import (
@@ -17,6 +15,7 @@ from snapshotctl.views.installation import (
     home,
     installation_findings,
 )
+from tests.unit.tables import each
 
 SPACE, NAME = "snapback-system", "snapback"
 FORBIDDEN = Asked(failure=Failure(reason="NotPermitted", message="ada may not"))
@@ -121,7 +120,7 @@ def test_an_installation_that_is_well_has_nothing_but_ok() -> None:
         assert len(found) == 8
 
 
-@pytest.mark.parametrize(
+@each(
     ("found", "level", "what", "fix"),
     [
         (of(definitions=Asked()), "fail", "snapshots.nvidia.com is not defined", "deploy/crds"),

@@ -13,6 +13,7 @@ from snapshotctl.domain.kubernetes import (
     problem_in,
 )
 from snapshotctl.domain.targets import Target
+from tests.unit.tables import each
 
 FORBIDDEN = (
     'Error from server (Forbidden): secrets "snapback-nats-snapshotctl" is forbidden: User "ada"'
@@ -20,7 +21,7 @@ FORBIDDEN = (
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "kind", "step"),
     [
         (FORBIDDEN, "forbidden", "can-i"),

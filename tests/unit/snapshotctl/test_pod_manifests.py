@@ -19,6 +19,7 @@ from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.pod_manifests import Source
 from tests.support import stories
 from tests.support.objects import checkpoint_document
+from tests.unit.tables import each
 
 POD: dict[str, Any] = {
     "kind": "Pod",
@@ -47,7 +48,7 @@ def _restored(name: str = "llm", captured: Source = NOTHING, **more: Any) -> Any
     return pod_manifests.restored(name, captured, **{**given, **more}).value
 
 
-@pytest.mark.parametrize(
+@each(
     ("documents", "problem"),
     [
         ([POD, POD], "2 documents"),

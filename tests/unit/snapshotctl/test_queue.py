@@ -22,6 +22,7 @@ from snapshotctl.views import queue
 from snapshotctl.views.queue import DeadMessage, Owned, Queued
 from tests.support import stories
 from tests.support.stories import payload
+from tests.unit.tables import each
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
 ORDER = f"run-{UID}"
@@ -77,7 +78,7 @@ def final(kind: Any, **fields: Any) -> OrderStatus:
     return replace(ITEM, state=kind, final=report(2, kind, **fields))
 
 
-@pytest.mark.parametrize(
+@each(
     ("item", "on_stream", "step", "state"),
     [
         (ITEM, message(), "", "queued"),
@@ -134,7 +135,7 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("spans", "progressed", "step"),
     [
         ([], [], None),

@@ -4,11 +4,12 @@ import pytest
 
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.selectors import matches, parse
+from tests.unit.tables import each
 
 LABELS = {"app": "llm", "tier": "dev", "example.com/team": "a", "empty": ""}
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "app=llm",
@@ -29,7 +30,7 @@ def test_a_selector_selects(text: str) -> None:
     assert matches(parse(text), LABELS)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["app=asr", "app!=llm", "absent=x", "absent in (x)", "!app", "absent", "app=llm,tier=prod"],
 )
@@ -37,7 +38,7 @@ def test_a_selector_leaves_out(text: str) -> None:
     assert not matches(parse(text), LABELS)
 
 
-@pytest.mark.parametrize("text", ["=", "a=b=c", "a,,b", "a in", "a in (x y)", "-a=b", "a>1", ","])
+@each("text", ["=", "a=b=c", "a,,b", "a in", "a in (x y)", "-a=b", "a>1", ","])
 def test_a_selector_that_is_none_is_answered_with_its_forms(text: str) -> None:
     with pytest.raises(WrongArguments) as refused:
         parse(text)

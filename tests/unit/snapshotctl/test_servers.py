@@ -15,6 +15,7 @@ from snapshotctl.domain.servers import (
     server_of_context,
     shown,
 )
+from tests.unit.tables import each
 
 EVERYTHING = {
     "NATS_URL": "nats://env:1",
@@ -27,7 +28,7 @@ def _without(*names: str) -> Mapping[str, str]:
     return {name: value for name, value in EVERYTHING.items() if name not in names}
 
 
-@pytest.mark.parametrize(
+@each(
     ("server", "cluster", "environment", "selected", "expected"),
     [
         ("flag:2", "c", EVERYTHING, "s", Server("nats://flag:2", "--server")),
@@ -64,7 +65,7 @@ def test_what_is_no_address_of_nats_is_refused(text: str) -> None:
         choose(text, None, {}, None)
 
 
-@pytest.mark.parametrize("name", ["../x", "A", "a/b", "a.b", "-a", "a" * 64])
+@each("name", ["../x", "A", "a/b", "a.b", "-a", "a" * 64])
 def test_a_cluster_whose_name_is_no_folder_is_refused(name: str) -> None:
     with pytest.raises(WrongArguments):
         choose(None, name, {}, None)

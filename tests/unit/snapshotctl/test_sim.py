@@ -5,9 +5,10 @@ import pytest
 from snapshot_shared.steps import Place
 from snapshotctl.commands import sim
 from snapshotctl.domain.exits import WrongArguments
+from tests.unit.tables import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("step", "verb", "service", "found"),
     [
         ("write", None, None, Place("gms", "save", "write")),

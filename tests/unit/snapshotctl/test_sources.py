@@ -5,11 +5,12 @@ import pytest
 from snapshot_shared.errors import NotFound
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.sources import known_services, pod_typed, program_of, service_named
+from tests.unit.tables import each
 
 PROGRAMS = ["nats-server", "node-1-agent", "node-1-gms", "node-2-agent", "operator", "page"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "program"),
     [
         ("operator", "operator"),
@@ -26,7 +27,7 @@ def test_a_service_is_a_program(word: str, program: str) -> None:
     assert program_of(service, PROGRAMS) == program
 
 
-@pytest.mark.parametrize(
+@each(
     "word",
     ["my-worker", "pod/operator", "demo-llm-dfec6", "pod/node-1-agent", "x-agent", "node-2-gms"],
 )

@@ -11,6 +11,7 @@ from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import Presence, PresenceDevice
 from snapshotctl.views import tables
 from snapshotctl.views.tables import Table
+from tests.unit.tables import each
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
 META = {"name": "x", "namespace": "ns", "creationTimestamp": "1970-01-01T00:01:00Z"}
@@ -44,7 +45,7 @@ def _shown(table: Table) -> dict[str, str]:
     return dict(zip(table.columns, table.rows[0], strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "spec", "status", "expected"),
     [
         (
@@ -215,7 +216,7 @@ def test_a_wide_table_has_the_wide_columns_of_kubectl(definition: dict[str, Any]
     assert len(head) > len(tables.table_of(kind, [], 0.0).columns)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "spec", "status", "expected"),
     [
         (

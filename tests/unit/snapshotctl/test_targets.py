@@ -15,6 +15,7 @@ from snapshotctl.domain.targets import (
     traced,
     verified,
 )
+from tests.unit.tables import each
 
 
 @pytest.mark.parametrize("words", [["pod", "w"], ["pod/w"], ["pods/w"], ["Pod", "w"], ["po/w"]])
@@ -40,7 +41,7 @@ def test_a_name_and_all_namespaces_exclude_each_other() -> None:
         everywhere(target(["pods", "w"], "ns"))
 
 
-@pytest.mark.parametrize(
+@each(
     "words", [["nothing"], ["nothing/w"], ["pod", "a", "b"], ["pod", "A_B"], ["pod/"], ["pod/../x"]]
 )
 def test_words_that_name_nothing_are_refused(words: list[str]) -> None:

@@ -18,6 +18,7 @@ from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.commands.wait import ConditionIs, Gone, Met, Never, Open, judge, parse_goal
 from snapshotctl.domain.exits import WrongArguments
 from tests.support import stories
+from tests.unit.tables import each
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
 READY = ConditionIs("Ready")
@@ -69,7 +70,7 @@ def test_what_is_no_goal_is_answered_with_goals(text: str) -> None:
     assert "condition=Ready" in refused.value.next_step
 
 
-@pytest.mark.parametrize(
+@each(
     ("goal", "found", "expected"),
     [
         (READY, _pod(conditions=[_condition("Ready", "True", "it serves")]), Met),

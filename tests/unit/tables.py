@@ -1,0 +1,67 @@
+"""One test over a table, in place of a test a row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+MOST_CHARS = 400
+
+
+def each(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], Any]:
+    """Run a test once for each row, whose values it takes by these names.
+
+    All rows are run. The failure has the error of every row that is wrong, below its values. Rows
+    share the fixtures of the test, so a row must not change what the next one finds.
+    """
+    fields = (names,) if isinstance(names, str) else names
+    table = [(row,) if isinstance(names, str) else tuple(row) for row in rows]
+
+    def over(test: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(test)
+        fixtures = [value for name, value in signature.parameters.items() if name not in fields]
+
+        def run(**given: Any) -> None:
+            _fail(_errors(test, fields, table, given), len(table))
+
+        async def run_async(**given: Any) -> None:
+            errors = []
+            for row in table:
+                try:
+                    await test(**given, **dict(zip(fields, row, strict=True)))
+                except Exception as error:  # noqa: BLE001
+                    errors.append(_of_row(error, row))
+            _fail(errors, len(table))
+
+        wrapper: Any = run_async if inspect.iscoroutinefunction(test) else run
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(wrapper, name, getattr(test, name))
+        wrapper.__signature__ = signature.replace(parameters=fixtures)
+        return wrapper  # type: ignore[no-any-return]
+
+    return over
+
+
+def _errors(
+    test: Callable[..., Any], fields: tuple[str, ...], table: list[Any], given: dict[str, Any]
+) -> list[Exception]:
+    def errors() -> Iterator[Exception]:
+        for row in table:
+            try:
+                test(**given, **dict(zip(fields, row, strict=True)))
+            except Exception as error:  # noqa: BLE001
+                yield _of_row(error, row)
+
+    return list(errors())
+
+
+def _of_row(error: Exception, row: Any) -> Exception:
+    error.add_note(f"in the row {row!r}"[:MOST_CHARS])
+    return error
+
+
+def _fail(errors: list[Exception], rows: int) -> None:
+    assert rows, "the table is empty"
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {rows} rows are wrong", errors)
