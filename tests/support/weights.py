@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,17 @@ import numpy as np
 from msgspec.structs import replace
 
 import snapback_client as client
+from gms.adapters.part_files import read_part
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
-from snapshot_shared.codec import digest
+from snapshot_shared.artifact import PART_MANIFEST, ROOT_MANIFEST, PartManifest
+from snapshot_shared.codec import digest, encode_pretty
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
+from tests.support.gms_rig import RunningGms, carried_out
 
 UID = "11111111-2222-3333-4444-555555555555"
+OTHER = UID.replace("1", "6")
 PART = f"default/{UID}/gen-1/gpu-0"
 
 
@@ -24,7 +28,7 @@ class Weights:
     """Arrays that are committed and fenced on the first device, and the root of their part."""
 
     def __init__(
-        self, service: Any, root: Path, arrays: Mapping[str, tuple[Any, Any]], **fields: Any
+        self, service: RunningGms, root: Path, arrays: Mapping[str, tuple[Any, Any]], **fields: Any
     ) -> None:
         """Fill `arrays` (name: shape, type) at random; one that is called `zeros` has none else.
 
@@ -37,9 +41,9 @@ class Weights:
         with client.connect(lock="RW") as pool:
             rng = np.random.default_rng(7)
             for name, array in pool.allocate_many(arrays).items():
-                array[...] = 0 if name == "zeros" else rng.integers(0, 100, array.shape)
+                array[...] = 0 if name == "zeros" else rng.integers(0, 256, array.shape, "u1")
             pool.commit()
-            self.sums = {name: int(a.sum(dtype="i8")) for name, a in pool.arrays().items()}
+            self.sums = sums_of(pool)
             self.state = pool.save_state()
         self.layout = self.fence("f1")
 
@@ -80,23 +84,58 @@ class Weights:
             generation=1,
             part="gpu-0",
             deadline_s=10.0,
-            part_digest=digest((self.path / "part.json").read_bytes()),
+            part_digest=digest((self.path / PART_MANIFEST).read_bytes()),
             load_token="l1",
             layout_id=self.layout.layout_id,
             structure_hash=self.layout.structure_hash,
         )
         return replace(task, **{**self._fields, **changes})
 
+    def run(self, task: SaveTask | LoadTask) -> TransferDone:
+        """Carry out a task in this process; return its result."""
+        return carried_out(task)
+
     def events(self, task: SaveTask | LoadTask) -> list[TransferEvent]:
-        """Run a task in a process, as the service does."""
+        """Carry out a task in a process of its own, as the service does."""
 
         async def collect() -> list[TransferEvent]:
             return [event async for event in TransferProcesses().run(task)]
 
         return self.service.run(collect())
 
-    def run(self, task: SaveTask | LoadTask) -> TransferDone:
-        """Run a task; return its result."""
-        done = self.events(task)[-1]
-        assert isinstance(done, TransferDone)
-        return done
+    def load(self, **changes: Any) -> dict[str, int]:
+        """Load the part, publish it and return the sums that a worker finds at its addresses."""
+        task = self.load_task(**changes)
+        self.run(task)
+        self.service.publish(task.load_token)
+        with client.restore(self.state, device=1) as pool:
+            return sums_of(pool)
+
+    def seal_and_save_again(self, **changes: Any) -> SaveTask:
+        """Save and seal; return the task of another capture, `OTHER`, of the same layout."""
+        self.run(self.save_task(**changes))
+        (self.path.parent / ROOT_MANIFEST).write_text("{}")
+        self.layout = self.fence("f2")
+        return self.save_task(content_uid=OTHER, fence_token="f2")
+
+    def manifest(self) -> PartManifest:
+        return read_part(self.path)[0]
+
+    def forge(self, change: Callable[[PartManifest], PartManifest]) -> str:
+        """Replace the manifest; return its new digest."""
+        data = encode_pretty(change(self.manifest()))
+        (self.path / PART_MANIFEST).write_bytes(data)
+        return digest(data)
+
+
+def sums_of(pool: client.MemoryPool) -> dict[str, int]:
+    return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+
+
+def flip(path: Path, offset: int = 0) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))

@@ -17,7 +17,7 @@ import pytest
 
 from snapback_client import engines
 from snapback_client.errors import InvalidInput, NotEligible, UnsupportedVersion
-from tests.integration.gms.conftest import RunningGms
+from tests.support.gms_rig import RunningGms
 from tests.support.torch_site import VARIABLE, path_with_torch
 
 LIKENESSES = Path(__file__).parents[2] / "support" / "engines"

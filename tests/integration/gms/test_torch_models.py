@@ -28,7 +28,7 @@ from snapback_client.torch import TorchMemory, tensor_of
 from snapshot_shared.codec import digest
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
-from tests.integration.gms.conftest import RunningGms
+from tests.support.gms_rig import RunningGms
 from tests.support.torch_site import VARIABLE, path_with_torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu(240)]

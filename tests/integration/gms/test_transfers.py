@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import itertools
@@ -49,8 +48,8 @@ from snapback_client.frames import (
 )
 from snapback_client.lease import Lease
 from snapback_client.wire import Inbox, close_all, send
-from snapshot_shared.artifact import PartManifest, check_part_manifest
-from snapshot_shared.codec import digest, encode_json, encode_pretty
+from snapshot_shared.artifact import check_part_manifest
+from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactExists,
@@ -65,9 +64,11 @@ from snapshot_shared.errors import (
     StaleLayout,
     TransferKilled,
 )
-from snapshot_shared.orders import ArtifactRef, LayoutRef
+from snapshot_shared.orders import ArtifactRef
 from tests.bench.machine import huge_bytes_free
-from tests.support.weights import UID, Weights
+from tests.support.gms_rig import children_of
+from tests.support.waiting import until, wait_until
+from tests.support.weights import OTHER, UID, Weights, flip, sums_of
 
 MIB = 1024 * 1024
 ARRAYS: dict[str, tuple[Any, Any]] = {
@@ -77,48 +78,28 @@ ARRAYS: dict[str, tuple[Any, Any]] = {
 }
 
 
-class Capture(Weights):
-    """Weights, and a part whose manifest may be forged."""
-
-    def manifest(self) -> PartManifest:
-        data = (self.path / "part.json").read_bytes()
-        return msgspec.json.decode(data, type=PartManifest)
-
-    def rewrite(self, change: Callable[[PartManifest], PartManifest]) -> str:
-        """Forge the manifest and give its new digest."""
-        data = encode_pretty(change(self.manifest()))
-        (self.path / "part.json").write_bytes(data)
-        return digest(data)
-
-
 @pytest.fixture
-def capture(service: Any, tmp_path: Path) -> Capture:
-    return Capture(service, tmp_path / "artifacts", ARRAYS)
+def capture(service: Any, tmp_path: Path) -> Weights:
+    return Weights(service, tmp_path / "artifacts", ARRAYS)
 
 
-def test_a_load_waits_for_a_service_that_is_being_started(capture: Capture) -> None:
+def test_a_load_waits_for_a_service_that_is_being_started(capture: Weights) -> None:
     capture.run(capture.save_task())
     path = capture.service.folder / LEASE_SOCKET
     away = path.rename(path.with_suffix(".away"))
     threading.Timer(0.5, away.rename, [path]).start()
-    capture.run(capture.load_task())
+    assert isinstance(capture.events(capture.load_task())[-1], TransferDone)
 
 
 def test_a_load_that_finds_no_service_says_so_and_may_be_tried_again(
-    capture: Capture, tmp_path: Path
+    capture: Weights, tmp_path: Path
 ) -> None:
     capture.run(capture.save_task())
     task = capture.load_task(socket_dir=str(tmp_path), deadline_s=0.2)
     with pytest.raises(SnapbackError, match="no GPU memory service answers at ") as raised:
-        capture.run(task)
+        capture.events(task)
     assert (raised.value.reason, raised.value.retryable) == ("GmsUnavailable", True)
     assert isinstance(raised.value, GmsUnavailable)
-
-
-def restored_sums(capture: Capture) -> dict[str, int]:
-    """What another worker finds on the second device at the saved addresses."""
-    with client.restore(capture.state, device=1) as pool:
-        return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
 
 
 @pytest.mark.parametrize("pages", ["ordinary", "huge"])
@@ -131,21 +112,17 @@ def test_a_save_and_a_load_bring_the_same_arrays_to_another_device(
         SimulatedDevice(node="n1", index=index, capacity=64 * MIB, huge_pages=pages == "huge")
         for index in range(2)
     ]
-    capture = Capture(launch(devices=devices), tmp_path / "artifacts", ARRAYS)
+    capture = Weights(launch(devices=devices), tmp_path / "artifacts", ARRAYS)
     saved = capture.events(capture.save_task())
     loaded = capture.events(capture.load_task())
-    uuid = capture.service.uuids[1]
     assert capture.service.device(1).domains[0].layout is None, "a load ends hidden"
-
-    async def publish() -> LayoutRef:
-        return capture.service.gms.publish_hidden(uuid, "l1")
-
-    ref = capture.service.run(publish())
+    ref = capture.service.publish("l1")
     assert (ref.layout_id, ref.structure_hash) == (
         capture.layout.layout_id,
         capture.layout.structure_hash,
     )
-    assert restored_sums(capture) == capture.sums
+    with client.restore(capture.state, device=1) as pool:
+        assert sums_of(pool) == capture.sums
     for events in (saved, loaded):
         assert isinstance(events[0], TransferLeased)
         assert isinstance(events[-1], TransferDone)
@@ -156,7 +133,7 @@ def test_a_save_and_a_load_bring_the_same_arrays_to_another_device(
         assert len(progress) >= 3, "more than the first and the last"
 
 
-def test_a_part_has_shards_digests_and_a_manifest_that_proves_them(capture: Capture) -> None:
+def test_a_part_has_shards_digests_and_a_manifest_that_proves_them(capture: Weights) -> None:
     done = capture.run(capture.save_task())
     manifest = capture.manifest()
     check_part_manifest(manifest)
@@ -173,7 +150,7 @@ def test_a_part_has_shards_digests_and_a_manifest_that_proves_them(capture: Capt
         assert chunks == file.chunks
 
 
-def test_what_is_written_is_private(capture: Capture) -> None:
+def test_what_is_written_is_private(capture: Weights) -> None:
     capture.run(capture.save_task())
     for path in [capture.root, *capture.root.rglob("*")]:
         wanted = 0o700 if path.is_dir() else 0o600
@@ -181,7 +158,7 @@ def test_what_is_written_is_private(capture: Capture) -> None:
 
 
 def test_a_save_that_is_done_ends_the_fence_and_a_repeat_gives_the_same_result(
-    capture: Capture,
+    capture: Weights,
 ) -> None:
     first = capture.run(capture.save_task())
     assert capture.service.device().fence is None
@@ -191,13 +168,13 @@ def test_a_save_that_is_done_ends_the_fence_and_a_repeat_gives_the_same_result(
     assert {path: path.stat().st_mtime_ns for path in capture.path.iterdir()} == times
 
 
-def test_another_order_does_not_write_over_a_part(capture: Capture) -> None:
+def test_another_order_does_not_write_over_a_part(capture: Weights) -> None:
     capture.run(capture.save_task())
     with pytest.raises(ArtifactExists):
         capture.run(capture.save_task(order=f"save-{UID}-gpu-1"))
 
 
-def test_a_part_that_was_left_half_written_is_not_written_over(capture: Capture) -> None:
+def test_a_part_that_was_left_half_written_is_not_written_over(capture: Weights) -> None:
     capture.path.mkdir(parents=True)
     (capture.path / "shard-0000.bin").write_bytes(b"half")
     with pytest.raises(SnapbackError):
@@ -205,7 +182,7 @@ def test_a_part_that_was_left_half_written_is_not_written_over(capture: Capture)
     assert (capture.path / "shard-0000.bin").read_bytes() == b"half"
 
 
-def test_a_save_that_fails_leaves_no_bytes_behind(capture: Capture) -> None:
+def test_a_save_that_fails_leaves_no_bytes_behind(capture: Weights) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
     try:
@@ -217,7 +194,7 @@ def test_a_save_that_fails_leaves_no_bytes_behind(capture: Capture) -> None:
     capture.run(capture.save_task())
 
 
-def test_a_save_needs_the_fence_and_the_layout_of_the_plan(capture: Capture) -> None:
+def test_a_save_needs_the_fence_and_the_layout_of_the_plan(capture: Weights) -> None:
     with pytest.raises(NotFound):
         capture.run(capture.save_task(fence_token="other"))
     wrong = msgspec.structs.replace(capture.layout, generation=9)
@@ -227,7 +204,7 @@ def test_a_save_needs_the_fence_and_the_layout_of_the_plan(capture: Capture) -> 
     capture.run(capture.save_task())
 
 
-def test_a_save_that_dies_keeps_the_fenced_layout_and_can_come_again(capture: Capture) -> None:
+def test_a_save_that_dies_keeps_the_fenced_layout_and_can_come_again(capture: Weights) -> None:
     async def first_event_only() -> None:
         async with contextlib.aclosing(TransferProcesses().run(capture.save_task())) as events:
             async for event in events:
@@ -242,7 +219,7 @@ def test_a_save_that_dies_keeps_the_fenced_layout_and_can_come_again(capture: Ca
     capture.run(capture.save_task())
 
 
-def test_readers_are_admitted_while_a_save_reads(capture: Capture) -> None:
+def test_readers_are_admitted_while_a_save_reads(capture: Weights) -> None:
     with pytest.raises(client.DeadlineExceeded, match="fenced"):
         client.connect(lock="RO", deadline_s=0.05)
     save = Lease.attach(
@@ -267,15 +244,12 @@ def test_readers_are_admitted_while_a_save_reads(capture: Capture) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 16 * MIB - 1])
-def test_one_flipped_bit_fails_the_load_and_leaves_no_memory(capture: Capture, where: int) -> None:
+def test_one_flipped_bit_fails_the_load_and_leaves_no_memory(capture: Weights, where: int) -> None:
     capture.run(capture.save_task())
-    with (capture.path / "shard-0000.bin").open("r+b") as shard:
-        shard.seek(where)
-        byte = shard.read(1)[0]
-        shard.seek(where)
-        shard.write(bytes([byte ^ 1]))
+    flip(capture.path / "shard-0000.bin", where)
+    # Its memory is free when its process has ended.
     with pytest.raises(ArtifactCorrupt) as caught:
-        capture.run(capture.load_task())
+        capture.events(capture.load_task())
     assert caught.value.values["file"] == "shard-0000.bin"
     assert caught.value.values["chunk"] == where // (8 * MIB)
     assert capture.service.device(1).used == 0
@@ -302,18 +276,18 @@ def _linked_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_truncate, _link, _fifo, _linked_folder])
 def test_files_that_are_not_what_was_written_are_refused(
-    capture: Capture, damage: Callable[[Path], None]
+    capture: Weights, damage: Callable[[Path], None]
 ) -> None:
     capture.run(capture.save_task())
     task = capture.load_task()
     damage(capture.path)
     with pytest.raises(ArtifactCorrupt):
-        capture.run(task)
+        capture.events(task)
     assert capture.service.device(1).used == 0
 
 
 @pytest.mark.parametrize("name", ["shard-0000.bin", "part.json"])
-def test_a_missing_file_is_named(capture: Capture, name: str) -> None:
+def test_a_missing_file_is_named(capture: Weights, name: str) -> None:
     capture.run(capture.save_task())
     task = capture.load_task()
     (capture.path / name).unlink()
@@ -321,10 +295,10 @@ def test_a_missing_file_is_named(capture: Capture, name: str) -> None:
         capture.run(task)
 
 
-def test_a_manifest_that_is_not_the_sealed_one_is_refused(capture: Capture) -> None:
+def test_a_manifest_that_is_not_the_sealed_one_is_refused(capture: Weights) -> None:
     capture.run(capture.save_task())
     task = capture.load_task()
-    capture.rewrite(lambda m: msgspec.structs.replace(m, order=f"save-{UID}-gpu-9"))
+    capture.forge(lambda m: msgspec.structs.replace(m, order=f"save-{UID}-gpu-9"))
     with pytest.raises(ArtifactCorrupt, match="not the one that was sealed"):
         capture.run(task)
 
@@ -340,15 +314,15 @@ def test_a_manifest_that_is_not_the_sealed_one_is_refused(capture: Capture) -> N
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused_even_with_the_right_digest(
-    capture: Capture, change: dict[str, Any], error: type[SnapbackError]
+    capture: Weights, change: dict[str, Any], error: type[SnapbackError]
 ) -> None:
     capture.run(capture.save_task())
-    forged = capture.rewrite(lambda m: msgspec.structs.replace(m, **change))
+    forged = capture.forge(lambda m: msgspec.structs.replace(m, **change))
     with pytest.raises(error):
         capture.run(capture.load_task(part_digest=forged))
 
 
-def test_an_artifact_of_another_layout_is_refused_with_both(capture: Capture) -> None:
+def test_an_artifact_of_another_layout_is_refused_with_both(capture: Weights) -> None:
     capture.run(capture.save_task())
     with pytest.raises(Incompatible) as caught:
         capture.run(capture.load_task(structure_hash="ab" * 32))
@@ -362,7 +336,7 @@ def test_a_device_that_is_too_small_is_refused_with_both_values_before_it_is_tou
     launch: Any, tmp_path: Path
 ) -> None:
     service = launch(capacities=(64 * MIB, 16 * MIB))
-    capture = Capture(service, tmp_path, ARRAYS)
+    capture = Weights(service, tmp_path, ARRAYS)
     capture.run(capture.save_task())
     with pytest.raises(DeviceTooSmall) as caught:
         capture.run(capture.load_task())
@@ -370,7 +344,7 @@ def test_a_device_that_is_too_small_is_refused_with_both_values_before_it_is_tou
     assert service.device(1).used == 0
 
 
-def test_a_device_that_is_full_is_refused_with_all_values(capture: Capture) -> None:
+def test_a_device_that_is_full_is_refused_with_all_values(capture: Weights) -> None:
     capture.run(capture.save_task())
     with client.connect(1, lock="RW", domain="kv") as cache:
         cache.allocate("k", 50 * MIB, "u1")
@@ -385,7 +359,7 @@ def test_a_device_that_is_full_is_refused_with_all_values(capture: Capture) -> N
     }
 
 
-def test_a_load_waits_for_the_memory_that_an_engine_gives_up(capture: Capture) -> None:
+def test_a_load_waits_for_the_memory_that_an_engine_gives_up(capture: Weights) -> None:
     capture.run(capture.save_task())
     with client.connect(1, lock="RW", domain="kv") as cache:
         cache.allocate("k", 50 * MIB, "u1")
@@ -395,7 +369,7 @@ def test_a_load_waits_for_the_memory_that_an_engine_gives_up(capture: Capture) -
         timer.join()
 
 
-def test_a_second_load_under_one_token_is_refused_and_the_first_stays(capture: Capture) -> None:
+def test_a_second_load_under_one_token_is_refused_and_the_first_stays(capture: Weights) -> None:
     capture.run(capture.save_task())
     capture.run(capture.load_task())
     with pytest.raises(SnapbackError):
@@ -412,7 +386,7 @@ def start_child(*arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_a_transfer_ends_with_the_process_that_started_it(capture: Capture) -> None:
+def test_a_transfer_ends_with_the_process_that_started_it(capture: Weights) -> None:
     blocker = client.connect(1, lock="RW")
     capture.run(capture.save_task())
     with start_child("load") as child:
@@ -442,13 +416,12 @@ def test_a_task_that_makes_no_sense_is_answered_as_one(arguments: list[str], tas
     assert event.reason in ("InvalidInput", "InvalidMessage")
 
 
-def test_a_transfer_process_that_is_killed_is_reported(capture: Capture) -> None:
+def test_a_transfer_process_that_is_killed_is_reported(capture: Weights) -> None:
     capture.run(capture.save_task())
     task = capture.load_task(deadline_s=600.0)
     with client.connect(1, lock="RW"), ThreadPoolExecutor(1) as pool:
-        result = pool.submit(capture.run, task)
-        while not (queue := capture.service.device(1).domains[0].waiting):
-            assert not result.done()
+        result = pool.submit(capture.events, task)
+        queue = wait_until(lambda: capture.service.device(1).domains[0].waiting)
         os.kill(queue[0].pid, signal.SIGKILL)
         with pytest.raises(TransferKilled, match="signal 9"):
             result.result(20)
@@ -463,39 +436,28 @@ def test_the_program_imports_nothing_heavy() -> None:
     assert found.stdout == b"[]\n"
 
 
-def test_the_backend_that_was_chosen_moves_the_bytes_and_is_named(capture: Capture) -> None:
+def test_the_backend_that_was_chosen_moves_the_bytes_and_is_named(capture: Weights) -> None:
     saved = capture.run(capture.save_task(backend="posix-buffered"))
     loaded = capture.run(capture.load_task(backend="posix-direct"))
     assert (saved.backend, loaded.backend) == ("posix-buffered", "posix-direct")
     assert saved.moved == saved.bytes == loaded.moved
 
 
-def test_a_backend_that_is_not_installed_leaves_no_part(capture: Capture) -> None:
+def test_a_backend_that_is_not_installed_leaves_no_part(capture: Weights) -> None:
     with pytest.raises(InvalidInput, match="SNAPBACK_TRANSFER_BACKEND='nixl'"):
         capture.run(capture.save_task(backend="nixl"))
     assert not capture.path.exists()
 
 
-OTHER = UID.replace("1", "6")
-
-
-def sealed_first(capture: Capture) -> SaveTask:
-    """Save and seal, and give the task of another capture of the same layout."""
-    capture.run(capture.save_task())
-    (capture.path.parent / "root.json").write_text("{}")
-    capture.layout = capture.fence("f2")
-    return capture.save_task(content_uid=OTHER, fence_token="f2")
-
-
-def files_of(capture: Capture, uid: str) -> dict[str, Path]:
+def files_of(capture: Weights, uid: str) -> dict[str, Path]:
     folder = capture.root / "default" / uid / "gen-1" / "gpu-0"
     return {path.name: path for path in folder.glob("shard-*")}
 
 
 def test_a_save_of_an_unchanged_layout_writes_nothing_and_outlives_its_parent(
-    capture: Capture,
+    capture: Weights,
 ) -> None:
-    task = sealed_first(capture)
+    task = capture.seal_and_save_again()
     again = capture.events(task)
     done = again[-1]
     assert isinstance(done, TransferDone)
@@ -510,8 +472,8 @@ def test_a_save_of_an_unchanged_layout_writes_nothing_and_outlives_its_parent(
     capture.run(capture.load_task(content_uid=OTHER, load_token="l2"))
 
 
-def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(capture: Capture) -> None:
-    task = sealed_first(capture)
+def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(capture: Weights) -> None:
+    task = capture.seal_and_save_again()
     entry = capture.manifest().files[0]
     path = files_of(capture, UID)["shard-0000.bin"]
     # As if the layout had held other bytes then, and the file says so truthfully.
@@ -521,7 +483,7 @@ def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(capture: 
         xxhash.xxh3_128_hexdigest(bytes(min(entry.chunk_bytes, entry.size - at)))
         for at in range(0, entry.size, entry.chunk_bytes)
     ]
-    capture.rewrite(
+    capture.forge(
         lambda m: msgspec.structs.replace(
             m, files=[msgspec.structs.replace(entry, chunks=digests), *m.files[1:]]
         )
@@ -532,8 +494,8 @@ def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(capture: 
     assert [newer[name].stat().st_nlink for name in sorted(newer)] == [1, 2]
 
 
-def test_a_file_of_the_parent_that_is_damaged_is_not_shared(capture: Capture) -> None:
-    task = sealed_first(capture)
+def test_a_file_of_the_parent_that_is_damaged_is_not_shared(capture: Weights) -> None:
+    task = capture.seal_and_save_again()
     path = files_of(capture, UID)["shard-0001.bin"]
     with path.open("r+b") as shard:
         shard.write(b"\xff")
@@ -546,9 +508,9 @@ def test_a_file_of_the_parent_that_is_damaged_is_not_shared(capture: Capture) ->
 
 
 def test_a_generation_that_is_not_sealed_and_another_namespace_share_nothing(
-    capture: Capture,
+    capture: Weights,
 ) -> None:
-    task = sealed_first(capture)
+    task = capture.seal_and_save_again()
     done = capture.run(msgspec.structs.replace(task, namespace="other"))
     assert done.moved == done.bytes
     (capture.path.parent / "root.json").unlink()
@@ -563,8 +525,8 @@ def parent(uid: str, namespace: str = "default") -> ArtifactRef:
     )
 
 
-def test_the_parent_that_is_named_comes_before_a_newer_artifact(capture: Capture) -> None:
-    task = sealed_first(capture)
+def test_the_parent_that_is_named_comes_before_a_newer_artifact(capture: Weights) -> None:
+    task = capture.seal_and_save_again()
     newer = UID.replace("1", "7")
     shutil.copytree(capture.root / "default" / UID, capture.root / "default" / newer)
     (capture.root / "default" / newer / "gen-1" / "root.json").touch()
@@ -579,9 +541,9 @@ def test_the_parent_that_is_named_comes_before_a_newer_artifact(capture: Capture
 
 
 def test_a_named_parent_that_was_not_sealed_or_is_of_another_namespace_shares_nothing(
-    capture: Capture,
+    capture: Weights,
 ) -> None:
-    task = sealed_first(capture)
+    task = capture.seal_and_save_again()
     elsewhere = msgspec.structs.replace(task, namespace="other", parent=parent(UID))
     done = capture.run(elsewhere)
     assert done.moved == done.bytes
@@ -591,8 +553,8 @@ def test_a_named_parent_that_was_not_sealed_or_is_of_another_namespace_shares_no
     assert done.moved == done.bytes
 
 
-def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Capture) -> None:
-    task = sealed_first(capture)
+def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Weights) -> None:
+    task = capture.seal_and_save_again()
     (capture.path / "part.json").write_text("no manifest")
     (capture.root / "default" / "a-file").write_text("")
     done = capture.run(task)
@@ -600,9 +562,9 @@ def test_what_is_wrong_with_older_artifacts_does_not_stop_a_save(capture: Captur
 
 
 def test_a_folder_that_cannot_be_entered_does_not_stop_a_save(
-    capture: Capture, monkeypatch: pytest.MonkeyPatch
+    capture: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = sealed_first(capture)
+    task = capture.seal_and_save_again()
     shut = capture.root / "default" / "shut"
     shut.mkdir()
     really_open = os.open
@@ -651,7 +613,7 @@ def lying_server(folder: Path, real: Path, lies_at: int) -> threading.Thread:
     "lies_at", range(6), ids=["attach", "allocate", "export", "metadata", "commit", "detach"]
 )
 def test_an_artifact_is_not_damaged_because_a_memory_server_says_so(
-    capture: Capture, lies_at: int
+    capture: Weights, lies_at: int
 ) -> None:
     capture.run(capture.save_task())
     with tempfile.TemporaryDirectory(prefix="gms-") as folder:
@@ -663,24 +625,22 @@ def test_an_artifact_is_not_damaged_because_a_memory_server_says_so(
 
 def spare_processes() -> list[int]:
     found = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, path.read_text().split()):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"gms.transfer_child" in command and b"either" in command:
-                found.append(pid)
+    for pid in children_of():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"gms.transfer_child" in command and b"either" in command:
+            found.append(pid)
     return found
 
 
 async def spare(processes: TransferProcesses) -> int:
     """Wait until a process waits for a task, and give it."""
-    while not processes._spares:  # noqa: ASYNC110 - there is no event for it
-        await asyncio.sleep(0.01)
+    await until(lambda: processes._spares, "a process waits for a task")
     (found,) = spare_processes()
     return found
 
 
 def test_a_transfer_takes_a_process_that_waits_and_none_is_left_at_the_end(
-    capture: Capture,
+    capture: Weights,
 ) -> None:
     async def run(processes: TransferProcesses, task: SaveTask | LoadTask) -> None:
         waiting = await spare(processes)
@@ -697,7 +657,7 @@ def test_a_transfer_takes_a_process_that_waits_and_none_is_left_at_the_end(
     assert spare_processes() == []
 
 
-def test_a_waiting_process_that_was_killed_is_replaced(capture: Capture) -> None:
+def test_a_waiting_process_that_was_killed_is_replaced(capture: Weights) -> None:
     async def save() -> TransferEvent:
         async with TransferProcesses(spares=1) as processes:
             os.kill(await spare(processes), signal.SIGKILL)

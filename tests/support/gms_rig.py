@@ -1,0 +1,296 @@
+"""GPU memory services for tests: in a thread of the test, or as the program; and its command line.
+
+A process costs half a second of CPU to start. So transfers run in threads and commands in the
+process of the test, unless the process itself is what a test is about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from gms import cli
+from gms.adapters.admission import LeasePolicy
+from gms.adapters.grpc_api import GrpcServer
+from gms.adapters.grpc_client import GmsCaller
+from gms.adapters.lease_socket import LeaseServer
+from gms.adapters.simulated import GRANULARITY, SimulatedDevice
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
+from gms.handlers.control import GmsControl
+from gms.handlers.memory_server import MemoryServer
+from gms.handlers.sessions import LeaseSessions
+from gms.handlers.transfers import GmsTransfers
+from gms.ports import Device, Transfers
+from gms.transfer_child.__main__ import _work_of
+from snapback_client.frames import error_of
+from snapshot_shared.errors import failure_of
+from snapshot_shared.frames import DeviceStatus, StatusReply, StatusRequest
+from snapshot_shared.orders import LayoutRef
+from snapshot_shared.spans import SpanRecord
+from snapshot_shared.telemetry import Telemetry
+from tests.support.waiting import wait_until
+
+MIB = 1024 * 1024
+CAPACITY = 64 * MIB
+
+T = TypeVar("T")
+
+
+def carried_out(
+    task: SaveTask | LoadTask, emit: Callable[[TransferEvent], None] = lambda _: None
+) -> TransferDone:
+    """Carry out a task as a transfer process does, in this one; a failure is as it arrives."""
+    try:
+        return _work_of(task)(emit)
+    except Exception as error:
+        raise error_of(TransferFailed.of(failure_of(error)).to_failure()) from error
+
+
+class TransferThreads:
+    """The `Transfers` port, in threads: a transfer that is cancelled goes on to its end."""
+
+    async def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[TransferEvent | None] = asyncio.Queue()
+
+        def emit(event: TransferEvent | None) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        work = asyncio.ensure_future(asyncio.to_thread(carried_out, task, emit))
+        work.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while event := await events.get():
+                yield event
+            yield work.result()
+        finally:
+            await asyncio.wait([work])
+
+
+class RunningGms:
+    """The real service, both sockets, two simulated devices unless it is given others."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        capacities: tuple[int, ...] = (CAPACITY, CAPACITY),
+        granularity: int = GRANULARITY,
+        policy: LeasePolicy | None = None,
+        devices: Sequence[Device] | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self.folder = folder
+        self.policy = policy
+        self.devices: Sequence[Device] = devices or [
+            SimulatedDevice(node="n1", index=index, capacity=capacity, granularity=granularity)
+            for index, capacity in enumerate(capacities)
+        ]
+        self.uuids = [device.info.uuid for device in self.devices]
+        self._transfers = transfers or TransferThreads()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def start(self) -> None:
+        self._thread.start()
+        self.run(self._start())
+
+    async def _start(self) -> None:
+        self.gms = MemoryServer(node="n1", incarnation=str(uuid.uuid4()), devices=self.devices)
+        self.telemetry = Telemetry("snap-gms", "n1", "0")
+        sessions = LeaseSessions(self.gms, self.telemetry)
+        self.lease = LeaseServer(self.folder, sessions, self.policy)
+        self.lease.start()
+        self.control = GmsControl(self.gms)
+        self.transfers = GmsTransfers(
+            self.gms, self._transfers, socket_dir=self.folder, root=self.folder / "artifacts"
+        )
+        self.grpc = GrpcServer(self.folder, self.control, self.transfers, self.telemetry)
+        await self.grpc.start()
+
+    def restart(self) -> None:
+        """End the service with all its memory, and start another in its place."""
+        self.run(self._close())
+        for device in self.devices:
+            device.close()
+        self.devices = [
+            SimulatedDevice(
+                node="n1",
+                index=index,
+                capacity=device.info.capacity,
+                granularity=device.info.granularity,
+            )
+            for index, device in enumerate(self.devices)
+        ]
+        self.run(self._start())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine where the service runs."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def device(self, index: int = 0) -> DeviceStatus:
+        """What the service says of a device now."""
+        status = self.run(self.control.status(StatusRequest()))
+        return status.devices[index]
+
+    def layout(self, index: int = 0) -> LayoutRef:
+        """The weights that are committed on a device."""
+        found = self.device(index).domains[0].layout
+        assert found is not None
+        return found
+
+    def publish(self, token: str, index: int = 1) -> LayoutRef:
+        """Publish what was loaded into a device under a token."""
+
+        async def published() -> LayoutRef:
+            return self.gms.publish_hidden(self.uuids[index], token)
+
+        return self.run(published())
+
+    def drop(self, index: int, token: str | None = None) -> None:
+        """Drop the weights of a device, or what was loaded under a token and is hidden."""
+
+        async def dropped() -> None:
+            if token is None:
+                self.gms.drop_layout(self.uuids[index], None)
+            else:
+                self.gms.drop_hidden(self.uuids[index], token)
+            await self.gms.drained()
+
+        self.run(dropped())
+
+    def spans(self) -> list[SpanRecord]:
+        """What it has recorded of traces."""
+        return list(self.telemetry._outbox.records)
+
+    def stop(self) -> None:
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        for device in self.devices:
+            device.close()
+
+    async def _close(self) -> None:
+        await self.lease.close()
+        await self.grpc.close()
+        await self.gms.drained()
+        self.telemetry.shutdown()
+
+    async def _stop(self) -> None:
+        await self._close()
+        await self._loop.shutdown_default_executor()
+
+
+class GmsProgram:
+    """`python -m gms.main` of node n1, with an environment and a log of its own."""
+
+    def __init__(self, folder: Path, sockets: Path, **settings: str) -> None:
+        self.sockets = sockets
+        self.log = folder / "gms.log"
+        self.environment = os.environ | {
+            "SNAPBACK_NODE": "n1",
+            "SNAPBACK_STATE_DIR": str(folder / "state"),
+            "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
+            "SNAPBACK_SOCKET_DIR": str(sockets),
+            "SNAPBACK_NATS_URL": "",
+            "SNAPBACK_DEVICES": "1",
+            "SNAPBACK_DEVICE_BYTES": str(CAPACITY),
+            **settings,
+        }
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The last one that was started."""
+        return self.running[-1]
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        """Start it, and do not wait until it serves."""
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "gms.main"]
+            process = subprocess.Popen(command, env=self.environment, stderr=log, process_group=0)
+        self.running.append(process)
+        return process
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start it and return when it serves."""
+        process = self.begin()
+        served = self.sockets / "gms-grpc.sock"
+        wait_until(lambda: process.poll() is not None or served.exists(), self.log.read_text)
+        assert process.poll() is None, self.log.read_text()
+        return process
+
+    def refused(self, **settings: str) -> list[str]:
+        """Run it with other settings until it ends with status 1; return what it said."""
+        self.environment |= settings
+        assert self.begin().wait(30) == 1
+        return self.log.read_text().splitlines()
+
+    def children(self) -> list[int]:
+        return children_of(self.process.pid)
+
+    async def status(self, events: int = 0) -> StatusReply:
+        async with GmsCaller(self.sockets) as gms:
+            return await gms.status(events=events)
+
+    def stop(self) -> int:
+        """End the last one as an init system does; return its status."""
+        self.process.terminate()
+        return self.process.wait(20)
+
+    def kill(self) -> None:
+        """Kill all that were started."""
+        for process in self.running:
+            process.kill()
+            process.wait()
+
+
+def children_of(pid: int | str = "self") -> list[int]:
+    """The children of a process and of all its threads."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        # A thread may have ended since it was listed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream in memory."""
+
+    buffer: io.BytesIO
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def text(self) -> str:
+        return self.buffer.getvalue().decode()
+
+
+def gms(*arguments: object, status: int = 0, **environment: str) -> str:
+    """Run a command of `gms` in this process; give its output, or what it said of its failure."""
+    out, err = _Stream(), _Stream()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(sys, "argv", ["gms", *map(str, arguments)])
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == status, err.text()
+    assert "Traceback" not in err.text()
+    return err.text() if status and not out.text() else out.text()
