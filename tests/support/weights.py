@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from msgspec.structs import replace
 
 import snapback_client as client
 from gms.adapters.part_files import read_part
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
+from snapback_client.frames import error_of
 from snapshot_shared.artifact import PART_MANIFEST, ROOT_MANIFEST, PartManifest
-from snapshot_shared.codec import digest, encode_pretty
+from snapshot_shared.codec import decode_json, digest, encode_json, encode_pretty
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
+from tests.support.doomed_saver import COUNTS
+from tests.support.forks import forks
 from tests.support.gms_rig import RunningGms, carried_out
 
 UID = "11111111-2222-3333-4444-555555555555"
@@ -24,11 +29,25 @@ OTHER = UID.replace("1", "6")
 PART = f"default/{UID}/gen-1/gpu-0"
 
 
+class Doomed(NamedTuple):
+    """How a process that saves has ended: what it did, and its result if it lived."""
+
+    calls: int
+    bytes: int
+    done: TransferDone | None
+
+
 class Weights:
     """Arrays that are committed and fenced on the first device, and the root of their part."""
 
     def __init__(
-        self, service: RunningGms, root: Path, arrays: Mapping[str, tuple[Any, Any]], **fields: Any
+        self,
+        service: RunningGms,
+        root: Path,
+        arrays: Mapping[str, tuple[Any, Any]],
+        *,
+        is_fenced: bool = True,
+        **fields: Any,
     ) -> None:
         """Fill `arrays` (name: shape, type) at random; one that is called `zeros` has none else.
 
@@ -38,14 +57,26 @@ class Weights:
         self.root = root
         self.path = root / PART
         self._fields = fields
+        rng = np.random.default_rng(7)
+        self.commit(
+            {
+                name: np.zeros(shape, dtype)
+                if name == "zeros"
+                else rng.integers(0, 256, shape, "u1").astype(dtype)
+                for name, (shape, dtype) in arrays.items()
+            }
+        )
+        self.layout: LayoutRef = self.fence("f1") if is_fenced else self.service.layout()
+
+    def commit(self, arrays: Mapping[str, Any]) -> None:
+        """Commit these arrays on the first device."""
         with client.connect(lock="RW") as pool:
-            rng = np.random.default_rng(7)
-            for name, array in pool.allocate_many(arrays).items():
-                array[...] = 0 if name == "zeros" else rng.integers(0, 256, array.shape, "u1")
+            wanted = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+            for name, array in pool.allocate_many(wanted).items():
+                array[...] = arrays[name]
             pool.commit()
-            self.sums = sums_of(pool)
+            self.digests = digests_of(pool)
             self.state = pool.save_state()
-        self.layout = self.fence("f1")
 
     def fence(self, token: str) -> LayoutRef:
         """Fence the first device."""
@@ -103,13 +134,37 @@ class Weights:
 
         return self.service.run(collect())
 
-    def load(self, **changes: Any) -> dict[str, int]:
-        """Load the part, publish it and return the sums that a worker finds at its addresses."""
+    def apart(self, task: SaveTask | LoadTask) -> TransferDone:
+        """Carry out a task in a process that ends with it, as the memory of a failed load does."""
+        code = (
+            "import sys; from gms.transfer_child.__main__ import main; sys.exit(main(['either']))"
+        )
+        line = encode_json(task) + b"\n"
+        ended = forks("tests.support.doomed_saver").run(code, stdin=line)
+        event = decode_json(ended.stdout.splitlines()[-1], TransferEvent)
+        if isinstance(event, TransferFailed):
+            raise error_of(event.to_failure())
+        assert isinstance(event, TransferDone), ended
+        return event
+
+    def doomed(self, task: SaveTask, last: int = 0) -> Doomed:
+        """Save in a process that dies at its `last` call that changes the disk; 0: it lives."""
+        counts = self.root.parent / "counts"
+        code = "from tests.support import doomed_saver; doomed_saver.main()"
+        ended = forks("tests.support.doomed_saver").run(
+            code, str(last), str(counts), stdin=encode_json(task) + b"\n"
+        )
+        assert ended.returncode in ((0, -signal.SIGKILL) if last else (0,)), ended.stderr.decode()
+        done = decode_json(ended.stdout, TransferDone) if ended.stdout else None
+        return Doomed(*COUNTS.unpack(counts.read_bytes()), done)
+
+    def load(self, **changes: Any) -> dict[str, str]:
+        """Load the part, publish it and return what a worker finds at its addresses."""
         task = self.load_task(**changes)
         self.run(task)
         self.service.publish(task.load_token)
         with client.restore(self.state, device=1) as pool:
-            return sums_of(pool)
+            return digests_of(pool)
 
     def seal_and_save_again(self, **changes: Any) -> SaveTask:
         """Save and seal; return the task of another capture, `OTHER`, of the same layout."""
@@ -128,8 +183,8 @@ class Weights:
         return digest(data)
 
 
-def sums_of(pool: client.MemoryPool) -> dict[str, int]:
-    return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+def digests_of(pool: client.MemoryPool) -> dict[str, str]:
+    return {name: xxhash.xxh3_128_hexdigest(array) for name, array in pool.arrays().items()}
 
 
 def flip(path: Path, offset: int = 0) -> None:

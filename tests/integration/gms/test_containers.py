@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import snapback_client as client
-from gms.domain.containers import Outcome
+from gms.containers import save_all
+from gms.domain.containers import Outcome, read_settings
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
-
-MIB = 1024 * 1024
-UID = "11111111-2222-3333-4444-555555555555"
+from snapshot_shared.orders import ArtifactRef, LoadOrder, SaveOrder
+from tests.support.gms_rig import MIB, TransferThreads
+from tests.support.waiting import wait_until
+from tests.support.weights import UID, flip
 
 
 class Container:
@@ -31,6 +33,11 @@ class Container:
         self.generation.mkdir(parents=True)
         self.control = root / "control"
         self.control.mkdir()
+        self.environment = {
+            "GMS_SOCKET_DIR": str(service.folder),
+            "GMS_CHECKPOINT_DIR": str(self.generation),
+            "GMS_ORDER_FILE": str(self.control / "orders.json"),
+        }
 
     def start(self, program: str, orders: Any, **environment: str) -> subprocess.Popen[str]:
         (self.control / "orders.json").write_bytes(encode_json(orders))
@@ -38,13 +45,7 @@ class Container:
             [str(Path(sys.executable).with_name(program))],
             stderr=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "GMS_SOCKET_DIR": str(self.service.folder),
-                "GMS_CHECKPOINT_DIR": str(self.generation),
-                "GMS_ORDER_FILE": str(self.control / "orders.json"),
-                **environment,
-            },
+            env={**os.environ, **self.environment, **environment},
         )
 
     def run(self, program: str, orders: Any, *, status: int = 0, **environment: str) -> Outcome:
@@ -54,17 +55,18 @@ class Container:
         assert "Traceback" not in said
         return self.outcome()
 
+    def saved(self) -> Outcome:
+        """Save as a saver does, in this process."""
+        settings = read_settings(self.environment)
+        parts = asyncio.run(save_all(settings, self.save_orders(), TransferThreads()))
+        return Outcome(verb="save", parts=parts)
+
     def outcome(self) -> Outcome:
         """What stands there: `done` or `failed`, never both."""
         (path,) = (p for p in self.control.iterdir() if p.name != "orders.json")
         found = decode_json(path.read_bytes(), Outcome)
         assert path.name == ("failed" if found.failure else "done")
         return found
-
-    def layout(self, index: int) -> LayoutRef:
-        layout = self.service.device(index).domains[0].layout
-        assert layout is not None
-        return layout
 
     def save_orders(self) -> list[SaveOrder]:
         return [
@@ -77,7 +79,7 @@ class Container:
                 namespace="default",
                 content_uid=UID,
                 part=f"gpu-{index}",
-                layout=self.layout(index),
+                layout=self.service.layout(index),
                 fence_token="",
             )
             for index in range(2)
@@ -151,13 +153,13 @@ def test_a_saver_that_may_use_only_the_lease_socket_saves(container: Container) 
 
 
 def test_a_loader_that_finds_its_layouts_committed_leaves_them_alone(container: Container) -> None:
-    before = [container.layout(index) for index in range(2)]
-    saved = container.run("gms-saver", container.save_orders())
+    before = [container.service.layout(index) for index in range(2)]
+    saved = container.saved()
     with client.connect(0, lock="RO"):
         loaded = container.run("gms-loader", container.load_orders(saved))
     assert all(part.was_there for part in loaded.parts)
     assert [part.layout for part in loaded.parts] == before
-    assert [container.layout(index) for index in range(2)] == before
+    assert [container.service.layout(index) for index in range(2)] == before
 
 
 def test_a_saver_that_runs_again_finds_what_it_wrote(container: Container) -> None:
@@ -182,11 +184,8 @@ def test_a_saver_and_a_loader_know_object_storage(container: Container, tmp_path
 
 
 def test_when_one_part_is_damaged_no_device_gets_a_layout(container: Container) -> None:
-    saved = container.run("gms-saver", container.save_orders())
-    (shard,) = (p for p in (container.generation / "gpu-1").iterdir() if p.name != "part.json")
-    data = bytearray(shard.read_bytes())
-    data[77] ^= 4
-    shard.write_bytes(data)
+    saved = container.saved()
+    flip(container.generation / "gpu-1" / "shard-0000.bin", 77)
     container.service.restart()
     failed = container.run("gms-loader", container.load_orders(saved), status=1)
     assert failed.failure is not None
@@ -194,17 +193,17 @@ def test_when_one_part_is_damaged_no_device_gets_a_layout(container: Container) 
     for index in range(2):
         device = container.service.device(index)
         assert (device.domains[0].layout, device.loads) == (None, [])
-    until(lambda: container.service.device(0).used == 0)
+    wait_until(lambda: container.service.device(0).used == 0)
 
 
 def test_when_one_layout_cannot_be_published_none_stays_visible(container: Container) -> None:
-    saved = container.run("gms-saver", container.save_orders())
+    saved = container.saved()
     service = container.service
     service.restart()
     with client.connect(0, lock="RW"):
         # The load of the first device waits for us, and that of the second is over before it.
         loader = container.start("gms-loader", container.load_orders(saved))
-        until(lambda: service.device(1).loads)
+        wait_until(lambda: service.device(1).loads)
         with client.connect(1, lock="RW") as other:
             other.allocate("other", MIB, "u1")
             other.commit()
@@ -231,8 +230,6 @@ def test_when_one_layout_cannot_be_published_none_stays_visible(container: Conta
 def test_an_order_file_that_makes_no_sense_is_refused(
     container: Container, content: bytes, reason: str, says: str
 ) -> None:
-    import msgspec
-
     failed = container.run("gms-saver", msgspec.Raw(content), status=1)
     assert failed.failure is not None
     assert failed.failure.reason == reason
@@ -266,7 +263,7 @@ def test_a_saver_that_is_terminated_leaves_no_half_part(launch: Any, tmp_path: P
             pool.commit()
     container = Container(service, tmp_path)
     with container.start("gms-saver", container.save_orders()[:1]) as process:
-        until((container.generation / "gpu-0").exists)
+        wait_until((container.generation / "gpu-0").exists)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     assert process.returncode == 1
@@ -274,12 +271,3 @@ def test_a_saver_that_is_terminated_leaves_no_half_part(launch: Any, tmp_path: P
     assert failure is not None
     assert failure.reason == "Aborted"
     assert list(container.generation.iterdir()) == []
-
-
-def until(holds: Any) -> None:
-    pause = threading.Event()
-    for _ in range(1000):
-        if holds():
-            return
-        pause.wait(0.01)
-    pytest.fail("it did not come true within 10 s")

@@ -1,8 +1,9 @@
-"""Saves and loads whose bytes are objects: a real S3 server, real child processes, real agents."""
+"""Saves and loads whose bytes are objects: a real S3 server, real agents."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,6 @@ import pytest
 
 import snapback_client as client
 from gms.adapters.part_files import read_part, verify_part
-from gms.domain.tasks import SaveTask
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
@@ -36,13 +36,12 @@ from snapshot_shared.object_storage import (
     ObjectStorageUnset,
     check_url,
 )
-from snapshot_shared.orders import LayoutRef
 from tests.bench.objects import LIMIT, _watched
+from tests.support.forks import forks
 from tests.support.s3_server import ROOT, S3Server, s3_server
-from tests.support.weights import PART, UID, Weights
+from tests.support.weights import OTHER, PART, UID, Weights, digests_of
 
 MIB = 1024 * 1024
-OTHER = UID.replace("1", "6")
 PLACE = GenerationRef("default", UID, 1)
 
 # They share a server, which takes seconds to start.
@@ -90,14 +89,9 @@ def test_the_bytes_go_to_the_storage_and_come_back(capture: Capture) -> None:
     loaded = capture.run(capture.load_task())
     assert (saved.backend, loaded.backend) == ("object", "object")
     assert saved.moved == loaded.moved < saved.bytes, "zeros are not moved"
-
-    async def publish() -> LayoutRef:
-        return capture.service.gms.publish_hidden(capture.service.uuids[1], "l1")
-
-    capture.service.run(publish())
+    capture.service.publish("l1")
     with client.restore(capture.state, device=1) as pool:
-        assert int(pool["big"].sum(dtype="i8")) == capture.sums["big"]
-        assert int(pool["zeros"].sum(dtype="i8")) == 0
+        assert digests_of(pool) == capture.digests
 
 
 def test_a_chunk_of_zeros_has_no_object_and_the_others_have_one_each(capture: Capture) -> None:
@@ -115,7 +109,7 @@ def test_a_part_that_is_all_zeros_has_no_objects_and_is_one_all_the_same(
     with client.connect(1, lock="RW") as pool:
         pool.allocate("zeros", 9 * MIB, "u1")
         pool.commit()
-    layout = capture.service.device(1).domains[0].layout
+    layout = capture.service.layout(1)
     uuid = capture.service.uuids[1]
     capture.run(capture.save_task(layout=layout, device=uuid, fence_token=None))
     assert capture.objects() == {}
@@ -149,16 +143,11 @@ def test_a_load_goes_where_the_save_has_left_the_bytes_whatever_is_chosen_now(
 ) -> None:
     capture.run(capture.save_task())
     assert capture.run(capture.load_task(backend="posix-direct")).backend == "object"
-    capture.service.run(drop(capture))
+    capture.service.drop(1, "l1")
     asyncio.run(capture.agent.remove(PLACE))
     capture.layout = capture.fence("f2")
     capture.run(capture.save_task(backend="posix-buffered", fence_token="f2"))
     assert capture.run(capture.load_task(load_token="l2")).backend.startswith("posix")
-
-
-async def drop(capture: Capture) -> None:
-    capture.service.gms.drop_hidden(capture.service.uuids[1], "l1")
-    await capture.service.gms.drained()
 
 
 def test_a_save_that_fails_leaves_no_object(
@@ -191,13 +180,9 @@ transfer_child.main(["save"])
 
 def killed(capture: Capture, written: int) -> None:
     """Kill a save after so many objects."""
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdin is not None
-        child.stdin.write(encode_json(capture.save_task(threads=1)) + b"\n")
-        child.stdin.flush()
-        assert child.wait(20) == -9
+    task = encode_json(capture.save_task(threads=1)) + b"\n"
+    ended = forks("tests.support.doomed_saver").run(KILLED, str(written), stdin=task)
+    assert ended.returncode == -signal.SIGKILL
 
 
 def test_a_save_that_was_killed_is_written_again_whole(capture: Capture) -> None:
@@ -232,18 +217,10 @@ def test_what_a_killed_save_has_left_is_gone_when_the_part_is_written_again(
     assert f"{PART}/shard-0007.bin/000000" not in capture.objects()
 
 
-def sealed_first(capture: Capture) -> SaveTask:
-    """Save and seal, and give the task of another capture of the same layout."""
-    capture.run(capture.save_task())
-    (capture.path.parent / "root.json").write_text("{}")
-    capture.layout = capture.fence("f2")
-    return capture.save_task(content_uid=OTHER, fence_token="f2")
-
-
 def test_a_save_of_an_unchanged_layout_sends_nothing_and_outlives_its_parent(
     capture: Capture,
 ) -> None:
-    done = capture.run(sealed_first(capture))
+    done = capture.run(capture.seal_and_save_again())
     assert (done.moved, done.backend) == (0, "object")
     asyncio.run(capture.agent.remove(PLACE))
     capture.path = capture.root / PART.replace(UID, OTHER)
@@ -255,7 +232,7 @@ def test_a_save_of_an_unchanged_layout_sends_nothing_and_outlives_its_parent(
 def test_an_object_of_the_parent_that_is_damaged_or_gone_is_sent_again(
     capture: Capture, is_gone: bool
 ) -> None:
-    task = sealed_first(capture)
+    task = capture.seal_and_save_again()
     storage = ObjectStorage(capture.url)
     (_remove if is_gone else _flip)(storage, f"{PART}/shard-0000.bin/000000", 8 * MIB)
     done = capture.run(task)
@@ -265,7 +242,7 @@ def test_an_object_of_the_parent_that_is_damaged_or_gone_is_sent_again(
 
 
 def test_a_parent_in_files_and_one_in_objects_share_nothing(capture: Capture) -> None:
-    task = sealed_first(capture)
+    task = capture.seal_and_save_again()
     done = capture.run(msgspec.structs.replace(task, backend="posix-direct"))
     assert done.moved > 0
     capture.path = capture.root / PART.replace(UID, OTHER)
@@ -333,34 +310,34 @@ def _remove(storage: ObjectStorage, key: str, size: int) -> None:
     storage.remove(key.rpartition("/")[0])
 
 
-@pytest.mark.parametrize(
-    ("damage", "error"),
-    [
-        (_flip, ArtifactCorrupt),
-        (_truncate, ArtifactCorrupt),
-        (_swap, ArtifactCorrupt),
-        (_remove, ArtifactMissing),
-    ],
-)
 def test_damage_is_found_by_a_load_and_by_both_verifications(
-    capture: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[ObjectStorage, str, int], None],
-    error: type[SnapbackError],
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture.run(capture.save_task())
-    task = capture.load_task()
-    verified(capture)
-    damage(ObjectStorage(capture.url), f"{PART}/shard-0000.bin/000000", 8 * MIB)
-    with pytest.raises(error) as caught:
-        capture.run(task)
-    assert caught.value.values["file"] == "shard-0000.bin"
-    assert capture.service.device(1).used == 0
-    with pytest.raises(error):
-        verified(capture)
     monkeypatch.setenv("SNAPBACK_OBJECT_STORAGE", capture.url)
-    with pytest.raises(error):
-        verify_part(capture.path, read_part(capture.path)[0], lambda _: None)
+    storage, manifest = ObjectStorage(capture.url), read_part(capture.path)[0]
+    stored = {
+        key: bytearray(b"".join(storage.read(key, size))) for key, size in capture.objects().items()
+    }
+    ways: dict[Callable[[ObjectStorage, str, int], None], type[SnapbackError]] = {
+        _flip: ArtifactCorrupt,
+        _truncate: ArtifactCorrupt,
+        _swap: ArtifactCorrupt,
+        _remove: ArtifactMissing,
+    }
+    for damage, error in ways.items():
+        verified(capture)
+        damage(storage, f"{PART}/shard-0000.bin/000000", 8 * MIB)
+        with pytest.raises(error) as caught:
+            capture.apart(capture.load_task(load_token=damage.__name__))
+        assert caught.value.values["file"] == "shard-0000.bin", damage
+        assert capture.service.device(1).used == 0
+        with pytest.raises(error):
+            verified(capture)
+        with pytest.raises(error):
+            verify_part(capture.path, manifest, lambda _: None)
+        for key, data in stored.items():
+            storage.put(key, memoryview(data))
 
 
 def test_an_object_that_the_manifest_does_not_name_keeps_a_part_from_being_sealed(
@@ -436,9 +413,9 @@ def test_a_storage_that_was_not_named_is_asked_for(monkeypatch: pytest.MonkeyPat
     assert "pip install" in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
+def test_a_url_that_is_no_place_or_more_than_one_is_refused_and_not_repeated() -> None:
+    said = {}
+    for url in (
         "bucket",
         "s3://",
         "s3:///prefix",
@@ -449,19 +426,16 @@ def test_a_storage_that_was_not_named_is_asked_for(monkeypatch: pytest.MonkeyPat
         "az://container/x#secret",
         "s3://bucket/../x",
         "http://[",
-    ],
-)
-def test_a_url_that_is_no_place_or_more_than_one_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(InvalidInput, match="SNAPBACK_OBJECT_STORAGE") as caught:
-        check_url(url)
-    assert "secret" not in str(caught.value.to_failure()) + repr(caught.value.values)
+    ):
+        with pytest.raises(InvalidInput, match="SNAPBACK_OBJECT_STORAGE") as caught:
+            check_url(url)
+        said[url] = str(caught.value.to_failure()) + repr(caught.value.values)
+    assert {url: text for url, text in said.items() if "secret" in text} == {}
 
 
-@pytest.mark.parametrize(
-    "url", ["s3://bucket", "s3://bucket/a/b/", "gs://b/x", "az://c/x", "file:///srv/snapback"]
-)
-def test_a_url_of_each_kind_is_taken(url: str) -> None:
-    assert check_url(url) == url
+def test_a_url_of_each_kind_is_taken() -> None:
+    urls = ["s3://bucket", "s3://bucket/a/b/", "gs://b/x", "az://c/x", "file:///srv/snapback"]
+    assert [check_url(url) for url in urls] == urls
 
 
 def test_what_a_transfer_logs_names_no_key(
@@ -469,7 +443,7 @@ def test_what_a_transfer_logs_names_no_key(
 ) -> None:
     capture = Capture(service, tmp_path, "s3://missing/x")
     with pytest.raises(BucketMissing):
-        capture.run(capture.save_task())
+        capture.events(capture.save_task())
     assert not capture.path.exists()
     logged = capfd.readouterr().err
     assert "BucketMissing" in logged

@@ -23,7 +23,6 @@ import snapback_client as client
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.pod_memory import PodMemories
 from gms.adapters.pod_transfers import PodTransfers
-from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.containers import Outcome
 from gms.domain.tasks import (
     DEFAULT_OPTIONS,
@@ -51,12 +50,14 @@ from snapshot_shared.errors import (
     StaleLayout,
 )
 from snapshot_shared.frames import MissingDevice, StatusReply, StatusRequest
-from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, PodRef, SaveOrder
+from snapshot_shared.orders import ArtifactRef, LoadOrder, PodRef, SaveOrder
 from snapshot_shared.volumes import GMS_VOLUME, folder_of
+from tests.support.gms_rig import MIB, TransferThreads, carried_out
+from tests.support.waiting import until
+from tests.support.weights import UID, flip
 
-MIB = 1024 * 1024
-UID = "11111111-2222-3333-4444-555555555555"
 PART = ("default", UID, "gen-1", "gpu-0")
+SHARD = "shard-0000.bin"
 BYTES = np.arange(3 * MIB, dtype="u1")
 
 
@@ -68,7 +69,7 @@ class Pod:
         self.root = home / "artifacts"
         self.volume = home / "volume"
         self.volume.mkdir()
-        self.work = PodTransfers(self.volume, TransferProcesses())
+        self.work = PodTransfers(self.volume, TransferThreads())
 
     @contextlib.contextmanager
     def program(self, name: str) -> Iterator[subprocess.Popen[str]]:
@@ -90,11 +91,6 @@ class Pod:
             assert process.returncode in (0, -signal.SIGTERM, -signal.SIGKILL), said
             assert "Traceback" not in said
 
-    def layout(self) -> LayoutRef:
-        layout = self.service.device(0).domains[0].layout
-        assert layout is not None
-        return layout
-
     def save(self, **changes: Any) -> tuple[SaveOrder, Any]:
         order = SaveOrder(
             order=f"save-{UID}-gpu-0",
@@ -105,7 +101,7 @@ class Pod:
             namespace="default",
             content_uid=UID,
             part="gpu-0",
-            layout=self.layout(),
+            layout=self.service.layout(),
             fence_token="",
         )
         task = save_task(
@@ -157,11 +153,10 @@ def pod(service: Any, tmp_path: Path) -> Pod:
     return Pod(service, tmp_path)
 
 
-async def saved(pod: Pod) -> TransferDone:
-    with pod.program("gms-saver"):
-        done = (await pod.run(*pod.save()))[-1]
-    assert isinstance(done, TransferDone)
-    return done
+def saved(pod: Pod) -> TransferDone:
+    """Save as the node itself does."""
+    _, task = pod.save()
+    return carried_out(replace(task, socket_dir=str(pod.service.folder)))
 
 
 async def test_what_a_saver_writes_is_an_artifact_and_a_loader_brings_it_back_hidden(
@@ -178,15 +173,10 @@ async def test_what_a_saver_writes_is_an_artifact_and_a_loader_brings_it_back_hi
     with pod.program("gms-loader"):
         assert isinstance((await pod.run(*pod.load(done)))[-1], TransferDone)
     assert pod.service.device(0).domains[0].layout is None
-    pod.service.run(publish(pod, done))
+    assert pod.service.publish("t", 0).layout_id == done.layout.layout_id
     with client.connect(0, lock="RO", deadline_s=5) as pool:
         assert np.array_equal(pool["w"], BYTES)
     assert list(pod.volume.iterdir()) == []
-
-
-async def publish(pod: Pod, done: TransferDone) -> None:
-    layout = pod.service.gms.publish_hidden(pod.service.uuids[0], "t")
-    assert layout.layout_id == done.layout.layout_id
 
 
 async def test_a_program_carries_out_one_order_after_the_other(pod: Pod) -> None:
@@ -198,7 +188,7 @@ async def test_a_program_carries_out_one_order_after_the_other(pod: Pod) -> None
 
 
 async def test_an_order_that_is_taken_back_ends_in_the_container_too(pod: Pod) -> None:
-    order, task = pod.load(await saved(pod))
+    order, task = pod.load(saved(pod))
     pod.service.restart()
     with client.connect(0, lock="RW"), pod.program("gms-loader"):
         # The loader waits for our session.
@@ -212,7 +202,7 @@ async def test_an_order_that_is_taken_back_ends_in_the_container_too(pod: Pod) -
 
 
 async def test_an_order_is_carried_out_by_a_program_that_is_started_again(pod: Pod) -> None:
-    order, task = pod.load(await saved(pod))
+    order, task = pod.load(saved(pod))
     pod.service.restart()
     with client.connect(0, lock="RW"), pod.program("gms-loader") as process:
         work = asyncio.ensure_future(pod.run(order, task))
@@ -224,7 +214,7 @@ async def test_an_order_is_carried_out_by_a_program_that_is_started_again(pod: P
 
 
 async def test_the_failure_of_a_saver_is_that_of_the_order(pod: Pod) -> None:
-    stale = replace(pod.layout(), generation=7)
+    stale = replace(pod.service.layout(), generation=7)
     order, task = pod.save(layout=stale)
     with pod.program("gms-saver"), pytest.raises(StaleLayout):
         await pod.run(order, task)
@@ -280,7 +270,7 @@ async def test_a_foreign_program_that_fails_or_writes_nothing_is_said(
 async def test_a_loader_cannot_have_a_sound_artifact_doubted(
     pod: Pod, answer: Callable[[Path], object]
 ) -> None:
-    order, task = pod.load(await saved(pod))
+    order, task = pod.load(saved(pod))
     answering = asyncio.ensure_future(answer_as_a_stranger(pod, answer))
     with pytest.raises(ContainerFailed):
         await pod.run(order, task)
@@ -308,7 +298,7 @@ def link_a_file(filled: Path, event: TransferEvent) -> None:
 async def test_what_a_pod_does_to_the_folder_of_its_order_is_no_damage(
     pod: Pod, change: Callable[[Path, TransferEvent], None]
 ) -> None:
-    order, task = pod.load(await saved(pod))
+    order, task = pod.load(saved(pod))
     filled = pod.volume / f".{order_folder(order.order, order.attempt)}"
     filled.mkdir()
     with pytest.raises(ContainerFailed):
@@ -316,8 +306,8 @@ async def test_what_a_pod_does_to_the_folder_of_its_order_is_no_damage(
 
 
 async def test_damage_of_the_artifact_itself_is_found_before_a_loader_gets_it(pod: Pod) -> None:
-    order, task = pod.load(await saved(pod))
-    flip(pod.root.joinpath(*PART))
+    order, task = pod.load(saved(pod))
+    flip(pod.root.joinpath(*PART, SHARD), 77)
     with pytest.raises(ArtifactCorrupt):
         await pod.run(order, task)
     assert list(pod.volume.iterdir()) == []
@@ -367,7 +357,7 @@ async def test_what_a_memory_server_says_to_gms_is_no_damage(
     pod: Pod, missing: tuple[MissingDevice, ...]
 ) -> None:
     unused: Any = None
-    order, _ = pod.load(await saved(pod))
+    order, _ = pod.load(saved(pod))
     with lying(pod, *missing) as (kubelet, ref):
         find = PodMemories(kubelet, unused).find
         orders = GmsOrders(find, unused, unused, unused, root=pod.root)
@@ -383,7 +373,7 @@ async def test_what_a_memory_server_says_to_an_agent_is_no_damage(pod: Pod) -> N
 @contextlib.asynccontextmanager
 async def answered_before(pod: Pod) -> AsyncIterator[Path]:
     """Yield the part that a saver has written, as long as the node has not been told of it."""
-    done = await saved(pod)
+    done = saved(pod)
     path = pod.root.joinpath(*PART)
     staged = pod.volume / f"save-{UID}-gpu-0.1"
     aside = staged.joinpath(*PART)
@@ -405,7 +395,7 @@ async def test_what_was_saved_while_the_service_of_the_node_was_away_is_taken(po
 
 async def test_bytes_that_differ_from_their_digests_are_no_artifact(pod: Pod) -> None:
     async with answered_before(pod) as part:
-        flip(part)
+        flip(part / SHARD, 77)
     with pytest.raises(ArtifactCorrupt):
         await pod.run(*pod.save())
     assert not pod.root.joinpath(*PART).exists()
@@ -429,17 +419,3 @@ async def test_a_link_in_the_place_of_a_part_is_not_followed(pod: Pod, tmp_path:
     with pytest.raises(ArtifactCorrupt):
         await pod.run(*pod.save())
     assert not pod.root.joinpath(*PART).exists()
-
-
-def flip(part: Path) -> None:
-    """Change one bit of the bytes of a part."""
-    (shard,) = (path for path in part.iterdir() if path.name != "part.json")
-    data = bytearray(shard.read_bytes())
-    data[77] ^= 4
-    shard.write_bytes(data)
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110 - another process changes the folder
-            await asyncio.sleep(0.01)

@@ -6,114 +6,47 @@ import contextlib
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-import snapback_client as client
 from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.resume import note_of, read_notes
 from gms.domain.tasks import SaveTask, TransferDone, TransferEvent, TransferLeased
 from gms.domain.transfer import CHUNK_BYTES
 from gms.handlers.transfers import SAVES_AGAIN, persistent
-from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import ArtifactExists, TransferKilled
-from snapshot_shared.frames import FenceRequest, UnfenceRequest
-from snapshot_shared.orders import LayoutRef
-from tests.support.doomed_saver import COUNTS
+from snapshot_shared.frames import UnfenceRequest
+from tests.support.gms_rig import MIB, children_of
+from tests.support.weights import PART, Weights, flip
 
-MIB = 1024 * 1024
-UID = "11111111-2222-3333-4444-555555555555"
 POINTS = int(os.environ.get("RESUMED_SAVES", "5"))
 SIZE = int(os.environ.get("RESUMED_SAVES_MIB", "64")) * MIB
-ROOT = Path(__file__).resolve().parents[3]
 THREADS = 2
 IN_FLIGHT = 2 * CHUNK_BYTES + THREADS * CHUNK_BYTES
 """Two batches of notes, which are a chunk each here, and a chunk a thread."""
 
 
-class Ended(NamedTuple):
-    """How a process that saves has ended: what it did, and its result if there is one."""
-
-    calls: int
-    bytes: int
-    done: TransferDone | None
-
-
-class Weights:
-    """A device with weights on it, whose saves are killed, each in a root of its own."""
+class Killed(Weights):
+    """Weights whose saves are killed, each in a root of its own."""
 
     def __init__(self, launch: Callable[..., Any], folder: Path, size: int) -> None:
-        self.service = launch(capacities=(size + 32 * MIB, 32 * MIB))
-        self.folder = folder
-        with client.connect(lock="RW") as pool:
-            rng = np.random.default_rng(7)
-            arrays = pool.allocate_many(
-                {"large": (size - 3 * MIB, "u1"), "odd": (2 * MIB + 5, "u1")}
-            )
-            for array in arrays.values():
-                array[...] = rng.integers(0, 256, array.shape, dtype="u1")
-            pool.commit()
-
-    def fence(self, token: str) -> LayoutRef:
-        request = FenceRequest(
-            token=token, devices=self.service.uuids[:1], wait_s=5.0, deadline_s=600.0
-        )
-        (layout,) = self.service.run(self.service.control.fence(request)).vector
-        return layout
+        service = launch(capacities=(size + 32 * MIB, 32 * MIB))
+        arrays = {"large": (size - 3 * MIB, "u1"), "odd": (2 * MIB + 5, "u1")}
+        fields = {"threads": THREADS, "shard_bytes": 24 * MIB, "note_bytes": 1}
+        super().__init__(service, folder / "artifacts", arrays, is_fenced=False, **fields)
 
     def task(self, name: str) -> SaveTask:
         """Return the task of a save that was not begun yet, under a fence of its own."""
-        return SaveTask(
-            socket_dir=str(self.service.folder),
-            root=str(self.folder / name),
-            device=self.service.uuids[0],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-0",
-            deadline_s=30.0,
-            threads=THREADS,
-            order=f"save-{UID}-gpu-0",
-            fence_token=name,
-            layout=self.fence(name),
-            shard_bytes=24 * MIB,
-            note_bytes=1,
-        )
-
-    def save(self, task: SaveTask, *, last: int = 0) -> Ended:
-        """Run a save, which dies at its `last` call that changes the disk."""
-        counts = self.folder / "counts"
-        command = [sys.executable, "-m", "tests.support.doomed_saver", str(last), str(counts)]
-        found = subprocess.run(
-            command, cwd=ROOT, input=encode_json(task) + b"\n", capture_output=True, check=False
-        )
-        if last:
-            assert found.returncode in (0, -signal.SIGKILL), found.stderr.decode()
-        else:
-            assert found.returncode == 0, found.stderr.decode()
-        done = msgspec.json.decode(found.stdout, type=TransferDone) if found.stdout else None
-        return Ended(*COUNTS.unpack(counts.read_bytes()), done)
-
-    def end(self, task: SaveTask) -> TransferDone:
-        """Run a save as the service does."""
-
-        async def last() -> Any:
-            return [event async for event in TransferProcesses().run(task)][-1]
-
-        done = self.service.run(last())
-        assert isinstance(done, TransferDone)
-        return done
+        self.layout = self.fence(name)
+        return self.save_task(root=str(self.root.parent / name), fence_token=name)
 
 
 def part(task: SaveTask) -> Path:
-    return Path(task.root, "default", UID, "gen-1", "gpu-0")
+    return Path(task.root, PART)
 
 
 def content(task: SaveTask) -> dict[str, bytes]:
@@ -132,8 +65,8 @@ def noted(task: SaveTask) -> int:
 
 
 @pytest.fixture
-def weights(launch: Callable[..., Any], tmp_path: Path) -> Weights:
-    return Weights(launch, tmp_path, 64 * MIB)
+def weights(launch: Callable[..., Any], tmp_path: Path) -> Killed:
+    return Killed(launch, tmp_path, 64 * MIB)
 
 
 @pytest.mark.cpu(600)
@@ -141,19 +74,19 @@ def weights(launch: Callable[..., Any], tmp_path: Path) -> Weights:
 def test_a_killed_save_writes_again_only_what_was_in_flight(
     launch: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = Weights(launch, tmp_path, SIZE)
+    weights = Killed(launch, tmp_path, SIZE)
     whole = weights.task("whole")
-    plain = weights.save(whole)
+    plain = weights.doomed(whole)
     wanted = content(whole)
     total = sum(len(data) for name, data in wanted.items() if name != "part.json")
     rows, problems = [], []
     for number in range(POINTS):
         last = 1 + number * (plain.calls - 1) // max(1, POINTS - 1)
         task = weights.task(f"killed-{number}")
-        first = weights.save(task, last=last)
+        first = weights.doomed(task, last=last)
         kept = noted(task)
         is_whole = (part(task) / "part.json").exists()
-        second = weights.save(task)
+        second = weights.doomed(task)
         rows.append((last, plain.calls, first.bytes, kept, second.bytes))
         where = f"killed at call {last} of {plain.calls}"
         if content(task) != wanted:
@@ -179,90 +112,83 @@ def test_a_killed_save_writes_again_only_what_was_in_flight(
     assert any(0 < kept < total for _, _, _, kept, _ in rows), "no point was in the middle"
 
 
-def killed_half_way(weights: Weights, name: str = "killed") -> SaveTask:
+def killed_half_way(weights: Killed, name: str = "killed") -> SaveTask:
     """Kill a save when it has noted some chunks."""
-    whole = weights.save(weights.task("whole"))
+    whole = weights.doomed(weights.task("whole"))
     task = weights.task(name)
-    weights.save(task, last=2 * whole.calls // 3)
+    weights.doomed(task, last=2 * whole.calls // 3)
     assert noted(task) >= 2 * CHUNK_BYTES
     return task
 
 
-def test_a_killed_save_goes_on_in_the_service_too(weights: Weights) -> None:
+def test_a_killed_save_goes_on_in_the_service_too(weights: Killed) -> None:
     task = killed_half_way(weights)
     kept = noted(task)
-    done = weights.end(task)
+    done = weights.events(task)[-1]
+    assert isinstance(done, TransferDone)
     assert done.moved == done.bytes - kept
     assert not (part(task) / ".notes").exists()
 
 
-def test_what_a_save_under_another_fence_has_left_is_thrown_away(weights: Weights) -> None:
+def test_what_a_save_under_another_fence_has_left_is_thrown_away(weights: Killed) -> None:
     task = killed_half_way(weights)
     service = weights.service
     service.run(service.control.unfence(UnfenceRequest(token="killed")))
     (part(task) / "foreign").write_bytes(b"not ours")
     again = msgspec.structs.replace(task, fence_token="later", layout=weights.fence("later"))
-    done = weights.end(again)
+    done = weights.run(again)
     assert done.moved == done.bytes
     assert sorted(content(again)) == [
         "part.json", "shard-0000.bin", "shard-0001.bin", "shard-0002.bin"
     ]  # fmt: skip
 
 
-def _turn(path: Path, offset: int) -> None:
-    with path.open("r+b") as shard:
-        shard.seek(offset)
-        byte = shard.read(1)[0]
-        shard.seek(offset)
-        shard.write(bytes([byte ^ 1]))
-
-
-def test_a_chunk_that_is_noted_and_damaged_is_written_again(weights: Weights) -> None:
+def test_a_chunk_that_is_noted_and_damaged_is_written_again(weights: Killed) -> None:
     task = killed_half_way(weights)
     kept = noted(task)
-    _turn(part(task) / "shard-0000.bin", 5)
-    done = weights.end(task)
+    flip(part(task) / "shard-0000.bin", 5)
+    done = weights.run(task)
     assert done.moved == done.bytes - kept + CHUNK_BYTES
-    whole = weights.folder / "whole" / "default" / UID / "gen-1" / "gpu-0"
+    whole = weights.root.parent / "whole" / PART
     assert content(task) == {path.name: path.read_bytes() for path in whole.iterdir()}
 
 
-def test_notes_whose_end_is_torn_count_as_far_as_they_are_whole(weights: Weights) -> None:
+def test_notes_whose_end_is_torn_count_as_far_as_they_are_whole(weights: Killed) -> None:
     task = killed_half_way(weights)
     notes = part(task) / ".notes"
     lines = notes.read_bytes().splitlines(keepends=True)
     notes.write_bytes(b"".join(lines[:-1]) + lines[-1][:-9])
     kept = noted(task)
     assert kept == CHUNK_BYTES * (len(lines) - 2), "the first line says which save it is"
-    done = weights.end(task)
+    done = weights.run(task)
     assert done.moved == done.bytes - kept
 
 
-def test_a_file_that_belongs_to_another_artifact_too_is_not_written_to(weights: Weights) -> None:
+def test_a_file_that_belongs_to_another_artifact_too_is_not_written_to(weights: Killed) -> None:
     task = killed_half_way(weights)
     shard = part(task) / "shard-0000.bin"
-    elsewhere = weights.folder / "elsewhere"
+    elsewhere = weights.root.parent / "elsewhere"
     elsewhere.hardlink_to(shard)
-    _turn(shard, 5)
+    flip(shard, 5)
     before = elsewhere.read_bytes()
-    weights.end(task)
+    weights.run(task)
     assert elsewhere.read_bytes() == before
     assert not elsewhere.samefile(shard)
 
 
-def test_two_saves_never_write_one_part(weights: Weights) -> None:
+def test_two_saves_never_write_one_part(weights: Killed) -> None:
     task = killed_half_way(weights)
     with (part(task) / ".notes").open("rb") as notes:
         fcntl.flock(notes, fcntl.LOCK_EX)
         with pytest.raises(ArtifactExists, match="another process"):
-            weights.end(task)
+            weights.run(task)
     assert noted(task) >= 2 * CHUNK_BYTES, "what is refused removes nothing"
-    weights.end(task)
+    weights.run(task)
 
 
 @pytest.mark.parametrize("kills", [1, SAVES_AGAIN + 1])
 def test_a_save_whose_process_is_killed_goes_on_in_another_some_times(
-    weights: Weights, kills: int
+    weights: Killed, kills: int
 ) -> None:
     task = weights.task("killed")
     killed: set[int] = set()
@@ -271,12 +197,11 @@ def test_a_save_whose_process_is_killed_goes_on_in_another_some_times(
         async with contextlib.aclosing(persistent(TransferProcesses(), task)) as events:
             async for event in events:
                 if isinstance(event, TransferLeased) and len(killed) < kills:
-                    for path in Path("/proc/self/task").glob("*/children"):
-                        for pid in map(int, path.read_text().split()):
-                            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                            if b"gms.transfer_child" in command and pid not in killed:
-                                os.kill(pid, signal.SIGKILL)
-                                killed.add(pid)
+                    for pid in children_of():
+                        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                        if b"gms.transfer_child" in command and pid not in killed:
+                            os.kill(pid, signal.SIGKILL)
+                            killed.add(pid)
         return event
 
     if kills > SAVES_AGAIN:

@@ -68,7 +68,7 @@ from snapshot_shared.orders import ArtifactRef
 from tests.bench.machine import huge_bytes_free
 from tests.support.gms_rig import children_of
 from tests.support.waiting import until, wait_until
-from tests.support.weights import OTHER, UID, Weights, flip, sums_of
+from tests.support.weights import OTHER, UID, Weights, digests_of, flip
 
 MIB = 1024 * 1024
 ARRAYS: dict[str, tuple[Any, Any]] = {
@@ -122,7 +122,7 @@ def test_a_save_and_a_load_bring_the_same_arrays_to_another_device(
         capture.layout.structure_hash,
     )
     with client.restore(capture.state, device=1) as pool:
-        assert sums_of(pool) == capture.sums
+        assert digests_of(pool) == capture.digests
     for events in (saved, loaded):
         assert isinstance(events[0], TransferLeased)
         assert isinstance(events[-1], TransferDone)
@@ -233,7 +233,7 @@ def test_readers_are_admitted_while_a_save_reads(capture: Weights) -> None:
         ),
     )
     with client.connect(lock="RO", deadline_s=5.0) as pool:
-        assert int(pool["big"].sum(dtype="i8")) == capture.sums["big"]
+        assert digests_of(pool) == capture.digests
     generation = client.GenerationRef(
         incarnation=capture.layout.incarnation, generation=capture.layout.generation
     )
@@ -249,7 +249,7 @@ def test_one_flipped_bit_fails_the_load_and_leaves_no_memory(capture: Weights, w
     flip(capture.path / "shard-0000.bin", where)
     # Its memory is free when its process has ended.
     with pytest.raises(ArtifactCorrupt) as caught:
-        capture.events(capture.load_task())
+        capture.apart(capture.load_task())
     assert caught.value.values["file"] == "shard-0000.bin"
     assert caught.value.values["chunk"] == where // (8 * MIB)
     assert capture.service.device(1).used == 0
@@ -282,7 +282,7 @@ def test_files_that_are_not_what_was_written_are_refused(
     task = capture.load_task()
     damage(capture.path)
     with pytest.raises(ArtifactCorrupt):
-        capture.events(task)
+        capture.apart(task)
     assert capture.service.device(1).used == 0
 
 
