@@ -7,24 +7,25 @@ import contextlib
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import snapback_client as client
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.grpc_client import GmsCaller, RemoteControl, fresh_token
 from gms.adapters.lease_router import Intake, hand, until_ready
 from gms.adapters.simulated import simulated_uuid
-from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, TransferLeased
 from gms.handlers.orders import GmsOrders
 from gms.handlers.split import SplitControl
@@ -46,7 +47,6 @@ from snapshot_shared.frames import (
     EventKind,
     FenceRequest,
     SaveRequest,
-    StatusReply,
     StatusRequest,
     TransferStage,
     UnfenceRequest,
@@ -55,41 +55,20 @@ from snapshot_shared.frames import (
 from snapshot_shared.orders import CommitOrder, PodRef
 from tests.support.cuda_rig import UUIDS as CUDA
 from tests.support.cuda_rig import CudaNode
+from tests.support.gms_rig import MIB, GmsProgram, TransferThreads, gms
+from tests.support.waiting import wait_until
+from tests.support.weights import UID
 
-MIB = 1024 * 1024
-UID = "11111111-2222-3333-4444-555555555555"
 UUIDS = [simulated_uuid("n1", index) for index in range(2)]
 
 
-class Node:
+class Node(GmsProgram):
     """GMS of two simulated devices, each with a process, without NATS."""
 
     def __init__(self, folder: Path, sockets: Path, **settings: str) -> None:
-        self.sockets = sockets
-        self.log = folder / "gms.log"
-        self.environment = os.environ | {
-            "SNAPBACK_NODE": "n1",
-            "SNAPBACK_STATE_DIR": str(folder / "state"),
-            "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
-            "SNAPBACK_SOCKET_DIR": str(sockets),
-            "SNAPBACK_NATS_URL": "",
-            "SNAPBACK_DEVICES": "2",
-            "SNAPBACK_DEVICE_BYTES": str(64 * MIB),
-            "SNAPBACK_PROCESS_PER_DEVICE": "1",
-            **settings,
-        }
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "gms.main"], env=self.environment, stderr=log
-            )
-
-    def until_served(self) -> None:
-        until(lambda: self.process.poll() is not None or self._socket.exists(), self.log.read_text)
-        assert self.process.poll() is None, self.log.read_text()
-
-    @property
-    def _socket(self) -> Path:
-        return self.sockets / "gms-grpc.sock"
+        common = {"SNAPBACK_DEVICES": "2", "SNAPBACK_PROCESS_PER_DEVICE": "1"}
+        super().__init__(folder, sockets, **common, **settings)
+        self._read = 0
 
     def pid(self, index: int) -> int:
         """The process of a device."""
@@ -99,30 +78,60 @@ class Node:
                 return pid
         return 0
 
-    def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for path in tasks for pid in path.read_text().split()]
+    def said(self) -> str:
+        """The log since the test has begun."""
+        return self.log.read_text()[self._read :]
 
-    async def status(self, events: int = 0) -> StatusReply:
+    def empty(self) -> None:
+        """Wait until every device is served, and free what an earlier test has left."""
+        wait_until(lambda: asyncio.run(self._emptied()) == UUIDS, self.log.read_text)
+        self._read = len(self.log.read_text())
+
+    async def _emptied(self) -> list[str]:
         async with GmsCaller(self.sockets) as gms:
-            return await gms.status(events=events)
+            devices = (await gms.status(events=0)).devices
+            for device in devices:
+                assert device.fence is None, "a fence of another test"
+                if layout := device.domains[0].layout:
+                    await gms.drop_layout(device.uuid, layout.layout_id)
+        return [device.uuid for device in devices]
 
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(20)
+
+@contextlib.contextmanager
+def running(node: Node) -> Iterator[Node]:
+    """Run a node, and have the clients of the test find it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GMS_SOCKET_DIR", str(node.sockets))
+        patch.setenv("NVIDIA_VISIBLE_DEVICES", ",".join(UUIDS))
+        try:
+            node.start()
+            yield node
+        finally:
+            # The processes of devices end with it, and remove their folders before that.
+            node.stop()
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """The node of all tests that do not end it: three processes take seconds to start."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gms-") as sockets,
+        running(Node(tmp_path_factory.mktemp("node"), Path(sockets))) as node,
+    ):
+        yield node
 
 
 @pytest.fixture
-def node(tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setenv("GMS_SOCKET_DIR", str(socket_dir))
-    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", ",".join(UUIDS))
-    found = Node(tmp_path, socket_dir)
-    try:
-        found.until_served()
-        yield found
-    finally:
-        # The processes of devices end with it, and remove their folders before that.
-        found.stop()
+def node(started: Node) -> Node:
+    started.empty()
+    return started
+
+
+@pytest.fixture
+def own(tmp_path: Path, socket_dir: Path) -> Iterator[Node]:
+    """A node of the test alone."""
+    with running(Node(tmp_path, socket_dir)) as node:
+        yield node
 
 
 def committed(device: int, value: int) -> client.MemoryPool:
@@ -155,7 +164,7 @@ def test_the_crash_of_one_leaves_the_pools_and_the_layouts_of_the_others(node: N
         assert GenerationRef(incarnation=found.incarnation, generation=found.generation) == before
         assert [info.size for info in reader.allocations()] == [MIB]
         reader.detach()
-        until(lambda: node.pid(0) not in (0, killed), node.log.read_text)
+        wait_until(lambda: node.pid(0) not in (0, killed), node.said)
 
 
 def test_who_asks_for_a_device_whose_process_was_killed_is_told_so_until_it_serves_again(
@@ -176,7 +185,7 @@ def test_who_asks_for_a_device_whose_process_was_killed_is_told_so_until_it_serv
                 return False
             return True
 
-        until(serves_again, node.log.read_text)
+        wait_until(serves_again, node.said)
         reasons = {error.to_failure().reason for error in said}
         # A client whom the process had taken before it ended sees its connection closed.
         assert reasons <= {"DeviceProcessGone", "ConnectionLost"}
@@ -191,18 +200,18 @@ def test_who_asks_for_a_device_whose_process_was_killed_is_told_so_until_it_serv
 
 
 def test_the_service_answers_for_all_devices_and_says_that_the_process_of_one_has_ended(
-    node: Node,
+    own: Node,
 ) -> None:
     async def look() -> None:
         with committed(0, 1), committed(1, 2):
-            status = await node.status(events=64)
+            status = await own.status(events=64)
             assert [device.uuid for device in status.devices] == UUIDS
             assert [device.used for device in status.devices] == [2 * MIB] * 2
             layouts = [device.domains[0].layout for device in status.devices]
             incarnations = {layout.incarnation for layout in layouts if layout}
             assert len(incarnations) == 2
-            os.kill(node.pid(0), signal.SIGKILL)
-            async with GmsCaller(node.sockets) as gms:
+            os.kill(own.pid(0), signal.SIGKILL)
+            async with GmsCaller(own.sockets) as gms:
                 async for reply in gms.watch(WatchRequest(status=True)):
                     deaths = [
                         event.device
@@ -214,7 +223,7 @@ def test_the_service_answers_for_all_devices_and_says_that_the_process_of_one_ha
                         assert reply.status is not None
                         assert UUIDS[1] in [device.uuid for device in reply.status.devices]
                         break
-            events = (await node.status(events=64)).events
+            events = (await own.status(events=64)).events
             assert isinstance(events, list)
             assert {event.device for event in events} == set(UUIDS)
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
@@ -225,7 +234,7 @@ def test_the_service_answers_for_all_devices_and_says_that_the_process_of_one_ha
 def test_what_is_asked_while_a_process_starts_again_waits_for_it(node: Node) -> None:
     with committed(0, 1):
         os.kill(node.pid(0), signal.SIGKILL)
-        until(lambda: "was killed by signal 9" in node.log.read_text(), node.log.read_text)
+        wait_until(lambda: "was killed by signal 9" in node.said(), node.said)
         status = asyncio.run(node.status())
         assert [device.uuid for device in status.devices] == UUIDS
         assert status.devices[0].domains[0].layout is None
@@ -248,28 +257,34 @@ def test_a_process_that_hangs_holds_up_no_other_device(node: Node) -> None:
         assert [device.uuid for device in status.devices] == UUIDS
 
 
+async def fence(node: Node, token: str, devices: list[str], wait_s: float = 5.0) -> list[str]:
+    request = FenceRequest(token=token, devices=devices, wait_s=wait_s, deadline_s=60.0)
+    return [ref.device for ref in (await RemoteControl(node.sockets).fence(request)).vector]
+
+
+async def unfence(node: Node, token: str) -> bool:
+    request = UnfenceRequest(token=token)
+    return (await RemoteControl(node.sockets).unfence(request)).ended
+
+
+async def fenced(node: Node) -> list[bool]:
+    return [device.fence is not None for device in (await node.status()).devices]
+
+
 def test_a_fence_is_on_the_devices_of_all_processes_or_on_none(node: Node) -> None:
-    async def fence(token: str, wait_s: float) -> list[str]:
-        request = FenceRequest(token=token, devices=UUIDS[::-1], wait_s=wait_s, deadline_s=30.0)
-        return [ref.device for ref in (await RemoteControl(node.sockets).fence(request)).vector]
-
-    async def fenced() -> list[bool]:
-        return [device.fence is not None for device in (await node.status()).devices]
-
     async def run() -> None:
         pools = [committed(0, 1), committed(1, 2)]
         pools[0].sleep()
         token = fresh_token("fence")
         with pytest.raises(client.DeadlineExceeded):
-            await fence(token, 0.2)
-        assert await fenced() == [False, False]
+            await fence(node, token, UUIDS[::-1], wait_s=0.2)
+        assert await fenced(node) == [False, False]
         pools[1].sleep()
         token = fresh_token("fence")
-        assert await fence(token, 5.0) == UUIDS[::-1]
-        assert await fenced() == [True, True]
-        control = RemoteControl(node.sockets)
-        assert (await control.unfence(UnfenceRequest(token=token))).ended
-        assert await fenced() == [False, False]
+        assert await fence(node, token, UUIDS[::-1]) == UUIDS[::-1]
+        assert await fenced(node) == [True, True]
+        assert await unfence(node, token)
+        assert await fenced(node) == [False, False]
         for pool in pools:
             pool.wake()
             pool.close()
@@ -286,32 +301,21 @@ def asleep(node: Node) -> Iterator[Node]:
         yield node
 
 
-async def fence(
-    sockets: Path, token: str, devices: list[str], wait_s: float = 5.0, deadline_s: float = 60.0
-) -> None:
-    request = FenceRequest(token=token, devices=devices, wait_s=wait_s, deadline_s=deadline_s)
-    await RemoteControl(sockets).fence(request)
-
-
-async def fenced(node: Node) -> list[bool]:
-    return [device.fence is not None for device in (await node.status()).devices]
-
-
 def test_a_fence_does_not_count_as_ended_while_a_process_that_hangs_has_it(asleep: Node) -> None:
     async def run() -> None:
-        control, request = RemoteControl(asleep.sockets), UnfenceRequest(token=fresh_token("fence"))
-        await fence(asleep.sockets, request.token, UUIDS)
+        token = fresh_token("fence")
+        await fence(asleep, token, UUIDS)
         stopped = asleep.pid(0)
         os.kill(stopped, signal.SIGSTOP)
         try:
             with pytest.raises(SnapbackError) as raised:
-                await control.unfence(request)
+                await unfence(asleep, token)
         finally:
             os.kill(stopped, signal.SIGCONT)
         failure = raised.value.to_failure()
         assert (failure.reason, failure.retryable) == ("DeadlineExceeded", True)
         assert UUIDS[0] in failure.message
-        await control.unfence(request)
+        await unfence(asleep, token)
         assert await fenced(asleep) == [False, False]
 
     asyncio.run(run())
@@ -320,9 +324,9 @@ def test_a_fence_does_not_count_as_ended_while_a_process_that_hangs_has_it(aslee
 def test_a_fence_ends_with_the_process_that_has_it(asleep: Node) -> None:
     async def run() -> None:
         token = fresh_token("fence")
-        await fence(asleep.sockets, token, UUIDS)
+        await fence(asleep, token, UUIDS)
         os.kill(asleep.pid(0), signal.SIGKILL)
-        assert (await RemoteControl(asleep.sockets).unfence(UnfenceRequest(token=token))).ended
+        assert await unfence(asleep, token)
         assert not any(await fenced(asleep))
 
     asyncio.run(run())
@@ -331,13 +335,14 @@ def test_a_fence_ends_with_the_process_that_has_it(asleep: Node) -> None:
 def test_a_device_that_refuses_a_fence_may_have_it_later(asleep: Node) -> None:
     async def run() -> None:
         first, second = fresh_token("fence"), fresh_token("fence")
-        await fence(asleep.sockets, first, UUIDS[1:])
+        await fence(asleep, first, UUIDS[1:])
         with pytest.raises(SnapbackError, match="another capture holds"):
-            await fence(asleep.sockets, second, UUIDS)
+            await fence(asleep, second, UUIDS)
         assert await fenced(asleep) == [False, True]
-        await RemoteControl(asleep.sockets).unfence(UnfenceRequest(token=first))
-        await fence(asleep.sockets, second, UUIDS[1:])
+        await unfence(asleep, first)
+        await fence(asleep, second, UUIDS[1:])
         assert await fenced(asleep) == [False, True]
+        assert await unfence(asleep, second)
 
     asyncio.run(run())
 
@@ -346,7 +351,7 @@ def test_a_call_for_a_fence_that_is_cancelled_may_be_repeated(asleep: Node) -> N
     async def run() -> None:
         token = fresh_token("fence")
         with client.connect(1, lock="RW", domain="kv") as pool:
-            asked = asyncio.create_task(fence(asleep.sockets, token, UUIDS, wait_s=20.0))
+            asked = asyncio.create_task(fence(asleep, token, UUIDS, wait_s=20.0))
             async with asyncio.timeout(20):
                 while await fenced(asleep) != [True, True]:  # noqa: ASYNC110 - of another process
                     await asyncio.sleep(0)
@@ -355,36 +360,37 @@ def test_a_call_for_a_fence_that_is_cancelled_may_be_repeated(asleep: Node) -> N
                 await asked
             assert await fenced(asleep) == [True, True]
             pool.close()
-            await fence(asleep.sockets, token, UUIDS)
+            await fence(asleep, token, UUIDS)
+        assert await unfence(asleep, token)
 
     asyncio.run(run())
 
 
-class StalledNode:
-    """One whose first device is not served: its process hangs, or cannot be started again."""
-
-    def __init__(self, node: Node, number: signal.Signals) -> None:
-        self._pid = node.pid(0)
+@contextlib.contextmanager
+def stalled(node: Node, number: signal.Signals) -> Iterator[None]:
+    """Have the first device not served: its process hangs, or cannot be started again."""
+    pid, folder, aside = node.pid(0), node.sockets / "gpu-0", node.sockets / "moved"
+    if number is signal.SIGKILL:
+        folder.rename(aside)
+        # What starts again has no place for its sockets.
+        folder.touch()
+    os.kill(pid, number)
+    try:
+        yield
+    finally:
         if number is signal.SIGKILL:
-            folder = node.sockets / "gpu-0"
-            folder.rename(node.sockets / "moved")
-            # What starts again has no place for its sockets.
-            folder.touch()
-        os.kill(self._pid, number)
-        self._is_stopped = number is signal.SIGSTOP
-
-    def close(self) -> None:
-        if self._is_stopped:
-            os.kill(self._pid, signal.SIGCONT)
+            folder.unlink()
+            shutil.rmtree(aside)
+        else:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
     ("number", "reason"),
     [(signal.SIGSTOP, "DeadlineExceeded"), (signal.SIGKILL, "DeviceProcessGone")],
 )
-@pytest.mark.parametrize("name", ["gpu-0", UUIDS[0]])
 def test_an_order_for_a_device_that_is_not_served_now_may_be_given_again(
-    node: Node, tmp_path: Path, number: signal.Signals, reason: str, name: str
+    node: Node, tmp_path: Path, number: signal.Signals, reason: str
 ) -> None:
     async def find(_: PodRef | None) -> Memory:
         return Memory(RemoteControl(node.sockets), node.sockets)
@@ -397,20 +403,18 @@ def test_an_order_for_a_device_that_is_not_served_now_may_be_given_again(
         node="n1",
         owner=UID,
         deadline_s=30.0,
-        device=name,
+        device="gpu-0",
         load_token="t",
         layout_id="l",
     )
-    stalled = StalledNode(node, number)
-    try:
-        with pytest.raises(SnapbackError) as raised:
-            asyncio.run(orders.commit(order, unused))
-    finally:
-        stalled.close()
-    failure = raised.value.to_failure()
-    # A process that was just killed may be found gone by its socket before it is waited for.
-    assert failure.reason in (reason, "GmsUnavailable")
-    assert failure.retryable
+    with stalled(node, number):
+        for name in ("gpu-0", UUIDS[0]):
+            with pytest.raises(SnapbackError) as raised:
+                asyncio.run(orders.commit(replace(order, device=name), unused))
+            failure = raised.value.to_failure()
+            # The socket of a killed process may be gone before the process is waited for.
+            assert failure.reason in (reason, "GmsUnavailable"), name
+            assert failure.retryable
 
 
 def test_a_load_whose_device_process_is_killed_may_be_tried_again(
@@ -441,7 +445,7 @@ def test_a_load_whose_device_process_is_killed_may_be_tried_again(
         # The load waits for memory, so that it is under way when the process ends.
         with client.connect(0, lock="RW", domain="kv") as pool:
             pool.allocate("kv", 64 * MIB, np.uint8)
-            events = TransferProcesses().run(task)
+            events = TransferThreads().run(task)
             assert isinstance(await anext(events), TransferLeased)
             os.kill(node.pid(0), signal.SIGKILL)
             with pytest.raises(SnapbackError) as raised:
@@ -555,50 +559,45 @@ async def test_a_client_for_whom_no_descriptor_is_left_is_let_go_with_one_line(
 def test_what_one_process_saves_another_loads(node: Node, tmp_path: Path) -> None:
     async def save() -> Any:
         request = SaveRequest(device=UUIDS[0], content_uid=UID, root=str(tmp_path / "root"))
-        async with GmsCaller(node.sockets) as gms:
-            return [update async for update in gms.save(request)][-1]
+        async with GmsCaller(node.sockets) as caller:
+            return [update async for update in caller.save(request)][-1]
 
     with committed(0, 7):
         done = asyncio.run(save())
     assert done.stage is TransferStage.DONE
-    gms = Path(sys.executable).with_name("gms")
-    environment = os.environ | {"GMS_SOCKET_DIR": str(node.sockets)}
-    subprocess.run([gms, "load", done.path, "-d", "1"], env=environment, check=True)
+    gms("load", done.path, "-d", "1")
     with client.connect(1, lock="RO") as pool:
         assert set(pool["w"].tolist()) == {7}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_processes_end_with_the_service(node: Node, number: signal.Signals) -> None:
+def test_the_processes_end_with_the_service(own: Node, number: signal.Signals) -> None:
     with committed(0, 1):
-        descriptors = [os.pidfd_open(pid) for pid in node.children()]
+        descriptors = [os.pidfd_open(pid) for pid in own.children()]
         assert len(descriptors) == 2
-        node.process.send_signal(number)
-        assert node.process.wait(20) == (0 if number == signal.SIGTERM else -number)
+        own.process.send_signal(number)
+        assert own.process.wait(20) == (0 if number == signal.SIGTERM else -number)
         for descriptor in descriptors:
-            until(lambda descriptor=descriptor: ended(descriptor), node.log.read_text)
+            wait_until(lambda descriptor=descriptor: ended(descriptor), own.log.read_text)
             os.close(descriptor)
     if number == signal.SIGTERM:
-        assert list(node.sockets.iterdir()) == []
-        assert "Traceback" not in node.log.read_text()
+        assert list(own.sockets.iterdir()) == []
+        assert "Traceback" not in own.log.read_text()
 
 
 def ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-@pytest.mark.parametrize(
-    ("frame", "reason"),
-    [(encode_frame(Detach()), "InvalidMessage"), (b"\xff", "InvalidMessage")],
-)
-def test_a_client_that_names_no_device_is_refused(node: Node, frame: bytes, reason: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(10)
-        sock.connect(str(node.sockets / "gms.sock"))
-        sock.send(frame)
-        reply = decode_reply(sock.recv(65536))
-    assert isinstance(reply, ErrorReply)
-    assert reply.to_failure().reason == reason
+def test_a_client_that_names_no_device_is_refused(node: Node) -> None:
+    for frame in (encode_frame(Detach()), b"\xff"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(10)
+            sock.connect(str(node.sockets / "gms.sock"))
+            sock.send(frame)
+            reply = decode_reply(sock.recv(65536))
+        assert isinstance(reply, ErrorReply)
+        assert reply.to_failure().reason == "InvalidMessage", frame
 
 
 def test_a_device_that_no_process_has_is_refused_by_name(node: Node) -> None:
@@ -616,9 +615,8 @@ def test_a_client_that_says_nothing_is_let_go(node: Node) -> None:
 def test_devices_of_the_kubelet_plugin_cannot_have_a_process_each(
     tmp_path: Path, socket_dir: Path
 ) -> None:
-    refused = Node(tmp_path, socket_dir, SNAPBACK_KUBELET_PLUGIN="dra")
-    assert refused.process.wait(30) == 1
-    assert "SNAPBACK_PROCESS_PER_DEVICE and SNAPBACK_KUBELET_PLUGIN" in refused.log.read_text()
+    said = Node(tmp_path, socket_dir).refused(SNAPBACK_KUBELET_PLUGIN="dra")
+    assert "SNAPBACK_PROCESS_PER_DEVICE and SNAPBACK_KUBELET_PLUGIN" in "\n".join(said)
 
 
 def test_a_process_serves_its_gpu_alone(
@@ -626,6 +624,7 @@ def test_a_process_serves_its_gpu_alone(
 ) -> None:
     cuda_node.place(*CUDA[:2])
     node = Node(tmp_path, socket_dir, SNAPBACK_GMS_DEVICE="cuda")
+    node.start()
     code = (
         "import os, sys\n"
         "import snapback_client as client\n"
@@ -639,7 +638,6 @@ def test_a_process_serves_its_gpu_alone(
         "        assert pool['w'].get().tolist() == [number] * 10\n"
     )
     try:
-        node.until_served()
         environment = os.environ | {"GMS_SOCKET_DIR": str(socket_dir)}
         subprocess.run([sys.executable, "-c", code, *CUDA[:2]], env=environment, check=True)
         status = asyncio.run(node.status())
@@ -647,12 +645,3 @@ def test_a_process_serves_its_gpu_alone(
         assert [each.kind for each in status.devices] == ["cuda"] * 2
     finally:
         assert node.stop() == 0
-
-
-def until(holds: Callable[[], object], says: Callable[[], str]) -> None:
-    pause = threading.Event()
-    for _ in range(2000):
-        if holds():
-            return
-        pause.wait(0.01)
-    pytest.fail(f"it did not come true within 20 s: {says()}")
