@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from snapshot_agent.domain.cuda import State
+from tests.support.forks import forks
 
 HERE = Path(__file__).parent / "fake_cuda"
 UUIDS = tuple(f"GPU-{n}0000000-0000-4000-8000-00000000000{n}" for n in range(1, 5))
@@ -26,6 +27,8 @@ _LIBRARIES = {
     "libcuda.so.1": ("libcuda.c", "memory.c", "node.c"),
     "libnvidia-ml.so.1": ("nvml.c", "node.c"),
 }
+CLIENTS = ("snapback_client", "snapback_client.cuda", "cuda.bindings.driver", "gms.adapters.cuda")
+"""What a process imports of which workers are forks."""
 _FLAGS = (
     "-shared -fPIC -O1 -pthread -fvisibility=hidden -Wall -Wextra -Wno-unused-parameter -Werror"
 )
@@ -41,6 +44,23 @@ def library(folder: Path) -> Path:
         flags = [*_FLAGS.split(), f"-Wl,-soname,{name}", "-o", folder / name]
         subprocess.run([compiler, *flags, *(HERE / source for source in sources)], check=True)
     return folder / "libcuda.so.1"
+
+
+LOADED = f"""
+import ctypes, os
+for name in {sorted(_LIBRARIES)}:
+    ctypes.CDLL(os.path.join(os.environ["LD_LIBRARY_PATH"].partition(os.pathsep)[0], name))
+"""
+"""Code for a fork, whose loader knows LD_LIBRARY_PATH as it was before the fork."""
+
+
+def worker(code: str, *arguments: str, **environment: str | None) -> str:
+    """Run code in a process on the node with some variables set, or left out; return its output."""
+    variables = {name: value for name, value in os.environ.items() if name not in environment}
+    variables |= {name: value for name, value in environment.items() if value is not None}
+    ended = forks(*CLIENTS).run(LOADED + code, *arguments, environment=variables)
+    assert ended.returncode == 0, ended.stderr.decode()
+    return ended.stdout.decode()
 
 
 class Call(NamedTuple):

@@ -26,6 +26,7 @@ from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.grpc_client import GmsCaller
 from gms.adapters.lease_socket import LeaseServer
 from gms.adapters.simulated import GRANULARITY, SimulatedDevice
+from gms.adapters.transfer_process import TransferProcesses
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
 from gms.handlers.control import GmsControl
 from gms.handlers.memory_server import MemoryServer
@@ -34,15 +35,20 @@ from gms.handlers.transfers import GmsTransfers
 from gms.ports import Device, Transfers
 from gms.transfer_child.__main__ import _work_of
 from snapback_client.frames import error_of
+from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import failure_of
 from snapshot_shared.frames import DeviceStatus, StatusReply, StatusRequest
 from snapshot_shared.orders import LayoutRef
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.telemetry import Telemetry
+from tests.support.forks import forks
 from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
 CAPACITY = 64 * MIB
+
+TRANSFERS = ("tests.support.doomed_saver", "gms.transfer_child.__main__", "snapback_client.cuda")
+"""What a process imports of which transfers and clients are forks."""
 
 T = TypeVar("T")
 
@@ -55,6 +61,23 @@ def carried_out(
         return _work_of(task)(emit)
     except Exception as error:
         raise error_of(TransferFailed.of(failure_of(error)).to_failure()) from error
+
+
+def apart(task: SaveTask | LoadTask, before: str = "") -> TransferDone:
+    """Carry out a task in a fork that is as a transfer process; the code `before` runs first."""
+    code = f"import sys\n{before}\nfrom gms.transfer_child.__main__ import main\nmain(['either'])"
+    ended = forks(*TRANSFERS).run(code, stdin=encode_json(task) + b"\n")
+    assert ended.stdout, ended.stderr.decode()
+    event = decode_json(ended.stdout.splitlines()[-1], TransferEvent)
+    if isinstance(event, TransferFailed):
+        raise error_of(event.to_failure())
+    assert isinstance(event, TransferDone)
+    return event
+
+
+async def events_of(task: SaveTask | LoadTask) -> list[TransferEvent]:
+    """Carry out a task in a transfer process, as the service does."""
+    return [event async for event in TransferProcesses().run(task)]
 
 
 class TransferThreads:

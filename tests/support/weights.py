@@ -13,16 +13,14 @@ from msgspec.structs import replace
 
 import snapback_client as client
 from gms.adapters.part_files import read_part
-from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferFailed
-from snapback_client.frames import error_of
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
 from snapshot_shared.artifact import PART_MANIFEST, ROOT_MANIFEST, PartManifest
 from snapshot_shared.codec import decode_json, digest, encode_json, encode_pretty
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
 from tests.support.doomed_saver import COUNTS
 from tests.support.forks import forks
-from tests.support.gms_rig import RunningGms, carried_out
+from tests.support.gms_rig import TRANSFERS, RunningGms, apart, carried_out, events_of
 
 UID = "11111111-2222-3333-4444-555555555555"
 OTHER = UID.replace("1", "6")
@@ -128,32 +126,17 @@ class Weights:
 
     def events(self, task: SaveTask | LoadTask) -> list[TransferEvent]:
         """Carry out a task in a process of its own, as the service does."""
-
-        async def collect() -> list[TransferEvent]:
-            return [event async for event in TransferProcesses().run(task)]
-
-        return self.service.run(collect())
+        return self.service.run(events_of(task))
 
     def apart(self, task: SaveTask | LoadTask) -> TransferDone:
         """Carry out a task in a process that ends with it, as the memory of a failed load does."""
-        code = (
-            "import sys; from gms.transfer_child.__main__ import main; sys.exit(main(['either']))"
-        )
-        line = encode_json(task) + b"\n"
-        ended = forks("tests.support.doomed_saver").run(code, stdin=line)
-        event = decode_json(ended.stdout.splitlines()[-1], TransferEvent)
-        if isinstance(event, TransferFailed):
-            raise error_of(event.to_failure())
-        assert isinstance(event, TransferDone), ended
-        return event
+        return apart(task)
 
     def doomed(self, task: SaveTask, last: int = 0) -> Doomed:
         """Save in a process that dies at its `last` call that changes the disk; 0: it lives."""
         counts = self.root.parent / "counts"
         code = "from tests.support import doomed_saver; doomed_saver.main()"
-        ended = forks("tests.support.doomed_saver").run(
-            code, str(last), str(counts), stdin=encode_json(task) + b"\n"
-        )
+        ended = forks(*TRANSFERS).run(code, str(last), str(counts), stdin=encode_json(task) + b"\n")
         assert ended.returncode in ((0, -signal.SIGKILL) if last else (0,)), ended.stderr.decode()
         done = decode_json(ended.stdout, TransferDone) if ended.stdout else None
         return Doomed(*COUNTS.unpack(counts.read_bytes()), done)

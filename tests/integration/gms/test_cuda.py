@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,13 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.orders import LayoutRef
 from tests.support.backend_site import find_kvikio, site_with_backends
-from tests.support.cuda_rig import UUIDS, CudaNode, ThisProcess
+from tests.support.cuda_rig import LOADED, UUIDS, CudaNode, ThisProcess, worker
+from tests.support.gms_rig import MIB, apart
+from tests.support.waiting import wait_until
+from tests.support.weights import UID, flip
 
-MIB = 1024 * 1024
 GRANULE = 2 * MIB
 BLOCKING_SYNC = 4
-UID = "11111111-2222-3333-4444-555555555555"
 
 
 @pytest.fixture
@@ -66,18 +66,6 @@ def driver(cuda_node: CudaNode, faults: tuple[str, ...]) -> ThisProcess:
 def service(driver: ThisProcess, launch: Any) -> Any:
     """The service on every device of the node."""
     return launch(devices=open_devices())
-
-
-def worker(code: str, *arguments: str) -> str:
-    found = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        check=False,
-        timeout=50,
-        text=True,
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stdout
 
 
 def test_the_server_makes_memory_and_hands_it_out_and_neither_maps_it_nor_makes_a_context(
@@ -415,21 +403,12 @@ class Saved:
             for name, array in arrays.items():
                 array.set(self.values[name])
             self.generation = pool.commit()
-        layout = self.service.device().domains[0].layout
-        assert isinstance(layout, LayoutRef)
-        return layout
+        return self.service.layout()
 
     def run(self, task: SaveTask | LoadTask) -> TransferDone:
-        async def follow() -> TransferDone:
-            async with aclosing(TransferProcesses().run(task)) as events:
-                async for event in events:
-                    if isinstance(event, TransferDone):
-                        return event
-            raise AssertionError("it said no more")
-
-        found = self.service.run(follow())
-        assert isinstance(found, TransferDone)
-        return found
+        return apart(
+            task, f"{LOADED}sys.path += os.environ.get('PYTHONPATH', '').split(os.pathsep)"
+        )
 
     def place(self, attempt: int, **fields: Any) -> dict[str, Any]:
         return {
@@ -487,7 +466,7 @@ def test_a_layout_longer_than_the_windows_is_saved_and_loaded_whole(
     assert done.bytes - done.moved == 8 * MIB
     loaded = saved.load(done, "t1")
     assert loaded.layout.structure_hash == done.layout.structure_hash
-    saved.service.run(publish(saved.service, "t1"))
+    saved.service.publish("t1", 0)
     with client.connect(lock="RO") as pool:
         for name, values in saved.values.items():
             assert (pool[name].get() == values).all()
@@ -522,7 +501,7 @@ def test_a_device_reads_a_part_itself_where_the_backend_can(
     loaded = saved.load(done, "t1", backend=direct)
     assert loaded.backend == way
     assert (loaded.moved, loaded.bytes) == (done.moved, done.bytes)
-    saved.service.run(publish(saved.service, "t1"))
+    saved.service.publish("t1", 0)
     with client.connect(lock="RO") as pool:
         for name, values in saved.values.items():
             assert (pool[name].get() == values).all()
@@ -531,20 +510,12 @@ def test_a_device_reads_a_part_itself_where_the_backend_can(
 @pytest.mark.parametrize("direct", ["direct-example", "gds"], indirect=True)
 def test_a_damaged_part_is_not_loaded_though_the_device_read_it(saved: Saved, direct: str) -> None:
     done = saved.save(backend=direct)
-    with (saved.folder() / "shard-0001.bin").open("r+b") as shard:
-        shard.seek(3 * MIB)
-        byte = shard.read(1)[0]
-        shard.seek(3 * MIB)
-        shard.write(bytes([byte ^ 1]))
+    flip(saved.folder() / "shard-0001.bin", 3 * MIB)
     used = saved.service.device().used
     with pytest.raises(ArtifactCorrupt, match=r"chunk 0 of shard-0001\.bin is damaged"):
         saved.load(done, "t1", backend=direct)
     assert saved.service.device().loads == []
     assert saved.service.device().used == used
-
-
-async def publish(service: Any, token: str) -> None:
-    service.gms.publish_hidden(service.uuids[0], token)
 
 
 def test_a_save_of_a_layout_that_changed_in_one_place_writes_that_file(saved: Saved) -> None:
@@ -628,7 +599,7 @@ def test_a_saver_that_waits_for_orders_has_started_the_driver_of_each_gpu_in_a_p
         [str(Path(sys.executable).with_name("gms-saver"))], env=environment, stderr=subprocess.PIPE
     ) as saver:
         try:
-            until(lambda: visible_in_children(saver.pid) == sorted(UUIDS[:2]))
+            wait_until(lambda: visible_in_children(saver.pid) == sorted(UUIDS[:2]))
         finally:
             saver.terminate()
             saver.communicate(timeout=30)
@@ -670,12 +641,3 @@ def test_the_context_of_a_transfer_is_made_beside_its_other_work_and_sleeps_whil
 def test_a_transfer_that_was_not_waited_for_sleeps_while_it_waits_too(saved: Saved) -> None:
     alone(lambda: save(saved.save_task(), lambda _: None))
     assert flags_and_contexts(0)[0] == BLOCKING_SYNC
-
-
-def until(holds: Callable[[], object]) -> None:
-    pause = threading.Event()
-    for _ in range(2000):
-        if holds():
-            return
-        pause.wait(0.01)
-    pytest.fail("it did not come true within 20 s")

@@ -6,12 +6,10 @@ The driver and NVML are fakes with several devices and with processes that are n
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomai
 from snapback_client.lease import Lease
 from snapback_client.reservation import DEVICE_BYTES, FIRST_ADDRESS
 from snapshot_shared.errors import DeadlineExceeded, OutOfDeviceMemory
-from tests.support.cuda_rig import UUIDS, CudaNode, Foreign
+from tests.support.cuda_rig import UUIDS, CudaNode, Foreign, worker
 
 MIB = 1024 * 1024
 FREED_S = 0.5
@@ -44,52 +42,39 @@ except client.UnknownDevice as error:
 """
 
 
-def worker(code: str, *arguments: str, **environment: str | None) -> list[str]:
-    """Run code in a process with some variables set, or left out, and return its lines."""
-    variables = {name: value for name, value in os.environ.items() if name not in environment}
-    variables |= {name: value for name, value in environment.items() if value is not None}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=variables,
-        capture_output=True,
-        check=False,
-        timeout=50,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.fixture
 def service(cuda_node: CudaNode, launch: Any) -> Any:
     cuda_node.place(*UUIDS[:2])
     return launch(devices=open_devices())
 
 
-@pytest.mark.parametrize("nvidia", ["void", "all", "in order"])
-@pytest.mark.parametrize(
-    ("cuda", "device", "found"),
-    [
-        (None, "0", 0),
-        ("1,0", "0", 1),
-        ("1,0", "1", 0),
-        ("1", "0", 1),
-        ("1", "1", None),
-        ("0", "1", None),
-        (f"{UUIDS[1]},{UUIDS[0]}", "0", 1),
-        ("1,0", UUIDS[0], 0),
-        ("1,0", UUIDS[0][:6], 0),
-    ],
-)
-def test_a_number_is_that_of_cuda_in_the_process(
-    service: Any, nvidia: str, cuda: str | None, device: str, found: int | None
-) -> None:
-    names = ",".join(UUIDS[:2]) if nvidia == "in order" else nvidia
-    said = worker(OPEN, device, NVIDIA_VISIBLE_DEVICES=names, CUDA_VISIBLE_DEVICES=cuda)
-    if found is None:
-        assert said == ["UnknownDevice"]
-    else:
-        assert said == [f"{UUIDS[found]} {FIRST_ADDRESS + found * DEVICE_BYTES:#x}"]
+NUMBERS = [
+    (None, "0", 0),
+    ("1,0", "0", 1),
+    ("1,0", "1", 0),
+    ("1", "0", 1),
+    ("1", "1", None),
+    ("0", "1", None),
+    (f"{UUIDS[1]},{UUIDS[0]}", "0", 1),
+    ("1,0", UUIDS[0], 0),
+    ("1,0", UUIDS[0][:6], 0),
+]
+"""CUDA_VISIBLE_DEVICES, the name of a device, and the index of the device."""
+
+
+@pytest.mark.parametrize("nvidia", ["void", "all", ",".join(UUIDS[:2])], ids=["void", "all", "in"])
+def test_a_number_is_that_of_cuda_in_the_process(service: Any, nvidia: str) -> None:
+    wrong = {}
+    for cuda, device, found in NUMBERS:
+        said = worker(OPEN, device, NVIDIA_VISIBLE_DEVICES=nvidia, CUDA_VISIBLE_DEVICES=cuda)
+        expected = "UnknownDevice" if found is None else place_of(found)
+        if said != f"{expected}\n":
+            wrong[cuda, device] = said
+    assert wrong == {}
+
+
+def place_of(index: int, uuids: Sequence[str] = UUIDS) -> str:
+    return f"{uuids[index]} {FIRST_ADDRESS + index * DEVICE_BYTES:#x}"
 
 
 def test_a_simulated_service_on_a_node_with_gpus_has_numbers_of_its_own(
@@ -99,9 +84,8 @@ def test_a_simulated_service_on_a_node_with_gpus_has_numbers_of_its_own(
     code = OPEN.replace(".set(7)", "[:] = 7")
     for variables in ({}, {"NVIDIA_VISIBLE_DEVICES": "void"}):
         for index in (0, 1):
-            place = FIRST_ADDRESS + index * DEVICE_BYTES
             said = worker(code, str(index), CUDA_VISIBLE_DEVICES="0", **variables)
-            assert said == [f"{service.uuids[index]} {place:#x}"]
+            assert said.split() == place_of(index, service.uuids).split()
 
 
 def test_finding_a_device_makes_no_context(service: Any, cuda_node: CudaNode) -> None:
@@ -136,9 +120,9 @@ def test_pools_that_are_opened_by_uuid_are_restored_at_their_addresses_in_any_or
         "    assert pool['w'].get().tolist() == [value] * 10\n"
     )
     order = {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": "1,0"}
-    written = worker(write, str(tmp_path), *UUIDS[:2], **order)
+    written = worker(write, str(tmp_path), *UUIDS[:2], **order).splitlines()
     assert written == [f"{UUIDS[n]} {FIRST_ADDRESS + n * DEVICE_BYTES}" for n in (0, 1)]
-    assert worker(read, str(tmp_path), **order) == written[::-1]
+    assert worker(read, str(tmp_path), **order).splitlines() == written[::-1]
 
 
 @pytest.mark.parametrize("device", ["0", MIG[1], "MIG-6"])
@@ -149,7 +133,7 @@ def test_a_mig_device_is_named_as_kubernetes_names_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG[1])
     service = launch(devices=open_devices())
     assert service.uuids == [MIG[1]]
-    (said,) = worker(OPEN, device, NVIDIA_VISIBLE_DEVICES=None)
+    said = worker(OPEN, device, NVIDIA_VISIBLE_DEVICES=None)
     assert said.split()[0] == MIG[1]
 
 
@@ -161,8 +145,8 @@ def test_the_devices_of_a_service_are_in_the_order_of_nvidia_smi_unless_another_
         "from gms.adapters.cuda import open_devices\n"
         "print([device.info.index for device in open_devices()], os.environ['CUDA_DEVICE_ORDER'])\n"
     )
-    assert worker(code, CUDA_DEVICE_ORDER=None) == ["[0, 1, 2, 3] PCI_BUS_ID"]
-    assert worker(code, CUDA_DEVICE_ORDER="FASTEST_FIRST") == ["[0, 1, 2, 3] FASTEST_FIRST"]
+    assert worker(code, CUDA_DEVICE_ORDER=None) == "[0, 1, 2, 3] PCI_BUS_ID\n"
+    assert worker(code, CUDA_DEVICE_ORDER="FASTEST_FIRST") == "[0, 1, 2, 3] FASTEST_FIRST\n"
 
 
 def test_a_fork_closes_a_pool_without_the_driver_which_is_dead_in_it(service: Any) -> None:
@@ -182,7 +166,7 @@ def test_a_fork_closes_a_pool_without_the_driver_which_is_dead_in_it(service: An
         "pool.commit()\n"
         "print(array.get().tolist() == [7] * 10)\n"
     )
-    assert worker(code) == ["7", "True"]
+    assert worker(code) == "7\nTrue\n"
 
 
 # Memory of others.
@@ -234,7 +218,7 @@ def test_a_context_has_its_memory_when_another_process_frees_it_meanwhile(
     launch(devices=open_devices())
     foreign = cuda_node.foreign(100 * MIB)
     with later(lambda: end(foreign)):
-        assert worker(OPEN, "0") == [f"{UUIDS[0]} {FIRST_ADDRESS:#x}"]
+        assert worker(OPEN, "0") == f"{place_of(0)}\n"
 
 
 def test_what_is_free_is_what_nvml_says_and_who_holds_the_rest_is_named(
@@ -344,4 +328,4 @@ def test_memory_with_fabric_handles_is_handed_out_as_descriptors(
     cuda_node.place(f"{UUIDS[0]} fabric=1")
     service = launch(devices=open_devices(fabric_handles=True))
     assert service.device().capabilities["fabric-memory"] == 1
-    assert worker(OPEN, "0") == [f"{UUIDS[0]} {FIRST_ADDRESS:#x}"]
+    assert worker(OPEN, "0") == f"{place_of(0)}\n"

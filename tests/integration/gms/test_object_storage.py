@@ -38,6 +38,7 @@ from snapshot_shared.object_storage import (
 )
 from tests.bench.objects import LIMIT, _watched
 from tests.support.forks import forks
+from tests.support.gms_rig import TRANSFERS
 from tests.support.s3_server import ROOT, S3Server, s3_server
 from tests.support.weights import OTHER, PART, UID, Weights, digests_of
 
@@ -181,7 +182,7 @@ transfer_child.main(["save"])
 def killed(capture: Capture, written: int) -> None:
     """Kill a save after so many objects."""
     task = encode_json(capture.save_task(threads=1)) + b"\n"
-    ended = forks("tests.support.doomed_saver").run(KILLED, str(written), stdin=task)
+    ended = forks(*TRANSFERS).run(KILLED, str(written), stdin=task)
     assert ended.returncode == -signal.SIGKILL
 
 
