@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 import snapback_client as client
 from gms.adapters.grpc_client import GmsCaller
+from gms.adapters.transfer_process import TransferProcesses
 from snapback_client.frames import GenerationRef
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
@@ -33,11 +33,11 @@ from snapshot_shared.frames import (
 )
 from snapshot_shared.steps import all_names
 from snapshot_shared.telemetry import Telemetry
+from tests.support.gms_rig import MIB, children_of
+from tests.support.waiting import wait_until
+from tests.support.weights import UID
 
 T = TypeVar("T")
-
-MIB = 1024 * 1024
-UID = "11111111-2222-3333-4444-555555555555"
 
 
 class Caller:
@@ -61,6 +61,12 @@ class Caller:
 
 @pytest.fixture
 def call(service: Any) -> Iterator[Caller]:
+    with calls(service) as caller:
+        yield caller
+
+
+@contextlib.contextmanager
+def calls(service: Any) -> Iterator[Caller]:
     with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
         yield Caller(channel)
 
@@ -68,14 +74,18 @@ def call(service: Any) -> Iterator[Caller]:
 @pytest.fixture
 def sums(service: Any) -> dict[str, int]:
     """Weights on device 0, and what their arrays add up to."""
+    return committed()
+
+
+def committed() -> dict[str, int]:
     with client.connect(lock="RW") as pool:
         rng = np.random.default_rng(7)
         for array in pool.allocate_many(
             {"big": (20 * MIB + 3, "u1"), "m": ((300, 70), "f4")}
         ).values():
-            array[...] = rng.integers(0, 100, array.shape)
+            array[...] = rng.integers(0, 256, array.shape, "u1")
         pool.commit()
-        return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+        return sums_of(pool)
 
 
 def load_request(service: Any, saved: TransferUpdate, **changes: Any) -> LoadRequest:
@@ -92,9 +102,13 @@ def load_request(service: Any, saved: TransferUpdate, **changes: Any) -> LoadReq
     return LoadRequest(**fields | changes)
 
 
+def sums_of(pool: client.MemoryPool) -> dict[str, int]:
+    return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+
+
 def sums_on(device: int) -> dict[str, int]:
     with client.connect(device, lock="RO", deadline_s=5.0) as pool:
-        return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+        return sums_of(pool)
 
 
 def parts_below(root: Path) -> list[str]:
@@ -208,31 +222,19 @@ def test_a_caller_that_hangs_up_after_the_last_update_keeps_what_it_asked_for(
         assert [load.load_token for load in service.device(1).loads] == ["l1"]
 
 
-def children() -> set[int]:
-    """The children of this process, in which the service runs, and its threads."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        # A thread may have ended since it was listed.
-        with contextlib.suppress(FileNotFoundError):
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
-
-
-def until(holds: Any) -> None:
-    done = threading.Event()
-    for _ in range(200):
-        if holds():
-            return
-        done.wait(0.05)
-    pytest.fail("it did not come true within 10 s")
-
-
 @pytest.mark.parametrize("verb", ["Save", "Load"])
 def test_a_cancelled_call_ends_its_process_and_leaves_nothing(
-    service: Any, call: Caller, sums: dict[str, int], verb: str, tmp_path: Path
+    launch: Any, verb: str, tmp_path: Path
 ) -> None:
+    service = launch(transfers=TransferProcesses())
+    committed()
+    with calls(service) as call:
+        cancelled(service, call, verb, tmp_path)
+
+
+def cancelled(service: Any, call: Caller, verb: str, tmp_path: Path) -> None:
     saved = call.updates("Save", SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
-    before = children()
+    before = children_of()
     request = (
         SaveRequest(device=service.uuids[0], content_uid=UID, root=str(tmp_path))
         if verb == "Save"
@@ -243,9 +245,9 @@ def test_a_cancelled_call_ends_its_process_and_leaves_nothing(
         if decode_msgpack(data, TransferUpdate).stage is TransferStage.PROGRESS:
             break
     stream.cancel()
-    until(lambda: children() == before)
-    until(lambda: parts_below(tmp_path) == [])
-    until(lambda: service.device(1).used == 0)
+    wait_until(lambda: children_of() == before)
+    wait_until(lambda: parts_below(tmp_path) == [])
+    wait_until(lambda: service.device(1).used == 0)
     assert service.device(1).loads == []
     assert service.device(0).domains[0].sessions == []
     assert call.updates(
@@ -311,7 +313,7 @@ def test_calls_are_in_the_trace_of_the_span_around_them(
 ) -> None:
     parents: dict[str, str] = {}
     asyncio.run(calls_of_tools(service, parents))
-    until(lambda: {record.name for record in service.spans()} >= parents.keys())
+    wait_until(lambda: {record.name for record in service.spans()} >= parents.keys())
     found = [record for record in service.spans() if record.name.startswith("gms-")]
     assert sorted(record.name for record in found) == sorted(parents), "one has no span around it"
     for record in found:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -38,81 +36,47 @@ from snapshot_shared.orders import (
     SaveOrder,
 )
 from tests.support.artifact_keys import put_encryption
+from tests.support.gms_rig import GmsProgram
+from tests.support.nats_server import nats_server
+from tests.support.waiting import wait_until
 
-MIB = 1024 * 1024
 NOWHERE = "nats://127.0.0.1:9"
 PATIENCE_S = 20.0
 DEVICE = simulated_uuid("n1", 0)
 
 
-class Process:
-    """`python -m gms.main` with an environment of its own."""
-
-    def __init__(self, folder: Path, sockets: Path, url: str) -> None:
-        self.environment = os.environ | {
-            "SNAPBACK_NODE": "n1",
-            "SNAPBACK_STATE_DIR": str(folder / "state"),
-            "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
-            "SNAPBACK_SOCKET_DIR": str(sockets),
-            "SNAPBACK_NATS_URL": url,
-            "SNAPBACK_DEVICES": "1",
-            "SNAPBACK_DEVICE_BYTES": str(64 * MIB),
-        }
-        self.sockets = sockets
-        self.log = folder / "gms.log"
-        self.running: list[subprocess.Popen[bytes]] = []
-
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start and return when the lease socket answers."""
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gms.main"],
-                env=self.environment,
-                stderr=log,
-                process_group=0,
-            )
-        self.running.append(process)
-        while not (self.sockets / "gms-grpc.sock").exists():
-            assert process.poll() is None, self.log.read_text()
-            threading.Event().wait(0.01)
-        return process
-
-    def incarnation(self, patience_s: float = PATIENCE_S) -> str:
-        lease = Lease.attach(
-            str(self.sockets),
-            Attach(device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=patience_s),
-        )
-        found = lease.attached.incarnation
-        lease.detach()
-        return found
-
-    def stop_all(self) -> None:
-        for process in self.running:
-            process.kill()
-            process.wait()
+def incarnation(process: GmsProgram, patience_s: float = PATIENCE_S) -> str:
+    lease = Lease.attach(
+        str(process.sockets),
+        Attach(device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=patience_s),
+    )
+    found = lease.attached.incarnation
+    lease.detach()
+    return found
 
 
 @pytest.fixture
-def process(tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+def process(
+    tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[GmsProgram]:
     monkeypatch.setenv("GMS_SOCKET_DIR", str(socket_dir))
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", DEVICE)
-    found = Process(tmp_path, socket_dir, NOWHERE)
+    found = GmsProgram(tmp_path, socket_dir, SNAPBACK_NATS_URL=NOWHERE)
     yield found
-    found.stop_all()
+    found.kill()
 
 
-def test_workers_are_served_while_the_disk_does_not_answer(process: Process) -> None:
+def test_workers_are_served_while_the_disk_does_not_answer(process: GmsProgram) -> None:
     state = Path(process.environment["SNAPBACK_STATE_DIR"])
     state.mkdir(mode=0o700)
     # An open for reading waits for a writer.
     os.mkfifo(state / "journal", 0o600)
     process.start()
-    while not (state / "lock").exists():
-        threading.Event().wait(0.01)
-    assert process.incarnation(patience_s=1.0)
+    wait_until((state / "lock").exists)
+    assert incarnation(process, patience_s=1.0)
 
 
-def test_workers_are_served_while_nats_is_away(process: Process) -> None:
+def test_workers_are_served_while_nats_is_away(process: GmsProgram) -> None:
     process.start()
     with client.connect(lock="RW") as pool:
         pool.allocate("w", 10, np.uint8)[:] = 1
@@ -121,7 +85,7 @@ def test_workers_are_served_while_nats_is_away(process: Process) -> None:
         pool.wake()
 
 
-def test_a_stop_is_orderly_and_leaves_no_socket(process: Process) -> None:
+def test_a_stop_is_orderly_and_leaves_no_socket(process: GmsProgram) -> None:
     running = process.start()
     with client.connect(lock="RW") as pool:
         pool.allocate("w", 10, np.uint8)
@@ -135,11 +99,11 @@ def test_a_stop_is_orderly_and_leaves_no_socket(process: Process) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.6])
 def test_what_waits_for_a_transfer_ends_with_the_service_and_says_nothing(
-    process: Process, number: signal.Signals, after_s: float
+    process: GmsProgram, number: signal.Signals, after_s: float
 ) -> None:
     running = process.start()
     threading.Event().wait(after_s)
-    waiting = children(running.pid)
+    waiting = [os.pidfd_open(pid) for pid in process.children()]
     # As ctrl-C on a terminal does.
     os.killpg(running.pid, number)
     assert running.wait(PATIENCE_S) in (0, -number)
@@ -150,42 +114,30 @@ def test_what_waits_for_a_transfer_ends_with_the_service_and_says_nothing(
     assert "Traceback" not in process.log.read_text()
 
 
-def children(pid: int) -> list[int]:
-    """Return a pidfd of each process that a process has started."""
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            with contextlib.suppress(ProcessLookupError):
-                found.append(os.pidfd_open(child))
-    return found
-
-
 def test_a_killed_service_is_replaced_by_one_that_says_that_it_is_another(
-    process: Process,
+    process: GmsProgram,
 ) -> None:
     first = process.start()
-    before = process.incarnation()
+    before = incarnation(process)
     first.kill()
     first.wait()
     (process.sockets / "gms-grpc.sock").unlink()
     process.start()
-    assert process.incarnation() != before
+    assert incarnation(process) != before
 
 
-def test_a_second_service_of_one_node_says_why_it_does_not_start(process: Process) -> None:
+def test_a_second_service_of_one_node_says_why_it_does_not_start(
+    process: GmsProgram, tmp_path: Path
+) -> None:
     process.start()
-    found = subprocess.run(
-        [sys.executable, "-m", "gms.main"],
-        env=process.environment,
-        capture_output=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    assert found.returncode == 1
-    assert found.stderr.decode().splitlines()[-1].startswith("AlreadyExists: another")
+    second = GmsProgram(tmp_path, process.sockets, SNAPBACK_NATS_URL=NOWHERE)
+    second.log = tmp_path / "second.log"
+    assert second.refused()[-1].startswith("AlreadyExists: another")
 
 
-def test_the_keys_of_artifacts_are_read_once_at_the_start(process: Process, tmp_path: Path) -> None:
+def test_the_keys_of_artifacts_are_read_once_at_the_start(
+    process: GmsProgram, tmp_path: Path
+) -> None:
     put_encryption(tmp_path / "keys")
     process.environment["SNAPBACK_ARTIFACT_KEYS"] = str(tmp_path / "keys")
     running = process.start()
@@ -194,16 +146,8 @@ def test_the_keys_of_artifacts_are_read_once_at_the_start(process: Process, tmp_
     assert process.log.read_text().count("artifacts are encrypted by key") == 1
 
 
-def test_a_transfer_backend_that_there_is_not_is_refused_at_the_start(process: Process) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "gms.main"],
-        env=process.environment | {"SNAPBACK_TRANSFER_BACKEND": "nixl"},
-        capture_output=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    assert found.returncode == 1
-    (line,) = found.stderr.decode().splitlines()
+def test_a_transfer_backend_that_there_is_not_is_refused_at_the_start(process: GmsProgram) -> None:
+    (line,) = process.refused(SNAPBACK_TRANSFER_BACKEND="nixl")
     assert "SNAPBACK_TRANSFER_BACKEND='nixl'" in line
     assert "posix-buffered, posix-direct" in line
 
@@ -253,15 +197,41 @@ class Operator:
         await self.bus.close()
 
 
-@pytest.fixture(params=["0", "1"], ids=["one-process", "process-per-device"])
-async def operator(
-    process: Process, nats_url: str, request: pytest.FixtureRequest
-) -> AsyncIterator[Operator]:
-    found = Operator(nats_url)
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as server:
+        asyncio.run(made(server.url))
+        yield server.url
+
+
+async def made(url: str) -> None:
+    """Make the streams."""
+    operator = Operator(url)
+    await operator.open()
+    await operator.close()
+
+
+@pytest.fixture(scope="module", params=["0", "1"], ids=["one-process", "process-per-device"])
+def ordered(
+    url: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[GmsProgram]:
+    """A service that carries out orders, of which each has an owner of its own."""
+    with tempfile.TemporaryDirectory(prefix="gms-") as sockets:
+        process = GmsProgram(
+            tmp_path_factory.mktemp("gms"),
+            Path(sockets),
+            SNAPBACK_NATS_URL=url,
+            SNAPBACK_PROCESS_PER_DEVICE=request.param,
+        )
+        process.start()
+        yield process
+        process.stop()
+
+
+@pytest.fixture
+async def operator(ordered: GmsProgram, url: str) -> AsyncIterator[Operator]:
+    found = Operator(url)
     await found.open()
-    process.environment["SNAPBACK_PROCESS_PER_DEVICE"] = request.param
-    process.environment["SNAPBACK_NATS_URL"] = nats_url
-    await asyncio.to_thread(process.start)
     yield found
     await found.close()
 
@@ -295,6 +265,25 @@ def load_order(owner: str, device: str = DEVICE) -> LoadOrder:
     )
 
 
+def save_order(owner: str) -> SaveOrder:
+    layout = LayoutRef(
+        device=DEVICE,
+        incarnation="i",
+        generation=1,
+        layout_id="l",
+        structure_hash="h",
+        bytes=1,
+    )
+    return SaveOrder(
+        namespace="default",
+        content_uid=owner,
+        part="gpu-0",
+        layout=layout,
+        fence_token="f",
+        **common("save", owner),
+    )
+
+
 async def test_a_load_of_what_is_not_there_fails_with_its_reason(operator: Operator) -> None:
     report = await operator.carry_out(load_order(str(uuid.uuid4())))
     assert report.kind == "failed"
@@ -322,29 +311,13 @@ async def test_a_commit_of_what_was_not_loaded_fails_and_a_drop_of_it_is_done(
 
 
 async def test_a_save_without_its_fence_fails_and_writes_nothing(
-    operator: Operator, process: Process, tmp_path: Path
+    operator: Operator, ordered: GmsProgram
 ) -> None:
-    owner = str(uuid.uuid4())
-    layout = LayoutRef(
-        device=DEVICE,
-        incarnation="i",
-        generation=1,
-        layout_id="l",
-        structure_hash="h",
-        bytes=1,
-    )
-    save = SaveOrder(
-        namespace="default",
-        content_uid=owner,
-        part="gpu-0",
-        layout=layout,
-        fence_token="f",
-        **common("save", owner),
-    )
+    save = save_order(str(uuid.uuid4()))
     report = await operator.carry_out(save)
     assert report.failure is not None
     assert report.failure.reason == "NotFound"
-    assert list((tmp_path / "artifacts").iterdir()) == []
+    assert list(Path(ordered.environment["SNAPBACK_ARTIFACT_ROOT"]).iterdir()) == []
     assert operator.kinds(save) == ["accepted", "failed"]
 
 
@@ -352,22 +325,7 @@ async def test_an_abort_makes_sure_that_no_later_save_begins(operator: Operator)
     owner = str(uuid.uuid4())
     abort = AbortOrder(content_uid=owner, fence_token="f", **common("abort", owner, "-gms"))
     assert (await operator.carry_out(abort)).kind == "aborted"
-    layout = LayoutRef(
-        device=DEVICE,
-        incarnation="i",
-        generation=1,
-        layout_id="l",
-        structure_hash="h",
-        bytes=1,
-    )
-    save = SaveOrder(
-        namespace="default",
-        content_uid=owner,
-        part="gpu-0",
-        layout=layout,
-        fence_token="f",
-        **common("save", owner),
-    )
+    save = save_order(owner)
     report = await operator.carry_out(save)
     assert report.kind == "rejected"
     assert report.failure is not None
