@@ -3,6 +3,8 @@
 A story is a list of steps on a disk. A step that returns has promised something; `recorded` runs a
 story and keeps, after every single call that changes the disk, the states that a power loss may
 leave, each with the promises given by then. `violations` says what is wrong with one of them.
+
+A state that keeps its promises is checked once: `Sound` remembers it for later runs of the story.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import contextlib
 import functools
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gms.adapters import posix, sharing, staging, striping, syscalls
 from gms.transfer_child import save
@@ -127,13 +130,26 @@ class Story:
             self.at += 1
 
 
+Sound = defaultdict[str, set[int]]
+"""The keys of the states that keep their promises, by the promises."""
+
+
+class Left(NamedTuple):
+    """A state that a power loss may leave, and what was promised by then."""
+
+    when: str
+    promises: dict[str, Any]
+    disk: SimDisk
+
+
 @dataclass
 class Recording:
-    """What may be left at some moment of a run, with the promises given by then."""
+    """What may be left at some moment of a run."""
 
-    states: list[tuple[str, dict[str, Any], SimDisk]] = field(default_factory=list)
+    states: list[Left] = field(default_factory=list)
     sites: set[Site] = field(default_factory=set)
-    operations: int = 0
+    deaths: list[int] = field(default_factory=list)
+    """The calls before which a kill leaves something else than before the previous call."""
 
 
 def site() -> Site:
@@ -166,26 +182,35 @@ def recorded(
     *,
     skipped: Site | None = None,
     dies_at: int | None = None,
-    seen: set[tuple[int, int]] | None = None,
+    sound: Sound | None = None,
 ) -> Recording:
-    """Run a story and keep what each of its prefixes may leave.
+    """Run a story and keep what each of its prefixes may leave, each different state once.
 
     `skipped` is a call site of fsync that does nothing. With `dies_at` the process is killed before
     that call, another one recovers and begins the step again, and what each step leaves is kept.
-    A state that is in `seen` with the same promises is not kept again.
+    A state that is `sound` is not kept.
     """
     story, disk = prepared(make)
     kept = Recording()
-    seen = set() if seen is None else seen
+    known = Sound(set, {key: set(keys) for key, keys in (sound or {}).items()})
+    again = "" if dies_at is None else f", killed at call {dies_at} before"
+    changes = 0
+    moment: tuple[object, ...] = ()
 
     def keep(operation: str) -> None:
+        nonlocal changes
+        changes += 1
         promises = dict(story.promises)
-        for state in disk.legal_states():
-            if (key := (hash(repr(sorted(promises.items()))), state.key())) not in seen:
-                seen.add(key)
-                again = "" if dies_at is None else f", killed at call {dies_at} before"
-                when = f"{story.name}: after call {disk.operations} ({operation}){again}"
-                kept.states.append((when, promises, state))
+        for state in disk.legal_states(known[_said(promises)]):
+            when = f"{story.name}: after call {disk.operations} ({operation}){again}"
+            kept.states.append(Left(when, promises, state))
+
+    def look(_: str) -> None:
+        nonlocal moment
+        now = (changes, _said(story.promises), story.at)
+        if now != moment:
+            moment = now
+            kept.deaths.append(disk.operations - start - 1)
 
     def on_fsync() -> bool:
         here = site()
@@ -196,15 +221,18 @@ def recorded(
     start = disk.operations
     with mounted(disk):
         if dies_at is None:
-            disk.after = keep
+            disk.gate, disk.after = look, keep
             story.play()
             keep("the end")
         else:
             _play_until(disk, story, start + dies_at)
             story.recover()
             story.play(after=keep)
-    kept.operations = disk.operations - start
     return kept
+
+
+def _said(promises: dict[str, Any]) -> str:
+    return repr(sorted(promises.items()))
 
 
 def _play_until(disk: SimDisk, story: Story, last: int) -> None:
@@ -219,11 +247,15 @@ def _play_until(disk: SimDisk, story: Story, last: int) -> None:
     disk.process_died(disk.owner())
 
 
-def violations(story: Story, recording: Recording) -> Iterator[str]:
-    """Say which states break a promise, and how."""
-    for when, promises, state in recording.states:
-        with mounted(state):
+def violations(story: Story, recording: Recording, sound: Sound | None = None) -> Iterator[str]:
+    """Say which states break a promise, and how; add the others to `sound`."""
+    for when, promises, disk in recording.states:
+        key = disk.key()
+        with mounted(disk):
             try:
                 story.check(promises)
             except (AssertionError, SnapbackError, OSError) as error:
                 yield f"{when}: {type(error).__name__}: {error}"
+                continue
+        if sound is not None:
+            sound[_said(promises)].add(key)

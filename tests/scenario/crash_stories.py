@@ -248,9 +248,13 @@ class SecondCapture(Capture):
 
 
 class StripedCapture(Capture):
-    """The same with files of GPU memory in two stripe roots, in which nothing stays."""
+    """The same with files of GPU memory in two stripe roots, in which nothing stays.
+
+    The process part, which is in no stripe, is there already.
+    """
 
     name = "striped capture"
+    steps = ("stage_gpu", "seal", "remove")
 
     def __init__(self, base: Path = BASE) -> None:
         super().__init__(base)
@@ -259,6 +263,7 @@ class StripedCapture(Capture):
 
     def prepare(self) -> None:
         super().prepare()
+        self.stage_process()
         for folder in self.stripes.values():
             files.make_folder(folder)
 

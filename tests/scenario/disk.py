@@ -393,15 +393,16 @@ class SimDisk:
                 effect.redo(image, WHOLE)
         self._adopt(image, [effect for effect in effects if effect.machine != machine])
 
-    def legal_states(self, bound: int = 3) -> Iterator[SimDisk]:
+    def legal_states(self, seen: set[int] | None = None, bound: int = 3) -> Iterator[SimDisk]:
         """Give what a power loss of all machines may leave now, each different state once.
 
         The last `bound` unsecured effects in every combination, with damage to one at a time;
-        older ones all kept, all lost, cut off at one point, or one alone lost or kept.
+        older ones all kept, all lost, cut off at one point, or one alone lost or kept. A state
+        whose key is in `seen` is left out; the keys of the others are added.
         """
         effects = self._in_doubt()
         base = self._base(effects)
-        seen: set[int] = set()
+        seen = set() if seen is None else seen
         for choice in _choices(effects, bound):
             image = dict(base)
             for effect, kept in zip(effects, choice, strict=True):

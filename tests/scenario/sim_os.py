@@ -98,6 +98,10 @@ class SimOs:
         if "\0" in text:
             raise ValueError("embedded null byte")
         start = 1 if text.startswith("/") or dir_fd is None else self.opened(dir_fd).inode
+        if "/" not in text and text not in ("", ".", ".."):
+            place = self._step([start], text, path)
+            if place.inode is None or not isinstance(self._disk.image[place.inode], str):
+                return place
         trail, names, links = [start], self._parts(text), 0
         place = _Place(start, ".", start)
         while names:
