@@ -41,9 +41,9 @@ from tests.cluster import cluster as machines
 from tests.cluster import programs
 from tests.cluster.lying_proxy import lying_proxy
 from tests.cluster.target import define
-from tests.support.agent_rig import until
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
+from tests.support.waiting import until
 
 TITLE = "Operator on an API server"
 OURS, PEER = "snapback", "kopf"
@@ -357,7 +357,9 @@ async def counted(kubeconfig: str, client: KubeClient) -> Calls:
             proxy.requests.clear()
             return Counter(found)
 
-        await until(lambda: followed <= proxy.requests.keys() and is_idle(), "the start", WAIT_S)
+        await until(
+            lambda: followed <= proxy.requests.keys() and is_idle(), "the start", within_s=WAIT_S
+        )
         calls()
         names = [f"new-{number}" for number in range(CAPTURES)]
         for name in names:
@@ -368,11 +370,11 @@ async def counted(kubeconfig: str, client: KubeClient) -> Calls:
             found: list[Any] = [cluster.get("DynamoCheckpoint", "default", name) for name in names]
             return all(each and each.status.job_name for each in found) and is_idle()
 
-        await until(has_begun, "the Jobs", WAIT_S)
+        await until(has_begun, "the Jobs", within_s=WAIT_S)
         captures = calls()
         before = manager.reconciles
         manager.resync()
-        await until(is_idle, "the second look", WAIT_S)
+        await until(is_idle, "the second look", within_s=WAIT_S)
         assert manager.reconciles >= before + cluster.count("DynamoCheckpoint")
         unchanged = calls()
         await end_all(*serving)

@@ -15,7 +15,7 @@ from snapshot_shared.errors import InvalidInput
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
-from tests.support.agent_rig import until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.cluster
 

@@ -26,8 +26,8 @@ from snapshot_shared.kube_client import (
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
-from tests.support.agent_rig import until
 from tests.support.objects import checkpoint
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -98,7 +98,7 @@ async def test_what_changed_while_a_watch_was_broken_is_reported(rig: Rig) -> No
         rig.proxy.cut_watches()
         await rig.direct.request("POST", rig.path(), body=rig.named("new"))
         await rig.label(rig.path("kept"), "changed")
-    await until(lambda: rig.seen("new") and rig.seen("kept"), "the changes", 30.0)
+    await until(lambda: rig.seen("new") and rig.seen("kept"), "the changes", within_s=30.0)
     assert rig.seen("new") == ["ADDED"]
     assert rig.seen("kept") == ["MODIFIED"]
 
@@ -112,7 +112,7 @@ async def test_what_vanished_from_a_history_that_has_expired_is_reported_as_dele
     with rig.proxy.lying(Lie(410, "WATCH", "dynamocheckpoints", reason="Expired")):
         rig.proxy.cut_watches()
         await rig.direct.request("DELETE", rig.path("going"))
-        await until(lambda: rig.seen("going"), "the deletion", 30.0)
+        await until(lambda: rig.seen("going"), "the deletion", within_s=30.0)
     assert rig.seen("going") == ["DELETED"]
     assert rig.seen("staying") == []
 
@@ -196,7 +196,7 @@ async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kub
         "spec": {"containers": [container], "terminationGracePeriodSeconds": 0},
     }
     await rig.direct.request("POST", f"/api/v1/namespaces/{rig.namespace}/pods", body=body)
-    await until(lambda: _running(rig) is not None, "the pod", 60.0)
+    await until(lambda: _running(rig) is not None, "the pod", within_s=60.0)
     pod: Any = _running(rig)
     path = f"/api/v1/namespaces/{rig.namespace}/pods/worker"
     placed = msgspec.json.decode(await rig.direct.request("GET", path))
@@ -226,7 +226,7 @@ async def test_a_watch_that_the_server_ends_goes_on_without_a_list(rig: Rig) -> 
     rig.proxy.requests.clear()
     rig.proxy.end_watches()
     watch = ("WATCH", "dynamocheckpoints")
-    await until(lambda: rig.proxy.requests[watch] > 0, "the next watch", 30.0)
+    await until(lambda: rig.proxy.requests[watch] > 0, "the next watch", within_s=30.0)
     await rig.direct.request("POST", rig.path(), body=rig.named("after"))
     await until(lambda: rig.seen("after"), "the change")
     # Whether the server's history has gone back is asked with one small page.

@@ -29,7 +29,8 @@ from snapshot_shared import steps
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, DeadlineExceeded, InvalidName, SourceExited
 from snapshot_shared.orders import PodRef
-from tests.support.agent_rig import WORKER, state_of, until
+from tests.support.agent_rig import WORKER, state_of
+from tests.support.waiting import until
 
 STATE_BYTES = 20 * 1024 * 1024
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")

@@ -26,8 +26,8 @@ from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.tasks import end_all
 from tests.scenario.faults import Settings
 from tests.scenario.store import SimStore
-from tests.support.agent_rig import until
 from tests.support.objects import checkpoint
+from tests.support.waiting import until
 
 KEEP = "test/keep"
 

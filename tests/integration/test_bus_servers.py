@@ -10,8 +10,8 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.tasks import end_all
 from tests.chaos.machines import SERVERS, machines
-from tests.support.agent_rig import until
 from tests.support.nats_server import running_nats_server
+from tests.support.waiting import until
 
 ALONE = (
     "--name=alone",
@@ -106,7 +106,7 @@ async def test_assets_that_could_not_be_ensured_are_ensured_again_soon(nats_url:
     await bus.connect()
     keeping = asyncio.ensure_future(bus.keep_assets())
     try:
-        await until(lambda: bus.tries == 2, "the second try", 5.0)
+        await until(lambda: bus.tries == 2, "the second try", within_s=5.0)
         await _stored(bus, "snap.order.n.agent.stop-1")
     finally:
         await end_all(keeping)

@@ -25,8 +25,8 @@ from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
-from tests.support.agent_rig import until
 from tests.support.nats_server import running_nats_server
+from tests.support.waiting import until
 
 NODE = NodeName("node-1")
 OWNER = Uid("00000000-0000-0000-0000-000000000001")

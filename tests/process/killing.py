@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from snapshot_agent.adapters import procfs
 from snapshot_shared.orders import AbortOrder, DumpOrder, Order, Report
 from tests.process.node import Container, Node, Pause, children_of, command_of, zombies_of
-from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone, until
+from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone
+from tests.support.waiting import until
 
 EVERY, FIRST, REPEAT = (
     int(os.environ.get(name, "1")) for name in ("FAULTS_EVERY", "FAULTS_FIRST", "FAULTS_REPEAT")
@@ -154,7 +155,7 @@ class Halted:
             return self.node.left() + zombies
 
         try:
-            await until(lambda: not left(), "the end of what was left", 5.0)
+            await until(lambda: not left(), "the end of what was left", within_s=5.0)
         except AssertionError:
             raise AssertionError("\n".join(left())) from None
 

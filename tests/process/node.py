@@ -25,7 +25,8 @@ from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.mounts import mounts_in
 from snapshot_shared.orders import PodRef
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
-from tests.support.agent_rig import Rig, until
+from tests.support.agent_rig import Rig
+from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 CRIU = REPOSITORY / ".tools" / "criu"

@@ -10,7 +10,8 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import Order
 from tests.process.killing import CRIU, HaltedDump, prepared, thinned
 from tests.process.node import Node
-from tests.support.agent_rig import fresh_uid, until
+from tests.support.agent_rig import fresh_uid
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 

@@ -25,7 +25,8 @@ from tests.process.killing import (
     thinned,
 )
 from tests.process.node import Container, Node, children_of
-from tests.support.agent_rig import fresh_uid, until
+from tests.support.agent_rig import fresh_uid
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 

@@ -15,7 +15,8 @@ import pytest_asyncio
 from snapshot_shared.orders import Report
 from tests.process.killing import CRIU, EVERY, MIB, HaltedDump, prepared, thinned
 from tests.process.node import Container, Node
-from tests.support.agent_rig import fresh_uid, until
+from tests.support.agent_rig import fresh_uid
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.process,

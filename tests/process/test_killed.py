@@ -22,7 +22,7 @@ from tests.process.killing import (
     thinned,
 )
 from tests.process.node import Node
-from tests.support.agent_rig import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 
@@ -196,7 +196,9 @@ async def test_a_worker_goes_on_while_a_helper_that_was_stopped_waits_for_anothe
         assert node.helper is not None
         node.helper.terminate()
         await node.kill_agent()
-        await until(lambda: "snapshot-aborted" in halted.container.did(), "the release", 30.0)
+        await until(
+            lambda: "snapshot-aborted" in halted.container.did(), "the release", within_s=30.0
+        )
         await halted.container.goes_on()
         assert node.helper.returncode is None
     await node.helper.wait()
@@ -231,6 +233,6 @@ async def test_a_guard_alone_ends_a_worker_whose_agent_and_helper_were_killed_wi
         os.kill(pid, signal.SIGKILL)
     await node.helper.wait()
     # CRIU had stopped it, and what CRIU does as it ends leaves it running.
-    await until(halted.container.has_ended, "the end of the worker", 30.0)
+    await until(halted.container.has_ended, "the end of the worker", within_s=30.0)
     await node.start_helper()
     await until(lambda: node.left() == [], "the removal of what was left")

@@ -9,7 +9,8 @@ from snapshot_shared.orders import AbortOrder, ArtifactRef
 from tests.process.killing import CRIU, RESTORE_STEPS, Halted, thinned
 from tests.process.node import Container, Node, children_of
 from tests.process.test_crashes import crashed
-from tests.support.agent_rig import fresh_uid, until
+from tests.support.agent_rig import fresh_uid
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.process.killing import restore_in
 from tests.process.node import Node
-from tests.support.agent_rig import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 

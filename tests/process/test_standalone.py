@@ -22,7 +22,8 @@ from tests.integration.snapshotctl.conftest import Cli, needs_engines
 from tests.process import node as nodes
 from tests.process.killing import CRIU
 from tests.process.node import INIT, PYTHON, WORKER, Node, Pause
-from tests.support.agent_rig import Pod, fresh_uid, is_gone, until
+from tests.support.agent_rig import Pod, fresh_uid, is_gone
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.process,

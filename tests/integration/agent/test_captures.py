@@ -31,7 +31,8 @@ from snapshot_shared.orders import (
     VectorEntry,
     VerifyOrder,
 )
-from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, state_of, until
+from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, state_of
+from tests.support.waiting import until
 
 
 def guards(rig: Rig) -> list[int]:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.domain import control
-from tests.support.agent_rig import Pod, Rig, below, fresh_uid, state_of, until
+from tests.support.agent_rig import Pod, Rig, below, fresh_uid, state_of
+from tests.support.waiting import until
 
 
 def guards(rig: Rig) -> list[int]:
@@ -44,13 +45,13 @@ async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_kille
     pid = pod.pid(rig.journal)
     # As if the agent had died in the middle of a dump.
     os.kill(pid, signal.SIGSTOP)
-    await until(lambda: state_of(pid) == "T", "the stop", 5.0)
+    await until(lambda: state_of(pid) == "T", "the stop", within_s=5.0)
     process.kill()
     await process.wait()
     began = time.monotonic()
-    await until(lambda: state_of(pid) != "T", "the thaw", 10.0)
+    await until(lambda: state_of(pid) != "T", "the thaw", within_s=10.0)
     assert time.monotonic() - began >= RETURN_S - 0.5
-    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", 10.0)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
     await until(lambda: not guards(rig), "the end of the guard")
     assert list((rig.state / "guards").glob("*.sock")) == []
 
@@ -69,7 +70,7 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     await until(part.exists, "the first byte of the part")
     os.kill(process.pid, signal.SIGSTOP)
     assert state_of(pid) == "T"
-    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", 30.0)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=30.0)
     await until(lambda: not guards(rig), "the end of the guard")
     await beats_again(pod)
     os.kill(process.pid, signal.SIGCONT)
@@ -165,7 +166,7 @@ async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on
     report = await rig.answer(order)
     assert report.failure is not None
     assert report.failure.reason == "OutcomeUnknown"
-    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", 10.0)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
     await beats_again(pod)
     assert guards(rig) == []
     assert not (copy.parent / "part.json").exists()
@@ -216,7 +217,7 @@ async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await until((pod.control / control.ABORTED).exists, "the worker's release", 10.0)
+        await until((pod.control / control.ABORTED).exists, "the worker's release", within_s=10.0)
         # On a busy machine the guard may have been faster than the start of the agent.
         await until(lambda: catches_sigterm(lonely.pid), "the start of the agent")
         assert lonely.returncode is None

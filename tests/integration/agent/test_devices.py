@@ -22,7 +22,8 @@ from snapshot_shared.orders import (
     SaveOrder,
     SealOrder,
 )
-from tests.support.agent_rig import Pod, Rig, below, fresh_uid, until
+from tests.support.agent_rig import Pod, Rig, below, fresh_uid
+from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "worker.py"
 MIB = 1024 * 1024

@@ -25,7 +25,8 @@ from snapshot_agent.domain.driving import Release
 from snapshot_agent.ports import GuardSpec, Process
 from snapshot_shared.errors import NoGuard, SourceExited
 from snapshot_shared.service import system_clocks
-from tests.support.agent_rig import below, is_gone, state_of, until
+from tests.support.agent_rig import below, is_gone, state_of
+from tests.support.waiting import until
 
 
 class Guarded:
@@ -149,7 +150,7 @@ async def test_without_a_starter_no_guard_is_armed_and_it_is_said_where(tmp_path
 
 async def freed(guarded: Guarded) -> None:
     """The worker runs, knows why, and nothing of the guard is left."""
-    await until(guarded.was_freed, "the release", 10.0)
+    await until(guarded.was_freed, "the release", within_s=10.0)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     await until(lambda: not (guarded.control / control.QUIESCE).exists(), "the end of the request")
     await until(lambda: not guarded.running, "the end of the guard")

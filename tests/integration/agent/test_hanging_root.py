@@ -23,8 +23,9 @@ from snapshot_shared.orders import (
     RestoreOrder,
     VerifyOrder,
 )
-from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, state_of, until
+from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, state_of
 from tests.support.hanging import HangingRoot
+from tests.support.waiting import until
 
 SOON_S = 8.0
 MORE_THAN_THREADS = 40
@@ -111,7 +112,7 @@ async def test_a_worker_whose_dump_hangs_is_released_when_the_capture_is_given_u
         await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
 
         await rig.send(abort_order(rig, pod, content))
-        await until(lambda: state_of(pid) not in "Tt", "the thaw", SOON_S)
+        await until(lambda: state_of(pid) not in "Tt", "the thaw", within_s=SOON_S)
         aborted = await asyncio.wait_for(rig.answer(abort_order(rig, pod, content)), SOON_S)
         assert aborted.kind == "aborted"
         assert is_signalled(pod, control.ABORTED)
@@ -142,7 +143,7 @@ async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_fr
         pid = pod.pid(rig.journal)
         await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
         # The agent does it, not the guard, which would report to the worker as well.
-        await until(lambda: state_of(pid) not in "Tt", "the thaw", 4.0)
+        await until(lambda: state_of(pid) not in "Tt", "the thaw", within_s=4.0)
         assert not is_signalled(pod, control.ABORTED)
         disk.answer()
         failed = await rig.answer(dump)
@@ -239,7 +240,7 @@ async def test_the_abort_of_a_restore_that_hangs_reports_to_the_worker_and_ends(
         target, order = await restoring(rig, disk, "preadv")
         abort = abort_of(rig, target)
         await rig.send(abort)
-        await until(lambda: target.events()[-1] == "restore-failed", "the report", 4.0)
+        await until(lambda: target.events()[-1] == "restore-failed", "the report", within_s=4.0)
         assert (await rig.answer(abort)).kind == "aborted"
         disk.answer()
         assert (await rig.answer(order)).kind == "failed"
@@ -251,7 +252,7 @@ async def test_the_abort_of_a_restore_whose_check_hangs_reports_to_the_worker_an
     async with serving(rig, disk):
         target, order = await restoring(rig, disk)
         assert (await rig.carry_out(abort_of(rig, target))).kind == "aborted"
-        await until(lambda: target.events()[-1] == "restore-failed", "the report", 4.0)
+        await until(lambda: target.events()[-1] == "restore-failed", "the report", within_s=4.0)
         disk.answer()
         assert (await rig.answer(order)).kind == "failed"
 
@@ -261,7 +262,7 @@ async def test_a_restore_that_hangs_beyond_its_deadline_is_reported_to_the_worke
 ) -> None:
     async with serving(rig, disk):
         target, order = await restoring(rig, disk, "preadv", deadline_s=1.0)
-        await until(lambda: target.events()[-1] == "restore-failed", "the report", 4.0)
+        await until(lambda: target.events()[-1] == "restore-failed", "the report", within_s=4.0)
         disk.answer()
         assert failure_reason(await rig.answer(order)) == "DeadlineExceeded"
 

@@ -18,8 +18,9 @@ from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import NotFound
 from snapshot_shared.orders import Presence
-from tests.support.agent_rig import Rig, fresh_uid, until
+from tests.support.agent_rig import Rig, fresh_uid
 from tests.support.operator_world import World
+from tests.support.waiting import until
 
 DAY_S = 86400.0
 NOW = 1_900_000_000.0

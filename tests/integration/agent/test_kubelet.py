@@ -17,8 +17,9 @@ from snapshot_agent.adapters.kubelet import KubeletPods
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_shared.orders import PodRef
 from snapshot_shared.volumes import CONTROL_VOLUME, folder_of
-from tests.support.agent_rig import fresh_uid, is_gone, until
+from tests.support.agent_rig import fresh_uid, is_gone
 from tests.support.hanging import HangingRoot
+from tests.support.waiting import until
 
 SOON_S = 8.0
 GROUPS = Path("/sys/fs/cgroup")

@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 from snapshot_shared.orders import Report
-from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, is_gone, state_of, until
+from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, is_gone, state_of
+from tests.support.waiting import until
 
 
 async def stopped(process: asyncio.subprocess.Process) -> None:

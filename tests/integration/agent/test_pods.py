@@ -19,8 +19,9 @@ from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_agent.domain.spec import INSIDE, ProcessSpec
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import DeadlineExceeded, InvalidInput
-from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, until
+from tests.support.agent_rig import Rig, below, fresh_uid, is_gone
 from tests.support.hanging import HangingRoot
+from tests.support.waiting import until
 
 
 def environment_of(process: Process) -> dict[str, str]:
@@ -483,4 +484,4 @@ async def test_a_pod_that_is_stopped_while_its_process_begins_leaves_nothing_run
         assert (await rig.answer(stop)).kind == "stopped"
         # A child that was started and never watched would stay as a zombie.
         assert below(pod.home) == {}
-        await until(lambda: zombies() <= before, "the end of the process", 5.0)
+        await until(lambda: zombies() <= before, "the end of the process", within_s=5.0)

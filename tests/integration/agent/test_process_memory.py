@@ -11,8 +11,8 @@ from snapshot_agent.adapters import process_memory
 from snapshot_agent.adapters.process_memory import ProcessMemory
 from snapshot_shared.errors import DeadlineExceeded
 from snapshot_shared.tasks import calls_under_way, yield_turn
-from tests.support.agent_rig import until
 from tests.support.hanging import HangingRoot
+from tests.support.waiting import until
 
 SOON_S = 20.0
 

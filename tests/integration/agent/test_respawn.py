@@ -16,8 +16,9 @@ from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import AbortOrder, Order, Report
-from tests.support.agent_rig import Pod, Rig, below, fresh_uid, is_gone, state_of, until
+from tests.support.agent_rig import Pod, Rig, below, fresh_uid, is_gone, state_of
 from tests.support.hanging import HangingRoot
+from tests.support.waiting import until
 
 RESPAWN: dict[str, Any] = {"driver": "respawn"}
 STANDBY_EVENT = "standby"

@@ -7,7 +7,8 @@ import pytest
 from snapshot_agent.domain import control
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import AbortOrder, ArtifactRef, DeviceRef, Report
-from tests.support.agent_rig import Pod, Rig, fresh_uid, until
+from tests.support.agent_rig import Pod, Rig, fresh_uid
+from tests.support.waiting import until
 
 NOWHERE = ArtifactRef(
     namespace="default",

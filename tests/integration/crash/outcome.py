@@ -12,8 +12,9 @@ from snapshot_agent.domain.spec import CONTROL_DIR
 from snapshotctl.adapters import processes
 from tests.integration.crash.crash_cases import NODE, SUBJECT, is_of_base
 from tests.support import rules
-from tests.support.agent_rig import is_gone, until
+from tests.support.agent_rig import is_gone
 from tests.support.live_cluster import SETTLE_S, LiveCluster, Session
+from tests.support.waiting import until
 
 FREE_S = 10.0
 """How long a worker may stay held once its service has returned, in seconds."""
@@ -66,11 +67,13 @@ async def workers_are_free(
         quiesce = Path(environment.get(CONTROL_DIR, "")) / QUIESCE
         try:
             async with asyncio.timeout(within_s):
-                await until(lambda file=quiesce: not file.exists(), "letting go", within_s)
+                await until(lambda file=quiesce: not file.exists(), "letting go", within_s=within_s)
                 if has_memory and not await session.answers(NODE, pod_uid):
-                    await until(lambda one=pid: is_gone(one), f"the end of worker {pid}", within_s)
+                    await until(
+                        lambda one=pid: is_gone(one), f"the end of worker {pid}", within_s=within_s
+                    )
         except TimeoutError:
             raise AssertionError(f"worker {pid} is still held after {within_s} s") from None
     # The next attempt of the capture may have frozen one for a moment.
     run = session.cluster.run
-    await until(lambda: not rules.frozen(run), "the thaw of all processes", within_s)
+    await until(lambda: not rules.frozen(run), "the thaw of all processes", within_s=within_s)

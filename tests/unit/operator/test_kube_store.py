@@ -18,8 +18,8 @@ from snapshot_shared.identity import identity_hash
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.tasks import end_all
-from tests.support.agent_rig import until
 from tests.support.objects import checkpoint_document
+from tests.support.waiting import until
 
 KIND = "DynamoCheckpoint"
 PATH = RESOURCES[KIND].path()

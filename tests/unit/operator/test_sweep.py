@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from snapshot_operator.runtime.sweep import RETRY_S
 from snapshot_shared.errors import BusUnavailable, StoreBusy
-from tests.support.agent_rig import until
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
+from tests.support.waiting import until
 
 
 async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
@@ -32,7 +32,7 @@ async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
     sweep = asyncio.ensure_future(world.sweep.run(asyncio.Event(), world.retention.run))
     try:
         await world.apply(checkpoint_document())
-        await until(lambda: world.open("run"), "the order", 3 * RETRY_S + 2.0)
+        await until(lambda: world.open("run"), "the order", within_s=3 * RETRY_S + 2.0)
         assert not failures
     finally:
         sweep.cancel()
