@@ -49,7 +49,11 @@ from snapshot_shared.orders import (
     VectorEntry,
     service_of,
 )
+from tests.support import forked
+from tests.support.forked import Forked
+from tests.support.waiting import until
 
+AgentProcess = Forked | asyncio.subprocess.Process
 WORKER = Path(__file__).with_name("tiny_worker.py")
 PATIENCE_S = 20.0
 
@@ -117,7 +121,7 @@ class Rig:
         self.answers_pods.set()
         self._news = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: list[AgentProcess] = []
 
     @property
     def environment(self) -> dict[str, str]:
@@ -152,24 +156,26 @@ class Rig:
                 os.environ.clear()
                 os.environ.update(before)
 
-    async def process(self, *arguments: str) -> asyncio.subprocess.Process:
+    async def process(self, *arguments: str) -> AgentProcess:
         """Start the agent as a process and return when it serves.
 
         `arguments` are those of Python, for a program that runs the agent in its own way.
         """
-        log = (self.state.parent / "agent.log").open("ab")
-        with log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *(arguments or ("-m", "snapshot_agent.main")),
-                env={**os.environ, **self.environment},
-                stderr=log,
-            )
+        log = self.state.parent / "agent.log"
+        environment = {**os.environ, **self.environment}
+        process: AgentProcess
+        if arguments:
+            with log.open("ab") as file:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, *arguments, env=environment, stderr=file
+                )
+        else:
+            process = await forked.start("snapshot_agent.main", environment, log)
         self._processes.append(process)
         await self.until_serving(lambda: process.returncode is not None)
         return process
 
-    async def gms(self, devices: int, device_bytes: int) -> asyncio.subprocess.Process:
+    async def gms(self, devices: int, device_bytes: int) -> Forked:
         """Start the GPU memory service of the node as a process and wait until it serves."""
         environment = {
             **self.environment,
@@ -177,10 +183,8 @@ class Rig:
             "SNAPBACK_DEVICES": str(devices),
             "SNAPBACK_DEVICE_BYTES": str(device_bytes),
         }
-        with (self.state.parent / "gms.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "gms.main", env={**os.environ, **environment}, stderr=log
-            )
+        log = self.state.parent / "gms.log"
+        process = await forked.start("gms.main", {**os.environ, **environment}, log)
         self._processes.append(process)
         socket = self.sockets / GRPC_SOCKET
         await until(lambda: socket.exists() or process.returncode is not None, "GMS to serve")
@@ -404,16 +408,6 @@ async def rig(folder: Path, url: str) -> AsyncIterator[Rig]:
     finally:
         await made.close()
         shutil.rmtree(sockets)
-
-
-async def until(holds: Any, what: str, within_s: float = PATIENCE_S) -> None:
-    """Wait for something that only the file system or /proc can tell."""
-    try:
-        async with asyncio.timeout(within_s):
-            while not holds():  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"{what} did not happen within {within_s} s") from None
 
 
 def state_of(pid: int) -> str:
