@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import multiprocessing
 import os
@@ -41,12 +40,8 @@ def run_seed(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
 
 def _world(seed: int, faults: Sequence[Fault] | None) -> World:
     chosen = faults_of(seed) if faults is None else list(faults)
-    gc.disable()
-    try:
-        world = World(seed, settings_of(seed), chosen)
-        world.run()
-    finally:
-        gc.enable()
+    world = World(seed, settings_of(seed), chosen)
+    world.run()
     return world
 
 

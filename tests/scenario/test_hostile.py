@@ -45,7 +45,7 @@ from tests.scenario.crash_rig import mounted, run
 from tests.scenario.crash_stories import LAYOUT, UID, Capture, verify
 from tests.scenario.disk import SimDisk
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("EXAMPLES", "100"))
 
 pytestmark = pytest.mark.cpu(60 + EXAMPLES / 20)
 DATA = Path(__file__).parents[1] / "golden" / "data"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import random
@@ -373,6 +374,8 @@ class World:
     def run(self) -> list[str]:
         """Live through it all; the broken rules."""
         asyncio.set_event_loop(None)
+        # A world is short, and all of it is in use.
+        gc.disable()
         try:
             self.loop.run_until_complete(self._main())
         except Quiet:
@@ -387,6 +390,7 @@ class World:
                 self.loop.bury()
             self.store.close()
             self.loop.close()
+            gc.enable()
         return self.rules.broken
 
     async def _main(self) -> None:
