@@ -27,6 +27,7 @@ from snapshot_agent.domain.cuda import (
 from snapshot_agent.helper import cuda
 from snapshot_shared.errors import InvalidInput
 from tests.support.cuda_rig import UUIDS, CudaNode, Worker
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.waits
 
@@ -132,7 +133,7 @@ def test_a_checkpoint_that_fails_with_one_process_leaves_all_running(
     assert runs(node, tree)
 
 
-@pytest.mark.parametrize("kind", ["hang", "late"])
+@pytest.mark.parametrize("kind", ["hang", pytest.param("late", marks=pytest.mark.slow)])
 def test_a_call_that_hangs_is_killed_and_all_processes_run_again_in_time(
     node: CudaNode, tree: Worker, kind: str
 ) -> None:
@@ -152,17 +153,21 @@ def test_a_call_that_hangs_is_killed_and_all_processes_run_again_in_time(
 def test_a_killed_call_leaves_no_process_of_the_helper_behind(node: CudaNode, tree: Worker) -> None:
     node.faults("lock 0 hang")
     process = caller("lock", tree.pids)
-    wait_for(lambda: len(node.calls()) == 2)
+    wait_until(lambda: len(node.calls()) == 2)
     calling = {each.pid for each in procfs.running() if each.parent == process.pid}
     assert len(calling) == 2
     process.kill()
     process.wait()
-    wait_for(lambda: not calling & {each.pid for each in procfs.running()})
+    wait_until(lambda: not calling & {each.pid for each in procfs.running()})
 
 
 @pytest.mark.parametrize(
     ("verb", "reached"),
-    [("lock", State.LOCKED), ("checkpoint", State.CHECKPOINTED), ("restore", State.LOCKED)],
+    [
+        pytest.param("lock", State.LOCKED, marks=pytest.mark.slow),
+        ("checkpoint", State.CHECKPOINTED),
+        pytest.param("restore", State.LOCKED, marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_killed_caller_has_begun_goes_on_and_is_let_go(
     node: CudaNode, tree: Worker, verb: str, reached: State
@@ -174,10 +179,10 @@ def test_what_a_killed_caller_has_begun_goes_on_and_is_let_go(
     node.faults(f"{verb} 0 slow 1500")
     before = len(node.calls())
     process = caller(verb, tree.pids)
-    wait_for(lambda: len(node.calls()) == before + 2)
+    wait_until(lambda: len(node.calls()) == before + 2)
     process.kill()
     process.wait()
-    wait_for(lambda: node.states(tree.pids) == [reached] * 2)
+    wait_until(lambda: node.states(tree.pids) == [reached] * 2)
     node.faults()
     assert cuda.let_go(tree.pids) == LetGo(tree.pids, [], {})
     assert runs(node, tree)
@@ -356,12 +361,3 @@ def test_a_node_without_devices_cannot_be_used(node: CudaNode) -> None:
     node.place()
     with pytest.raises(CudaMissing, match="cuInit: CUDA_ERROR_NO_DEVICE"):
         cuda.lock_all([os.getpid()], 1)
-
-
-def wait_for(holds: object) -> None:
-    """Wait for what another process does; there is no event of it."""
-    assert callable(holds)
-    until = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)

@@ -25,7 +25,9 @@ from snapshot_agent.domain.driving import Release
 from snapshot_agent.ports import GuardSpec, Process
 from snapshot_shared.errors import NoGuard, SourceExited
 from snapshot_shared.service import system_clocks
-from tests.support.agent_rig import below, is_gone, state_of
+from tests.support import forked
+from tests.support.agent_rig import PATIENCE_S, below, is_gone, state_of
+from tests.support.forked import Forked
 from tests.support.waiting import until
 
 
@@ -85,7 +87,7 @@ class Guarded:
 
 
 @contextlib.asynccontextmanager
-async def starting(folder: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def starting(folder: Path) -> AsyncIterator[Forked]:
     """Run what starts guards in a cluster; the agent's folder is `folder`."""
     path = folder / "starter.sock"
     settings = {
@@ -93,14 +95,14 @@ async def starting(folder: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
         "SNAPBACK_NODE": "node-1",
         "SNAPBACK_GUARD_STARTER": str(path),
     }
-    words = [sys.executable, "-m", "snapshot_agent.guard_starter"]
-    with subprocess.Popen(words, env=os.environ | settings) as process:  # noqa: ASYNC220
-        try:
-            await until(path.exists, "the socket of the starter")
-            yield process
-        finally:
-            process.terminate()
-            await until(lambda: process.poll() is not None, "the end of the starter")
+    log = folder / "starter.log"
+    process = await forked.start("snapshot_agent.guard_starter", os.environ | settings, log)
+    try:
+        await until(path.exists, "the socket of the starter")
+        yield process
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), PATIENCE_S)
     assert not path.exists() or process.returncode == -signal.SIGKILL
 
 
@@ -130,10 +132,10 @@ async def test_a_guard_outlives_what_asked_for_it_and_its_starter_waits_for_it(
             process.terminate()
             await until(lambda: not (tmp_path / "starter.sock").exists(), "the end of new guards")
             assert guarded.running
-            assert process.poll() is None
+            assert process.returncode is None
             link.close()
             await freed(guarded)
-            await until(lambda: process.poll() == 0, "the end of the starter")
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         finally:
             guarded.end()
 
