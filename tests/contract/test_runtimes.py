@@ -5,11 +5,11 @@ The facts are of the sources that are named beside them. A node has one runtime,
 
 from __future__ import annotations
 
+import itertools
 import os.path
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 from snapshot_agent.domain import criu_seen
 from snapshot_agent.domain.criu_seen import Descriptor, Memory, SeenTree
@@ -20,7 +20,7 @@ from snapshot_agent.domain.kubelet import (
     name_in,
     own_mounts,
 )
-from snapshot_agent.domain.mounts import mounts_in, upper_of
+from snapshot_agent.domain.mounts import Mount, mounts_in, upper_of
 from snapshot_agent.helper import observe
 
 MIB = 1024 * 1024
@@ -73,7 +73,8 @@ def hybrid(path: str) -> str:
     return version_1(path) + "0::/system.slice/containerd.service\n"
 
 
-HIERARCHIES = (version_2, version_1, hybrid)
+Hierarchy = Callable[[str], str]
+HIERARCHIES: tuple[Hierarchy, ...] = (version_2, version_1, hybrid)
 
 
 def seen_from(own: str, path: str) -> str:
@@ -206,14 +207,25 @@ def mountinfo(root: Root = ROOTS["containerd"], disk: str = DISKS["on the root"]
     return f"{root.line}\n{KUBELETS.format(disk=disk)}{root.runtimes}"
 
 
-@pytest.mark.parametrize("own", ["/", "burstable", "besteffort"])
-@pytest.mark.parametrize("hierarchy", HIERARCHIES)
-@pytest.mark.parametrize("form", CGROUPS.values(), ids=CGROUPS)
-def test_the_containers_of_a_pod_are_found_without_its_pause_its_monitors_and_other_pods(
-    form: str, hierarchy: object, own: str
-) -> None:
-    assert callable(hierarchy)
-    agents = path_of(form.replace("burstable", own), OTHER, PAUSE) if own != "/" else own
+def nodes() -> Iterator[tuple[str, Hierarchy, str, str]]:
+    """Yield each form of path, hierarchy and root of an agent's cgroups, with a name of them."""
+    owns = ("/", "burstable", "besteffort")
+    for (name, form), hierarchy, own in itertools.product(CGROUPS.items(), HIERARCHIES, owns):
+        agents = path_of(form.replace("burstable", own), OTHER, PAUSE) if own != "/" else own
+        yield form, hierarchy, agents, f"{name}, {hierarchy.__name__}, seen from {own}"
+
+
+def test_the_containers_of_a_pod_are_found_without_its_pause_its_monitors_and_other_pods() -> None:
+    wrong = {}
+    for form, hierarchy, agents, node in nodes():
+        found = containers_seen(form, hierarchy, agents)
+        pids = {name: (each.pid, MAIN in each.container) for name, each in found.items()}
+        if pids != {"main": (MAIN_PID, True), "side": (104, False)}:
+            wrong[node] = found
+    assert wrong == {}
+
+
+def containers_seen(form: str, hierarchy: Hierarchy, agents: str) -> dict[str | None, SeenProcess]:
     side = mountinfo().replace("/containers/main/", "/containers/side/")
     monitor = form.replace("crio-", "crio-conmon-").removesuffix("/container")
     processes = {
@@ -232,65 +244,66 @@ def test_the_containers_of_a_pod_are_found_without_its_pause_its_monitors_and_ot
             seen.append(SeenProcess(pid, pid * 10, container))
     found = {name_in(processes[each.pid][1], UID): each for each in first_processes(seen)}
     found.pop(None)
-    assert {name: each.pid for name, each in found.items()} == {"main": MAIN_PID, "side": 104}
-    assert MAIN in found["main"].container
+    return found
 
 
-@pytest.mark.parametrize("disk", DISKS.values(), ids=DISKS)
-@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
-def test_the_files_of_a_container_are_those_of_its_upper_folder_and_its_volumes(
-    root: Root, disk: str
-) -> None:
-    text = mountinfo(root, disk)
-    mounts = mounts_in(text)
-    assert upper_of(mounts, mounts_in(root.on_node)) == root.upper
-    assert name_in(text, UID) == "main"
-    ours = own_mounts(mounts, UID)
-    assert ours == ["/control", "/gms"]
+def test_the_files_of_a_container_are_those_of_its_upper_folder_and_its_volumes() -> None:
+    wrong = {}
+    for (name, root), (where, disk) in itertools.product(ROOTS.items(), DISKS.items()):
+        text = mountinfo(root, disk)
+        mounts = mounts_in(text)
+        ours = own_mounts(mounts, UID)
+        volumes = criu_seen.volumes_to_capture(tree_seen(mounts), ours=ours)
+        found = (
+            upper_of(mounts, mounts_in(root.on_node)),
+            *(name_in(text, UID), ours, [mount.path for mount in volumes]),
+        )
+        if found != (root.upper, "main", ["/control", "/gms"], ["/data", "/dev/shm"]):
+            wrong[f"{name}, {where}"] = found
+    assert wrong == {}
+
+
+def tree_seen(mounts: list[Mount]) -> SeenTree:
     by_path = {mount.path: mount.id for mount in mounts}
     opened = ("/data/kept", "/control/lock", "/etc/hosts", "/dev/termination-log", "/etc/hostname")
+    descriptors = []
+    for number, path in enumerate(opened):
+        mount = by_path.get(path) or by_path[f"/{path.split('/')[1]}"]
+        descriptors.append(Descriptor(number, path, "file", mount=mount, writes=True))
     process = criu_seen.SeenProcess(
-        pid=MAIN_PID,
-        start=1,
-        pids=(MAIN_PID, 1),
-        descriptors=[
-            Descriptor(
-                number,
-                path,
-                "file",
-                mount=by_path.get(path) or by_path[f"/{path.split('/')[1]}"],
-                writes=True,
-            )
-            for number, path in enumerate(opened)
-        ],
+        pid=MAIN_PID, start=1, pids=(MAIN_PID, 1), descriptors=descriptors
     )
-    volumes = criu_seen.volumes_to_capture(SeenTree([process], mounts), ours=ours)
-    assert [mount.path for mount in volumes] == ["/data", "/dev/shm"]
+    return SeenTree([process], mounts)
 
 
-@pytest.mark.parametrize("own", ["/", "burstable", "besteffort"])
-@pytest.mark.parametrize("hierarchy", HIERARCHIES)
-@pytest.mark.parametrize("form", CGROUPS.values(), ids=CGROUPS)
 def test_the_memory_and_the_cgroups_of_a_container_are_found_below_those_of_the_node(
-    tmp_path: Path, form: str, hierarchy: object, own: str
+    tmp_path: Path,
 ) -> None:
-    assert callable(hierarchy)
-    agents = path_of(form.replace("burstable", own), OTHER, PAUSE) if own != "/" else own
+    wrong = {}
+    for number, (form, hierarchy, agents, node) in enumerate(nodes()):
+        top = tmp_path / str(number)
+        path, is_2 = path_of(form, UID, MAIN), hierarchy is version_2
+        tops = [top] if is_2 else [top / each.removeprefix("name=") for each in CONTROLLERS]
+        make_cgroups(form, tops)
+        limit, used = ("max", "current") if is_2 else ("limit_in_bytes", "usage_in_bytes")
+        leaf = top / ("" if is_2 else "memory") / path.strip("/")
+        (leaf / f"memory.{used}").write_text(f"{5 * MIB}\n")
+        # crun leaves the limit where the runtime has set it, above the cgroup of the process.
+        container = leaf.parent if leaf.name == "container" else leaf
+        (container / f"memory.{limit}").write_text(f"{64 * MIB}\n")
+        listed = hierarchy(seen_from(agents, path))
+        memory = observe.memory(MAIN_PID, listed, top)
+        folders = sorted(observe.cgroup_folders(MAIN_PID, listed, top))
+        if (memory, folders) != (Memory(64 * MIB, 5 * MIB), sorted(t / path[1:] for t in tops)):
+            wrong[node] = memory, folders
+    assert wrong == {}
+
+
+def make_cgroups(form: str, tops: list[Path]) -> None:
+    """Make the cgroups of three containers in each hierarchy; a process is in the first."""
     path = path_of(form, UID, MAIN)
-    is_2 = hierarchy is version_2
-    tops = [tmp_path] if is_2 else [tmp_path / each.removeprefix("name=") for each in CONTROLLERS]
     for top in tops:
         for each in (path, path_of(form, UID, SIDE), path_of(form, OTHER, ELSEWHERE)):
             folder = top / each.strip("/")
             folder.mkdir(parents=True)
             (folder / "cgroup.procs").write_text(f"{MAIN_PID}\n" if each == path else "7\n")
-    limit, used = ("max", "current") if is_2 else ("limit_in_bytes", "usage_in_bytes")
-    leaf = tmp_path / ("" if is_2 else "memory") / path.strip("/")
-    (leaf / f"memory.{used}").write_text(f"{5 * MIB}\n")
-    # crun leaves the limit where the runtime has set it, above the cgroup of the process.
-    container = leaf.parent if leaf.name == "container" else leaf
-    (container / f"memory.{limit}").write_text(f"{64 * MIB}\n")
-    listed = hierarchy(seen_from(agents, path))
-    assert observe.memory(MAIN_PID, listed, tmp_path) == Memory(64 * MIB, 5 * MIB)
-    found = observe.cgroup_folders(MAIN_PID, listed, tmp_path)
-    assert sorted(found) == sorted(top / path.strip("/") for top in tops)
