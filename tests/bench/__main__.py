@@ -10,83 +10,67 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from snapback_client.reservation import HUGE_PAGE
-from tests.bench import output, sessions
-from tests.bench.gms import FILES, SMALL, Bench
-from tests.bench.goals import judged
+from tests.bench import common, sessions
+from tests.bench.common import MIB
+from tests.bench.gms import FILES, Bench
+from tests.bench.goals import Results, Transfers, judged
 from tests.bench.machine import available_bytes, describe, huge_pages_set_aside
 from tests.bench.page import renewed
-from tests.bench.regions import MIB
-from tests.bench.results import Results, Transfers
 
 SHORT = {"size_mib": [256], "rounds": 1, "calls": 300}
 """What a short run measures. It decides nothing, and shows that each row works."""
+CALLS: common.Numbers = {
+    "rounds": (5, 1, ""),
+    "calls": (1000, 100, "of sessions, a round (1000)"),
+}
+NUMBERS: common.Numbers = {"size-mib": ([1024], 16, "of the weights, one or more (1024)"), **CALLS}
+"""16 MiB is the least for 2,000 allocations."""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     gms = commands.add_parser("gms", help="save and load GPU memory beside the raw disk and peers")
-    gms.add_argument(
-        "--size-mib", type=int, nargs="+", default=[1024], help="of the weights, one or more (1024)"
-    )
+    common.add_options(gms, NUMBERS)
     gms.add_argument("--short", action="store_true", help="256 MiB, 1 round; decides nothing")
-    gms.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
     gms.add_argument("--peers", type=Path, help="a folder in which pip has installed more peers")
     gms.add_argument(
         "--no-huge-pages", action="store_true", help="do not have the host set huge pages aside"
     )
-    alone = commands.add_parser("sessions", help="calls of a session beside grpc.aio alone")
-    for command in (gms, alone):
-        command.add_argument("--rounds", type=int, default=5)
-        command.add_argument("--calls", type=int, default=1000, help="of sessions, a round (1000)")
-        command.add_argument("--json", type=Path, help="where to write what was found")
-    gms.add_argument("--page", type=Path, help="where to write it for people")
+    common.add_options(commands.add_parser("sessions", help="calls beside grpc.aio alone"), CALLS)
     check = commands.add_parser("check", help="compare with the goals")
     check.add_argument("file", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "check":
+    options = parser.parse_args(words)
+    if options.command == "check":
         try:
-            results = msgspec.json.decode(arguments.file.read_bytes(), type=Results)
+            results = msgspec.json.decode(options.file.read_bytes(), type=Results)
         except (OSError, msgspec.MsgspecError) as error:
-            parser.error(f"{arguments.file} holds no results: {error}")
+            parser.error(f"{options.file} holds no results: {error}")
         return report(results)
-    if arguments.command == "gms" and arguments.short:
-        vars(arguments).update(SHORT)
-    check_request(parser, arguments)
-    for results in measured(arguments):
-        output.write(arguments.json, None, results)
-        if arguments.command == "gms" and arguments.page:
-            old = arguments.page.read_text() if arguments.page.exists() else ""
-            arguments.page.write_text(renewed(old, results))
+    if options.command == "gms" and options.short:
+        vars(options).update(SHORT)
+    common.check_options(parser, options, NUMBERS if options.command == "gms" else CALLS)
+    if options.command == "gms":
+        check_room(parser, options)
+    for results in measured(options):
+        common.write(options.json, None, results)
+        if options.page:
+            old = options.page.read_text() if options.page.exists() else ""
+            options.page.write_text(renewed(old, results))
     return report(results)
 
 
-def check_request(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with status 2 when it makes no sense."""
-    if arguments.rounds < 1 or arguments.calls < 100:
-        parser.error(
-            f"--rounds is {arguments.rounds} and --calls {arguments.calls}: "
-            "at least one round and 100 calls are needed"
-        )
-    if arguments.command == "sessions":
-        return
-    if min(arguments.size_mib) < 16:
-        parser.error(
-            f"--size-mib is {min(arguments.size_mib)}: {SMALL} allocations need 16 MiB at least"
-        )
-    for name in ("folder", "peers"):
-        folder = getattr(arguments, name)
-        if folder is not None and not folder.is_dir():
-            parser.error(f"--{name} {folder}: there is no such folder")
-    largest = max(arguments.size_mib) * MIB
+def check_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with status 2 if the disk or the memory is too small."""
+    largest = max(options.size_mib) * MIB
     needs = {
-        "bytes free on the disk": (shutil.disk_usage(arguments.folder).free, FILES * largest),
+        "bytes free on the disk": (shutil.disk_usage(options.folder).free, FILES * largest),
         "bytes of memory available": (available_bytes(), 5 * largest),
     }
     for what, (found, needed) in needs.items():
@@ -97,35 +81,36 @@ def check_request(parser: argparse.ArgumentParser, arguments: argparse.Namespace
             )
 
 
-def measured(arguments: argparse.Namespace) -> Iterator[Results]:
+def measured(options: argparse.Namespace) -> Iterator[Results]:
     """Measure what is asked for, and yield all that is measured, after each size again."""
-    is_alone = arguments.command == "sessions"
-    machine = describe(Path() if is_alone else arguments.folder)
-    calls = sessions.measure(arguments.rounds, arguments.calls, output.say)
-    if is_alone:
+    machine = describe(options.folder)
+    calls = sessions.measure(options.rounds, options.calls, common.say)
+    if options.command == "sessions":
         yield Results(machine=machine, calls=calls)
         return
-    if arguments.peers:
+    if options.peers:
         # Last, so that whatever is here already stays what it is.
-        sys.path.append(str(arguments.peers.absolute()))
+        sys.path.append(str(options.peers.absolute()))
     transfers: list[Transfers] = []
-    for mib in arguments.size_mib:
-        transfers.append(transferred(arguments, mib * 2**20))
+    for mib in options.size_mib:
+        transfers.append(transferred(options, mib * MIB))
         yield Results(machine=machine, transfers=transfers, calls=calls)
 
 
-def transferred(arguments: argparse.Namespace, size: int) -> Transfers:
+def transferred(
+    options: argparse.Namespace, size: int, say: Callable[[str], None] = common.say
+) -> Transfers:
     """Measure saves and loads of one size. Its memory is given back before the next."""
     with (
-        huge_pages_set_aside(0 if arguments.no_huge_pages else size + HUGE_PAGE) as are_there,
-        tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder,
+        huge_pages_set_aside(0 if options.no_huge_pages else size + HUGE_PAGE) as are_there,
+        tempfile.TemporaryDirectory(prefix=".bench-", dir=options.folder) as folder,
         contextlib.closing(
             Bench(
                 Path(folder),
                 size,
-                arguments.rounds,
-                output.say,
-                in_huge_pages=are_there and not arguments.no_huge_pages,
+                options.rounds,
+                say,
+                in_huge_pages=are_there and not options.no_huge_pages,
             )
         ) as bench,
     ):
@@ -139,8 +124,8 @@ def report(results: Results) -> int:
         what = f"{line.row:46} {line.what:34} {line.wanted:10} {line.found}"
         why = f" ({line.why})" if line.why else ""
         print(f"{line.verdict:13} {line.of:9} {what}{why}")
-    return 1 if any(line.verdict == "missed" for line in found) else 0
+    return common.status(found)
 
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(main)

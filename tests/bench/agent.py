@@ -37,14 +37,13 @@ from snapshot_agent.ports import Dump, Process, RestoreSource, Worker
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef
-from tests.bench import output
-from tests.bench.disk import huge_pages, raw_transfer
+from tests.bench import common
+from tests.bench.common import MIB, ROOT, Benchmark, Judged, goal
+from tests.bench.disk import drop, huge_pages, raw_transfer, warm
 from tests.bench.machine import Watch, describe, new_memory
-from tests.bench.results import NOISE, OTHERS, Judged, Verdict, spread
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / ".tools"
-MIB = 2**20
+OURS = "snapback"
 WITHIN_S = 300.0
 TITLE = "Dumps and restores of processes"
 OVER_CRIU = 1.1
@@ -125,7 +124,7 @@ class Bench:
                 written = sum(each.size for each in made.files)
                 self.size = written + -written % mmap.PAGESIZE
                 for number in range(1, self.rounds + 1):
-                    output.say(f"round {number} of {self.rounds}")
+                    common.say(f"round {number} of {self.rounds}")
                     turns.append(await self._turn(source.worker, number))
             finally:
                 source.end()
@@ -214,8 +213,7 @@ class Bench:
             path.unlink()
 
         # Whoever is first finds another machine than who comes after it.
-        contenders = [snapback, criu, disk]
-        for each in contenders[number % 3 :] + contenders[: number % 3]:
+        for each in common.rotated((snapback, criu, disk), number % 3, 3):
             self._recycle()
             await each()
         cached = await self._restores(part, files, number, cold=False)
@@ -277,7 +275,7 @@ class Bench:
             placeholder = self._contained("/snapback/snapback-init")
             try:
                 self._recycle()
-                _cache(part, cold=cold)
+                (drop if cold else warm)(part)
                 if name == "criu":
                     found[name] = self._bare_restore(placeholder.worker.process.pid, part)
                 else:
@@ -307,66 +305,27 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
 
 
-def _cache(part: Path, *, cold: bool) -> None:
-    """Have the files of a dump in the page cache, or not."""
-    for path in part.iterdir():
-        with path.open("rb", buffering=0) as file:
-            if cold:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while file.read(MIB):
-                    pass
+def judged(results: Results) -> Iterator[Judged]:
+    """Compare with every goal. A missed goal is inconclusive if the machine is too noisy."""
 
-
-class _Goal(NamedTuple):
-    """Seconds of `ours` must be at most `most` times those of `theirs`.
-
-    `as_share` shows the ratio the other way round, as a share of their speed.
-    """
-
-    row: str
-    against: str
-    most: float
-    ours: list[float]
-    theirs: list[float]
-    as_share: bool = False
-
-
-def judged(results: Results) -> list[Judged]:
-    """Compare with every goal. A missed one is inconclusive where the machine is too noisy."""
-    turns = results.turns
-
-    def dump(name: str) -> list[float]:
-        return [turn.dump[name] for turn in turns]
-
-    goals = [
-        _Goal("dump", "criu, fsync", OVER_CRIU, dump("snapback"), dump("criu, fsync")),
-        _Goal("dump", "raw write limit", 1 / OF_DISK, dump("snapback"), dump("disk"), True),
-    ]
-    for row, of in (("restore, cached", "cached"), ("restore, cold", "cold")):
-        ours, theirs = (
-            [getattr(turn, of)[name] for turn in turns] for name in ("snapback", "criu")
+    def compared(
+        row: str, against: str, of: str, theirs: str, most: float = 0.0, least: float | None = None
+    ) -> Judged:
+        ours, others = (
+            [getattr(turn, of)[name] for turn in results.turns] for name in (OURS, theirs)
         )
-        goals.append(_Goal(row, "criu", OVER_CRIU_RESTORE, ours, theirs))
-    return [_judge(goal, results.others) for goal in goals]
+        ratio = median(ours) / median(others)
+        if least is not None:
+            # Shown the other way round, as a share of their speed.
+            return goal(
+                TITLE, row, against, 1 / ratio, ours, others, least=least, others=results.others
+            )
+        return goal(TITLE, row, against, ratio, ours, others, most=most, others=results.others)
 
-
-def _judge(goal: _Goal, others: float) -> Judged:
-    ratio = median(goal.ours) / median(goal.theirs)
-    verdict: Verdict = "met" if ratio <= goal.most else "missed"
-    is_noisy = others > OTHERS or max(spread(goal.ours), spread(goal.theirs)) > NOISE
-    if verdict == "missed" and is_noisy:
-        verdict = "inconclusive"
-    if goal.as_share:
-        wanted, found = f"≥ {1 / goal.most:.2g} x", f"{1 / ratio:.2f} x"
-    else:
-        wanted, found = f"≤ {goal.most:g} x", f"{ratio:.2f} x"
-    return Judged(TITLE, goal.row, goal.against, wanted, found, verdict)
-
-
-def section(results: Results) -> str:
-    """Write the section of the page about a run, in Markdown."""
-    return "\n".join(_lines(results)) + "\n"
+    yield compared("dump", "criu, fsync", "dump", "criu, fsync", OVER_CRIU)
+    yield compared("dump", "raw write limit", "dump", "disk", least=OF_DISK)
+    yield compared("restore, cached", "criu", "cached", "criu", OVER_CRIU_RESTORE)
+    yield compared("restore, cold", "criu", "cold", "criu", OVER_CRIU_RESTORE)
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -382,59 +341,44 @@ def _lines(results: Results) -> Iterator[str]:
         "the page cache, which CRIU cannot do. All restores of a round read the same dump.\n"
         f"Others took {results.others:.0%} of the processors. The machine:\n"
     )
-    yield from (f"- {key}: {value}" for key, value in results.machine.items())
-    yield "\n| row | against | goal | found | |\n|---|---|---|---|---|"
-    for line in judged(results):
-        yield f"| {line.row} | {line.what} | {line.wanted} | {line.found} | {line.verdict} |"
+    yield from common.listed(results.machine)
+    yield from common.goal_table(judged(results))
     size = median(turn.size for turn in turns)
-    yield f"\n| {size / MIB:.0f} MiB of files | contender | ms (median) | fastest … slowest |"
-    yield "|---|---|---|---|"
-    rows = (
-        ("dump, until durable", "dump", ("snapback", "criu, fsync", "disk")),
+    head = (f"{size / MIB:.0f} MiB of files", "contender", "ms (median)", "fastest … slowest")
+    contenders = (
+        ("dump, until durable", "dump", (OURS, "criu, fsync", "disk")),
         ("dump, not durable", "dump", ("criu",)),
-        ("worker stopped", "frozen", ("snapback", "criu")),
-        ("restore, cached", "cached", ("snapback", "criu")),
-        ("restore, cold", "cold", ("snapback", "criu")),
+        ("worker stopped", "frozen", (OURS, "criu")),
+        ("restore, cached", "cached", (OURS, "criu")),
+        ("restore, cold", "cold", (OURS, "criu")),
     )
-    for row, of, names in rows:
-        for name in names:
-            low, middle, high = (
-                f(getattr(turn, of)[name] for turn in turns) * 1000 for f in (min, median, max)
-            )
-            yield f"| {row} | {name} | {middle:.0f} | {low:.0f} … {high:.0f} |"
+    samples = (
+        (row, name, [getattr(turn, of)[name] for turn in turns])
+        for row, of, names in contenders
+        for name in names
+    )
+    rows = (
+        (row, name, common.middle(s, "{:.0f}", 1e3), common.ends(s, "{:.0f}", 1e3))
+        for row, name, s in samples
+    )
+    yield from common.table(head, rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.agent", description=__doc__)
-    parser.add_argument("--size-mib", type=int, default=1024, help="of the heap (1024)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--page", type=Path, help="the page with a section about it")
-    arguments = parser.parse_args()
-    if arguments.size_mib < 1 or arguments.rounds < 1:
-        parser.error(
-            f"--size-mib is {arguments.size_mib} and --rounds {arguments.rounds}: "
-            "a heap has 1 MiB at least, and there is one round"
-        )
-    if not arguments.folder.is_dir():
-        parser.error(f"--folder {arguments.folder}: there is no such folder")
+def _measured(options: argparse.Namespace, folder: Path) -> Results:
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir="/dev/shm") as layers:
+        bench = Bench(folder, Path(layers), options.size_mib * MIB, options.rounds)
+        return asyncio.run(bench.run())
+
+
+def _lacking() -> str:
     if os.geteuid() != 0:
-        parser.error("CRIU needs root")
-    for name, path in (("criu", TOOLS / "criu"), ("init", TOOLS / "snapback-init")):
-        if not path.exists():
-            parser.error(f"{path} is missing: run `make {name}`")
-    with (
-        tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as folder,
-        tempfile.TemporaryDirectory(prefix=".bench-", dir="/dev/shm") as layers,
-    ):
-        bench = Bench(Path(folder), Path(layers), arguments.size_mib * MIB, arguments.rounds)
-        results = asyncio.run(bench.run())
-    text = section(results)
-    output.write(arguments.json, arguments.page, results, text)
-    print(text)
-    return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
+        return "CRIU needs root"
+    missing = [name for name in ("criu", "snapback-init") if not (TOOLS / name).exists()]
+    return f"{missing[0]} is missing in {TOOLS}: run `make criu init`" if missing else ""
 
+
+NUMBERS = {"size-mib": (1024, 1, "of the heap (1024)"), "rounds": (5, 1, "")}
+BENCH = Benchmark("agent", __doc__, NUMBERS, _measured, _lines, judged, _lacking)
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(BENCH.main)

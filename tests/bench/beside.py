@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,13 +20,12 @@ import msgspec
 
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import SnapshotRestore, restore_name
-from tests.bench import output
+from tests.bench import common
+from tests.bench.common import MIB, ROOT, Benchmark, Judged, goal
 from tests.bench.machine import describe
-from tests.bench.pause import ROOM, SOURCE, TARGET, is_ready, until
-from tests.bench.results import NOISE, Judged, Verdict, spread
-from tests.support.live_cluster import ROOT, LiveCluster, Session, find, pod, worker_pod
+from tests.bench.pause import ROOM, SOURCE, TARGET
+from tests.support.live_cluster import LiveCluster, Session, find, pod, snapshot, worker_pod
 
-MIB = 2**20
 TITLE = "Weights beside the process"
 GOAL = 1.1
 """A restore of both may take this many times as long as the longer of its parts does alone."""
@@ -78,8 +76,8 @@ class Bench:
                 for name in names:
                     await self._capture(session, name)
                 for number in range(self.rounds):
-                    output.say(f"round {number + 1} of {self.rounds}")
-                    for name in names[number % 3 :] + names[: number % 3]:
+                    common.say(f"round {number + 1} of {self.rounds}")
+                    for name in common.rotated(names, number % 3, 3):
                         turns[name].append(await self._turn(session, name))
         finally:
             await self.cluster.down()
@@ -89,22 +87,19 @@ class Bench:
         )
 
     async def _capture(self, session: Session, name: str) -> None:
-        output.say(f"capturing the worker {name}")
+        common.say(f"capturing the worker {name}")
         await session.apply(self._pod(name, SOURCE))
-        await until(session, "Pod", name, is_ready)
-        spec = {"source": {"podRef": {"name": name}}, "sourcePolicy": "Terminate", "driver": "criu"}
-        kind = {"apiVersion": "nvidia.com/v1alpha1", "kind": "Snapshot"}
-        await session.apply({**kind, "metadata": {"name": name}, "spec": spec})
-        await until(session, "Snapshot", name, is_ready)
+        await session.reaches("Pod", name)
+        await session.apply(snapshot(name, name, "Terminate", driver="criu"))
+        await session.reaches("Snapshot", name)
 
     async def _turn(self, session: Session, name: str) -> Turn:
         self.cluster.drop_cache()
         again = f"{name}-restored"
         await session.apply(self._pod(again, TARGET, name))
-        restored = await until(session, "Pod", again, is_ready)
+        restored = await session.reaches("Pod", again)
         made = find(await session.objects(), "SnapshotRestore", restore_name(restored.metadata.uid))
-        await session.delete("Pod", again)
-        await session.until(lambda values: find(values, "Pod", again) is None, f"{again} is gone")
+        await session.remove("Pod", again)
         return turn_of(made)
 
     def _pod(self, name: str, node: str, source: str | None = None) -> dict[str, Any]:
@@ -138,22 +133,14 @@ def _end(order: OrderStatus) -> float:
     return order.ended_at.timestamp()
 
 
-def judged(results: Results) -> Judged:
+def judged(results: Results) -> list[Judged]:
     """Compare with the goal. What a noisy machine may have brought about is inconclusive."""
     totals = {name: [turn.total for turn in turns] for name, turns in results.turns.items()}
     longer = max((WEIGHTS, HEAP), key=lambda name: median(totals[name]))
-    found = median(totals[BOTH]) / median(totals[longer])
-    verdict: Verdict = "met" if found <= GOAL else "missed"
-    if verdict == "missed" and max(map(spread, totals.values())) > NOISE:
-        verdict = "inconclusive"
+    ratio = median(totals[BOTH]) / median(totals[longer])
     of = f"{results.weights / MIB:g} MiB of weights, {results.heap / MIB:g} MiB of heap"
     what = f"both together against the longer of them ({longer})"
-    return Judged(TITLE, of, what, f"≤ {GOAL:g} x", f"{found:.2f} x", verdict)
-
-
-def section(results: Results) -> str:
-    """Write the section of the page about a run, in Markdown."""
-    return "\n".join(_lines(results)) + "\n"
+    return [goal(TITLE, of, what, ratio, *totals.values(), most=GOAL)]
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -165,48 +152,29 @@ def _lines(results: Results) -> Iterator[str]:
         "answer: GMS loads the weights while CRIU brings the process back. Both read the same\n"
         "disk and use the same processors here. The machine:\n"
     )
-    yield from (f"- {key}: {value}" for key, value in results.machine.items())
-    line = judged(results)
-    yield "\n| worker | what | goal | found | |\n|---|---|---|---|---|"
-    yield f"| {line.row} | {line.what} | {line.wanted} | {line.found} | {line.verdict} |"
-    yield "\n| s (median, slowest … fastest) | load | place | restore | in all |"
-    yield "|---|---|---|---|---|"
+    yield from common.listed(results.machine)
+    yield from common.goal_table(judged(results), "worker", "what")
+    rows = []
     for name, turns in results.turns.items():
         cells = [_cell([turn.verbs.get(verb, 0.0) for turn in turns]) for verb in _VERBS]
-        yield f"| {name} | {' | '.join(cells)} | {_cell([turn.total for turn in turns])} |"
+        rows.append((name, *cells, _cell([turn.total for turn in turns])))
+    yield from common.table(("s (median, slowest … fastest)", *_VERBS, "in all"), rows)
 
 
 _VERBS = ("load", "place", "restore")
 
 
 def _cell(samples: list[float]) -> str:
-    low, middle, high = (f(samples) for f in (min, median, max))
-    return f"{middle:.2f} ({high:.2f} … {low:.2f})" if high else "-"
+    return common.cell(samples, "{:.2f}", slowest_first=True) if max(samples) else "-"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.beside", description=__doc__)
-    parser.add_argument("--weights-mib", type=int, default=1024)
-    parser.add_argument("--heap-mib", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--page", type=Path, help="the page with a section about it")
-    arguments = parser.parse_args()
-    least: Mapping[str, int] = {"weights_mib": LEAST_MIB, "heap_mib": 1, "rounds": 1}
-    for name, at_least in least.items():
-        if (found := getattr(arguments, name)) < at_least:
-            parser.error(f"--{name.replace('_', '-')} is {found}, and {at_least} is the least")
-    if not arguments.folder.is_dir():
-        parser.error(f"--folder {arguments.folder}: there is no such folder")
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as folder:
-        bench = Bench(Path(folder), arguments.weights_mib, arguments.heap_mib, arguments.rounds)
-        results = asyncio.run(bench.run())
-    text = section(results)
-    output.write(arguments.json, arguments.page, results, text)
-    print(text)
-    return 1 if judged(results).verdict == "missed" else 0
+def _measured(options: argparse.Namespace, folder: Path) -> Results:
+    bench = Bench(folder, options.weights_mib, options.heap_mib, options.rounds)
+    return asyncio.run(bench.run())
 
+
+NUMBERS = {"weights-mib": (1024, LEAST_MIB, ""), "heap-mib": (512, 1, ""), "rounds": (5, 1, "")}
+BENCH = Benchmark("beside", __doc__, NUMBERS, _measured, _lines, judged)
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(BENCH.main)

@@ -10,13 +10,9 @@ import argparse
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -33,10 +29,10 @@ from snapshot_shared.files import opened
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.orders import ArtifactRef, Report, VerifyOrder
 from snapshot_shared.tasks import end_all
-from tests.bench import output
+from tests.bench import common
 from tests.bench.bus_server import CONTENDERS, ECHO, SERVICE, TOGETHER, node_of, stamp
+from tests.bench.common import OTHERS, Benchmark, Judged, Rows, goal
 from tests.bench.machine import Watch, describe
-from tests.bench.results import NOISE, OTHERS, Judged, Rows, Verdict, spread
 from tests.support.nats_server import running_nats_server
 
 TITLE = "Orders and reports"
@@ -70,11 +66,11 @@ class Server(NamedTuple):
     """A contender that runs."""
 
     name: str
-    process: subprocess.Popen[str]
+    pid: int
 
     def cpu(self) -> float:
         """Give the processor-seconds that it has used."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -122,11 +118,11 @@ async def measure(
             servers = [
                 stack.enter_context(_server(name, nats_server.url, folder, peers))
                 for name in CONTENDERS
-                if name != PEER or _has_peer(peers)
+                if name != PEER or common.has_peer(PEER, peers)
             ]
             await _warm_up(client, servers, made)
             for number in range(rounds):
-                output.say(f"round {number + 1} of {rounds}")
+                common.say(f"round {number + 1} of {rounds}")
                 # To and fro, so that none always follows the one that uses the processors most.
                 turns = servers[:: -1 if number % 2 else 1]
                 await _latencies(
@@ -151,29 +147,10 @@ async def measure(
     )
 
 
-def _has_peer(peers: Path | None) -> bool:
-    return find_spec(PEER) is not None or (peers is not None and (peers / PEER).is_dir())
-
-
 @contextlib.contextmanager
 def _server(name: str, url: str, folder: Path, peers: Path | None) -> Iterator[Server]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.bus_server", name, url, folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        if process.stdout.readline().strip() != "ready":
-            raise RuntimeError(f"{name} did not start")
-        yield Server(name, process)
-    finally:
-        process.stdin.close()
-        process.wait()
-        process.stdout.close()
+    with common.contender("bus_server", name, url, folder, peers=peers) as (process, _):
+        yield Server(name, process.pid)
 
 
 async def _warm_up(client: Client, servers: Sequence[Server], made: Orders) -> None:
@@ -327,48 +304,42 @@ async def _together(client: Client, node: NodeName, made: Orders, count: int) ->
 
 def judged(results: Results) -> list[Judged]:
     """Compare with every goal. What a noisy machine may have brought about is inconclusive."""
-    request = results.seconds[f"{REQUEST}, p99"]["snapback"]
+    of, request, others = (
+        f"{REQUEST}, p99",
+        results.seconds[f"{REQUEST}, p99"]["snapback"],
+        results.others,
+    )
     found = []
     for row, most in ((BEGIN, BEGINS), (ANSWER, BACK)):
         ours = results.seconds[f"{row}, p99"]["snapback"]
         ratio = median(ours) / median(request)
-        verdict = _verdict(ratio <= most, results.others, ours, request)
-        of = f"{REQUEST}, p99"
         found.append(
-            Judged("orders", f"{row}, p99", of, f"≤ {most:g} x", f"{ratio:.2f} x", verdict)
+            goal("orders", f"{row}, p99", of, ratio, ours, request, most=most, others=others)
         )
     row, ours = f"{TOGETHER} under way", results.a_second["snapback"]
+    what, value = "orders a second", median(ours)
     found.append(
-        Judged(
+        goal(
             "orders",
             row,
-            "orders a second",
-            f"≥ {A_SECOND:,}",
-            f"{median(ours):,.0f}",
-            _verdict(median(ours) >= A_SECOND, results.others, ours),
+            what,
+            value,
+            ours,
+            least=A_SECOND,
+            wanted="{:,}",
+            found="{:,.0f}",
+            others=others,
         )
     )
-    wanted = f"≥ {OVER_PEER:g} x"
     if not (peer := results.a_second.get(PEER)):
-        return [*found, Judged("orders", row, PEER, wanted, "", "not measured")]
-    ratio = median(ours) / median(peer)
-    verdict = _verdict(ratio >= OVER_PEER, results.others, ours, peer)
-    if verdict == "met" and results.others > OTHERS:
+        return [*found, Judged("orders", row, PEER, f"≥ {OVER_PEER:g} x", "", "not measured")]
+    beside = goal(
+        "orders", row, PEER, value / median(peer), ours, peer, least=OVER_PEER, others=others
+    )
+    if others > OTHERS:
         # A peer that needs more of the processors suffers more from others.
-        verdict = "inconclusive"
-    return [*found, Judged("orders", row, PEER, wanted, f"{ratio:.2f} x", verdict)]
-
-
-def _verdict(is_met: bool, others: float, *samples: list[float]) -> Verdict:
-    if is_met:
-        return "met"
-    is_noisy = others > OTHERS or max(map(spread, samples)) > NOISE
-    return "inconclusive" if is_noisy else "missed"
-
-
-def section(results: Results) -> str:
-    """Write the section of the page about a run, in Markdown."""
-    return "\n".join(_lines(results)) + "\n"
+        beside = beside._replace(verdict="inconclusive")
+    return [*found, beside]
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -386,53 +357,40 @@ def _lines(results: Results) -> Iterator[str]:
         f"the processors; above {OTHERS:.0%}, or where samples spread, a missed goal is\n"
         "inconclusive, and so is every ratio to a peer above it. The machine:\n"
     )
-    yield from (f"- {key}: {value}" for key, value in results.machine.items())
-    yield "\n| row | against | goal | found | |\n|---|---|---|---|---|"
-    for line in judged(results):
-        yield f"| {line.row} | {line.what} | {line.wanted} | {line.found} | {line.verdict} |"
-    yield "\n| one at a time | µs (median) | fastest … slowest |\n|---|---|---|"
-    for row, contenders in results.seconds.items():
-        samples = contenders["snapback"]
-        ends = f"{min(samples) * 1e6:,.0f} … {max(samples) * 1e6:,.0f}"
-        yield f"| {row} | {median(samples) * 1e6:,.0f} | {ends} |"
-    yield f"\n| {TOGETHER} under way | orders a second | slowest … fastest | µs of CPU an order |"
-    yield "|---|---|---|---|"
-    for name, speeds in results.a_second.items():
-        ends = f"{min(speeds):,.0f} … {max(speeds):,.0f}"
-        cost = f"{median(results.cpu[name]) * 1e6:,.0f}"
-        yield f"| {name} | {median(speeds):,.0f} | {ends} | {cost} |"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.bus", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=500, help="one at a time, a round (500)")
-    parser.add_argument("--orders", type=int, default=3000, help="a turn of a contender (3000)")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
-    parser.add_argument("--peers", type=Path, help="a folder in which pip has installed faststream")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--page", type=Path, help="the page with a section about it")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.calls < 100 or arguments.orders < TOGETHER:
-        parser.error(
-            f"--rounds is {arguments.rounds}, --calls {arguments.calls} and --orders "
-            f"{arguments.orders}: one round, 100 calls and {TOGETHER} orders are the least"
-        )
-    for name in ("folder", "peers"):
-        folder = getattr(arguments, name)
-        if folder is not None and not folder.is_dir():
-            parser.error(f"--{name} {folder}: there is no such folder")
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as path:
-        results = asyncio.run(
-            measure(
-                Path(path), arguments.peers, arguments.rounds, arguments.calls, arguments.orders
+    yield from common.listed(results.machine)
+    yield from common.goal_table(judged(results))
+    one = {row: contenders["snapback"] for row, contenders in results.seconds.items()}
+    rows = [
+        (row, common.middle(each, scale=1e6), common.ends(each, scale=1e6))
+        for row, each in one.items()
+    ]
+    yield from common.table(("one at a time", "µs (median)", "fastest … slowest"), rows)
+    head = (f"{TOGETHER} under way", "orders a second", "slowest … fastest", "µs of CPU an order")
+    yield from common.table(
+        head,
+        (
+            (
+                name,
+                common.middle(each),
+                common.ends(each),
+                common.middle(results.cpu[name], scale=1e6),
             )
-        )
-    text = section(results)
-    output.write(arguments.json, arguments.page, results, text)
-    print(text)
-    return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
+            for name, each in results.a_second.items()
+        ),
+    )
 
+
+def _measured(options: argparse.Namespace, folder: Path) -> Results:
+    numbers = (options.rounds, options.calls, options.orders)
+    return asyncio.run(measure(folder, options.peers, *numbers))
+
+
+NUMBERS = {
+    "rounds": (5, 1, ""),
+    "calls": (500, 100, "one at a time, a round (500)"),
+    "orders": (3000, TOGETHER, "a turn of a contender (3000)"),
+}
+BENCH = Benchmark("bus", __doc__, NUMBERS, _measured, _lines, judged, peers=PEER)
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(BENCH.main)

@@ -9,7 +9,6 @@ requests of core NATS.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -33,6 +32,7 @@ from snapshot_shared.orders import AnyOrder, Order, Report, VerifyOrder
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry
+from tests.bench.common import use_peers
 
 ECHO = "bench.echo"
 SERVICE = "agent"
@@ -202,7 +202,5 @@ async def main(contender: str, url: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if more := os.environ.get("BENCH_PEERS"):
-        # Last, so that whatever is here already stays what it is.
-        sys.path.append(more)
+    use_peers()
     asyncio.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

@@ -14,10 +14,8 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +29,11 @@ from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL
 from snapshotctl.adapters.machine import look_for_criu
 from snapshotctl.domain import criu_host, formats
 from snapshotctl.domain.demo_engines import ENGINES
-from tests.bench import output
-from tests.bench.machine import describe, rotated
-from tests.bench.pause import is_ready, until
-from tests.support.live_cluster import ROOT, LiveCluster, Session, find
+from tests.bench import common
+from tests.bench.common import ROOT, Benchmark
+from tests.bench.machine import describe
+from tests.support.live_cluster import LiveCluster, Session, find, snapshot
+from tests.support.ports import free_port
 
 TITLE = "Engines"
 SOURCE, TARGET = "source", "target"
@@ -171,13 +170,6 @@ def answer(port: int, request: Request) -> bytes:
         time.sleep(ASK_AGAIN_S)
 
 
-def free_port() -> int:
-    """Return a port that nobody listens to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def pod(engine: Engine, name: str, folder: Path, port: int, source: str = "") -> dict[str, Any]:
     """Return the pod of an engine on the source node, or on the target if it is restored."""
     words = [word.format(port=port) for word in (*engine.around, *engine.program)]
@@ -199,20 +191,6 @@ def pod(engine: Engine, name: str, folder: Path, port: int, source: str = "") ->
         "spec": {
             "nodeSelector": {HOSTNAME_LABEL: TARGET if source else SOURCE},
             "containers": [container],
-        },
-    }
-
-
-def snapshot(name: str, driver: str) -> dict[str, Any]:
-    """Return the snapshot of a pod of the same name, which ends with it."""
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": {
-            "source": {"podRef": {"name": name}},
-            "sourcePolicy": "Terminate",
-            "driver": driver,
         },
     }
 
@@ -241,8 +219,8 @@ class Bench:
             await self.cluster.up(SOURCE, TARGET, mib=DEVICE_MIB)
             async with self.cluster.session() as session:
                 for number in range(self.rounds):
-                    output.say(f"round {number + 1} of {self.rounds}")
-                    for engine in rotated(self.engines, number, self.rounds):
+                    common.say(f"round {number + 1} of {self.rounds}")
+                    for engine in common.rotated(self.engines, number, self.rounds):
                         turns[engine.row].append(await self._turn(session, engine, number))
         finally:
             await self.cluster.down()
@@ -256,7 +234,7 @@ class Bench:
         )
 
     async def _turn(self, session: Session, engine: Engine, number: int) -> Turn:
-        output.say(f"  {engine.row}")
+        common.say(f"  {engine.row}")
         name = f"engine-{self.engines.index(engine)}-{number}"
         folder = self.folder / name
         folder.mkdir()
@@ -275,10 +253,10 @@ class Bench:
             said = await asyncio.to_thread(answer, port, Request("/nap", b""))
             nap = float(json.loads(said)["seconds"])
         before = await asyncio.to_thread(answer, port, engine.asked)
-        await until(session, "Pod", name, is_ready)
-        await session.apply(snapshot(name, engine.driver))
-        made = await until(session, "Snapshot", name, is_ready)
-        await self._removed(session, "Pod", name)
+        await session.reaches("Pod", name)
+        await session.apply(snapshot(name, name, "Terminate", driver=engine.driver))
+        made = await session.reaches("Snapshot", name)
+        await session.remove("Pod", name)
         # A restored engine has only what was captured.
         (folder / "moto_recording").unlink(missing_ok=True)
         self.cluster.drop_cache()
@@ -289,11 +267,11 @@ class Bench:
         if before != after:
             raise Differs(f"{engine.row}: {before!r} became {after!r}")
         # It is the restored one, and not one that started cold in its place.
-        await until(session, "Pod", f"{name}-restored", is_ready)
+        await session.reaches("Pod", f"{name}-restored")
         bound = made.status.bound_snapshot_content_name
         parts = find(await session.objects(), "SnapshotContent", bound).status.committed.parts
-        await self._removed(session, "Pod", f"{name}-restored")
-        await self._removed(session, "Snapshot", name)
+        await session.remove("Pod", f"{name}-restored")
+        await session.remove("Snapshot", name)
         return Turn(
             alone=alone,
             cold=cold,
@@ -330,17 +308,6 @@ class Bench:
             finally:
                 process.send_signal(signal.SIGKILL)
 
-    async def _removed(self, session: Session, kind: str, name: str) -> None:
-        await session.delete(kind, name)
-        await session.until(
-            lambda values: find(values, kind, name) is None, f"{kind} {name} is removed", WAIT_S
-        )
-
-
-def section(results: Results) -> str:
-    """Write the section of the page about a run, in Markdown."""
-    return "\n".join(_lines(results)) + "\n"
-
 
 def _lines(results: Results) -> Iterator[str]:
     rounds = max(map(len, results.turns.values()))
@@ -355,67 +322,47 @@ def _lines(results: Results) -> Iterator[str]:
         "were the same, byte for byte. The model is small: a cold start is mostly Python and its\n"
         "libraries, which `cooperative` starts again and `criu` does not. The machine:\n"
     )
-    yield from (f"- {key}: {value}" for key, value in results.machine.items())
+    yield from common.listed(results.machine)
     yield from (f"- {row} was not run: {why}" for row, why in results.absent.items())
-    yield (
-        "\n| engine, driver | model | weights in GPU memory | artifact | by hand, s "
-        "| cold start, s | sleep and wake, s | restore, s | restore is |"
-        "\n|---|---|---|---|---|---|---|---|---|"
-    )
-    for row, turns in results.turns.items():
-        weights, artifact = (
-            formats.size(int(median(sizes))) if any(sizes) else "-"
-            for sizes in ([t.weights for t in turns], [t.artifact for t in turns])
-        )
-        times = [
-            _cell([seconds for seconds in samples if seconds is not None])
-            for samples in (
-                [t.alone for t in turns],
-                [t.cold for t in turns],
-                [t.nap for t in turns],
-                [t.restore for t in turns],
-            )
-        ]
-        ratio = median(t.cold for t in turns) / median(t.restore for t in turns)
-        model = results.models[row]
-        if model:
-            model = f"{model}, {formats.size(results.model_bytes)}"
-        cells = (row, model or "none", weights, artifact, *times, f"{ratio:.2f} x as fast")
-        yield f"| {' | '.join(cells)} |"
+    head = ("engine, driver", "model", "weights in GPU memory", "artifact", "by hand, s")
+    times = ("cold start, s", "sleep and wake, s", "restore, s", "restore is")
+    yield from common.table((*head, *times), (_cells(results, row) for row in results.turns))
     yield "\nMedians, with the fastest and the slowest."
 
 
-def _cell(samples: list[float]) -> str:
-    if not samples:
-        return "-"
-    low, middle, high = (f(samples) for f in (min, median, max))
-    return f"{middle:.3g} ({low:.3g} … {high:.3g})"
+def _cells(results: Results, row: str) -> Iterator[str]:
+    turns, model = results.turns[row], results.models[row]
+    yield row
+    yield f"{model}, {formats.size(results.model_bytes)}" if model else "none"
+    for sizes in ([t.weights for t in turns], [t.artifact for t in turns]):
+        yield formats.size(int(median(sizes))) if any(sizes) else "-"
+    for name in ("alone", "cold", "nap", "restore"):
+        samples = [seconds for turn in turns if (seconds := getattr(turn, name)) is not None]
+        yield common.cell(samples, "{:.3g}") if samples else "-"
+    ratio = median(t.cold for t in turns) / median(t.restore for t in turns)
+    yield f"{ratio:.2f} x as fast"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.engines", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--page", type=Path, help="the page with a section about it")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}, and 1 is the least")
-    if not arguments.folder.is_dir():
-        parser.error(f"--folder {arguments.folder}: there is no such folder")
-    if not INSTALLED.exists():
-        parser.error("no engines are installed: run `make engines`")
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as folder:
-        try:
-            results = asyncio.run(Bench(Path(folder), arguments.rounds).run())
-        except Differs as error:
-            output.say(str(error))
-            return 1
-    text = section(results)
-    output.write(arguments.json, arguments.page, results, text)
-    print(text)
-    return 0
+def _measured(options: argparse.Namespace, folder: Path) -> Results:
+    return asyncio.run(Bench(folder, options.rounds).run())
+
+
+def _lacking() -> str:
+    return "" if INSTALLED.exists() else "no engines are installed: run `make engines`"
+
+
+BENCH = Benchmark(
+    "engines", __doc__, {"rounds": (5, 1, "")}, _measured, _lines, lambda _: (), _lacking
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    try:
+        return BENCH.main(words)
+    except Differs as error:
+        common.say(str(error))
+        return 1
 
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(main)

@@ -22,7 +22,7 @@ from gms.adapters.backends import find_backend
 from gms.adapters.buffers import buffer_pages
 from gms.adapters.encrypted import Ciphers, Encrypted
 from gms.domain.tasks import LOAD_THREADS, SaveTask, TransferDone
-from gms.domain.transfer import CHUNK_BYTES, plan_files
+from gms.domain.transfer import CHUNK_BYTES, FilePlan, plan_files
 from gms.ports import TransferBackend
 from gms.transfer_child.save import ciphers_of, write_part
 from snapshot_shared.artifact import PartManifest
@@ -31,10 +31,8 @@ from snapshot_shared.files import open_root, opened
 from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.orders import LayoutRef
 from tests.bench import disk
-from tests.bench.machine import Watch, recycle, reported_bytes, rotated
-from tests.bench.peers import LOADERS, SAVERS, Peer, tried
-from tests.bench.regions import CHUNKS, MIB, Memory, Region
-from tests.bench.results import (
+from tests.bench.common import MIB, Rows, rotated
+from tests.bench.goals import (
     CACHED,
     FRESH,
     MEMCPY,
@@ -42,7 +40,6 @@ from tests.bench.results import (
     SHAPES,
     STEPS,
     TURNS_WITH_LIMITS,
-    Rows,
     Transfers,
     in_pages,
     limit_of,
@@ -52,6 +49,9 @@ from tests.bench.results import (
     saving,
     size_text,
 )
+from tests.bench.machine import Watch, memory_mb, recycle, reported_bytes
+from tests.bench.peers import LOADERS, SAVERS, Peer, tried
+from tests.bench.regions import CHUNKS, Memory, Region
 from tests.support.artifact_keys import put_encryption
 
 UID = "00000000-0000-4000-8000-00000000000"
@@ -127,14 +127,6 @@ class Bench:
         self.absent: dict[str, str] = {}
         self.wanted: dict[int, bytes] = {}
         self.begin = self.said = 0.0
-        self.layout = LayoutRef(
-            device="GPU-1",
-            incarnation="i",
-            generation=1,
-            layout_id="l",
-            structure_hash="h",
-            bytes=self.size,
-        )
 
     def close(self) -> None:
         """Release the memory; views keep it."""
@@ -373,20 +365,14 @@ class Bench:
     def load(self, name: str, region: Region, advance: Callable[[int], None] = abs) -> None:
         """Read what `save` wrote into a region, every digest compared."""
         path, task, ciphers = self._part(name), self._task(name), None
-        manifest = decode_json((path / "part.json").read_bytes(), PartManifest, limit=2**30)
-        assert manifest.layout is not None
+        manifest = manifest_of(path)
         if manifest.encryption:
             ciphers = Ciphers(ArtifactKeys(self.keys), task)
             ciphers.open(manifest)
-        plans = plan_files(
-            manifest.layout.allocations,
-            [entry.size for entry in manifest.files],
-            chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
-        )
         with opened(open_root(path)) as directory:
             _backend(task, region, ciphers).read_files(
                 directory,
-                plans,
+                plans_of(manifest),
                 manifest.files,
                 region.views,
                 threads=LOAD_THREADS,
@@ -394,21 +380,13 @@ class Bench:
             )
 
     def _task(self, name: str, content: int = 0) -> SaveTask:
-        return SaveTask(
-            socket_dir="/nowhere",
-            root=str(self.folder / name),
-            device="GPU-1",
-            namespace="default",
-            content_uid=f"{UID}{content}",
-            generation=1,
-            part="gpu-0",
-            deadline_s=60.0,
+        return save_task(
+            self.folder / name,
+            self.size,
+            content,
             backend=OURS[0] if name == ENCRYPTED else name,
             encrypt=name == ENCRYPTED,
             artifact_keys=str(self.keys),
-            order=f"save-{UID}{content}-gpu-0",
-            fence_token="t",
-            layout=self.layout,
         )
 
     def _part(self, backend: str) -> Path:
@@ -419,11 +397,7 @@ class Bench:
 
         def warm(_: Region) -> None:
             files = {peer.name: self.folder / peer.file for peer in LOADERS}
-            paths = [files[name]] if name in files else [*self._part(name).iterdir()]
-            for path in paths:
-                with path.open("rb") as file:
-                    while file.read(CHUNK_BYTES):
-                        pass
+            disk.warm(files.get(name) or self._part(name))
 
         return warm
 
@@ -457,6 +431,44 @@ class Bench:
         return saving.result()
 
 
+def save_task(folder: Path, size: int, content: int = 0, **fields: Any) -> SaveTask:
+    """Return the task to save one device into a part of its own."""
+    layout = LayoutRef(
+        device="GPU-1",
+        incarnation="i",
+        generation=1,
+        layout_id="l",
+        structure_hash="h",
+        bytes=size,
+    )
+    return SaveTask(
+        socket_dir="/nowhere",
+        root=str(folder),
+        device="GPU-1",
+        namespace="default",
+        content_uid=f"{UID}{content}",
+        generation=1,
+        part="gpu-0",
+        deadline_s=60.0,
+        order=f"save-{UID}{content}-gpu-0",
+        fence_token="t",
+        layout=layout,
+        **fields,
+    )
+
+
+def manifest_of(part: Path) -> PartManifest:
+    return decode_json((part / "part.json").read_bytes(), PartManifest, limit=2**30)
+
+
+def plans_of(manifest: PartManifest) -> list[FilePlan]:
+    """Return how the files of a part are read."""
+    assert manifest.layout is not None
+    sizes = [entry.size for entry in manifest.files]
+    chunks = [entry.chunk_bytes for entry in manifest.files]
+    return plan_files(manifest.layout.allocations, sizes, chunk_bytes=chunks)
+
+
 def _ours(shape: str, pages: str) -> dict[str, int]:
     """Return what of ours takes part in a row, and how many copies of the bytes each may need.
 
@@ -477,8 +489,7 @@ def _backend(task: SaveTask, region: Region, ciphers: Ciphers | None) -> Transfe
 
 
 def private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
+    return int(memory_mb("RssAnon") * 1000) * 1024
 
 
 def _digest(chunk: memoryview, _: int) -> None:

@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gms.adapters.buffers import buffer_pages
 from gms.adapters.syscalls import populate
@@ -20,8 +20,6 @@ NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 REPORTED = "/sys/module/page_reporting/parameters/reported_kib"
 """How much free memory the kernel of a virtual machine has reported to its host since the start;
 few kernels say so."""
-
-T = TypeVar("T")
 
 _SCHEDULING = {os.SCHED_OTHER: "SCHED_OTHER", os.SCHED_FIFO: "SCHED_FIFO", os.SCHED_RR: "SCHED_RR"}
 
@@ -41,12 +39,6 @@ def new_memory(size: int, *, in_huge_pages: bool) -> int:
     descriptor = os.memfd_create("bench", os.MFD_HUGETLB if in_huge_pages else 0)
     os.ftruncate(descriptor, size)
     return descriptor
-
-
-def rotated(turns: Sequence[T], number: int, rounds: int) -> list[T]:
-    """Return the order of a round, numbered from 0: over all rounds each begins all along it."""
-    first = number * len(turns) // rounds
-    return [*turns[first:], *turns[:first]]
 
 
 @contextlib.contextmanager
@@ -98,6 +90,12 @@ def available_bytes() -> int:
     """Give the bytes that may still be allocated before the kernel has to swap or to kill."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+
+
+def memory_mb(field: str) -> float:
+    """Give a field of the status of this process, which is in kilobytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1000
 
 
 def reported_bytes() -> int | None:

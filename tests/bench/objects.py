@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -20,17 +19,17 @@ from pathlib import Path
 import xxhash
 
 from gms.adapters.backends import find_backend
-from gms.domain.tasks import OBJECT, SaveTask
-from gms.domain.transfer import CHUNK_BYTES, plan_files
+from gms.domain.tasks import OBJECT
+from gms.domain.transfer import CHUNK_BYTES
 from gms.transfer_child.save import write_part
 from snapshot_shared.artifact import PartManifest, part_path
-from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
-from snapshot_shared.orders import LayoutRef
-from tests.bench.gms import THREADS, UID, private_bytes
-from tests.bench.regions import MIB, Memory, Region
+from tests.bench import common
+from tests.bench.common import MIB
+from tests.bench.gms import THREADS, UID, manifest_of, plans_of, private_bytes, save_task
+from tests.bench.regions import Memory, Region
 from tests.support.s3_server import s3_server
 
 PLACE = part_path("default", f"{UID}0", 1, "gpu-0")
@@ -84,47 +83,16 @@ def _measure(folder: Path, url: str, size: int) -> int:
 
 def _save(folder: Path, url: str, region: Region) -> PartManifest:
     size = len(region.memory.map)
-    layout = LayoutRef(
-        device="GPU-1",
-        incarnation="i",
-        generation=1,
-        layout_id="l",
-        structure_hash="h",
-        bytes=size,
-    )
-    task = SaveTask(
-        socket_dir="/nowhere",
-        root=str(folder),
-        device="GPU-1",
-        namespace=PLACE[0],
-        content_uid=PLACE[1],
-        generation=1,
-        part=PLACE[-1],
-        deadline_s=60.0,
-        threads=THREADS,
-        backend=OBJECT,
-        object_storage=url,
-        order=f"save-{PLACE[1]}-gpu-0",
-        fence_token="t",
-        layout=layout,
-    )
+    task = save_task(folder, size, threads=THREADS, backend=OBJECT, object_storage=url)
     with opened(open_root(folder)) as root:
         write_part(root, task, region.infos, [], region.views, lambda _: None)
-    data = folder.joinpath(*PLACE, "part.json").read_bytes()
-    return decode_json(data, PartManifest, limit=2**30)
+    return manifest_of(folder.joinpath(*PLACE))
 
 
 def _load(url: str, manifest: PartManifest, region: Region) -> None:
-    assert manifest.layout is not None
-    plans = plan_files(
-        manifest.layout.allocations,
-        [entry.size for entry in manifest.files],
-        chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
-    )
     backend = find_backend(OBJECT, storage=url, prefix="/".join(PLACE))
-    backend.read_files(
-        -1, plans, manifest.files, region.views, threads=THREADS, advance=lambda _: None
-    )
+    plans, files = plans_of(manifest), manifest.files
+    backend.read_files(-1, plans, files, region.views, threads=THREADS, advance=lambda _: None)
 
 
 def _flipped(
@@ -176,7 +144,4 @@ def _watch(done: threading.Event, highest: list[int], look: Callable[[], int]) -
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    common.run(main)

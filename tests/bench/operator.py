@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -35,8 +35,9 @@ from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import DeviceRef
 from snapshot_shared.telemetry import Telemetry
-from tests.bench import output
-from tests.bench.machine import Watch, describe
+from tests.bench import common
+from tests.bench.common import Judged, goal
+from tests.bench.machine import Watch, describe, memory_mb
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import MemoryOrders, World
 
@@ -48,21 +49,14 @@ MORE = 40
 """How many more checkpoints are applied one after another, beside those that wait."""
 FLAT = 1.2
 FAILURES = 1000
+A_SECOND = "{:,} a CPU-s"
+NUMBERS: common.Numbers = {"count": (FULL, 10, f"of checkpoints ({FULL:,}, without which no page)")}
 
 
-class Row(NamedTuple):
-    """One thing measured, what is wanted of it, and whether that holds."""
-
-    what: str
-    wanted: str
-    found: str
-    verdict: Literal["met", "missed"]
-
-
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     arguments = parser("make bench-operator", __doc__)
     arguments.add_argument("--store", type=Path, help=argparse.SUPPRESS)
-    options = parsed(arguments)
+    options = parsed(arguments, words)
     if options.store:
         print(json.dumps(asyncio.run(read(options.store))))
         return 0
@@ -74,90 +68,102 @@ def main() -> int:
 
 def parser(program: str, about: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=program, description=about)
-    made.add_argument("--count", type=int, default=FULL, help=f"of checkpoints ({FULL:,})")
-    made.add_argument("--json", type=Path, help="where to write what was found")
-    made.add_argument(
-        "--page", type=Path, help=f"where to write it for people, when all {FULL:,} were read"
-    )
+    common.add_options(made, NUMBERS)
     return made
 
 
-def parsed(arguments: argparse.ArgumentParser) -> argparse.Namespace:
-    options = arguments.parse_args()
-    if options.count < 10:
-        arguments.error(f"--count is {options.count}: at least 10 checkpoints are needed")
+def parsed(
+    arguments: argparse.ArgumentParser,
+    words: Sequence[str] | None,
+    numbers: common.Numbers = NUMBERS,
+) -> argparse.Namespace:
+    options = arguments.parse_args(words)
+    common.check_options(arguments, options, numbers)
     return options
 
 
 def told(
-    options: argparse.Namespace, others: float, rows: list[Row], text: str, **more: Any
+    options: argparse.Namespace, others: float, rows: list[Judged], text: str, **more: Any
 ) -> int:
     """Print what was found, and write it where that was asked for; give the status of the end."""
     for row in rows:
         print(f"{row.verdict:7} {row.what:58} {row.wanted:22} {row.found}")
     found = {"machine": describe(Path()), "others": others, "count": options.count, **more}
     page = options.page if options.count == FULL else None
-    output.write(options.json, page, {**found, "rows": [row._asdict() for row in rows]}, text)
-    return 1 if any(row.verdict == "missed" for row in rows) else 0
+    common.write(options.json, page, {**found, "rows": [row._asdict() for row in rows]}, text)
+    return common.status(rows)
 
 
-def measured(count: int) -> list[Row]:
+def measured(count: int) -> list[Judged]:
     return [*read_costs(count), *asyncio.run(work_costs(count))]
 
 
-def read_costs(count: int) -> list[Row]:
+def read_costs(count: int) -> Iterator[Judged]:
     """Measure an operator that starts on a full store, in a process of its own."""
     pods = max(count // 10, 1)
     with tempfile.TemporaryDirectory(prefix=".bench-") as folder:
         path = Path(folder) / "objects.sqlite"
-        output.say(f"filling a store with {count:,} checkpoints, {pods:,} pods and contents")
+        common.say(f"filling a store with {count:,} checkpoints, {pods:,} pods and contents")
         asyncio.run(fill(path, count, pods))
-        output.say("reading it")
+        common.say("reading it")
         command = [sys.executable, "-m", "tests.bench.operator", "--store", str(path)]
         found = [
             json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             for _ in range(ROUNDS)
         ]
         seen = {what: statistics.median(each[what] for each in found) for what in found[0]}
-    share = count / FULL
-    return [
-        goal("memory, all objects read", "≤ 180 MB", seen["mb"], 180, "{:.0f} MB"),
-        goal("list and index", "≤ 0.5 CPU-s", seen["sync_s"], 0.5 * max(share, 0.1), "{:.2f} s"),
-        goal("no-op reconciles", "≥ 5,000 a CPU-s", seen["noop"], 5000, "{:,.0f}", more=True),
-        goal("watch events", "≥ 30,000 a CPU-s", seen["events"], 30000, "{:,.0f}", more=True),
-    ]
+    yield from list_goals(seen["mb"], seen["sync_s"], count)
+    yield noop_goal(seen["noop"])
+    yield events_goal("watch events", seen["events"])
 
 
-async def work_costs(count: int) -> list[Row]:
+def list_goals(mb: float, sync_s: float, count: int) -> Iterator[Judged]:
+    """Judge what it takes to read all objects, of which there may be fewer than all."""
+    yield limited("memory, all objects read", mb, most=180, wanted="180 MB", found="{:.0f} MB")
+    most = 0.5 * max(count / FULL, 0.1)
+    yield limited("list and index", sync_s, most=most, wanted="0.5 CPU-s", found="{:.2f} s")
+
+
+def noop_goal(a_second: float) -> Judged:
+    return limited("no-op reconciles", a_second, least=5000, wanted=A_SECOND, found="{:,.0f}")
+
+
+def events_goal(what: str, a_second: float) -> Judged:
+    return limited(what, a_second, least=30000, wanted=A_SECOND, found="{:,.0f}")
+
+
+def limited(what: str, value: float, **limits: Any) -> Judged:
+    return goal(TITLE, "", what, value, **limits)
+
+
+def shown(what: str, found: str) -> Judged:
+    """Return what has no goal."""
+    return Judged(TITLE, "", what, "", found, "met")
+
+
+async def work_costs(count: int) -> list[Judged]:
     """Measure captures, checkpoints that wait, and failures that repeat."""
-    rows: list[Row] = []
-    output.say(f"{', '.join(map(str, AT_ONCE))} captures at once")
+    rows: list[Judged] = []
+    common.say(f"{', '.join(map(str, AT_ONCE))} captures at once")
     # In turns: the speed of a machine that is shared changes from one minute to the next.
     turns = [[await capture_cost(number) for number in AT_ONCE] for _ in range(ROUNDS)]
     captures = dict(zip(AT_ONCE, map(min, zip(*turns, strict=True)), strict=True))
     for number, cost in captures.items():
-        rows.append(Row(f"a capture, {number} at once", "", ms(cost), "met"))
+        rows.append(shown(f"a capture, {number} at once", ms(cost)))
     flat = max(captures.values()) / min(captures.values())
-    rows.append(goal("most over least of these", f"≤ {FLAT} x", flat, FLAT, "{:.2f} x"))
-    output.say(f"one more checkpoint beside 10, and beside {count:,} that wait")
+    rows.append(limited("most over least of these", flat, most=FLAT))
+    common.say(f"one more checkpoint beside 10, and beside {count:,} that wait")
     beside = await one_more(10, count)
     for waiting, cost in beside.items():
-        rows.append(Row(f"one more beside {waiting:,} that wait", "", ms(cost), "met"))
+        rows.append(shown(f"one more beside {waiting:,} that wait", ms(cost)))
     ratio = beside[count] / beside[10]
-    rows.append(goal("of these, many over few", f"≤ {FLAT} x", ratio, FLAT, "{:.2f} x"))
+    rows.append(limited("of these, many over few", ratio, most=FLAT))
     for verb in ("delete", "stop", "verify"):
-        output.say(f"{FAILURES:,} times a {verb} that fails")
+        common.say(f"{FAILURES:,} times a {verb} that fails")
         ten, many = await status_sizes(verb)
         what = f"status after {FAILURES:,} failures of {verb}, over that after 10"
-        rows.append(goal(what, "≤ 1.02 x", many / ten, 1.02, "{:.3f} x"))
+        rows.append(limited(what, many / ten, most=1.02, found="{:.3f} x"))
     return rows
-
-
-def goal(
-    what: str, wanted: str, value: float, limit: float, shown: str, *, more: bool = False
-) -> Row:
-    is_met = value >= limit if more else value <= limit
-    return Row(what, wanted, shown.format(value), "met" if is_met else "missed")
 
 
 async def fill(path: Path, count: int, pods: int) -> None:
@@ -227,7 +233,7 @@ async def read(path: Path) -> dict[str, float]:
     began = spent()
     await cluster.sync()
     sync_s = spent() - began
-    memory = rss_mb()
+    memory = memory_mb("VmRSS")
     manager.resync()
     await manager.drain()
     rounds = 3
@@ -259,13 +265,6 @@ def operator(store: SqliteStore) -> tuple[Callable[[], float], Cluster, Manager]
     interpreter = Interpreter(cluster, orders, spans)
     manager = Manager(cluster, CONTROLLERS, interpreter, now, jitter=lambda: 1.0)
     return time.process_time, cluster, manager
-
-
-def rss_mb() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) / 1000
-    raise RuntimeError("VmRSS is missing from /proc/self/status")
 
 
 async def capture_cost(count: int) -> float:
@@ -356,23 +355,20 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms CPU"
 
 
-def section(count: int, others: float, rows: list[Row]) -> str:
+def section(count: int, others: float, rows: list[Judged]) -> str:
     pods = max(count // 10, 1)
     intro = (
         f"`make bench-operator COUNT={count}`: {count:,} DynamoCheckpoints, {pods:,} pods and as\n"
         "many contents in the store. Processor-seconds of the operator's decisions and its store;\n"
-        f"orders are answered at once. Others took {others:.0%} of the processors.\n"
+        f"orders are answered at once. Others took {others:.0%} of the processors."
     )
-    return f"## {TITLE}\n\n{intro}\n{table(rows)}"
+    return "\n".join([f"## {TITLE}\n", intro, *table(rows)]) + "\n"
 
 
-def table(rows: list[Row]) -> str:
-    lines = [
-        "| what | goal | found | |\n|---|---|---|---|",
-        *(f"| {row.what} | {row.wanted} | {row.found} | {row.verdict} |" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
+def table(rows: list[Judged]) -> Iterator[str]:
+    cells = ((row.what, row.wanted, row.found, row.verdict) for row in rows)
+    return common.table(("what", "goal", "found", ""), cells)
 
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(main)

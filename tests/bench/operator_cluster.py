@@ -17,9 +17,9 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,9 +33,21 @@ from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
-from tests.bench import output
+from tests.bench import common
+from tests.bench.common import Judged
 from tests.bench.machine import Watch
-from tests.bench.operator import FULL, ROUNDS, Row, goal, parsed, parser, table, told
+from tests.bench.operator import (
+    NUMBERS,
+    ROUNDS,
+    events_goal,
+    list_goals,
+    noop_goal,
+    parsed,
+    parser,
+    shown,
+    table,
+    told,
+)
 from tests.bench.operator_watchers import CONTENDERS, deciding
 from tests.cluster import cluster as machines
 from tests.cluster import programs
@@ -78,16 +90,16 @@ class Calls(NamedTuple):
     unchanged: Counter[str]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     arguments = parser("make bench-operator CLUSTER=1", __doc__)
     arguments.add_argument("--peers", type=Path, help="a folder in which pip has installed kopf")
     arguments.add_argument("--rounds", type=int, default=ROUNDS)
-    options = parsed(arguments)
+    options = parsed(arguments, words, {**NUMBERS, "rounds": (ROUNDS, 1, "")})
     if why := programs.lacking():
         print(f"skipped, as no cluster can be started here: {why}")
         return 0
     watch = Watch()
-    cluster = machines.Cluster(f"bench-{os.getpid()}", output.say)
+    cluster = machines.Cluster(f"bench-{os.getpid()}", common.say)
     cluster.up(0, owned=True)
     try:
         prepare(cluster)
@@ -110,23 +122,21 @@ def prepare(cluster: machines.Cluster) -> None:
 
 
 async def measured(kubeconfig: str, options: argparse.Namespace) -> tuple[Samples, Calls]:
-    contenders = [name for name in CONTENDERS if name != PEER or has_peer(options.peers)]
+    contenders = [
+        name for name in CONTENDERS if name != PEER or common.has_peer(PEER, options.peers)
+    ]
     samples: Samples = {name: {} for name in contenders}
     async with KubeClient(await load_configuration(kubeconfig)) as client:
         objects = await fill(client, options.count, max(options.count // 10, 1))
         for number in range(options.rounds):
             # To and fro, so that none always follows the one that uses the processors most.
             for name in contenders[:: -1 if number % 2 else 1]:
-                output.say(f"round {number + 1} of {options.rounds}: {name}")
+                common.say(f"round {number + 1} of {options.rounds}: {name}")
                 async with running_contender(name, kubeconfig, objects, options.peers) as one:
                     async for what, value in turn(one, client, objects):
                         samples[name].setdefault(what, []).append(value)
-        output.say("calls of the API server")
+        common.say("calls of the API server")
         return samples, await counted(kubeconfig, client)
-
-
-def has_peer(peers: Path | None) -> bool:
-    return find_spec(PEER) is not None or (peers is not None and (peers / PEER).is_dir())
 
 
 # What is in the API server.
@@ -134,7 +144,7 @@ def has_peer(peers: Path | None) -> bool:
 
 async def fill(client: KubeClient, count: int, pods: int) -> Objects:
     """Create checkpoints as an operator leaves them, and pods as a kubelet does."""
-    output.say(f"creating {count:,} checkpoints and {pods:,} pods")
+    common.say(f"creating {count:,} checkpoints and {pods:,} pods")
     world = World()
     await world.join(presence("node-0"))
     await world.apply(checkpoint_document())
@@ -281,7 +291,7 @@ async def running_contender(
         *(name, kubeconfig, str(objects.all)),
         stdin=PIPE,
         stdout=PIPE,
-        env={**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""},
+        env=common.with_peers(peers),
     )
     assert process.stdin is not None
     try:
@@ -384,47 +394,33 @@ async def counted(kubeconfig: str, client: KubeClient) -> Calls:
 # What was wanted of it.
 
 
-def judged(found: dict[str, list[float]], count: int) -> list[Row]:
-    share = max(count / FULL, 0.1)
+def judged(found: dict[str, list[float]], count: int) -> list[Judged]:
     what = {name: median(values) for name, values in found.items()}
+    events = events_goal("watch events, many at once", what["events_a_s"])
     return [
-        goal("memory, all objects read", "≤ 180 MB", what["mb"], 180, "{:.0f} MB"),
-        goal("list and index", "≤ 0.5 CPU-s", what["cpu_s"], 0.5 * share, "{:.2f} s"),
-        goal(
-            "watch events, many at once",
-            "≥ 30,000 a CPU-s",
-            what["events_a_s"],
-            30000,
-            "{:,.0f}",
-            more=True,
-        ),
-        goal(
-            "no-op reconciles",
-            "≥ 5,000 a CPU-s",
-            what["reconciles_a_s"],
-            5000,
-            "{:,.0f}",
-            more=True,
-        ),
+        *list_goals(what["mb"], what["cpu_s"], count),
+        events,
+        noop_goal(what["reconciles_a_s"]),
     ]
 
 
-def judged_calls(calls: Calls) -> list[Row]:
-    each = calls.captures.total() / CAPTURES
+def judged_calls(calls: Calls) -> list[Judged]:
+    each, unchanged = calls.captures.total() / CAPTURES, calls.unchanged.total()
+    nothing = shown("calls for what has not changed", f"{unchanged}")
     return [
-        Row("calls from a new checkpoint to its Job", "", f"{each:g}", "met"),
-        goal("calls for what has not changed", "0", calls.unchanged.total(), 0, "{}"),
+        shown("calls from a new checkpoint to its Job", f"{each:g}"),
+        nothing._replace(wanted="0", verdict="missed" if unchanged else "met"),
     ]
 
 
 def section(
-    options: argparse.Namespace, others: float, rows: list[Row], samples: Samples, calls: Calls
+    options: argparse.Namespace, others: float, rows: list[Judged], samples: Samples, calls: Calls
 ) -> str:
     return "\n".join(lines(options, others, rows, samples, calls)) + "\n"
 
 
 def lines(
-    options: argparse.Namespace, others: float, rows: list[Row], samples: Samples, calls: Calls
+    options: argparse.Namespace, others: float, rows: list[Judged], samples: Samples, calls: Calls
 ) -> Iterator[str]:
     count, pods = options.count, max(options.count // 10, 1)
     yield f"## {TITLE}\n"
@@ -438,26 +434,24 @@ def lines(
         "all objects by name and by uid. An event is that of a changed annotation; many come at\n"
         "once when a watch begins again. Others, the API server and what changes objects among\n"
         "them, took "
-        f"{others:.0%} of the processors.\n"
+        f"{others:.0%} of the processors."
     )
-    yield table(rows)
-    yield (
-        "| contender | list and index, CPU-s | memory, MB | most memory, MB "
-        "| event of a checkpoint, µs CPU | of a pod |\n|---|---|---|---|---|---|"
-    )
-    for name in CONTENDERS:
-        if not (found := samples.get(name)):
-            yield f"| {name} | not installed | | | | |"
-            continue
-        what = {key: median(values) for key, values in found.items()}
-        yield (
-            f"| {name} | {what['cpu_s']:.2f} | {what['mb']:.0f} | {what['most_mb']:.0f} "
-            f"| {what['event_checkpoint_s'] * 1e6:,.0f} | {what['event_pod_s'] * 1e6:,.0f} |"
-        )
-    yield f"\n| calls for {CAPTURES} checkpoints, to their Jobs | |\n|---|---|"
-    for call, number in sorted(calls.captures.items()):
-        yield f"| {call} | {number} |"
+    yield from table(rows)
+    head = ("contender", "list and index, CPU-s", "memory, MB", "most memory, MB")
+    of_events = ("event of a checkpoint, µs CPU", "of a pod")
+    yield from common.table((*head, *of_events), map(partial(_cells, samples), CONTENDERS))
+    counts = sorted(calls.captures.items())
+    yield from common.table((f"calls for {CAPTURES} checkpoints, to their Jobs", ""), counts)
+
+
+def _cells(samples: Samples, name: str) -> Sequence[str]:
+    if not (found := samples.get(name)):
+        return (name, "not installed", "", "", "", "")
+    shapes = {"cpu_s": "{:.2f}", "mb": "{:.0f}", "most_mb": "{:.0f}"}
+    own = (common.middle(found[what], shape) for what, shape in shapes.items())
+    events = (common.middle(found[f"event_{kind}_s"], scale=1e6) for kind in ("checkpoint", "pod"))
+    return (name, *own, *events)
 
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(main)

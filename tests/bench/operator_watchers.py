@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from kubernetes_asyncio.client import ApiClient, CoreV1Api, CustomObjectsApi
@@ -31,6 +30,8 @@ from snapshot_operator.runtime.world import Changed, unsaid
 from snapshot_shared.kube_client import KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry
+from tests.bench.common import use_peers
+from tests.bench.machine import memory_mb
 from tests.support.operator_world import MemoryOrders
 
 CUSTOM: dict[str, Any] = {
@@ -208,13 +209,6 @@ CONTENDERS: dict[str, Callable[[str, int, Seen], AbstractAsyncContextManager[Mor
 }
 
 
-def memory_mb(field: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) / 1000
-    raise RuntimeError(f"{field} is missing from /proc/self/status")
-
-
 async def main(contender: str, kubeconfig: str, count: int) -> None:
     seen = Seen()
     reader = asyncio.StreamReader()
@@ -242,7 +236,5 @@ def say(**found: float) -> None:
 
 
 if __name__ == "__main__":
-    if peers := os.environ.get("BENCH_PEERS"):
-        # Last, so that whatever is here already stays what it is.
-        sys.path.append(peers)
+    use_peers()
     asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

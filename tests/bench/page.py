@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tests.bench.goals import LIMITS, OURS, fastest, judged_calls, judged_transfers
-from tests.bench.results import (
-    NOISE,
-    OTHERS,
+from tests.bench import common
+from tests.bench.common import NOISE, OTHERS, Judged, Rows
+from tests.bench.goals import (
+    LIMITS,
+    OURS,
     PAGES,
     SHAPES,
     STEPS,
     TURNS,
     TURNS_WITH_LIMITS,
     Calls,
-    Judged,
     Results,
-    Rows,
     Transfers,
+    fastest,
     in_pages,
+    judged_calls,
+    judged_transfers,
     limit_of,
     probe_of,
     profile_of,
@@ -28,9 +30,6 @@ from tests.bench.results import (
 )
 
 _MEMORY = "GPU memory: "
-_FIRST = (_MEMORY, "GMS sessions")
-_LAST = "Devices"
-"""How the titles begin of the sections that are first and last on the page."""
 
 DEVICES = """
 ## Devices
@@ -86,7 +85,7 @@ ordinary pages, of all contenders, were shown with up to three times their proce
 ours at 0.59 to 0.76 of the limit.
 """
 
-_TABLE = "| row | contender | huge pages, GB/s | CPU s/GB | ordinary pages, GB/s | CPU s/GB |"
+_HEAD = ("row", "contender", "huge pages, GB/s", "CPU s/GB", "ordinary pages, GB/s", "CPU s/GB")
 """A section that has another table was measured by other rules."""
 
 
@@ -100,34 +99,11 @@ def renewed(old: str, results: Results) -> str:
 
     Another size stays where it was measured by the same rules.
     """
-    head, *new = _split(page(results))
-    _, *older = _split(old)
-    kept = [part for part in older if not part.startswith(_MEMORY) or _TABLE in part]
-    return _joined(head, kept, new)
-
-
-def with_section(page: str, text: str) -> str:
-    """Put a section into a page, in place of the one with its title."""
-    head, *parts = _split(page)
-    return _joined(head, parts, [text.removeprefix("## ")])
-
-
-def _split(page: str) -> list[str]:
-    """Give what comes before the first section, and every section from its title on."""
-    return page.split("\n## ")
-
-
-def _joined(head: str, older: Sequence[str], new: Sequence[str]) -> str:
-    titled = {part.partition("\n")[0]: part.rstrip() for part in (*older, *new)}
-
-    def place(title: str) -> tuple[int, str]:
-        if title.startswith(_LAST):
-            return len(_FIRST) + 1, title
-        found = [at for at, name in enumerate(_FIRST) if title.startswith(name)]
-        return (found[0], title) if found else (len(_FIRST), "")
-
-    parts = [f"## {titled[title]}\n" for title in sorted(titled, key=place)]
-    return "\n".join([f"{head.rstrip()}\n", *parts])
+    head, *new = common.split(page(results))
+    _, *older = common.split(old)
+    rules = " | ".join(_HEAD)
+    kept = [part for part in older if not part.startswith(_MEMORY) or rules in part]
+    return common.joined(head, kept, new)
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -135,7 +111,7 @@ def _lines(results: Results) -> Iterator[str]:
     yield RULES
     yield CORRECTION
     yield "The machine:\n"
-    yield from (f"- {key}: {value}" for key, value in results.machine.items())
+    yield from common.listed(results.machine)
     for one in results.transfers:
         yield from _transfer_lines(one)
     if results.calls:
@@ -143,10 +119,8 @@ def _lines(results: Results) -> Iterator[str]:
 
 
 def _goal_lines(found: Sequence[Judged]) -> Iterator[str]:
-    yield "| row | against | goal | found | | why |\n|---|---|---|---|---|---|"
-    for line in found:
-        cells = (line.row, line.what, line.wanted, line.found, line.verdict, line.why)
-        yield f"| {' | '.join(cells)} |"
+    rows = ((x.row, x.what, x.wanted, x.found, x.verdict, x.why) for x in found)
+    return common.table(("row", "against", "goal", "found", "", "why"), rows)
 
 
 def _rounds(rows: Rows) -> int:
@@ -158,19 +132,18 @@ def _transfer_lines(results: Transfers) -> Iterator[str]:
     yield f"\n## {_MEMORY}save and load of {size_text(results.size)}\n"
     yield (
         f"{_rounds(results.seconds)} rounds, medians. Others took {results.others:.0%} of the "
-        f"processors.\n{_reported(results.reported)}\n"
+        f"processors.\n{_reported(results.reported)}"
     )
     if not any(in_pages(saving(shape), "huge") in results.seconds for shape in SHAPES):
-        yield "Nothing was measured in huge pages: the host could not set enough of them aside.\n"
-    for name, why in results.absent.items():
-        yield f"- {name} was not run: {why}"
+        yield "\nNothing was measured in huge pages: the host could not set enough of them aside."
     if results.absent:
         yield ""
+    for name, why in results.absent.items():
+        yield f"- {name} was not run: {why}"
     found = judged_transfers(results)
     yield from _goal_lines(found)
     yield from _profiles(results, found)
-    yield f"\n{_TABLE}\n|---|---|---|---|---|---|"
-    yield from _sample_lines(results)
+    yield from common.table(_HEAD, _sample_rows(results))
 
 
 def _reported(reported: int | None) -> str:
@@ -179,7 +152,7 @@ def _reported(reported: int | None) -> str:
     return f"The kernel reported {reported / 2**20:,.0f} MiB of free memory to the host meanwhile."
 
 
-def _sample_lines(results: Transfers) -> Iterator[str]:
+def _sample_rows(results: Transfers) -> Iterator[Sequence[str]]:
     """Put the same contender in huge and in ordinary pages side by side, row by row.
 
     A probe of the disk uses memory of its own in huge pages, whatever the region is in.
@@ -195,8 +168,7 @@ def _sample_lines(results: Transfers) -> Iterator[str]:
             keys[0] = row
         names = dict.fromkeys(name for key in keys for name in results.seconds.get(key, {}))
         for name in names:
-            cells = [cell for key in keys for cell in _cells(results, key, name)]
-            yield f"| {row} | {name} | {' | '.join(cells)} |"
+            yield row, name, *(cell for key in keys for cell in _cells(results, key, name))
 
 
 def _cells(results: Transfers, row: str, name: str) -> tuple[str, str]:
@@ -204,9 +176,8 @@ def _cells(results: Transfers, row: str, name: str) -> tuple[str, str]:
     if not samples:
         return "", ""
     speeds = [results.size / 1e9 / seconds for seconds in samples]
-    speed = f"{median(speeds):.2f} ({min(speeds):.2f} … {max(speeds):.2f})"
     cpu = results.cpu.get(row, {}).get(name)
-    return speed, f"{_per_gb(results, cpu):.2f}" if cpu else ""
+    return common.cell(speeds, "{:.2f}"), f"{_per_gb(results, cpu):.2f}" if cpu else ""
 
 
 def _per_gb(results: Transfers, samples: Sequence[float]) -> float:
@@ -226,8 +197,7 @@ def _profiles(results: Transfers, found: Sequence[Judged]) -> Iterator[str]:
         if alone and all(steps.get(name) for name in STEPS):
             ours = results.seconds[line.row][OURS]
             times = [limits[fastest(limits)], alone, *(steps[name] for name in STEPS), ours]
-            cells = [f"{_per_gb(results, each):.2f}" for each in times]
-            rows.append(f"| {line.row} | {' | '.join(cells)} |")
+            rows.append((line.row, *(f"{_per_gb(results, each):.2f}" for each in times)))
     if rows:
         yield (
             "\nWhere the time of these goes, in s/GB: the fastest probe, then the disk with as\n"
@@ -239,10 +209,9 @@ def _profiles(results: Transfers, found: Sequence[Judged]) -> Iterator[str]:
             "ones, where half as many bytes are on their way (55 MiB of 116). Beside peers a save\n"
             "out of huge pages took 34 ms longer than the disk with digests: 22 ms before the\n"
             "first seventh was written, 3 ms in the next five, and 9 ms at the end; one out of\n"
-            "ordinary pages took 14 ms longer.\n"
+            "ordinary pages took 14 ms longer."
         )
-        yield f"| row | limit | alone | {' | '.join(STEPS)} | {OURS} |\n|---|---|---|---|---|---|"
-        yield from rows
+        yield from common.table(("row", "limit", "alone", *STEPS, OURS), rows)
 
 
 def _limits_beside(row: str) -> str:
@@ -258,18 +227,23 @@ def _call_lines(results: Calls) -> Iterator[str]:
         "processes.\nThe call lists 16 allocations; `gms` is the real service with its synchronous "
         "client, the\nothers only answer. A sample is the percentile of "
         f"{results.calls:,} calls; processor time is that of all\nthreads of a process. Others "
-        f"took {results.others:.0%} of the processors.\n"
+        f"took {results.others:.0%} of the processors."
     )
     yield from _goal_lines(judged_calls(results))
-    yield (
-        "\n| row | contender | µs (median) | fastest … slowest | CPU µs, client | CPU µs, server |"
-        "\n|---|---|---|---|---|---|"
-    )
+    head = ("row", "contender", "µs (median)", "fastest … slowest")
+    yield from common.table((*head, "CPU µs, client", "CPU µs, server"), _call_rows(results))
+
+
+def _call_rows(results: Calls) -> Iterator[Sequence[str]]:
     for row, contenders in results.seconds.items():
         for name, samples in contenders.items():
-            ends = f"{min(samples) * 1e6:,.0f} … {max(samples) * 1e6:,.0f}"
             cpu = [results.cpu.get(end, {}).get(name) for end in ("client", "server")]
             # What a call costs is the same whatever the percentile.
-            costs = [f"{median(x) * 1e6:,.0f}" if x and row.endswith("p50") else "" for x in cpu]
-            cells = (row, name, f"{median(samples) * 1e6:,.0f}", ends, *costs)
-            yield f"| {' | '.join(cells)} |"
+            costs = (common.middle(x, scale=1e6) if x and row.endswith("p50") else "" for x in cpu)
+            yield (
+                row,
+                name,
+                common.middle(samples, scale=1e6),
+                common.ends(samples, scale=1e6),
+                *costs,
+            )

@@ -13,10 +13,10 @@ import ctypes
 import json
 import mmap
 import os
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,25 +27,20 @@ from gms.domain.tasks import LOAD_THREADS
 from gms.domain.transfer import CHUNK_BYTES
 from snapback_client.reservation import HUGE_PAGE
 from snapshot_shared.files import opened
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import is_true
 from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters import worker_socket
-from tests.bench import output
+from tests.bench import common
+from tests.bench.common import MIB, Benchmark, Judged, goal, spread
 from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.machine import describe, huge_bytes_free, new_memory
-from tests.bench.results import NOISE, Judged, Verdict, spread
-from tests.support.live_cluster import LiveCluster, Session, find, pod, worker_pod
+from tests.support.live_cluster import LONG_S, LiveCluster, Session, find, pod, snapshot, worker_pod
 
-MIB = 2**20
 SOURCE, TARGET = "source", "target"
 PAUSE_S = 0.15
 """The goal for the pause, beside what the worker's own state takes to write."""
 RESTORE_S = 0.5
 """The goal for a restore, beside what its bytes take to read."""
-WAIT_S = 900.0
 TITLE = "The worker's pause, and restores"
 STEPS = ("quiesce", "fence", "facts", "freeze", "copy-state", "thaw", "stage", "signal")
 """What the pause consists of, and between these the ways of orders and reports."""
@@ -124,7 +119,7 @@ class Bench:
             async with self.cluster.session() as session:
                 workers = [await self._worker(session, size) for size in self.sizes]
                 for number in range(1, self.rounds + 1):
-                    output.say(f"round {number} of {self.rounds}")
+                    common.say(f"round {number} of {self.rounds}")
                     # Whoever is first finds another machine than who comes after it.
                     for worker in workers if number % 2 else reversed(workers):
                         turns[worker.size].append(await self._turn(session, worker, number))
@@ -135,33 +130,33 @@ class Bench:
 
     async def _worker(self, session: Session, size: int) -> Worker:
         name = f"worker-{size // MIB}"
-        output.say(f"starting a worker with {size // MIB} MiB")
+        common.say(f"starting a worker with {size // MIB} MiB")
         await session.apply(_pod(name, SOURCE, size))
-        await until(session, "Pod", name, is_ready)
-        found = find(await session.objects(), "Pod", name)
+        found = await session.reaches("Pod", name)
         return Worker(name, size, found.metadata.uid)
 
     async def _turn(self, session: Session, worker: Worker, number: int) -> Turn:
         name = f"{worker.name}-{number}"
         answer = await self._answered(SOURCE, worker.uid)
         write_limit, read_limit = self._limits(worker.size)
-        await session.apply(_snapshot(name, worker.name))
-        snapshot = await until(session, "Snapshot", name, is_ready)
-        content = find(
-            await session.objects(), "SnapshotContent", snapshot.status.bound_snapshot_content_name
-        )
+        await session.apply(snapshot(name, worker.name, "Resume"))
+        made = await session.reaches("Snapshot", name)
+        bound = made.status.bound_snapshot_content_name
+        content = find(await session.objects(), "SnapshotContent", bound)
         spans = await _spans(session, content.status.traceparent, {*STEPS, "write", "write-root"})
         self.cluster.drop_cache()
         begin = time.monotonic()
         await session.apply(_pod(f"{name}-restored", TARGET, worker.size, name))
-        restored = await until(session, "Pod", f"{name}-restored", lambda _: True)
+        restored = await session.reaches("Pod", f"{name}-restored", lambda _: True)
         await self._answered(TARGET, restored.metadata.uid)
         restore = time.monotonic() - begin
-        restored = await until(session, "Pod", f"{name}-restored", is_ready)
+        restored = await session.reaches("Pod", f"{name}-restored")
         name_of_restore = restore_name(restored.metadata.uid)
         made = find(await session.objects(), "SnapshotRestore", name_of_restore)
         later = await _spans(session, made.status.traceparent, set(RESTORE_STEPS))
-        await self._remove(session, name)
+        # The next save would share an artifact that is there.
+        await session.remove("Pod", f"{name}-restored")
+        await session.remove("Snapshot", name)
         own = sum(part.bytes for part in content.status.committed.parts if part.part == "process")
         pause_from, pause_to = pause(spans)
         return Turn(
@@ -181,7 +176,7 @@ class Bench:
     async def _answered(self, node: str, uid: str) -> float:
         """Wait until a worker serves; give what one answer takes once it listens."""
         sockets = Path(self.cluster.record.socket_dir) / node
-        conversation = await asyncio.wait_for(worker_socket.connect(sockets, uid), WAIT_S)
+        conversation = await asyncio.wait_for(worker_socket.connect(sockets, uid), LONG_S)
         begin = time.monotonic()
         line = await conversation.ask("Who is there?")
         taken = time.monotonic() - begin
@@ -199,16 +194,6 @@ class Bench:
             speeds.append(size / (time.monotonic() - begin))
         path.unlink()
         return speeds[0], speeds[1]
-
-    async def _remove(self, session: Session, name: str) -> None:
-        """Remove what a turn has made: the next save would share an artifact that is there."""
-        for kind, each in (("Pod", f"{name}-restored"), ("Snapshot", name)):
-            await session.delete(kind, each)
-            await session.until(
-                lambda values, kind=kind, each=each: find(values, kind, each) is None,
-                f"{kind} {each} is removed",
-                WAIT_S,
-            )
 
 
 def pause(spans: Sequence[SpanRecord]) -> tuple[int, int]:
@@ -246,9 +231,11 @@ def _touching(size: int, *, in_huge_pages: bool) -> float:
         with mmap.mmap(fd, size) as pages:
             view = (ctypes.c_ubyte * size).from_buffer(pages)
             at = ctypes.addressof(view)
-            list(
-                pool.map(lambda start: ctypes.memset(at + start, 1, touched), range(0, size, step))
-            )
+
+            def touch(start: int) -> None:
+                ctypes.memset(at + start, 1, min(touched, size - start))
+
+            list(pool.map(touch, range(0, size, step)))
             del view
         return time.monotonic() - begin
 
@@ -256,33 +243,12 @@ def _touching(size: int, *, in_huge_pages: bool) -> float:
 async def _spans(session: Session, traceparent: str, wanted: set[str]) -> list[SpanRecord]:
     """Wait for a trace until it has all spans of these names."""
     trace = traceparent.split("-")[1]
-    async with asyncio.timeout(WAIT_S), session.client.spans_arriving(trace) as changes:
+    async with asyncio.timeout(LONG_S), session.client.spans_arriving(trace) as changes:
         while True:
             spans = await session.client.spans(trace)
             if wanted <= {span.name for span in spans}:
                 return spans
             await changes.wait()
-
-
-async def until(session: Session, kind: str, name: str, holds: Any) -> Any:
-    def found(values: list[AnyObject]) -> Any:
-        value = find(values, kind, name)
-        if value is not None and (why := _failure(value)):
-            raise RuntimeError(f"{kind} {name} failed: {why}")
-        return value is not None and holds(value)
-
-    return find(await session.until(found, f"{kind} {name}", WAIT_S), kind, name)
-
-
-def _failure(value: Any) -> str:
-    failed = isinstance(value, Pod) and value.status.phase == "Failed"
-    return next((c.message for c in value.status.conditions if c.type == "Failed"), "") or (
-        value.status.message if failed else ""
-    )
-
-
-def is_ready(value: Any) -> bool:
-    return is_true(value.status.conditions, "Ready")
 
 
 def _pod(name: str, node: str, size: int, source: str | None = None) -> dict[str, Any]:
@@ -294,88 +260,42 @@ def _pod(name: str, node: str, size: int, source: str | None = None) -> dict[str
     return found
 
 
-def _snapshot(name: str, source: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": {"source": {"podRef": {"name": source}}, "sourcePolicy": "Resume"},
-    }
-
-
-def judged(results: Results) -> list[Judged]:
-    """Compare with every goal. A missed one is inconclusive where the machine is too noisy."""
-    rows = []
+def judged(results: Results) -> Iterator[Judged]:
+    """Compare with every goal. A missed one is inconclusive if the machine is too noisy."""
+    ms = {"wanted": "{:.0f} ms", "found": "{:.0f} ms"}
     for size, turns in results.turns.items():
-        over = [t.pause - t.own_bytes / t.write_limit for t in turns]
-        rows.append(
-            _judged(
-                size,
-                "pause beyond own state ÷ write limit",
-                PAUSE_S,
-                over,
-                [t.pause for t in turns],
-            )
+        of, pauses, times = (
+            f"{size / MIB:g} MiB",
+            [t.pause for t in turns],
+            [t.restore for t in turns],
         )
-        over = [t.restore - size / t.read_limit for t in turns]
-        times = [t.restore for t in turns]
-        rows.append(
-            _judged(size, "apply → first answer beyond bytes ÷ read limit", RESTORE_S, over, times)
-        )
-        over = [t.restore - size / t.read_limit - t.touch for t in turns]
-        rows.append(_judged(size, "the same beyond new memory", RESTORE_S, over, times))
-        over = [t.restore - size / t.read_limit - t.touch - t.answer for t in turns]
-        what = "the same beyond what one answer takes, too"
-        rows.append(_judged(size, what, RESTORE_S, over, times))
+        over = median(t.pause - t.own_bytes / t.write_limit for t in turns)
+        what = "pause beyond own state ÷ write limit"
+        yield goal(TITLE, of, what, over * 1000, pauses, most=PAUSE_S * 1000, **ms)
+        reads = [t.restore - size / t.read_limit for t in turns]
+        memory = [over - t.touch for over, t in zip(reads, turns, strict=True)]
+        answers = [over - t.answer for over, t in zip(memory, turns, strict=True)]
+        for what, found in {
+            "apply → first answer beyond bytes ÷ read limit": reads,
+            "the same beyond new memory": memory,
+            "the same beyond what one answer takes, too": answers,
+        }.items():
+            yield goal(TITLE, of, what, median(found) * 1000, times, most=RESTORE_S * 1000, **ms)
     small, large = min(results.turns), max(results.turns)
-    if small != large:
-        few = [turn.pause for turn in results.turns[small]]
-        many = [turn.pause for turn in results.turns[large]]
-        apart = median(many) - median(few)
-        noise = max(_half_width(few), _half_width(many))
-        rows.append(
-            Judged(
-                TITLE,
-                f"{small / MIB:g} and {large / MIB:g} MiB",
-                "how much longer the pause is",
-                f"≤ {noise * 1000:.0f} ms (noise)",
-                f"{apart * 1000:.0f} ms ({median(many) / median(few):.2f} x)",
-                "met" if apart <= noise else "missed",
-            )
-        )
-        pages = median(t.unmap for t in results.turns[large]) - median(
-            t.unmap for t in results.turns[small]
-        )
-        rows.append(
-            Judged(
-                TITLE,
-                f"{small / MIB:g} and {large / MIB:g} MiB",
-                "the same beyond giving back pages",
-                f"≤ {noise * 1000:.0f} ms (noise)",
-                f"{(apart - pages) * 1000:.0f} ms",
-                "met" if apart - pages <= noise else "missed",
-            )
-        )
-    return rows
-
-
-def _judged(size: int, what: str, most: float, over: list[float], times: list[float]) -> Judged:
-    found = median(over)
-    verdict: Verdict = "met" if found <= most else "missed"
-    if verdict == "missed" and spread(times) > NOISE:
-        verdict = "inconclusive"
-    wanted = f"≤ {most * 1000:.0f} ms"
-    return Judged(TITLE, f"{size / MIB:g} MiB", what, wanted, f"{found * 1000:.0f} ms", verdict)
-
-
-def _half_width(samples: list[float]) -> float:
-    """Give the width of the middle half of some samples."""
-    return spread(samples) * median(samples)
-
-
-def section(results: Results) -> str:
-    """Write the section of the page about a run, in Markdown."""
-    return "\n".join(_lines(results)) + "\n"
+    if small == large:
+        return
+    few, many = ([turn.pause for turn in results.turns[size]] for size in (small, large))
+    apart = median(many) - median(few)
+    noise = max(spread(each) * median(each) for each in (few, many)) * 1000
+    pages = median(t.unmap for t in results.turns[large]) - median(
+        t.unmap for t in results.turns[small]
+    )
+    of, wanted = f"{small / MIB:g} and {large / MIB:g} MiB", "{:.0f} ms (noise)"
+    shown = f"{{:.0f}} ms ({median(many) / median(few):.2f} x)"
+    what = "how much longer the pause is"
+    yield goal(TITLE, of, what, apart * 1000, most=noise, wanted=wanted, found=shown)
+    what, beyond = "the same beyond giving back pages", (apart - pages) * 1000
+    yield goal(TITLE, of, what, beyond, most=noise, wanted=wanted, found="{:.0f} ms")
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -396,66 +316,49 @@ def _lines(results: Results) -> Iterator[str]:
         )
         + "The machine:\n"
     )
-    yield from (f"- {key}: {value}" for key, value in results.machine.items())
-    yield "\n| weights | what | goal | found | |\n|---|---|---|---|---|"
-    for line in judged(results):
-        yield f"| {line.row} | {line.what} | {line.wanted} | {line.found} | {line.verdict} |"
-    sizes = list(results.turns)
-    yield (
-        "\n| ms (median, slowest … fastest) | "
-        + " | ".join(f"{s / MIB:g} MiB" for s in sizes)
-        + " |"
-    )
-    yield "|---" * (len(sizes) + 1) + "|"
-    rows: dict[str, list[list[float]]] = {
-        "pause": [[t.pause for t in results.turns[s]] for s in sizes],
-        **{f"of it {p}": [[t.steps[p] for t in results.turns[s]] for s in sizes] for p in STEPS},
-        "of it orders and reports": [
-            [t.pause - sum(t.steps.values()) for t in results.turns[s]] for s in sizes
-        ],
-        "to give back pages": [[t.unmap for t in results.turns[s]] for s in sizes],
-        "saving after the pause": [[t.saving for t in results.turns[s]] for s in sizes],
-        "apply → first answer": [[t.restore for t in results.turns[s]] for s in sizes],
-        **{
-            f"of it {p}": [[t.restore_steps[p] for t in results.turns[s]] for s in sizes]
-            for p in RESTORE_STEPS
-        },
-        "an answer at any time": [[t.answer for t in results.turns[s]] for s in sizes],
-        "to get memory and touch it": [[t.touch for t in results.turns[s]] for s in sizes],
-        "bytes ÷ read limit": [[s / t.read_limit for t in results.turns[s]] for s in sizes],
+    yield from common.listed(results.machine)
+    yield from common.goal_table(judged(results), "weights", "what")
+    steps = {f"of it {name}": partial(_step, "steps", name) for name in STEPS}
+    later = {f"of it {name}": partial(_step, "restore_steps", name) for name in RESTORE_STEPS}
+    rows: dict[str, Callable[[int, Turn], float]] = {
+        "pause": lambda _, t: t.pause,
+        **steps,
+        "of it orders and reports": lambda _, t: t.pause - sum(t.steps.values()),
+        "to give back pages": lambda _, t: t.unmap,
+        "saving after the pause": lambda _, t: t.saving,
+        "apply → first answer": lambda _, t: t.restore,
+        **later,
+        "an answer at any time": lambda _, t: t.answer,
+        "to get memory and touch it": lambda _, t: t.touch,
+        "bytes ÷ read limit": lambda size, t: size / t.read_limit,
     }
-    for name, columns in rows.items():
-        yield f"| {name} | " + " | ".join(map(_cell, columns)) + " |"
+
+    def cells(of: Callable[[int, Turn], float]) -> Iterator[str]:
+        for size, turns in results.turns.items():
+            samples = [of(size, turn) for turn in turns]
+            yield common.cell(samples, "{:.0f}", 1e3, slowest_first=True)
+
+    head = ("ms (median, slowest … fastest)", *(f"{s / MIB:g} MiB" for s in results.turns))
+    yield from common.table(head, ((name, *cells(of)) for name, of in rows.items()))
 
 
-def _cell(samples: list[float]) -> str:
-    low, middle, high = (f(samples) * 1000 for f in (min, median, max))
-    return f"{middle:.0f} ({high:.0f} … {low:.0f})"
+def _step(table: str, name: str, _size: int, turn: Turn) -> float:
+    return float(getattr(turn, table)[name])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.pause", description=__doc__)
-    parser.add_argument("--size-mib", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (here)")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--page", type=Path, help="the page with a section about it")
-    arguments = parser.parse_args()
-    if min(arguments.size_mib) < 4 or arguments.rounds < 1:
-        parser.error(
-            f"--size-mib is {arguments.size_mib} and --rounds {arguments.rounds}: "
-            "a worker has 4 MiB at least, and there is one round"
-        )
-    if not arguments.folder.is_dir():
-        parser.error(f"--folder {arguments.folder}: there is no such folder")
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder.resolve()) as folder:
-        sizes = sorted({size * MIB for size in arguments.size_mib})
-        results = asyncio.run(Bench(Path(folder), sizes, arguments.rounds).run())
-    text = section(results)
-    output.write(arguments.json, arguments.page, results, text)
-    print(text)
-    return 1 if any(line.verdict == "missed" for line in judged(results)) else 0
+def _measured(options: argparse.Namespace, folder: Path) -> Results:
+    sizes = sorted({size * MIB for size in options.size_mib})
+    return asyncio.run(Bench(folder, sizes, options.rounds).run())
 
+
+BENCH = Benchmark(
+    "pause",
+    __doc__,
+    {"size-mib": ([64, 512], 4, ""), "rounds": (5, 1, "")},
+    _measured,
+    _lines,
+    judged,
+)
 
 if __name__ == "__main__":
-    output.run(main)
+    common.run(BENCH.main)

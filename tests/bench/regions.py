@@ -10,9 +10,9 @@ import numpy as np
 from gms.domain.transfer import CHUNK_BYTES
 from snapback_client.frames import AllocationInfo, aligned
 from snapback_client.reservation import HUGE_PAGE
+from tests.bench.common import MIB
 from tests.bench.machine import new_memory
 
-MIB = 1024 * 1024
 CHUNKS = 16
 """The random bytes repeat after so many chunks."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -26,17 +24,10 @@ from snapback_client.frames import (
     encode_frame,
 )
 from snapback_client.lease import Lease
-from tests.bench.goals import AIO, BARE
-from tests.bench.machine import Watch, rotated
-from tests.bench.results import REGIONS, Calls, Rows, hand_over
-from tests.bench.session_server import (
-    ECHO_BARE,
-    ECHO_GRPC,
-    ENTRIES,
-    GRANULE,
-    METHOD,
-    Framed,
-)
+from tests.bench.common import Rows, contender, rotated
+from tests.bench.goals import AIO, BARE, REGIONS, Calls, hand_over
+from tests.bench.machine import Watch
+from tests.bench.session_server import ECHO_BARE, ECHO_GRPC, ENTRIES, GRANULE, METHOD, Framed
 
 TIMES = 5
 """How often regions are handed over in a round."""
@@ -64,7 +55,11 @@ def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
     seconds: Rows = {}
     cpu: Rows = {"client": {}, "server": {}}
     watch = Watch()
-    with tempfile.TemporaryDirectory(prefix="bench-") as path, _server(Path(path)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as path,
+        contender("session_server", path) as (process, device),
+    ):
+        server = Server(device, process.pid)
         asyncio.run(_calls(Path(path), server, rounds, calls, (seconds, cpu), say))
         for count in REGIONS:
             say(f"hand over {count:,} regions")
@@ -74,27 +69,6 @@ def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
                     row = seconds.setdefault(hand_over(count), {})
                     row.setdefault("gms", []).append(sorted(times)[TIMES // 2])
     return Calls(calls=calls, seconds=seconds, cpu=cpu, others=watch.others())
-
-
-@contextlib.contextmanager
-def _server(folder: Path) -> Iterator[Server]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.session_server", folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        device = process.stdout.readline().strip()
-        if not device:
-            raise RuntimeError("the server of the sessions did not start")
-        yield Server(device, process.pid)
-    finally:
-        process.stdin.close()
-        process.wait()
-        process.stdout.close()
 
 
 @contextlib.contextmanager

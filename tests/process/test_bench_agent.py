@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.bench.agent import MIB, ROOT, TOOLS, Results
+from tests.bench.agent import TOOLS, Results
+from tests.bench.common import MIB, ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 

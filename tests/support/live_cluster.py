@@ -21,7 +21,8 @@ from snapshot_shared.bus import Delivery
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import BusUnavailable, RemoteFailure
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node, Pod
+from snapshot_shared.objects.meta import is_true
 from snapshot_shared.orders import Report
 from snapshot_shared.steps import Place
 from snapshotctl.adapters import processes, worker_socket
@@ -36,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "default"
 DEATH_S = 30.0
 SETTLE_S = 90.0
+LONG_S = 900.0
+"""How long an object with large weights may take, in seconds."""
 LOOK_AGAIN_S = 2.0
 """How long a test waits for news before it looks by itself, in seconds."""
 
@@ -78,12 +81,26 @@ def pod(name: str, node: str, source: str | None = None) -> dict[str, Any]:
     }
 
 
+def snapshot(name: str, source: str, policy: str, **spec: str) -> dict[str, Any]:
+    """A snapshot of a pod that runs."""
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name},
+        "spec": {"source": {"podRef": {"name": source}}, "sourcePolicy": policy, **spec},
+    }
+
+
 def find(values: Sequence[AnyObject], kind: str, name: str) -> Any:
     """The object of this name, or None."""
     return next(
         (v for v in values if kind_of(v).name == kind and v.metadata.name == name),
         None,
     )
+
+
+def is_ready(value: Any) -> bool:
+    return is_true(value.status.conditions, "Ready")
 
 
 class LiveCluster:
@@ -272,6 +289,23 @@ class Session:
             shown = "\n".join(map(_shown, values))
             raise AssertionError(f"{what} did not happen in {within_s} s:\n{shown}") from None
 
+    async def reaches(self, kind: str, name: str, holds: Callable[[Any], object] = is_ready) -> Any:
+        """Wait until something holds of an object, and return it. RuntimeError if it fails."""
+
+        def found(values: list[AnyObject]) -> object:
+            value = find(values, kind, name)
+            if value is not None and (why := _failure(value)):
+                raise RuntimeError(f"{kind} {name} failed: {why}")
+            return value is not None and holds(value)
+
+        return find(await self.until(found, f"{kind} {name}", LONG_S), kind, name)
+
+    async def remove(self, kind: str, name: str) -> None:
+        """Delete an object, and wait until it is gone."""
+        await self.delete(kind, name)
+        gone = f"{kind} {name} is removed"
+        await self.until(lambda values: find(values, kind, name) is None, gone, LONG_S)
+
     def forget_events(self) -> None:
         while not self._events.empty():
             self._events.get_nowait()
@@ -289,6 +323,13 @@ class Session:
             return False
         finally:
             await conversation.close()
+
+
+def _failure(value: Any) -> str:
+    failed = isinstance(value, Pod) and value.status.phase == "Failed"
+    return next((c.message for c in value.status.conditions if c.type == "Failed"), "") or (
+        value.status.message if failed else ""
+    )
 
 
 def _shown(value: AnyObject) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,31 +16,34 @@ import numpy as np
 import pytest
 
 from gms.domain.transfer import CHUNK_BYTES
+from tests.bench import agent, beside, bus, common, engines, operator, operator_cluster, pause
+from tests.bench.__main__ import main, transferred
+from tests.bench.common import MIB, Judged, Rows, rotated, spread
 from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.gms import Bench, Turn
-from tests.bench.goals import AIO, BARE, GOALS, OURS, judged
-from tests.bench.machine import huge_pages_set_aside, rotated
-from tests.bench.page import page, renewed
-from tests.bench.peers import SAVERS, Peer, tried
-from tests.bench.regions import MIB
-from tests.bench.results import (
+from tests.bench.goals import (
+    AIO,
+    BARE,
     FRESH,
+    GOALS,
     MEMCPY,
+    OURS,
     SHAPES,
     STEPS,
     Calls,
-    Judged,
     Results,
-    Rows,
     Transfers,
     hand_over,
     in_pages,
+    judged,
     limit_of,
     loading,
     profile_of,
     saving,
-    spread,
 )
+from tests.bench.machine import huge_pages_set_aside
+from tests.bench.page import page, renewed
+from tests.bench.peers import SAVERS, Peer, tried
 
 SAVE = saving(SHAPES[0])
 LOAD = loading(SHAPES[0])
@@ -379,54 +384,23 @@ def test_a_peer_that_fails_in_a_run_is_left_out_and_ours_ends_it(tmp_path: Path)
         bench._take(Turn("row", OURS, region, fails))
 
 
-def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.bench", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize(("raw", "status"), [(1.0, 0), (0.2, 1)])
 def test_a_check_ends_with_status_one_when_a_ratio_is_missed(
-    tmp_path: Path, raw: float, status: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], raw: float, status: int
 ) -> None:
     path = tmp_path / "found.json"
     path.write_bytes(msgspec.json.encode(results(row_of(SAVE, "huge", STEADY, [raw] * 5))))
-    found = bench("check", path)
-    assert found.returncode == status, found.stderr
-    assert ("missed" in found.stdout) == bool(status)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["check", "/nowhere"], "/nowhere"),
-        (["gms", "--rounds", "0"], "--rounds is 0"),
-        (["gms", "--size-mib", "1"], "--size-mib is 1"),
-        (["gms", "--folder", "/nowhere"], "/nowhere"),
-        (["gms", "--peers", "/nowhere"], "--peers /nowhere"),
-        (["gms", "--size-mib", "64", "8"], "--size-mib is 8"),
-        (["gms", "--size-mib", str(2**40)], f"--size-mib is {2**40}"),
-        (["sessions", "--calls", "1"], "--calls 1"),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_named(arguments: list[str], named: str) -> None:
-    found = bench(*arguments)
-    assert found.returncode == 2
-    assert named in found.stderr
-    assert "Traceback" not in found.stderr
-
-
-SMALL_RUN = ("gms", "--no-huge-pages", "--calls", "100", "--folder")
+    assert main(["check", str(path)]) == status
+    assert ("missed" in capsys.readouterr().out) == bool(status)
 
 
 @pytest.mark.waits
 def test_a_small_run_measures_every_row(tmp_path: Path) -> None:
     path, text = tmp_path / "found.json", tmp_path / "page.md"
-    rest = ("--json", path, "--page", text, "--size-mib", "16", "24", "--rounds", "1")
-    found = bench(*SMALL_RUN, tmp_path, *rest)
+    words = ["gms", "--no-huge-pages", "--calls", "100", "--folder", str(tmp_path), "--rounds", "1"]
+    words += ["--json", str(path), "--page", str(text), "--size-mib", "16", "24"]
+    command = [sys.executable, "-m", "tests.bench", *words]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode in (0, 1), found.stderr
     measured = msgspec.json.decode(path.read_bytes(), type=Results)
     assert len(measured.transfers) == 2
@@ -438,9 +412,7 @@ def test_a_small_run_measures_every_row(tmp_path: Path) -> None:
         assert all(one.seconds[row][OURS] for row in ordinary)
         assert all(one.seconds[row]["numpy mmap"] for row in ordinary if "load" in row)
         assert all(len(one.seconds[row]) >= 3 for row in limits)
-        with_limits = [
-            samples for row in limits | profiles for samples in one.seconds[row].values()
-        ]
+        with_limits = [each for row in limits | profiles for each in one.seconds[row].values()]
         assert {len(samples) for samples in with_limits} == {3}
         assert all(set(one.seconds[row]) == set(STEPS) for row in profiles)
         assert one.written_again < 0.01
@@ -452,18 +424,149 @@ def test_a_small_run_measures_every_row(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.waits
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "tests.bench", *SMALL_RUN, tmp_path, "--size-mib", "64"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "round 1 of 5" in line and "session" not in line:
-                break
-        assert list(tmp_path.iterdir())
-        process.send_signal(number)
-        said = process.stderr.read()
-    assert process.returncode == 128 + number
-    assert "Traceback" not in said
+def test_an_interrupted_run_leaves_no_file_and_keeps_the_page(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def say(text: str) -> None:
+        if "round 1 of 2" in text:
+            seen.append(len(list(tmp_path.glob(".bench-*/*"))))
+            raise KeyboardInterrupt
+
+    options = argparse.Namespace(no_huge_pages=True, folder=tmp_path, rounds=2)
+    with pytest.raises(KeyboardInterrupt):
+        transferred(options, 16 * MIB, say)
+    assert seen[0] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_by_an_exception_and_with_the_status_of_the_signal(
+    number: signal.Signals,
+) -> None:
+    cleaned = []
+
+    def interrupted() -> int:
+        try:
+            signal.raise_signal(number)
+        finally:
+            cleaned.append(number)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            common.run(interrupted)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (ended.value.code, cleaned) == (128 + number, [number])
+
+
+MAINS = {
+    "gms": main,
+    "agent": agent.BENCH.main,
+    "beside": beside.BENCH.main,
+    "bus": bus.BENCH.main,
+    "engines": engines.main,
+    "operator": operator.main,
+    "operator_cluster": operator_cluster.main,
+    "pause": pause.BENCH.main,
+}
+
+
+def test_a_request_that_makes_no_sense_is_named_and_ends_with_status_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = {}
+    for name, words, named in (
+        ("gms", "check /nowhere", "/nowhere"),
+        ("gms", "gms --rounds 0", "--rounds is 0"),
+        ("gms", "gms --size-mib 1", "--size-mib is 1"),
+        ("gms", "gms --folder /nowhere", "--folder /nowhere"),
+        ("gms", "gms --peers /nowhere", "--peers /nowhere"),
+        ("gms", "gms --size-mib 64 8", "--size-mib is 8"),
+        ("gms", f"gms --size-mib {2**40}", f"--size-mib is {2**40}"),
+        ("gms", "sessions --calls 1", "--calls is 1"),
+        ("agent", "--size-mib 0", "--size-mib is 0"),
+        ("beside", "--heap-mib 0", "--heap-mib is 0"),
+        ("bus", "--orders 1", "--orders is 1"),
+        ("bus", "--peers /nowhere", "--peers /nowhere"),
+        ("engines", "--rounds 0", "--rounds is 0"),
+        ("operator", "--count 1", "--count is 1"),
+        ("operator_cluster", "--count 1", "--count is 1"),
+        ("operator_cluster", "--rounds 0", "--rounds is 0"),
+        ("pause", "--size-mib 64 1", "--size-mib is 1"),
+        *((each, "--rounds 0", "--rounds is 0") for each in ("agent", "beside", "bus", "pause")),
+        *((each, "--folder /none", "--folder /none") for each in ("agent", "engines", "pause")),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            MAINS[name](words.split())
+        said = capsys.readouterr().err
+        if ended.value.code != 2 or named not in said:
+            wrong[name, words] = (ended.value.code, said)
+    assert wrong == {}
+
+
+def test_a_section_takes_the_place_of_the_older_one_and_leaves_the_others() -> None:
+    page = "# Benchmarks\n\nIntro.\n\n## GPU memory\n\nrows\n\n## Devices\n\nlast\n"
+    once = common.with_section(page, "## Bus\n\nold\n")
+    again = common.with_section(once, "## Bus\n\nnew\n")
+    assert again == once.replace("old", "new")
+    titles = [line for line in again.splitlines() if line.startswith("#")]
+    assert titles == ["# Benchmarks", "## GPU memory", "## Bus", "## Devices"]
+    assert "Intro.\n\n## GPU memory\n\nrows\n" in again
+
+
+def test_a_page_and_its_json_are_written_whole(tmp_path: Path) -> None:
+    """A benchmark of one section, with a machine, a goal that is missed, and a table."""
+
+    def measure(options: argparse.Namespace, folder: Path) -> list[int]:
+        assert folder.parent == tmp_path
+        return [options.rounds]
+
+    def judged_(found: list[int]) -> list[Judged]:
+        return [common.goal("of", "row", "what", found[0], most=1)]
+
+    def lines(found: list[int]) -> Iterator[str]:
+        yield "## Title\n\nText."
+        yield from common.goal_table(judged_(found))
+
+    page, json = tmp_path / "page.md", tmp_path / "found.json"
+    numbers = {"rounds": (5, 1, "")}
+    made = common.Benchmark("none", "", numbers, measure, lines, judged_)
+    words = ["--folder", tmp_path, "--page", page, "--json", json, "--rounds"]
+    assert made.main([*map(str, words), "3"]) == 1
+    assert made.main([*map(str, words), "1"]) == 0
+    assert msgspec.json.decode(json.read_bytes()) == [1]
+    assert page.read_text() == (
+        "# Benchmarks\n\n## Title\n\nText.\n\n| row | against | goal | found | |\n"
+        "|---|---|---|---|---|\n| row | what | ≤ 1 x | 1.00 x | met |\n"
+    )
+    assert {*tmp_path.iterdir()} == {page, json}
+
+
+@pytest.mark.parametrize(
+    ("value", "samples", "others", "verdict"),
+    [
+        (1.1, WILD, 0.5, "met"),
+        (1.11, STEADY, 0.1, "missed"),
+        (1.11, WILD, 0.1, "inconclusive"),
+        (1.11, STEADY, 0.3, "inconclusive"),
+    ],
+)
+def test_a_goal_is_missed_only_on_a_quiet_machine_by_samples_that_agree(
+    value: float, samples: list[float], others: float, verdict: str
+) -> None:
+    most = common.goal("of", "row", "what", value, STEADY, samples, most=1.1, others=others)
+    assert (most.wanted, most.found, most.verdict) == ("≤ 1.1 x", f"{value:.2f} x", verdict)
+    least = common.goal("of", "row", "what", -value, STEADY, samples, least=-1.1, others=others)
+    assert (least.wanted, least.verdict) == ("≥ -1.1 x", verdict)
+
+
+def test_a_run_of_one_size_leaves_what_is_known_of_others_and_of_other_benchmarks() -> None:
+    first = page(results({}, size=4 * 2**30))
+    other = common.with_section(first, "## Bus\n\nrows\n")
+    both = renewed(other, msgspec.structs.replace(results({}), machine={"cores": "4"}))
+    titles = [line for line in both.splitlines() if line.startswith("## ")]
+    memory = "## GPU memory: save and load of"
+    assert titles == [f"{memory} 1 GiB", f"{memory} 4 GiB", "## Bus", "## Devices"]
+    assert ("- cores: 4" in both, "- cores: 2" in both) == (True, False)
