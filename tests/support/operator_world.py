@@ -41,6 +41,7 @@ from snapshot_shared.orders import (
     VectorEntry,
 )
 from snapshot_shared.telemetry import Telemetry
+from tests.support.objects import checkpoint_document, presence
 
 DIGEST = "sha256:" + "0" * 64
 
@@ -276,3 +277,13 @@ def _good_fields(order: OrderStatus) -> dict[str, Any]:
             return {"root_digest": DIGEST, "bytes": 2058}
         case _:
             return {}
+
+
+async def world_of(nodes: int, *, gpus: int = 2, captured: bool = False) -> World:
+    """Make a world with nodes from node-1 on, and one checkpoint if that is to be captured."""
+    world = World()
+    await world.join(*(presence(f"node-{number + 1}", gpus=gpus) for number in range(nodes)))
+    if captured:
+        await world.apply(checkpoint_document())
+        await world.answer_all()
+    return world

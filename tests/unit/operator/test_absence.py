@@ -15,7 +15,7 @@ from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
 from snapshot_shared.views import orders_of
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 from tests.unit.tables import each
 
 
@@ -73,8 +73,7 @@ STAGES = (warming_up, capturing, staging, captured, loading, restored, deleting,
 async def test_an_operator_that_does_not_see_a_kind_yet_ends_nothing(
     stage: Any, hidden: str
 ) -> None:
-    first = World()
-    await first.join(presence("node-1"), presence("node-2"))
+    first = await world_of(2)
     await stage(first)
     before = {value.metadata.uid: shown(value) for value in await first.everything()}
     blind = BlindStore(first.store, {hidden})
@@ -108,8 +107,7 @@ def shown(value: AnyObject) -> dict[str, Any]:
 
 
 async def test_an_absence_that_is_real_is_acted_upon_after_one_live_read() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     job = await world.get("Job", "llm")
     await world.store.remove_finalizer(job, job.metadata.finalizers[0])
@@ -120,8 +118,7 @@ async def test_an_absence_that_is_real_is_acted_upon_after_one_live_read() -> No
 
 
 async def test_a_pod_a_snapshot_of_it_and_a_restore_may_be_applied_together_in_any_order() -> None:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
+    world = await world_of(2)
     snapshot = {
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "Snapshot",

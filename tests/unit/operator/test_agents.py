@@ -14,7 +14,7 @@ from snapshot_operator.kube.shaping import with_agent_affinity
 from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node
 from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 from tests.unit.tables import each
 
 NOW = 1_000_000.0
@@ -150,8 +150,7 @@ def test_what_the_api_server_will_refuse_and_a_pod_with_a_node_pass_through(spec
 
 
 async def test_a_checkpoint_whose_pod_waits_says_when_no_node_has_an_agent() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     world.present.clear()
     await world.see(absent_s=10.0)
     await world.apply(checkpoint_document())
@@ -166,10 +165,7 @@ async def test_a_checkpoint_whose_pod_waits_says_when_no_node_has_an_agent() -> 
 
 
 async def test_a_restore_whose_pod_waits_says_when_no_node_has_an_agent() -> None:
-    world = World()
-    await world.join(presence("node-1"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await world_of(1, captured=True)
     world.present.clear()
     await world.see(absent_s=LOST_AFTER_S)
     await world.apply(restore_document())

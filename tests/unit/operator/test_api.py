@@ -25,8 +25,8 @@ from snapshot_shared.api import (
 from snapshot_shared.bus import ASKED
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.ids import NodeName
-from tests.support.objects import checkpoint, checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support.objects import checkpoint, checkpoint_document, restore_document
+from tests.support.operator_world import World, payload, world_of
 from tests.unit.tables import each
 
 REPLIES = {
@@ -183,15 +183,13 @@ async def test_a_viewer_is_shown_no_secret_and_whoever_may_apply_gets_what_was_a
 
 
 async def test_a_node_is_not_deleted_by_hand() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     answer = await ask(world, "delete", DeleteRequest(kind="node", name="node-1"), DeleteReply)
     assert answer.failure.reason == "Forbidden"
 
 
 async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     document = restore_document()
     del document["metadata"]["annotations"]
     await world.apply(document)

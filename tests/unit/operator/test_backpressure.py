@@ -11,15 +11,13 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import condition
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
-from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document, restore_document
+from tests.support.operator_world import World, world_of
 
 
 @pytest.fixture
 async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"), presence("node-3"))
-    return world
+    return await world_of(3)
 
 
 async def fill(world: World, share: float) -> None:

@@ -19,14 +19,12 @@ from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import DIGEST, World, payload
+from tests.support.operator_world import DIGEST, World, payload, world_of
 
 
 @pytest.fixture
 async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"))
-    return world
+    return await world_of(1)
 
 
 async def capturing(world: World, **job: object) -> None:

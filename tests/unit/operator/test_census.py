@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from snapshot_operator.core.census import census
 from snapshot_shared.errors import Failure
-from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.objects import restore_document
 from tests.support.operator_world import World
 
 DAMAGE = Failure(reason="ArtifactCorrupt", message="chunk 3", values={"part": "gpu-0"})
-
-
-@pytest.fixture
-async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    return world
 
 
 async def test_objects_are_counted_by_kind_and_phase(world: World) -> None:

@@ -7,12 +7,11 @@ from snapshot_operator.local import garbage
 from snapshot_operator.local.store import SqliteStore
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 
 
 async def test_a_restore_made_by_an_operator_that_missed_the_end_of_its_pod_is_deleted() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(restore_document(source="to-come"))
     pod = await world.get("Pod", "restored")
     await world.cluster.delete(pod)

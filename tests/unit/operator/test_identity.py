@@ -22,8 +22,8 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
 )
 from tests.support.blind_store import BlindStore
-from tests.support.objects import checkpoint_document, pod_template, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document, pod_template, restore_document
+from tests.support.operator_world import World, world_of
 from tests.unit.tables import each
 
 MODEL = "example/shared"
@@ -40,9 +40,7 @@ def document(name: str, *, gms: bool = True, **job: Any) -> dict[str, Any]:
 
 @pytest.fixture
 async def world() -> World:
-    world = World()
-    await world.join(presence("node-1", gpus=4), presence("node-2", gpus=4))
-    return world
+    return await world_of(2, gpus=4)
 
 
 async def apply(world: World, *names: str) -> None:

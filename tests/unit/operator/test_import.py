@@ -25,15 +25,13 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.blind_store import BlindStore
-from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import DIGEST, World, payload
+from tests.support.objects import checkpoint_document, restore_document
+from tests.support.operator_world import DIGEST, World, payload, world_of
 
 
 @pytest.fixture
 async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    return world
+    return await world_of(2)
 
 
 async def retained(world: World, **job: Any) -> SnapshotContent:
@@ -303,8 +301,7 @@ async def test_an_import_with_no_node_to_read_it_says_so_and_ends_at_its_deadlin
 
 
 async def test_an_import_does_not_begin_on_what_memory_has_not_seen_yet() -> None:
-    first = World()
-    await first.join(presence("node-1"))
+    first = await world_of(1)
     await first.apply(checkpoint_document("first"))
     await first.answer_all()
     made = await first.content()

@@ -25,7 +25,7 @@ from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import ABORT, CAPTURE_ON_DRAIN
 from snapshot_shared.transitions import Capture
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support.operator_world import World, payload, world_of
 
 REPLIES = {
     "cordon": CordonReply,
@@ -37,9 +37,7 @@ REPLIES = {
 
 @pytest.fixture
 async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"))
-    return world
+    return await world_of(1)
 
 
 async def ask(world: World, verb: str, request: Any) -> Any:

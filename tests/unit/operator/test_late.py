@@ -11,13 +11,12 @@ from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.orders import Report
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 
 
 async def two_operators() -> tuple[World, World, BlindStore]:
     """Return an operator that works, and one that was just as far and hears of nothing since."""
-    first = World()
-    await first.join(presence("node-1"))
+    first = await world_of(1)
     await first.apply(checkpoint_document())
     blind = BlindStore(first.store, ())
     second = World(store=blind, orders=first.orders)
@@ -63,8 +62,7 @@ async def test_the_sweep_leaves_an_order_alone_whose_owner_is_not_seen_yet() -> 
 
 
 async def test_a_pod_that_is_not_seen_yet_is_not_given_up() -> None:
-    first = World()
-    await first.join(presence("node-1"))
+    first = await world_of(1)
     await first.apply(checkpoint_document())
     second = World(store=BlindStore(first.store, {"Pod"}))
     await second.cluster.sync()
@@ -90,8 +88,7 @@ async def test_the_template_of_a_pod_whose_placement_is_not_seen_yet_is_given() 
 
 
 async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_its_node() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     (pod,) = world.cluster.page("Pod")
     stray = "00000000-0000-0000-0000-000000000009"
@@ -139,8 +136,7 @@ async def restarted(world: World) -> World:
 
 
 async def test_an_operator_that_was_away_hears_answers_before_it_calls_them_late() -> None:
-    first = World()
-    await first.join(presence("node-1"))
+    first = await world_of(1)
     await first.apply(checkpoint_document())
     await first.answer_well(first.open("run")[0])
     (prepare,) = first.open("prepare")
@@ -154,8 +150,7 @@ async def test_an_operator_that_was_away_hears_answers_before_it_calls_them_late
 
 
 async def test_what_is_not_answered_after_a_restart_is_late_in_the_end() -> None:
-    first = World()
-    await first.join(presence("node-1"))
+    first = await world_of(1)
     await first.apply(checkpoint_document())
     await first.answer_well(first.open("run")[0])
     first.now += 3000.0
@@ -165,8 +160,7 @@ async def test_what_is_not_answered_after_a_restart_is_late_in_the_end() -> None
 
 
 async def test_a_clock_that_was_set_back_gives_no_order_more_than_its_whole_time() -> None:
-    first = World()
-    await first.join(presence("node-1"))
+    first = await world_of(1)
     await first.apply(checkpoint_document(activeDeadlineSeconds=86400))
     await first.answer_well(first.open("run")[0])
     (prepare,) = first.open("prepare")

@@ -6,8 +6,8 @@ import pytest
 
 from snapshot_operator.core.checkpoint import job_name
 from snapshot_shared.ids import check_name
-from tests.support.objects import checkpoint, checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint, checkpoint_document, restore_document
+from tests.support.operator_world import world_of
 
 LONGEST = f"{'a' * 62}.{'b' * 190}"
 
@@ -30,8 +30,7 @@ def test_the_job_of_a_longer_one_has_a_name_of_63_characters_at_most(name: str) 
 
 
 async def test_a_checkpoint_and_a_pod_of_the_longest_names_are_captured_and_restored() -> None:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
+    world = await world_of(2)
     await world.apply(checkpoint_document(LONGEST))
     await world.answer_all()
     found = await world.get("DynamoCheckpoint", LONGEST)

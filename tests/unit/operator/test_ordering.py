@@ -18,8 +18,8 @@ from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
 from snapshot_shared.objects.meta import time_of
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, RunOrder, StopOrder
-from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import DIGEST, World, payload
+from tests.support.objects import checkpoint_document, restore_document
+from tests.support.operator_world import DIGEST, World, payload, world_of
 
 UID = "00000000-0000-4000-8000-000000000001"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -41,9 +41,7 @@ BUDGETS_S = {
 
 @pytest.fixture
 async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    return world
+    return await world_of(2)
 
 
 async def test_every_order_has_the_time_of_its_verb_and_begins_with_its_first_try(

@@ -26,17 +26,14 @@ from snapshot_operator.core.plan import (
 from snapshot_operator.runtime.cluster import Key, Tracker
 from snapshot_shared.objects.meta import Condition
 from snapshot_shared.transitions import Capture, Restore
-from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document, restore_document
+from tests.support.operator_world import World, world_of
 
 
 @pytest.fixture
 async def world() -> World:
     """A world in which a checkpoint is captured, and a pod is being restored from it."""
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document(node="node-2"))
     return world
 

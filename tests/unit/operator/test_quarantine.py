@@ -12,22 +12,13 @@ from snapshot_shared.errors import Failure, NotEligible, NotFound
 from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support.operator_world import World, payload, world_of
 
 DAMAGE = Failure(
     reason="ArtifactCorrupt",
     message="chunk 3 of shard-0 is damaged",
     values={"file": "shard-0", "chunk": 3},
 )
-
-
-@pytest.fixture
-async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    return world
 
 
 async def damage_found(world: World, name: str = "restored", verb: str = "load") -> None:
@@ -75,8 +66,7 @@ async def test_all_who_use_a_damaged_content_say_so_and_stay_captured(world: Wor
 
 
 async def test_who_looks_only_after_the_damage_was_found_still_learns_of_the_capture() -> None:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
+    world = await world_of(2)
     await world.apply(checkpoint_document())
     while not world.open("seal"):
         await world.answer_well(world.open()[0])

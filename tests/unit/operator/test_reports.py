@@ -20,7 +20,7 @@ from snapshot_shared.orders import TERMINAL, DeadLetter, Report
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.brokers import VirtualLoop
 from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 
 
 def report_on(order: OrderStatus, kind: str = "failed", **fields: Any) -> Report:
@@ -184,8 +184,7 @@ def test_a_report_is_acknowledged_when_its_effect_is_stored_and_not_before() -> 
 
 
 async def test_a_report_of_another_attempt_than_the_current_one_changes_nothing() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     (order,) = world.open("run")
     for attempt in (order.attempt - 1, order.attempt + 1):
@@ -194,8 +193,7 @@ async def test_a_report_of_another_attempt_than_the_current_one_changes_nothing(
 
 
 async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     await world.answer_well(world.open("run")[0])
     await world.answer_well(world.open("prepare")[0])
@@ -218,10 +216,7 @@ async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
 
 
 async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_not_end_it() -> None:
-    world = World()
-    await world.join(presence("node-1"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await world_of(1, captured=True)
     await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
     await world.settle()
     (stop,) = world.open("stop")
@@ -238,8 +233,7 @@ async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_no
 
 async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -> None:
     """As after the store was restored from a backup."""
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     await world.answer_well(world.open("run")[0])
     (prepare,) = world.open("prepare")
@@ -263,8 +257,7 @@ async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -
 
 @pytest.mark.parametrize("attempt", [999_999, 1_000_000, 2**62, 2**64 - 1])
 async def test_an_attempt_that_no_node_can_hold_is_not_taken_for_true(attempt: int) -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     while not world.open("release"):
         await world.answer_well(world.open()[0])
@@ -278,10 +271,7 @@ async def test_an_attempt_that_no_node_can_hold_is_not_taken_for_true(attempt: i
 
 @pytest.mark.parametrize("attempt", [True, "7", 7.0, [7], None])
 async def test_an_attempt_that_is_no_number_does_not_end_a_verification(attempt: object) -> None:
-    world = World()
-    await world.join(presence("node-1"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await world_of(1, captured=True)
     content = await world.content()
     await world.api.verify(VerifyRequest(kind="SnapshotContent", name=content.metadata.name))
     await world.settle()

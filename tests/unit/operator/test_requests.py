@@ -23,8 +23,8 @@ from snapshot_shared.api import (
     age_headers,
 )
 from snapshot_shared.codec import encode_json
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document
+from tests.support.operator_world import World, world_of
 
 LATE_S = 33.0
 PATIENCE_S = 5.0
@@ -32,8 +32,7 @@ PATIENCE_S = 5.0
 
 @pytest.fixture
 async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     return world
 

@@ -22,15 +22,6 @@ from tests.support.objects import GIB, checkpoint_document, presence, restore_do
 from tests.support.operator_world import World, payload
 
 
-@pytest.fixture
-async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    return world
-
-
 async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World) -> None:
     await world.apply(restore_document())
     await world.answer_all()

@@ -14,7 +14,7 @@ from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.orders import Driver
 from snapshot_shared.transitions import Restore
-from tests.support.objects import checkpoint_document, presence, restore_document
+from tests.support.objects import restore_document
 from tests.support.operator_world import World
 
 
@@ -89,15 +89,6 @@ async def test_a_process_is_brought_into_no_container_that_runs_a_worker_of_its_
 def test_an_annotation_without_a_value_leaves_open_what_it_is_about() -> None:
     found = request_in({"nvidia.com/restore-from": "a", "nvidia.com/restore-policy": ""})
     assert found == RestoreRequest("a")
-
-
-@pytest.fixture
-async def world() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    return world
 
 
 async def restored(world: World, **pins: str) -> SnapshotRestore:

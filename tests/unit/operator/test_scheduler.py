@@ -11,7 +11,7 @@ from snapshot_shared.objects.kubernetes import Node, NodeStatus, Pod
 from snapshot_shared.objects.meta import Condition, ObjectMeta
 from snapshot_shared.orders import SCHEMA_VERSION, LayoutRef, PresenceDevice, VectorEntry
 from tests.support.objects import pod_template, presence
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 
 MIB = 1024 * 1024
 ONE_GPU = {"limits": {"nvidia.com/gpu": 1}}
@@ -32,8 +32,7 @@ def test_of_several_nodes_with_room_the_first_by_name_is_taken_whichever_came_fi
 
 def test_pods_of_several_shapes_that_come_together_share_no_device() -> None:
     async def run() -> list[str]:
-        world = World()
-        await world.join(presence("node-1", gpus=2))
+        world = await world_of(1, gpus=2)
         documents = [
             {
                 "kind": "Pod",

@@ -19,7 +19,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotStatus,
 )
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import DIGEST, World
+from tests.support.operator_world import DIGEST, World, world_of
 
 UID = "00000000-0000-4000-8000-00000000abcd"
 
@@ -27,11 +27,7 @@ UID = "00000000-0000-4000-8000-00000000abcd"
 @pytest.fixture
 async def world() -> World:
     """A world in which one pod runs that was captured and released."""
-    world = World()
-    await world.join(presence("node-1"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    return world
+    return await world_of(1, captured=True)
 
 
 def running(world: World) -> Pod:
@@ -111,8 +107,7 @@ async def test_a_pod_beside_whose_worker_a_container_has_failed_is_not_waited_fo
 
 
 async def test_a_checkpoint_whose_pod_never_gets_ready_without_a_failed_container_ends_it() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     (run,) = world.open("run")
     await world.report(run)

@@ -11,16 +11,15 @@ from msgspec.structs import replace
 
 from snapshot_operator.runtime.sweep import RETRY_S
 from snapshot_shared.errors import BusUnavailable, StoreBusy
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document
+from tests.support.operator_world import World, world_of
 from tests.support.waiting import until
 
 
 async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     publish, failures = world.orders.publish, [BusUnavailable("no leader"), BusUnavailable("yet")]
 
     async def unreliably(order: Any) -> None:
@@ -42,8 +41,7 @@ async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
 
 async def captured_elsewhere() -> World:
     """Give a world with a running worker, whose stream has just become full."""
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
+    world = await world_of(2)
     await world.apply(checkpoint_document())
     await world.answer_well(world.open("run")[0])
     await asyncio.sleep(0)

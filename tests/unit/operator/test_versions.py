@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.objects.meta import condition
 from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 
 BOTH = "node-1 cannot be ordered anything: it knows message schemas [2], the operator knows [1]"
 
@@ -23,8 +23,7 @@ async def test_no_pod_goes_to_a_node_with_no_version_in_common() -> None:
 
 
 async def test_a_capture_waits_until_its_node_has_a_version_in_common() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     (run,) = world.open("run")
     await world.report(run, "started")
@@ -42,8 +41,7 @@ async def test_a_capture_waits_until_its_node_has_a_version_in_common() -> None:
 
 
 async def test_an_order_that_its_node_cannot_read_is_tried_again_before_the_freeze() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     await world.answer_well(world.open("run")[0])
     (prepare,) = world.open("prepare")

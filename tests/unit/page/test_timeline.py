@@ -13,20 +13,20 @@ from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
-from tests.support import stories
-from tests.support.stories import NOW
+from tests.support import builders
+from tests.support.builders import NOW
 
 UID = derived_uid("content", "snap")
 
 
 def ended(verb: str, kind: str, start: float, end: float, **fields: Any) -> OrderStatus:
     """An order from `start` to `end` seconds after the first one."""
-    item = stories.order(verb, UID, at=NOW + start, **fields)
-    return replace(stories.ended(item, kind), ended_at=time_of(NOW + end))
+    item = builders.order(verb, UID, at=NOW + start, **fields)
+    return replace(builders.ended(item, kind), ended_at=time_of(NOW + end))
 
 
 def content(*orders: OrderStatus, **more: Any) -> SnapshotContent:
-    return stories.content(attempt=1, started_at=time_of(NOW), orders=list(orders), **more)
+    return builders.content(attempt=1, started_at=time_of(NOW), orders=list(orders), **more)
 
 
 def bars(value: SnapshotContent) -> list[tuple[str, float, float | None, str]]:
@@ -50,7 +50,7 @@ def test_a_phase_reaches_from_its_first_order_to_the_last_end() -> None:
 
 
 def test_a_phase_with_an_order_under_way_has_no_end() -> None:
-    saves = stories.order("save", UID, part="gpu-1", at=NOW + 1.0)
+    saves = builders.order("save", UID, part="gpu-1", at=NOW + 1.0)
     found = content(
         ended("save", "staged", 1.0, 2.0, part="gpu-0"), replace(saves, state="accepted")
     )
@@ -85,7 +85,7 @@ def test_orders_of_an_earlier_attempt_and_those_that_clean_up_are_no_part_of_it(
 
 
 def test_a_capture_whose_orders_are_forgotten_is_one_bar() -> None:
-    found = content(committed=stories.committed(), captured_seconds=4.0)
+    found = content(committed=builders.committed(), captured_seconds=4.0)
     assert bars(found) == [("all", 0.0, 4.0, "ok")]
 
 
@@ -99,14 +99,14 @@ def test_a_run_ends_at_the_latest_when_its_object_is_deleted() -> None:
 
 
 def test_what_has_not_begun_has_no_run() -> None:
-    assert run_of(stories.content()) is None
-    assert run_of(stories.restore()) is None
+    assert run_of(builders.content()) is None
+    assert run_of(builders.restore()) is None
 
 
 def test_an_artifact_that_was_imported_has_no_run() -> None:
-    found = content(ended("verify", "verified", 0.0, 1.0), committed=stories.committed())
+    found = content(ended("verify", "verified", 0.0, 1.0), committed=builders.committed())
     assert started_at(found) is not None
-    artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=stories.DIGEST)
+    artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=builders.DIGEST)
     source = replace(found.spec.source, artifact=artifact)
     imported = replace(found, spec=replace(found.spec, source=source))
     assert started_at(imported) is None
@@ -128,8 +128,8 @@ def test_a_run_that_is_over_has_no_length_where_none_of_its_orders_is_known() ->
 def test_a_restore_has_a_length_once_it_is_over(state: Restore, length: float | None) -> None:
     order = ended("restore", "restored", 2.0, 2.5)
     failure = Failure(reason="X", message="x") if state is Restore.FAILED else None
-    conditions = [stories.row("Failed", "True", "X")] if failure else []
-    value = stories.restore(
+    conditions = [builders.row("Failed", "True", "X")] if failure else []
+    value = builders.restore(
         state=state,
         attempt=1,
         started_at=time_of(NOW),

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.core.presence import node_absent
@@ -30,10 +29,12 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import restore_name
-from snapshot_shared.orders import DeadLetter, Progress, Report
+from snapshot_shared.orders import DeadLetter, Progress
 from snapshot_shared.spans import SpanRecord, message_attributes
-from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support import builders
+from tests.support.builders import report
+from tests.support.objects import checkpoint_document, restore_document
+from tests.support.operator_world import World, world_of
 
 OWNER = "00000000-0000-0000-0000-000000000001"
 CHECKPOINT = "dynamocheckpoints/default/llm"
@@ -52,43 +53,12 @@ async def facts_of(world: World, **more: Any) -> Facts:
     return Facts(entries=entries, presence=world.present, now=world.now, **more)
 
 
-async def captured() -> World:
-    world = World()
-    await world.join(presence("node-1"), presence("node-2"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    return world
-
-
 def rows(facts: Facts, section: str) -> list[dict[str, Any]]:
     return sections(facts)[section]["rows"]  # type: ignore[no-any-return]
 
 
 def order(verb: str, part: str = "", **fields: Any) -> OrderStatus:
-    values = {
-        "order": f"{verb}-{OWNER}" + (f"-{part}" if part else ""),
-        "verb": verb,
-        "attempt": 1,
-        "node": "node-1",
-        "service": "gms" if verb == "save" else "agent",
-        "payload": msgspec.Raw(b"{}"),
-        "ordered_at": time_of(100.0),
-        "deadline": time_of(200.0),
-    }
-    return OrderStatus(**{**values, **fields})  # type: ignore[arg-type]
-
-
-def report(item: OrderStatus, n: int, kind: str, at: float, **fields: Any) -> Report:
-    return Report(
-        order=item.order,
-        attempt=item.attempt,
-        n=n,
-        kind=kind,  # type: ignore[arg-type]
-        node=item.node,
-        service=item.service,
-        at=at,
-        **fields,
-    )
+    return builders.order(verb, OWNER, part=part, at=100.0, **fields)
 
 
 def progress(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Progress:
@@ -105,7 +75,7 @@ def progress(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Prog
 
 
 async def test_an_object_stands_first_and_what_it_led_to_below_it() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     found = rows(await facts_of(world), "objects")
     assert [(row["kind"], row["below"]) for row in found] == [
         ("DynamoCheckpoint", False),
@@ -128,7 +98,7 @@ async def test_an_empty_cluster_has_a_command_to_begin_with_and_no_problem() -> 
 
 
 async def test_what_is_under_way_comes_first_and_is_followed() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document(node="node-2"))
     facts = await facts_of(world)
     first = rows(facts, "objects")[0]
@@ -138,7 +108,7 @@ async def test_what_is_under_way_comes_first_and_is_followed() -> None:
 
 
 async def test_a_pod_shows_the_state_of_its_restore_which_stands_below_it() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document(node="node-2"))
     seen = {"Pending"}
     while world.open():
@@ -159,7 +129,7 @@ async def test_a_pod_shows_the_state_of_its_restore_which_stands_below_it() -> N
 
 
 async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document(node="node-2"))
     await world.answer_all()
     facts = await facts_of(world)
@@ -187,7 +157,7 @@ async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore() ->
 
 
 async def test_a_checkpoint_leads_to_the_pods_that_its_job_owns() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     facts = await facts_of(world)
     found = family(facts.entries[CHECKPOINT], by_owner(facts.entries.values()))
     kinds = ["DynamoCheckpoint", "Snapshot", "SnapshotContent", "Job", "Pod"]
@@ -195,14 +165,14 @@ async def test_a_checkpoint_leads_to_the_pods_that_its_job_owns() -> None:
 
 
 async def test_the_reader_of_an_artifact_is_shown_as_the_pod_that_is_restored() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document(node="node-2"))
     [row] = rows(await facts_of(world), "artifacts")
     assert row["readers"] == ["default/restored"]
 
 
 async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document(node="node-2"))
     del world.present["node-2"]
     await world.see(absent_s=95.0)
@@ -215,8 +185,7 @@ async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own() -> 
 
 
 async def test_progress_of_another_attempt_is_not_shown() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     while not (saves := [o for o in world.open() if o.verb == "save"]):
         for item in world.open():
@@ -229,8 +198,7 @@ async def test_progress_of_another_attempt_is_not_shown() -> None:
 
 
 async def test_a_part_that_has_ended_counts_whole_while_others_go_on() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     while len(saves := [o for o in world.open() if o.verb == "save"]) < 2:
         for item in world.open():
@@ -259,7 +227,7 @@ async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:
 
 
 async def test_an_artifact_has_its_size_generation_and_verdict() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     [row] = rows(await facts_of(world), "artifacts")
     assert (row["generation"], row["parts"], row["verdict"]) == (1, 3, "Committed")
     assert row["size"] == 2058
@@ -268,8 +236,7 @@ async def test_an_artifact_has_its_size_generation_and_verdict() -> None:
 
 
 async def test_a_failed_capture_is_one_problem_with_its_next_step() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     while not (found := [o for o in world.open() if o.verb == "prepare"]):
         for item in world.open():
@@ -285,7 +252,7 @@ async def test_a_failed_capture_is_one_problem_with_its_next_step() -> None:
 
 
 async def test_a_damaged_artifact_is_one_problem_and_everything_that_holds_it_is_bad() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document(node="node-2"))
     for item in world.open():
         if item.verb == "load":
@@ -305,8 +272,7 @@ async def test_a_damaged_artifact_is_one_problem_and_everything_that_holds_it_is
 
 
 async def test_a_node_is_ready_cordoned_silent_or_lost() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     [node] = [value for value in await world.everything() if isinstance(value, Node)]
     cases = {
         "Ready": node,
@@ -356,7 +322,7 @@ def test_a_bus_that_cannot_be_used_is_a_problem() -> None:
 
 
 async def test_a_revision_changes_with_the_object_what_it_led_to_and_every_message() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     facts = await facts_of(world)
     led_to = by_owner(facts.entries.values())
     entry = traced(facts.entries[CHECKPOINT], led_to)
@@ -384,7 +350,7 @@ async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
 
 
 async def test_of_many_captures_the_newest_are_listed_and_all_are_counted() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     content = await world.content()
     entries: dict[str, Entry] = {}
     for number in range(MAX_RUNS + 5):
@@ -403,28 +369,30 @@ async def test_of_many_captures_the_newest_are_listed_and_all_are_counted() -> N
 
 def test_a_report_is_never_drawn_before_its_order_whatever_its_clock_says() -> None:
     item = order("prepare")
-    found = flow([item], [report(item, 2, "prepared", 1.0), report(item, 1, "accepted", 0.5)], {})
+    found = flow(
+        [item], [report(item, "prepared", n=2, at=1.0), report(item, "accepted", n=1, at=0.5)], {}
+    )
     assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
     assert [arrow["at"] for arrow in found["arrows"]] == [0.0, 0.0]
 
 
 def test_an_acceptance_is_shown_until_something_comes_of_it() -> None:
     item = order("prepare")
-    found = flow([item], [report(item, 1, "accepted", 101.0)], {})
+    found = flow([item], [report(item, "accepted", n=1, at=101.0)], {})
     assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "accepted"]
 
 
 def test_a_report_that_came_twice_is_one_arrow_and_that_of_another_attempt_is_none() -> None:
     item = order("prepare")
-    one = report(item, 2, "prepared", 101.0)
-    other = report(replace(item, attempt=2), 2, "prepared", 101.0)
+    one = report(item, "prepared", n=2, at=101.0)
+    other = report(replace(item, attempt=2), "prepared", n=2, at=101.0)
     found = flow([item], [one, one, other], {})
     assert len(found["arrows"]) == 2
 
 
 def test_what_the_stream_has_lost_is_drawn_from_the_store() -> None:
     item = order("prepare")
-    item = replace(item, state="prepared", final=report(item, 2, "prepared", 101.0))
+    item = replace(item, state="prepared", final=report(item, "prepared", n=2, at=101.0))
     found = flow([item], [], {})
     assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
     assert found["bars"][0]["end"] == 1
@@ -454,7 +422,9 @@ def test_an_order_that_its_node_has_not_accepted_waits_and_is_not_under_way() ->
 
 def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
     item = order("prepare", attempt=2)
-    failed = report(item, 1, "failed", 101.0, failure=Failure(reason="NotEligible", message="x"))
+    failed = report(
+        item, "failed", n=1, at=101.0, failure=Failure(reason="NotEligible", message="x")
+    )
     found = flow([replace(item, state="failed", final=failed)], [], {})
     assert [arrow["state"] for arrow in found["arrows"]] == ["bad", "bad"]
     assert found["arrows"][0]["label"] == "prepare #2"
@@ -507,8 +477,7 @@ def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
 
 
 async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     facts = await facts_of(world, paused=frozenset({"gms-node-1", "agent-elsewhere"}))
     [row] = rows(facts, "nodes")
     assert row["held"] == ["gms gets no orders: its durable gms-node-1 is paused"]
@@ -518,7 +487,7 @@ async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None
 
 
 async def test_the_details_say_what_a_capture_and_a_restore_have_cost() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.apply(restore_document())
     for _ in range(8):
         await world.advance(0.25)
@@ -545,7 +514,7 @@ async def test_the_details_say_what_a_capture_and_a_restore_have_cost() -> None:
 
 
 async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led_to() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.advance(1.0)
     await world.apply(restore_document(node="node-2"))
     await world.answer_all()
@@ -566,7 +535,7 @@ async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led
 
 
 async def test_captures_and_restores_are_listed_the_newest_first_without_their_orders() -> None:
-    world = await captured()
+    world = await world_of(2, captured=True)
     await world.advance(1.0)
     await world.apply(restore_document(node="node-2"))
     await world.answer_all()
@@ -582,8 +551,7 @@ async def test_captures_and_restores_are_listed_the_newest_first_without_their_o
 
 
 async def test_what_moves_shows_its_rate_and_what_is_left() -> None:
-    world = World()
-    await world.join(presence("node-1"))
+    world = await world_of(1)
     await world.apply(checkpoint_document())
     while len(saves := world.open("save")) < 2:
         for item in world.open():

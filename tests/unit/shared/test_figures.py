@@ -13,8 +13,8 @@ from snapshot_shared.objects.meta import time_of
 from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
 from snapshot_shared.transitions import Restore
 from snapshot_shared.views import with_columns
-from tests.support import stories
-from tests.support.stories import NOW
+from tests.support import builders
+from tests.support.builders import NOW
 from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
@@ -23,16 +23,16 @@ UID = derived_uid("content", "snap")
 def captured(*, paused_s: float = 0.139, size: int = 2**30, **more: Any) -> SnapshotContent:
     """A content whose capture began at NOW - 10 and was sealed 4 s later."""
     orders = [
-        stories.ended(stories.order("release", UID, at=NOW - 9), "released", paused_s=paused_s),
-        stories.ended(stories.order("seal", UID, at=NOW - 8), "sealed"),
+        builders.ended(builders.order("release", UID, at=NOW - 9), "released", paused_s=paused_s),
+        builders.ended(builders.order("seal", UID, at=NOW - 8), "sealed"),
     ]
     fields: dict[str, Any] = {
         "attempt": 1,
         "started_at": time_of(NOW - 10),
         "orders": orders,
-        "committed": stories.committed(bytes=size),
+        "committed": builders.committed(bytes=size),
     }
-    return stories.content(**{**fields, **more})
+    return builders.content(**{**fields, **more})
 
 
 def test_a_capture_says_how_much_how_fast_and_how_long_its_worker_was_paused() -> None:
@@ -43,7 +43,7 @@ def test_a_capture_says_how_much_how_fast_and_how_long_its_worker_was_paused() -
 
 def test_the_size_is_that_of_the_artifact_and_no_sum_of_what_was_written() -> None:
     moved = [
-        stories.ended(stories.order("save", UID, part=f"gpu-{n}"), "staged", bytes=2**40)
+        builders.ended(builders.order("save", UID, part=f"gpu-{n}"), "staged", bytes=2**40)
         for n in range(2)
     ]
     content = captured()
@@ -71,7 +71,7 @@ def test_a_worker_that_ended_was_not_paused() -> None:
 
 def test_an_import_has_captured_nothing() -> None:
     content = captured()
-    artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=stories.DIGEST)
+    artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=builders.DIGEST)
     source = replace(content.spec.source, pod_ref=None, artifact=artifact)
     assert figures.capture_text(replace(content, spec=replace(content.spec, source=source))) == ""
 
@@ -96,8 +96,8 @@ def test_the_pause_of_an_earlier_attempt_is_not_that_of_the_next() -> None:
 
 
 def test_a_restore_says_how_long_it_took_once_the_worker_serves() -> None:
-    order = stories.ended(stories.order("restore", UID, at=NOW - 3.26), "restored")
-    restore = stories.restore(
+    order = builders.ended(builders.order("restore", UID, at=NOW - 3.26), "restored")
+    restore = builders.restore(
         state=Restore.RESTORED, attempt=1, started_at=time_of(NOW - 2.5), orders=[order]
     )
     assert figures.restore_text(restore.status) == "restored in 1.24 s"

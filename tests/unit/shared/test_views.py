@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from snapshot_shared.codec import encode_json
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Node
-from snapshot_shared.objects.meta import OrderStatus, time_of
+from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import LayoutRef, PartResult, Progress, Report, VectorEntry
 from snapshot_shared.transitions import Capture, Restore
@@ -26,6 +26,7 @@ from snapshot_shared.views import (
     state,
     with_columns,
 )
+from tests.support import builders
 from tests.support.objects import checkpoint
 from tests.unit.tables import each
 
@@ -149,17 +150,7 @@ def test_a_pod_has_the_phase_of_its_restore_while_that_is_under_way(
 
 
 def order(verb: str, part: str = "", **fields: Any) -> OrderStatus:
-    values: dict[str, Any] = {
-        "order": f"{verb}-{UID}" + (f"-{part}" if part else ""),
-        "verb": verb,
-        "attempt": 1,
-        "node": "node-1",
-        "service": "agent",
-        "payload": msgspec.Raw(b"{}"),
-        "ordered_at": time_of(100.0),
-        "deadline": time_of(200.0),
-    }
-    return OrderStatus(**{**values, **fields})
+    return builders.order(verb, UID, part=part, at=100.0, **fields)
 
 
 def last(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Progress:

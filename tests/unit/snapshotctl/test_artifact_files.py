@@ -12,12 +12,12 @@ from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.orders import PartResult, PodRef
 from snapshotctl.adapters.artifact_files import manifests_of
 from snapshotctl.views.artifact_tables import CapturedArtifact
-from tests.support import stories
+from tests.support import builders
 
 
 def _artifact(root: Path) -> CapturedArtifact:
     """Write an artifact of one part, and return its content."""
-    uid = stories.content().metadata.uid
+    uid = builders.content().metadata.uid
     file = FileEntry(name="state", size=10, chunk_bytes=4096, chunks=["a" * 32])
     part = encode_json(
         PartManifest(
@@ -42,8 +42,8 @@ def _artifact(root: Path) -> CapturedArtifact:
     (folder / "root.json").write_bytes(whole)
     (folder / "process" / "part.json").write_bytes(part)
     parts = [PartResult(part="process", bytes=10, digest=digest(part))]
-    committed = stories.committed(root_digest=digest(whole), parts=parts)
-    return CapturedArtifact(stories.content(committed=committed), None, str(root))
+    committed = builders.committed(root_digest=digest(whole), parts=parts)
+    return CapturedArtifact(builders.content(committed=committed), None, str(root))
 
 
 def test_the_manifests_that_were_committed_are_read(tmp_path: Path) -> None:

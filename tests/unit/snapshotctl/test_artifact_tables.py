@@ -20,8 +20,8 @@ from snapshot_shared.objects.kubernetes import Node, NodeStatus
 from snapshot_shared.orders import LayoutRef, PodRef, Presence, PresenceDevice
 from snapshotctl.views import artifact_tables
 from snapshotctl.views.artifact_tables import Manifests
-from tests.support import stories
-from tests.support.stories import NOW, row
+from tests.support import builders
+from tests.support.builders import NOW, row
 from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
@@ -161,9 +161,9 @@ def test_a_part_that_only_one_has_differs_as_a_whole() -> None:
     ],
 )
 def test_the_list_says_whether_an_artifact_was_verified(status: dict[str, Any], state: str) -> None:
-    held = stories.content("held", committed=stories.committed(), **status)
-    node = Node(metadata=stories.meta("node", "node-1"), status=NodeStatus(artifact_root="/data"))
-    found = artifact_tables.artifacts([held, stories.content("pending")], [], [node])
+    held = builders.content("held", committed=builders.committed(), **status)
+    node = Node(metadata=builders.meta("node", "node-1"), status=NodeStatus(artifact_root="/data"))
+    found = artifact_tables.artifacts([held, builders.content("pending")], [], [node])
     [(space, name, size, generation, where, identity, *_, shown, root)] = artifact_tables.table(
         found, NOW
     ).rows

@@ -10,8 +10,8 @@ from snapshot_shared.orders import VectorEntry
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.commands import describe
 from snapshotctl.commands.describe import Section
-from tests.support import stories
-from tests.support.stories import NOW, row
+from tests.support import builders
+from tests.support.builders import NOW, row
 
 UID = derived_uid("content", "snap")
 
@@ -22,13 +22,13 @@ def _sections(value: AnyObject, *readers: str) -> dict[str, Section]:
 
 def test_a_content_has_parts_readers_orders_and_obligations() -> None:
     failure = Failure(reason="NoSpace", message="full")
-    failed = stories.ended(stories.order("seal", UID), "failed", failure)
-    value = stories.content(
+    failed = builders.ended(builders.order("seal", UID), "failed", failure)
+    value = builders.content(
         capture=Capture.READY,
         started_at=time_of(NOW),
         orders=[failed],
         obligations=["release"],
-        committed=stories.committed(),
+        committed=builders.committed(),
         vector=[VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0)],
         conditions=[row("Ready", "True", "Captured", "generation 1")],
     )
@@ -37,7 +37,7 @@ def test_a_content_has_parts_readers_orders_and_obligations() -> None:
     assert found["Conditions:"].table.rows == [("Ready", "True", "Captured", "10s", "generation 1")]
     assert found["Parts:"].table is not None
     assert [row[:3] for row in found["Parts:"].table.rows] == [
-        ("process", "10 B", stories.DIGEST),
+        ("process", "10 B", builders.DIGEST),
         ("gpu-0", "-", "not staged"),
     ]
     assert found["Orders:"].table is not None
@@ -51,8 +51,8 @@ def test_a_content_has_parts_readers_orders_and_obligations() -> None:
 
 def test_a_restore_has_its_state_and_orders_and_a_pod_shows_those_of_its_own() -> None:
     uid = derived_uid("restore", "r")
-    load = stories.ended(stories.order("load", uid, part="gpu-0"), "loaded")
-    restore = stories.restore(
+    load = builders.ended(builders.order("load", uid, part="gpu-0"), "loaded")
+    restore = builders.restore(
         state=Restore.RESTORING, attempt=1, content_name="content-1", orders=[load]
     )
     found = _sections(restore)
@@ -60,7 +60,7 @@ def test_a_restore_has_its_state_and_orders_and_a_pod_shows_those_of_its_own() -
     assert "state:           Restoring" in found["Status:"].lines
     assert found["Orders:"].table is not None
     assert [row[0] for row in found["Orders:"].table.rows] == [load.order]
-    pod = stories.pod(source="snap", phase="Running")
+    pod = builders.pod(source="snap", phase="Running")
     shown = {section.title: section for section in describe.sections(pod, [], NOW, restore)}
     assert f"name:            {restore.metadata.name}" in shown["Restore:"].lines
     assert "contentName:     content-1" in shown["Restore:"].lines
@@ -69,10 +69,10 @@ def test_a_restore_has_its_state_and_orders_and_a_pod_shows_those_of_its_own() -
 
 
 def test_lists_and_what_is_nested_are_indented_and_what_is_empty_is_left_out() -> None:
-    spec = _sections(stories.pod(phase="Running"))["Spec:"].lines
+    spec = _sections(builders.pod(phase="Running"))["Spec:"].lines
     assert spec == ["containers:", "  - name:            main", "    command:", "      x"]
 
 
 def test_text_of_others_cannot_move_the_cursor() -> None:
-    value = stories.pod(message="a\x1b[2Jb", phase="Failed")
+    value = builders.pod(message="a\x1b[2Jb", phase="Failed")
     assert "message:         a [2Jb" in _sections(value)["Status:"].lines

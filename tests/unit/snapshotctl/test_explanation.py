@@ -16,9 +16,9 @@ from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.views import explanation
 from snapshotctl.views.related import RelatedObjects
 from snapshotctl.views.state import object_state
-from tests.support import stories
+from tests.support import builders
+from tests.support.builders import NOW, row
 from tests.support.objects import unready
-from tests.support.stories import NOW, row
 from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
@@ -45,8 +45,8 @@ def _now(related: RelatedObjects, **more: Any) -> list[str]:
 
 def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:
     failed = [row("Failed", "True", "DeviceTooSmall", "m")]
-    restore = stories.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
-    pod = stories.pod(source="snap", phase="Failed", conditions=failed)
+    restore = builders.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
+    pod = builders.pod(source="snap", phase="Failed", conditions=failed)
     for related in (_related(pod, restore), _related(restore, pod)):
         found = object_state(related)
         assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
@@ -55,18 +55,18 @@ def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:
 
 
 def test_a_restore_says_what_it_restores_from_what() -> None:
-    restore = stories.restore("llm")
+    restore = builders.restore("llm")
     assert explanation.asked(restore) == "restore container main of pod worker from llm"
 
 
 def test_a_pod_says_what_its_restore_waits_for_before_what_it_says_itself() -> None:
     starting = [row("Ready", "False", "Starting", "the containers are being started")]
-    pod = stories.pod(source="snap", phase="Running", conditions=starting)
+    pod = builders.pod(source="snap", phase="Running", conditions=starting)
     again = [row("Ready", "False", "Retrying", "the GPU memory service was killed")]
-    related = _related(pod, stories.restore(state=Restore.PENDING, conditions=again))
+    related = _related(pod, builders.restore(state=Restore.PENDING, conditions=again))
     found = object_state(related)
     assert (found.word, found.reason) == ("waiting", "Retrying")
-    loading = _related(pod, stories.restore(state=Restore.LOADING, conditions=again))
+    loading = _related(pod, builders.restore(state=Restore.LOADING, conditions=again))
     assert object_state(loading).word == "under way"
 
 
@@ -74,7 +74,7 @@ def test_a_pod_of_a_silent_node_is_neither_well_nor_failed() -> None:
     ready = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
     shown = "node node-1 is silent: its worker may well run"
     related = _related(
-        stories.pod(phase="Unknown", reason="NodeSilent", message=shown, conditions=ready)
+        builders.pod(phase="Unknown", reason="NodeSilent", message=shown, conditions=ready)
     )
     found = object_state(related)
     assert (found.word, found.reason) == ("unknown", "NodeSilent")
@@ -90,7 +90,7 @@ def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition(
         row("Failed", "True", "Incompatible", shown),
     ]
     related = _related(
-        stories.pod(source="snap", phase="Failed", reason="Incompatible", conditions=rows)
+        builders.pod(source="snap", phase="Failed", reason="Incompatible", conditions=rows)
     )
     found = object_state(related)
     assert found.message == "the snapshot has 2 GPUs, the pod asks for 1"
@@ -101,8 +101,8 @@ def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition(
 def test_a_snapshot_fails_for_the_reason_of_its_capture_with_its_values() -> None:
     rows = [row("Failed", "True", "DeviceTooSmall", "m")]
     related = _related(
-        stories.snapshot(conditions=rows),
-        stories.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows),
+        builders.snapshot(conditions=rows),
+        builders.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows),
     )
     assert object_state(related).values == {"needed": 9, "capacity": 4}
     assert (
@@ -118,12 +118,12 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
     state: str, shown: str
 ) -> None:
     orders = [
-        stories.ended(stories.order("prepare", UID, at=NOW - 9), "prepared"),
-        stories.order("save", UID, part="gpu-0", at=NOW - 4, state=state),
-        stories.order("dump", UID, at=NOW - 3),
+        builders.ended(builders.order("prepare", UID, at=NOW - 9), "prepared"),
+        builders.order("save", UID, part="gpu-0", at=NOW - 4, state=state),
+        builders.order("dump", UID, at=NOW - 3),
     ]
     rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
-    related = _related(stories.content(capture=Capture.STAGING, orders=orders, conditions=rows))
+    related = _related(builders.content(capture=Capture.STAGING, orders=orders, conditions=rows))
     found = object_state(related)
     assert (found.word, found.order, found.since) == ("under way", orders[1], NOW - 4)
     presence = Presence(node="node-1", boot_id="b", version="1", at=NOW - 7)
@@ -148,16 +148,16 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
 
 
 def test_a_node_that_is_silent_and_a_deadline_that_has_passed_are_named() -> None:
-    late = stories.order("prepare", UID, at=NOW - 100)
-    related = _related(stories.content(capture=Capture.PREPARING, orders=[late]))
+    late = builders.order("prepare", UID, at=NOW - 100)
+    related = _related(builders.content(capture=Capture.PREPARING, orders=[late]))
     lines = _now(related)
     assert "its deadline has passed" in lines[-2]
     assert lines[-1].startswith("node-1 is silent")
 
 
 def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
-    open_ = stories.order("prepare", UID)
-    related = _related(stories.content(capture=Capture.PREPARING, orders=[open_]))
+    open_ = builders.order("prepare", UID)
+    related = _related(builders.content(capture=Capture.PREPARING, orders=[open_]))
     found = object_state(related)
     assert explanation.asked_services(related, found) == [("node-1", "agent")]
     assert _now(related, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
@@ -168,7 +168,7 @@ def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
 
 def test_what_waits_shows_its_reason_and_since_when() -> None:
     rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
-    related = _related(stories.pod(conditions=rows))
+    related = _related(builders.pod(conditions=rows))
     assert explanation.headline(related, object_state(related)) == "pod/worker waits: Unschedulable"
     assert _now(related)[0] == "node-1 has 0 of 1 GPUs free"
     assert _now(related)[1].endswith("10s ago")
@@ -176,9 +176,9 @@ def test_what_waits_shows_its_reason_and_since_when() -> None:
 
 def test_a_capture_between_two_orders_does_not_wait() -> None:
     rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
-    related = _related(stories.content(capture=Capture.SEALING, conditions=rows))
+    related = _related(builders.content(capture=Capture.SEALING, conditions=rows))
     assert object_state(related).word == "under way"
-    pending = _related(stories.content(conditions=rows))
+    pending = _related(builders.content(conditions=rows))
     assert object_state(pending).word == "waiting"
 
 
@@ -187,8 +187,8 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
         row("Ready", "False", "ArtifactCorrupt", "quarantined: part gpu-0"),
         row("Quarantined", "True", "ArtifactCorrupt", "part gpu-0"),
     ]
-    done = stories.committed()
-    related = _related(stories.content(capture=Capture.READY, committed=done, conditions=rows))
+    done = builders.committed()
+    related = _related(builders.content(capture=Capture.READY, committed=done, conditions=rows))
     assert explanation.headline(related, object_state(related)).endswith(
         "is damaged: ArtifactCorrupt"
     )
@@ -196,25 +196,25 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
 
 
 def test_what_failed_and_is_being_deleted_is_shown_as_going() -> None:
-    pod = stories.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
+    pod = builders.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
     assert object_state(_related(pod)).word == "failed"
-    pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=stories.STAMP))
+    pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=builders.STAMP))
     assert object_state(_related(pod)).word == "going"
 
 
 def test_what_is_well_needs_nothing() -> None:
     rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
-    related = _related(stories.pod(phase="Running", conditions=rows))
+    related = _related(builders.pod(phase="Running", conditions=rows))
     assert object_state(related).word == "fine"
     assert _advice(related) == ["Capture it: `snapshotctl checkpoint worker`."]
 
 
 def test_what_is_being_deleted_says_who_is_in_the_way() -> None:
-    going = stories.content(
+    going = builders.content(
         capture=Capture.READY,
         conditions=[row("Deleting", "False", "ReadersRegistered", "restored by x")],
     )
-    going = replace(going, metadata=replace(going.metadata, deletion_timestamp=stories.STAMP))
+    going = replace(going, metadata=replace(going.metadata, deletion_timestamp=builders.STAMP))
     found = object_state(_related(going))
     assert (found.word, found.reason) == ("going", "ReadersRegistered")
 
@@ -231,7 +231,7 @@ def test_what_is_being_deleted_says_who_is_in_the_way() -> None:
     ],
 )
 def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
-    node = Node(metadata=stories.meta("node", "n"), status=NodeStatus(conditions=rows))
+    node = Node(metadata=builders.meta("node", "n"), status=NodeStatus(conditions=rows))
     related = _related(node)
     assert explanation.headline(related, object_state(related)) == headline
 
@@ -249,8 +249,8 @@ def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
     ],
 )
 def test_a_fix_has_the_names_of_the_story(text: str, filled: str) -> None:
-    run = stories.order("run", derived_uid("pod", "worker"), node="node-7")
-    related = _related(stories.snapshot(), stories.pod(orders=[run]))
+    run = builders.order("run", derived_uid("pod", "worker"), node="node-7")
+    related = _related(builders.snapshot(), builders.pod(orders=[run]))
     assert explanation.filled(text, related) == filled
 
 
@@ -300,7 +300,7 @@ def test_the_traceback_of_a_worker_keeps_its_indentation() -> None:
 
 
 def test_an_explanation_does_not_advise_to_read_itself() -> None:
-    pod = stories.pod()
+    pod = builders.pod()
     text = "Wait; if it lasts, read it: `snapshotctl explain pod/worker`."
     assert explanation.pointing_up(text, pod) == "Wait; if it lasts, read it: the text above."
     starts = "`snapshotctl explain worker` shows which order failed first."
@@ -311,7 +311,7 @@ def test_an_explanation_does_not_advise_to_read_itself() -> None:
 
 def test_a_program_that_is_not_found_is_not_looked_for_among_objects() -> None:
     failed = row("Failed", "True", "NotFound", "no program 'x' on node-1. Next: install it there")
-    pod = stories.pod(phase="Failed", reason="NotFound", conditions=[failed])
+    pod = builders.pod(phase="Failed", reason="NotFound", conditions=[failed])
     related = _related(pod)
     assert explanation.advice(related, object_state(related)) == ["install it there"]
 
@@ -324,24 +324,24 @@ def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
 def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another() -> None:
     why = Failure(reason="NotEligible", message="CRIU did not dump", next_step="use CRIU 4.2")
     status = NodeStatus(drivers=["cooperative"], criu="4.1.1", unready=unready(why, "criu"))
-    lines = _now(_related(Node(metadata=stories.meta("node", "n"), status=status)))
+    lines = _now(_related(Node(metadata=builders.meta("node", "n"), status=status)))
     assert "process drivers: cooperative, CRIU 4.1.1" in lines
     assert "it cannot use the process driver criu: CRIU did not dump. Next: use CRIU 4.2" in lines
 
 
 def test_what_was_captured_says_what_it_has_cost() -> None:
-    content = stories.content(
+    content = builders.content(
         attempt=1,
-        committed=stories.committed(bytes=2**30),
+        committed=builders.committed(bytes=2**30),
         captured_seconds=4.0,
         paused_seconds=0.1,
         conditions=[row("Ready", "True", "Captured", "generation 1, 1 GiB")],
     )
     cost = "captured 1 GiB in 4.00 s (268 MB/s); worker paused for 100 ms"
     assert cost in _now(_related(content))
-    assert cost in _now(_related(stories.snapshot(), content))
+    assert cost in _now(_related(builders.snapshot(), content))
 
 
 def test_a_restored_pod_says_how_long_that_took() -> None:
-    restore = stories.restore(state=Restore.RESTORED, attempt=1, restored_seconds=1.24)
-    assert "restored in 1.24 s" in _now(_related(stories.pod(source="snap"), restore))
+    restore = builders.restore(state=Restore.RESTORED, attempt=1, restored_seconds=1.24)
+    assert "restored in 1.24 s" in _now(_related(builders.pod(source="snap"), restore))

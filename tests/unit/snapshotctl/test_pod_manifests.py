@@ -17,7 +17,7 @@ from snapshotctl.domain import pod_manifests
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.pod_manifests import Source
-from tests.support import stories
+from tests.support import builders
 from tests.support.objects import checkpoint_document
 from tests.unit.tables import each
 
@@ -154,20 +154,20 @@ def test_a_command_of_no_or_of_several_frameworks_needs_the_option(
 
 
 def test_a_running_pod_is_captured_by_its_uid_under_a_name_that_follows_from_it() -> None:
-    pod = stories.pod("w", phase="Running")
+    pod = builders.pod("w", phase="Running")
     first, again = (pod_manifests.snapshot_of(pod, "main", None).value for _ in range(2))
     assert first == again
     assert first["spec"]["source"]["podRef"]["uid"] == pod.metadata.uid
     newer = replace(pod, metadata=replace(pod.metadata, uid=derived_uid("pod", "other")))
     assert pod_manifests.snapshot_of(newer, "main", None).value["metadata"] != first["metadata"]
-    long = stories.pod("x" * 63, phase="Running")
+    long = builders.pod("x" * 63, phase="Running")
     parse(pod_manifests.snapshot_of(long, "main", None).value)
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 def test_a_pod_that_has_ended_is_not_captured(phase: str) -> None:
     with pytest.raises(NotEligible, match="has ended"):
-        pod_manifests.snapshot_of(stories.pod(phase=phase), "main", None)
+        pod_manifests.snapshot_of(builders.pod(phase=phase), "main", None)
 
 
 def test_a_restored_pod_is_as_the_captured_one_but_bound_to_no_node() -> None:
@@ -180,7 +180,7 @@ def test_a_restored_pod_is_as_the_captured_one_but_bound_to_no_node() -> None:
 
 
 def test_a_pod_that_is_still_there_says_how_it_was() -> None:
-    captured = Source(None, stories.snapshot(), stories.content(), stories.pod())
+    captured = Source(None, builders.snapshot(), builders.content(), builders.pod())
     assert _restored("snap", captured)["spec"]["containers"][0]["command"] == ["x"]
 
 
@@ -197,10 +197,10 @@ def test_a_manifest_is_kept_as_it_is_and_gets_the_annotation() -> None:
     ("changes", "captured", "kind", "problem"),
     [
         ({}, NOTHING, NotEligible, "captured from is gone"),
-        ({"target": "x"}, NOTHING._replace(content=stories.content()), WrongArguments, "not x"),
+        ({"target": "x"}, NOTHING._replace(content=builders.content()), WrongArguments, "not x"),
         (
             {"manifest": _manifest(spec={"containers": [{"name": "o", "command": ["x"]}]})},
-            NOTHING._replace(content=stories.content()),
+            NOTHING._replace(content=builders.content()),
             WrongArguments,
             "call a container",
         ),
@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused(
     changes: dict[str, Any], captured: Source, kind: type[SnapbackError], problem: str
 ) -> None:
     if "target" in changes:
-        captured = captured._replace(pod=stories.pod())
+        captured = captured._replace(pod=builders.pod())
     with pytest.raises(kind) as raised:
         _restored(captured=captured, **changes)
     assert problem in f"{raised.value.message} {raised.value.next_step}"

@@ -20,8 +20,8 @@ from snapshot_shared.steps import STEPS
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.views import queue
 from snapshotctl.views.queue import DeadMessage, Owned, Queued
-from tests.support import stories
-from tests.support.stories import payload
+from tests.support import builders
+from tests.support.builders import payload
 from tests.unit.tables import each
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
@@ -201,7 +201,7 @@ def test_the_queue_shows_what_is_open_and_on_demand_what_was_answered() -> None:
 def test_an_order_of_a_restore_is_shown_as_that_of_its_pod() -> None:
     load = replace(ITEM, order=f"load-{UID}-gpu-0", verb="load")
     [line] = queue.order_lines(
-        [], queue.owned_orders([stories.restore(orders=[load])]), {}, NOW, answered=False
+        [], queue.owned_orders([builders.restore(orders=[load])]), {}, NOW, answered=False
     )
     assert (line.order, line.owner) == (load.order, "pod/worker")
 

@@ -12,17 +12,17 @@ from snapshot_shared.orders import DeviceRef, LayoutRef, PartResult, VectorEntry
 from snapshot_shared.transitions import Restore
 from snapshotctl.views import state
 from snapshotctl.views.related import RelatedObjects
-from tests.support import stories
-from tests.support.stories import NOW, order, row
+from tests.support import builders
+from tests.support.builders import NOW, order, row
 
 UID = derived_uid("content", "snap")
 POD = derived_uid("pod", "worker")
 
 
 def test_an_order_begins_a_phase_and_its_report_ends_it() -> None:
-    done = stories.ended(order("prepare", UID), "prepared")
+    done = builders.ended(order("prepare", UID), "prepared")
     open_ = order("save", UID, part="gpu-0", at=NOW)
-    value = stories.content(orders=[open_, done])
+    value = builders.content(orders=[open_, done])
     first, second = state.phases(RelatedObjects(value, [value]))
     assert (first.name, first.ended - first.began) == ("prepare: quiet and fenced", 2.0)
     assert first.line().endswith("2.00 s  done")
@@ -32,82 +32,82 @@ def test_an_order_begins_a_phase_and_its_report_ends_it() -> None:
 
 def test_a_phase_that_failed_says_why_and_a_later_attempt_says_which() -> None:
     failure = Failure(reason="NoSpace", message="full")
-    failed = stories.ended(replace(order("seal", UID), attempt=2), "failed", failure)
+    failed = builders.ended(replace(order("seal", UID), attempt=2), "failed", failure)
     lost = replace(order("dump", UID, at=NOW), state="lost", ended_at=time_of(NOW + 1))
-    value = stories.content(orders=[failed, lost])
+    value = builders.content(orders=[failed, lost])
     first, second = state.phases(RelatedObjects(value, [value]))
     assert first.line().endswith("seal (attempt 2)               2.00 s  failed: NoSpace: full")
     assert second.failure == "NodeLost"
 
 
 def test_a_worker_warms_up_until_it_is_ready() -> None:
-    run = stories.ended(order("run", POD, at=NOW - 20), "started")
-    starting = stories.pod(orders=[run])
+    run = builders.ended(order("run", POD, at=NOW - 20), "started")
+    starting = builders.pod(orders=[run])
     assert [phase.ended for phase in state.phases(RelatedObjects(starting, [starting]))] == [
         NOW - 18,
         0.0,
     ]
-    ready = stories.pod(orders=[run], conditions=[row("Ready", "True", "WorkerReady")])
+    ready = builders.pod(orders=[run], conditions=[row("Ready", "True", "WorkerReady")])
     _, warm = state.phases(RelatedObjects(ready, [ready]))
     assert (warm.name, warm.ended) == (state.WARM, NOW - 10)
-    restored = stories.pod(source="snap", orders=[run])
+    restored = builders.pod(source="snap", orders=[run])
     assert len(state.phases(RelatedObjects(restored, [restored]))) == 1
 
 
 def test_the_loss_of_a_node_is_no_failure_of_a_warm_up_that_was_captured() -> None:
-    run = stories.ended(order("run", POD, at=NOW - 20), "started")
+    run = builders.ended(order("run", POD, at=NOW - 20), "started")
     rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
-    lost = stories.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
-    prepare = stories.ended(order("prepare", UID, at=NOW - 14), "prepared")
-    captured = stories.content(orders=[prepare])
+    lost = builders.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
+    prepare = builders.ended(order("prepare", UID, at=NOW - 14), "prepared")
+    captured = builders.content(orders=[prepare])
     phases = state.phases(RelatedObjects(captured, [captured, lost]))
     assert [(p.ended - p.began, p.failure) for p in phases if p.name == state.WARM] == [(4.0, "")]
 
 
 def test_a_worker_that_was_warm_when_its_node_was_lost_did_not_fail_to_start() -> None:
-    run = replace(stories.ended(order("run", POD, at=NOW - 20), "started"), state="ready")
+    run = replace(builders.ended(order("run", POD, at=NOW - 20), "started"), state="ready")
     rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
-    lost = stories.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
+    lost = builders.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
     assert [phase.failure for phase in state.phases(RelatedObjects(lost, [lost]))] == [""]
 
 
 def test_a_worker_that_was_stopped_after_a_restore_had_failed_did_not_fail_to_start() -> None:
-    run = stories.ended(order("run", POD, at=NOW - 20), "exited", exit_code=143, message="143")
-    pod = stories.pod(source="snap", orders=[run], phase="Failed", reason="InjectedFault")
+    run = builders.ended(order("run", POD, at=NOW - 20), "exited", exit_code=143, message="143")
+    pod = builders.pod(source="snap", orders=[run], phase="Failed", reason="InjectedFault")
     [phase] = state.phases(RelatedObjects(pod, [pod]))
     assert phase.line().endswith("2.00 s  done")
 
 
 def test_a_worker_that_ends_before_it_is_warm_fails_its_warm_up() -> None:
-    run = stories.ended(order("run", POD, at=NOW - 20), "started")
+    run = builders.ended(order("run", POD, at=NOW - 20), "started")
     rows = [row("Ready", "False", "ContainerExited", "exit 1")]
-    ended = stories.pod(orders=[run], conditions=rows, phase="Failed", message="exit 1")
+    ended = builders.pod(orders=[run], conditions=rows, phase="Failed", message="exit 1")
     _, warm = state.phases(RelatedObjects(ended, [ended]))
     assert (warm.name, warm.failure) == (state.WARM, "exit 1")
 
 
 def test_the_parts_of_a_capture_are_those_of_its_plan_until_they_are_staged() -> None:
-    part = PartResult(part="process", bytes=7, digest=stories.DIGEST)
-    dump = stories.ended(order("dump", UID), "staged", part=part)
+    part = PartResult(part="process", bytes=7, digest=builders.DIGEST)
+    dump = builders.ended(order("dump", UID), "staged", part=part)
     save = order("save", UID, part="gpu-0")
     vector = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0)]
-    value = stories.content(orders=[dump, save], vector=vector)
+    value = builders.content(orders=[dump, save], vector=vector)
     assert state.planned_parts(RelatedObjects(value, [value])) == (UID, {"process": 0, "gpu-0": 0})
     assert state.complete_parts(RelatedObjects(value, [value])) == {"process": 7}
 
 
 def test_the_parts_of_a_restore_are_those_that_are_loaded() -> None:
     [load] = _loads()
-    pod, value = stories.pod(source="snap"), stories.restore(state=Restore.LOADING, orders=[load])
+    pod, value = builders.pod(source="snap"), builders.restore(state=Restore.LOADING, orders=[load])
     uid = value.metadata.uid
     for members in ([pod, value], [value, pod]):
         related = RelatedObjects(members[0], members)
         assert state.planned_parts(related) == (uid, {"gpu-0": 1024})
         assert state.complete_parts(related) == {}
         assert [phase.name for phase in state.phases(related)] == ["load gpu-0"]
-    ended = stories.ended(load, "loaded", bytes=1024)
-    whole = stories.ended(order("restore", uid), "restored", bytes=7)
-    done = stories.restore(state=Restore.RESTORED, orders=[ended, whole])
+    ended = builders.ended(load, "loaded", bytes=1024)
+    whole = builders.ended(order("restore", uid), "restored", bytes=7)
+    done = builders.restore(state=Restore.RESTORED, orders=[ended, whole])
     assert state.complete_parts(RelatedObjects(pod, [pod, done])) == {"gpu-0": 1024, "process": 7}
 
 
@@ -122,20 +122,20 @@ def _loads() -> list[OrderStatus]:
         structure_hash="hash",
         bytes=1024,
     )
-    whole = stories.committed(
+    whole = builders.committed(
         vector=[VectorEntry(part="gpu-0", ordinal=0, layout=layout)],
-        parts=[PartResult(part="gpu-0", bytes=1024, digest=stories.DIGEST)],
+        parts=[PartResult(part="gpu-0", bytes=1024, digest=builders.DIGEST)],
     )
-    artifact = ordering.artifact_ref(stories.content(), whole)
-    pending = stories.restore(attempt=1, artifact=artifact, node_name="node-1", devices=[device])
+    artifact = ordering.artifact_ref(builders.content(), whole)
+    pending = builders.restore(attempt=1, artifact=artifact, node_name="node-1", devices=[device])
     return ordering.load(pending, artifact, whole, "", NOW)
 
 
 def test_the_capture_of_a_pod_that_was_restored_shows_nothing_of_that_restore() -> None:
-    run = stories.ended(order("run", POD), "started")
-    source = stories.pod(source="other", orders=[run])
-    value = stories.content(orders=[order("prepare", UID)], vector=[VectorEntry(part="process")])
-    root = stories.snapshot()
+    run = builders.ended(order("run", POD), "started")
+    source = builders.pod(source="other", orders=[run])
+    value = builders.content(orders=[order("prepare", UID)], vector=[VectorEntry(part="process")])
+    root = builders.snapshot()
     related = RelatedObjects(root, [root, source, value])
     assert [phase.name for phase in state.phases(related)] == ["prepare: quiet and fenced"]
     assert state.planned_parts(related) == (UID, {"process": 0})

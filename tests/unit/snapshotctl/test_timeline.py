@@ -16,9 +16,9 @@ from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.targets import Target
 from snapshotctl.views import related, timeline
 from snapshotctl.views.related import ObjectChanged, RelatedObjects
-from tests.support import stories
+from tests.support import builders
+from tests.support.builders import NOW, order, report, row
 from tests.support.objects import checkpoint
-from tests.support.stories import NOW, order, report, row
 
 UID = derived_uid("content", "snap")
 SEAL = order("seal", UID)
@@ -30,15 +30,15 @@ def _texts(*objects: AnyObject, reports: list[object] = []) -> list[str]:  # noq
 
 
 def test_a_report_of_both_the_store_and_the_stream_is_one_event() -> None:
-    item = stories.ended(SEAL, "sealed")
+    item = builders.ended(SEAL, "sealed")
     assert item.final is not None
-    shown = _texts(stories.content(orders=[item]), reports=[item.final])
+    shown = _texts(builders.content(orders=[item]), reports=[item.final])
     assert [line for line in shown if "sealed" in line] == ["seal sealed by agent@node-1"]
 
 
 def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
     late = replace(SEAL, ordered_at=time_of(NOW - 10 + 0.5))
-    value = stories.content(orders=[late], conditions=[row("Ready", "False", "Capturing", "m")])
+    value = builders.content(orders=[late], conditions=[row("Ready", "False", "Capturing", "m")])
     accepted = report(late, "accepted", n=1, at=NOW - 10 + 0.6)
     assert _texts(value, reports=[accepted]) == [
         "created",
@@ -51,7 +51,7 @@ def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
 def test_a_pod_is_placed_before_its_orders_of_the_same_second() -> None:
     run = order("run", derived_uid("pod", "worker"), at=NOW - 10 + 0.2)
     rows = [row("PodScheduled", "True", "Scheduled", "on node-1")]
-    assert _texts(stories.pod(orders=[run], conditions=rows)) == [
+    assert _texts(builders.pod(orders=[run], conditions=rows)) == [
         "created",
         "PodScheduled is True: Scheduled: on node-1",
         "run ordered from agent@node-1",
@@ -59,9 +59,9 @@ def test_a_pod_is_placed_before_its_orders_of_the_same_second() -> None:
 
 
 def test_the_end_of_a_worker_is_not_told_at_the_time_at_which_it_was_made_unready() -> None:
-    run = stories.ended(order("run", derived_uid("pod", "worker"), at=NOW - 10 + 0.2), "exited")
+    run = builders.ended(order("run", derived_uid("pod", "worker"), at=NOW - 10 + 0.2), "exited")
     rows = [row("Ready", "False", "ContainerExited", "exit 1")]
-    shown = _texts(stories.pod(orders=[run], conditions=rows))
+    shown = _texts(builders.pod(orders=[run], conditions=rows))
     assert not [line for line in shown if "Ready is False" in line]
     assert shown[-1].startswith("run exited by agent@node-1")
 
@@ -73,17 +73,17 @@ def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() ->
 
 def test_a_failure_a_later_attempt_and_an_exit_code_are_shown() -> None:
     failure = Failure(reason="NoSpace", message="full")
-    again = stories.ended(replace(SEAL, attempt=2), "failed", failure)
-    shown = _texts(stories.content(orders=[again]))
+    again = builders.ended(replace(SEAL, attempt=2), "failed", failure)
+    shown = _texts(builders.content(orders=[again]))
     assert "seal failed by agent@node-1 (attempt 2): NoSpace: full" in shown
     run = order("run", derived_uid("pod", "worker"))
-    exited = stories.ended(run, "exited", exit_code=3)
-    assert "run exited by agent@node-1 with exit code 3" in _texts(stories.pod(orders=[exited]))
+    exited = builders.ended(run, "exited", exit_code=3)
+    assert "run exited by agent@node-1 with exit code 3" in _texts(builders.pod(orders=[exited]))
 
 
 def test_an_order_that_was_lost_with_its_node_is_an_event() -> None:
     lost = replace(SEAL, state="lost", ended_at=time_of(NOW))
-    assert "seal was lost with its node: NodeLost" in _texts(stories.content(orders=[lost]))
+    assert "seal was lost with its node: NodeLost" in _texts(builders.content(orders=[lost]))
 
 
 def _span(name: str, error: str = "", **attributes: str) -> SpanRecord:
@@ -101,7 +101,7 @@ def _span(name: str, error: str = "", **attributes: str) -> SpanRecord:
 
 
 def test_a_trace_that_others_share_tells_of_them_nothing() -> None:
-    content = stories.content()
+    content = builders.content()
     other = order("run", derived_uid("pod", "other"))
     mine = {"snapback.order.id": SEAL.order}
     theirs = {"snapback.order.id": other.order}
@@ -158,34 +158,34 @@ def _linked(value: AnyObject, root: AnyObject) -> list[str]:
 
 
 def test_the_story_of_a_restored_pod_leads_to_its_restore_and_what_that_reads() -> None:
-    target, restore = stories.pod(source="snap"), stories.restore("snap")
+    target, restore = builders.pod(source="snap"), builders.restore("snap")
     assert _linked(target, target) == [f"snapshotrestore/{restore.metadata.name}"]
     assert _linked(restore, target) == ["snapshot/snap", "dynamocheckpoint/snap"]
-    named = stories.restore("snap", content_name="c")
+    named = builders.restore("snap", content_name="c")
     assert _linked(named, target) == ["snapshotcontent/c"]
     assert _linked(named, named) == ["pod/worker", "snapshotcontent/c"]
 
 
 def test_the_story_of_a_restore_ends_at_what_it_reads() -> None:
-    target, restore = stories.pod(source="snap"), stories.restore("snap")
-    snapshot = stories.snapshot(bound_snapshot_content_name="c")
+    target, restore = builders.pod(source="snap"), builders.restore("snap")
+    snapshot = builders.snapshot(bound_snapshot_content_name="c")
     for root in (target, restore):
         assert _linked(snapshot, root) == ["snapshotcontent/c"]
-        assert _linked(stories.content(), root) == []
+        assert _linked(builders.content(), root) == []
     assert _linked(target, snapshot) == []
 
 
 def test_the_operator_gives_a_restore_the_name_by_which_it_is_found() -> None:
-    target = stories.pod(source="snap")
+    target = builders.pod(source="snap")
     assert _linked(target, target) == [f"snapshotrestore/{restore_for(target).metadata.name}"]
 
 
 def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture() -> None:
     run = order("run", derived_uid("pod", "worker"))
     load = order("load", derived_uid("restore", "r"), part="gpu-0", at=NOW)
-    target = stories.pod(source="snap", orders=[run])
-    restore = stories.restore("snap", orders=[load])
-    read = stories.content(orders=[SEAL])
+    target = builders.pod(source="snap", orders=[run])
+    restore = builders.restore("snap", orders=[load])
+    read = builders.content(orders=[SEAL])
     for members in ([target, restore, read], [restore, target, read]):
         found = RelatedObjects(members[0], members)
         assert [item.verb for _, item in found.orders] == ["run", "load"]
@@ -194,9 +194,9 @@ def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture()
 
 
 def _job(**status: int) -> Job:
-    template = PodTemplateSpec(spec=stories.pod().spec)
+    template = PodTemplateSpec(spec=builders.pod().spec)
     spec, found = JobSpec(template=template), JobStatus(**status)
-    return Job(metadata=stories.meta("job", "llm"), spec=spec, status=found)
+    return Job(metadata=builders.meta("job", "llm"), spec=spec, status=found)
 
 
 def test_the_pods_of_a_job_are_those_that_it_owns() -> None:
@@ -204,7 +204,7 @@ def test_the_pods_of_a_job_are_those_that_it_owns() -> None:
     [link] = related.links(job, job)
     assert (link.kind.name, link.namespace, link.name) == ("Pod", "default", None)
     owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
-    found = stories.pod()
+    found = builders.pod()
     own = replace(found, metadata=replace(found.metadata, owner_references=[owner]))
     assert related.owns(job, own)
     assert not related.owns(job, found)
@@ -222,33 +222,33 @@ def test_the_only_try_of_a_job_is_named_by_the_snapshot_and_others_are_looked_fo
 
 
 def test_a_try_of_the_job_that_failed_belongs_to_the_story_of_its_capture() -> None:
-    job, source = _job(failed=1), stories.pod()
+    job, source = _job(failed=1), builders.pod()
     owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
     meta = replace(source.metadata, uid=derived_uid("pod", "try"), owner_references=[owner])
     first = replace(source, metadata=meta)
-    members = [stories.snapshot(), job, source, first, stories.content()]
+    members = [builders.snapshot(), job, source, first, builders.content()]
     assert not related.is_namesake(first, members)
     members.remove(job)
     assert related.is_namesake(first, members)
 
 
 def test_a_restore_is_not_of_a_pod_that_was_made_again() -> None:
-    root, target = stories.restore(), stories.pod()
+    root, target = builders.restore(), builders.pod()
     other = replace(target, metadata=replace(target.metadata, uid=derived_uid("pod", "newer")))
     assert not related.is_namesake(target, [root, target])
     assert related.is_namesake(other, [root, other])
 
 
 def test_the_story_of_a_snapshot_leads_to_its_pod_and_its_content() -> None:
-    root = stories.snapshot(bound_snapshot_content_name="c")
+    root = builders.snapshot(bound_snapshot_content_name="c")
     assert [str(link) for link in related.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
 
 
 def test_a_pod_that_only_has_the_name_of_the_captured_one_does_not_belong() -> None:
-    root, source = stories.snapshot(), stories.pod()
+    root, source = builders.snapshot(), builders.pod()
     other = replace(source, metadata=replace(source.metadata, uid=derived_uid("pod", "newer")))
-    assert not related.is_namesake(source, [root, source, stories.content()])
-    assert related.is_namesake(other, [root, other, stories.content()])
+    assert not related.is_namesake(source, [root, source, builders.content()])
+    assert related.is_namesake(other, [root, other, builders.content()])
 
 
 def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
@@ -262,15 +262,15 @@ def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
 
 def test_a_content_belongs_to_the_snapshot_that_its_label_names() -> None:
     snapshot = derived_uid("snapshot", "snap")
-    meta = replace(stories.content().metadata, labels={"nvidia.com/snapshot-uid": snapshot})
+    meta = replace(builders.content().metadata, labels={"nvidia.com/snapshot-uid": snapshot})
     assert related.owners_of(meta) == {snapshot}
-    restore = stories.restore(of="worker")
+    restore = builders.restore(of="worker")
     owners = related.owners_of(restore.metadata)
     assert owners == {derived_uid("pod", "worker")}
 
 
 def test_a_namespace_holds_its_contents_and_every_node() -> None:
-    node = Node(metadata=stories.meta("node", "n", namespace=None))
-    assert related.is_in(stories.content(), "default")
-    assert not related.is_in(stories.content(), "other")
+    node = Node(metadata=builders.meta("node", "n", namespace=None))
+    assert related.is_in(builders.content(), "default")
+    assert not related.is_in(builders.content(), "other")
     assert related.is_in(node, "other")

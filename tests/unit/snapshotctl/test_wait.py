@@ -17,7 +17,7 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.commands.wait import ConditionIs, Gone, Met, Never, Open, judge, parse_goal
 from snapshotctl.domain.exits import WrongArguments
-from tests.support import stories
+from tests.support import builders
 from tests.unit.tables import each
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
@@ -106,9 +106,9 @@ def test_the_failure_of_a_restore_is_the_reason_why_a_pod_never_becomes_ready() 
 
 def test_a_restore_that_failed_never_becomes_ready_and_one_that_is_dropped_still_may() -> None:
     failure = Failure(reason="NodeLost", message="node-1 is gone")
-    failed = stories.restore(state=Restore.FAILED, failure=failure)
+    failed = builders.restore(state=Restore.FAILED, failure=failure)
     assert judge(READY, failed) == Never("NodeLost: node-1 is gone")
-    dropping = stories.restore(state=Restore.DROPPING, failure=failure)
+    dropping = builders.restore(state=Restore.DROPPING, failure=failure)
     assert isinstance(judge(READY, dropping), Open)
 
 
