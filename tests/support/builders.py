@@ -1,4 +1,4 @@
-"""Objects with a past, for the tests of what is told of them."""
+"""Objects, orders and messages with valid values, of which a test gives those that it is about."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
+from snapshot_shared.ledger import Accepted
 from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
 from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
 from snapshot_shared.objects.snapback import (
@@ -32,12 +33,14 @@ from snapshot_shared.objects.snapback import (
     SnapshotStatus,
     restore_name,
 )
-from snapshot_shared.orders import PartResult, Report
+from snapshot_shared.orders import LayoutRef, PartResult, PresenceDevice, Progress, Report
+from snapshot_shared.spans import SpanRecord
 
 NOW = 1_000_000.0
 STAMP = "1970-01-12T13:46:30Z"
 """Ten seconds before NOW."""
 DIGEST = "sha256:" + "a" * 64
+UID = "00000000-0000-4000-8000-000000000001"
 
 
 def meta(kind: str, name: str, **more: Any) -> ObjectMeta:
@@ -145,3 +148,39 @@ def committed(**more: Any) -> Committed:
     parts = [PartResult(part="process", bytes=10, digest=DIGEST)]
     fields: dict[str, Any] = {"generation": 1, "root_digest": DIGEST, "bytes": 10, "parts": parts}
     return Committed(**{**fields, "vector": [], **more})
+
+
+def layout(**more: Any) -> LayoutRef:
+    fields: dict[str, Any] = {"device": "GPU-1", "incarnation": "i", "generation": 1}
+    fields |= {"layout_id": "l", "structure_hash": "h", "bytes": 1}
+    return LayoutRef(**{**fields, **more})
+
+
+def span(**more: Any) -> SpanRecord:
+    fields: dict[str, Any] = {"trace_id": "a" * 32, "span_id": "s", "name": "write"}
+    fields |= {"service": "s", "node": "n", "start_ns": 0, "end_ns": 1}
+    return SpanRecord(**{**fields, **more})
+
+
+def progress(**more: Any) -> Progress:
+    fields: dict[str, Any] = {"order": f"dump-{UID}", "attempt": 1, "node": "node-1", "at": 1.0}
+    fields |= {"part": "process", "step": "write", "done": 1, "total": 2}
+    return Progress(**{**fields, **more})
+
+
+def told(**more: Any) -> Report:
+    """Return a report of an order that the test does not have."""
+    fields: dict[str, Any] = {"order": f"dump-{UID}", "attempt": 1, "n": 1, "kind": "accepted"}
+    fields |= {"node": "node-1", "service": "agent", "at": 0.0}
+    return Report(**{**fields, **more})
+
+
+def device(**more: Any) -> PresenceDevice:
+    fields: dict[str, Any] = {"index": 0, "uuid": "GPU-1", "product": "p", "capacity_bytes": 2**30}
+    return PresenceDevice(**{**fields, **more})
+
+
+def accepted(**more: Any) -> Accepted:
+    fields: dict[str, Any] = {"order": f"dump-{UID}", "attempt": 1, "payload": payload()}
+    fields |= {"boot_id": "b", "monotonic": 0.0, "wall": 100.0, "deadline_s": 60.0}
+    return Accepted(**{**fields, **more})

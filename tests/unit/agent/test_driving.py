@@ -5,24 +5,15 @@ import pytest
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase, Release, device_map, phase_of
 from snapshot_shared.artifact import RootManifest, RootPart
-from snapshot_shared.ledger import Accepted, Entry
+from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import DeviceRef, LayoutRef, PodRef
+from tests.support import builders
 
 UID = "00000000-0000-4000-8000-000000000001"
 
 
 def dump(**notes: object) -> Entry:
-    entry = Entry(
-        Accepted(
-            order=f"dump-{UID}",
-            attempt=1,
-            payload=msgspec.Raw(b"{}"),
-            boot_id="b",
-            monotonic=0.0,
-            wall=0.0,
-            deadline_s=60.0,
-        )
-    )
+    entry = Entry(builders.accepted(order=f"dump-{UID}", wall=0.0))
     entry.notes.update(notes)
     return entry
 

@@ -1,6 +1,5 @@
 """What an agent does at its start with what the last one left behind."""
 
-import msgspec
 import pytest
 
 from snapshot_agent.domain.recovery import (
@@ -15,8 +14,9 @@ from snapshot_agent.domain.recovery import (
     interruption,
     run_row,
 )
-from snapshot_shared.ledger import Accepted, Began, Ended, Entry, Ledger, Noted, Record, Reported
+from snapshot_shared.ledger import Began, Ended, Entry, Ledger, Noted, Record, Reported
 from snapshot_shared.orders import Report
+from tests.support import builders
 from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
@@ -26,17 +26,7 @@ def entry(
     verb: str, *steps: str, ended: int = 0, terminal: str = "", no_replay: bool = False
 ) -> Entry:
     name = f"{verb}-{UID}"
-    records: list[Record] = [
-        Accepted(
-            order=name,
-            attempt=1,
-            payload=msgspec.Raw(b"{}"),
-            boot_id="b",
-            monotonic=0.0,
-            wall=0.0,
-            deadline_s=60.0,
-        )
-    ]
+    records: list[Record] = [builders.accepted(order=name, wall=0.0)]
     if no_replay:
         records.append(Noted(order=name, attempt=1, key="no-replay", value=True))
     for index, step in enumerate(steps):
@@ -44,15 +34,7 @@ def entry(
         if index < ended:
             records.append(Ended(order=name, attempt=1, step=step))
     if terminal:
-        report = Report(
-            order=name,
-            attempt=1,
-            n=1,
-            kind=terminal,  # type: ignore[arg-type]
-            node="node-1",
-            service="agent",
-            at=0.0,
-        )
+        report = builders.told(order=name, kind=terminal)
         records.append(Reported(report=report))
     ledger = Ledger()
     for record in records:

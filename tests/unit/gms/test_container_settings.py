@@ -9,8 +9,9 @@ from gms.domain.containers import Settings, container_load, container_save, read
 from gms.domain.tasks import SHARD_BYTES, TransferOptions, save_task
 from gms.main import GmsSettings, transfer_options
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
+from snapshot_shared.orders import ArtifactRef, LoadOrder, SaveOrder
 from snapshot_shared.settings import load
+from tests.support import builders
 from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
@@ -76,14 +77,7 @@ def save_order() -> SaveOrder:
         namespace="default",
         content_uid=UID,
         part="gpu-0",
-        layout=LayoutRef(
-            device="GPU-1",
-            incarnation="i",
-            generation=1,
-            layout_id="l",
-            structure_hash="h",
-            bytes=1,
-        ),
+        layout=builders.layout(),
         fence_token="",
     )
 

@@ -21,16 +21,11 @@ from snapshot_shared.frames import (
     StatusReply,
     WaitingStatus,
 )
-from snapshot_shared.orders import LayoutRef
+from tests.support import builders
 from tests.unit.tables import each
 
-LAYOUT = LayoutRef(
-    device="GPU-a",
-    incarnation="i",
-    generation=3,
-    layout_id="l",
-    structure_hash="0123456789abcdef0",
-    bytes=1536,
+LAYOUT = builders.layout(
+    device="GPU-a", generation=3, structure_hash="0123456789abcdef0", bytes=1536
 )
 WEIGHTS = DomainStatus(
     domain=MemoryDomain.WEIGHTS,

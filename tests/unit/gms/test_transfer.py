@@ -43,7 +43,7 @@ from snapshot_shared.errors import (
     Incompatible,
     InvalidInput,
 )
-from snapshot_shared.orders import LayoutRef
+from tests.support import builders
 
 UID = "00000000-0000-0000-0000-000000000001"
 CHUNK = 2 * PAGE
@@ -62,14 +62,7 @@ def _infos(sizes: list[int]) -> list[AllocationInfo]:
 def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> PartManifest:
     entries, files = place(_infos(sizes), shard_bytes=shard_bytes)
     shape = structure_hash([(e.id, e.size, e.tag) for e in entries], [])
-    source = LayoutRef(
-        device="GPU-1",
-        incarnation="i",
-        generation=1,
-        layout_id="l",
-        structure_hash=shape,
-        bytes=sum(sizes),
-    )
+    source = builders.layout(structure_hash=shape, bytes=sum(sizes))
     return PartManifest(
         kind="gms",
         part="gpu-0",

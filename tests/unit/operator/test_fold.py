@@ -13,6 +13,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import PartResult, Report
 from snapshot_shared.views import is_answered
+from tests.support import builders
 from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
@@ -36,15 +37,7 @@ def order(verb: str = "dump", **changes: Any) -> OrderStatus:
 
 
 def report(kind: str, verb: str = "dump", **changes: Any) -> Report:
-    base = Report(
-        order=f"{verb}-{UID}",
-        attempt=2,
-        n=1,
-        kind=kind,  # type: ignore[arg-type]
-        node="node-1",
-        service="agent",
-        at=0.0,
-    )
+    base = builders.told(order=f"{verb}-{UID}", attempt=2, kind=kind)
     return replace(base, **changes)
 
 

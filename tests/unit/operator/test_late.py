@@ -9,6 +9,7 @@ from snapshot_operator.runtime.manager import Input
 from snapshot_shared.api import PodsRequest, TemplateRequest
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.orders import Report
+from tests.support import builders
 from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World, world_of
@@ -34,15 +35,8 @@ async def test_a_report_for_an_order_that_is_not_seen_yet_waits_for_it() -> None
     await first.answer_well(first.open("prepare")[0])
     (dump,) = first.open("dump")
     stored: list[Report] = []
-    report = Report(
-        order=dump.order,
-        attempt=1,
-        n=1,
-        kind="failed",
-        node=dump.node,
-        service=dump.service,
-        at=0.0,
-        failure=None,
+    report = builders.told(
+        order=dump.order, kind="failed", node=dump.node, service=dump.service, failure=None
     )
     second.manager.take(key_of(content), Input(report, lambda: stored.append(report)))
     await second.manager.drain()

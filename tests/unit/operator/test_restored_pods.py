@@ -22,8 +22,9 @@ from snapshot_shared.objects.kubernetes import (
 )
 from snapshot_shared.objects.meta import Condition, ObjectMeta
 from snapshot_shared.objects.snapback import SnapshotRestore
-from snapshot_shared.orders import ArtifactRef, Report
+from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.transitions import Restore
+from tests.support import builders
 from tests.support.operator_world import DIGEST, payload
 
 POD_UID = "00000000-0000-0000-0000-00000000000a"
@@ -227,10 +228,9 @@ def restoring() -> SnapshotRestore:
 def succeeded(found: SnapshotRestore) -> SnapshotRestore:
     """The same restore once its worker has come back."""
     (order,) = found.status.orders
-    report = Report(
+    report = builders.told(
         order=order.order,
         attempt=order.attempt,
-        n=1,
         kind="restored",
         node=order.node,
         service=order.service,

@@ -9,7 +9,8 @@ import msgspec
 from snapshot_operator.local.scheduler import Waiting, place
 from snapshot_shared.objects.kubernetes import Node, NodeStatus, Pod
 from snapshot_shared.objects.meta import Condition, ObjectMeta
-from snapshot_shared.orders import SCHEMA_VERSION, LayoutRef, PresenceDevice, VectorEntry
+from snapshot_shared.orders import SCHEMA_VERSION, PresenceDevice, VectorEntry
+from tests.support import builders
 from tests.support.objects import pod_template, presence
 from tests.support.operator_world import World, world_of
 
@@ -60,14 +61,7 @@ def test_a_pod_that_waits_names_every_node_that_it_admits_and_what_is_wrong_with
     pod = msgspec.convert(
         {"kind": "Pod", "metadata": {"name": "w"}, **pod_template(resources=ONE_GPU)}, type=Pod
     )
-    layout = LayoutRef(
-        device="GPU-0",
-        incarnation="i",
-        generation=1,
-        layout_id="l",
-        structure_hash="h",
-        bytes=2 * MIB,
-    )
+    layout = builders.layout(device="GPU-0", bytes=2 * MIB)
     vector = [VectorEntry(part="gpu-0", ordinal=0, layout=layout)]
     nodes = [gpu_of("node-1", 4 * MIB), gpu_of("node-small", MIB)]
     answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, vector)

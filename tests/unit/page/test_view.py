@@ -62,15 +62,8 @@ def order(verb: str, part: str = "", **fields: Any) -> OrderStatus:
 
 
 def progress(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Progress:
-    return Progress(
-        order=item.order,
-        attempt=attempt,
-        node=item.node,
-        part="gpu-0",
-        step="write",
-        done=done,
-        total=total,
-        at=1.0,
+    return builders.progress(
+        order=item.order, attempt=attempt, node=item.node, part="gpu-0", done=done, total=total
     )
 
 
@@ -452,14 +445,12 @@ def test_a_message_in_a_waterfall_has_its_verb_and_no_placeholder() -> None:
     attributes = message_attributes(
         "publish", "snap.order.{node}.gms.save-{owner}", client="x", order="", attempt=1
     ) | {"snapback.verb": "save"}
-    span = SpanRecord(
+    span = builders.span(
         trace_id="t",
         span_id="a",
         service="snap-operator",
         node="operator",
         name="publish snap.order.{node}.gms.save-{owner}",
-        start_ns=0,
-        end_ns=1,
         attributes=attributes,
     )
     assert [bar["name"] for bar in waterfall([span])["bars"]] == ["publish save"]

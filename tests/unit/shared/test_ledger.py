@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from snapshot_shared.ledger import (
@@ -16,7 +15,7 @@ from snapshot_shared.ledger import (
     Reported,
     Tombstoned,
 )
-from snapshot_shared.orders import Report
+from tests.support import builders
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
@@ -24,27 +23,11 @@ DUMP = f"dump-{UID}"
 
 
 def accepted(order: str = DUMP, attempt: int = 1, wall: float = 100.0) -> Accepted:
-    return Accepted(
-        order=order,
-        attempt=attempt,
-        payload=msgspec.Raw(b"{}"),
-        boot_id="b",
-        monotonic=0.0,
-        wall=wall,
-        deadline_s=60.0,
-    )
+    return builders.accepted(order=order, attempt=attempt, wall=wall)
 
 
 def reported(kind: str, order: str = DUMP, attempt: int = 1, n: int = 1) -> Reported:
-    report = Report(
-        order=order,
-        attempt=attempt,
-        n=n,
-        kind=kind,  # type: ignore[arg-type]
-        node="node-1",
-        service="agent",
-        at=0.0,
-    )
+    report = builders.told(order=order, attempt=attempt, n=n, kind=kind)
     return Reported(report=report)
 
 

@@ -26,34 +26,21 @@ from snapshot_shared.ledger import (
     Tombstoned,
 )
 from snapshot_shared.orders import Report
+from tests.support import builders
 
 ORDER = "dump-00000000-0000-0000-0000-000000000001"
 NOW = 2_000_000_000.0
 
 
 def accepted(order: str = ORDER, attempt: int = 1, wall: float = NOW) -> Accepted:
-    return Accepted(
-        order=order,
-        attempt=attempt,
-        payload=msgspec.Raw(b"{}"),
-        boot_id="b",
-        monotonic=1.0,
-        wall=wall,
-        deadline_s=10.0,
+    return builders.accepted(
+        order=order, attempt=attempt, monotonic=1.0, wall=wall, deadline_s=10.0
     )
 
 
 def report(kind: str, n: int, attempt: int = 1) -> Reported:
     return Reported(
-        report=Report(
-            order=ORDER,
-            attempt=attempt,
-            n=n,
-            kind=kind,  # type: ignore[arg-type]
-            node="n",
-            service="agent",
-            at=1.0,
-        )
+        report=builders.told(order=ORDER, attempt=attempt, n=n, kind=kind, node="n", at=1.0)
     )
 
 

@@ -13,7 +13,7 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Node
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
-from snapshot_shared.orders import LayoutRef, PartResult, Progress, Report, VectorEntry
+from snapshot_shared.orders import PartResult, Progress, VectorEntry
 from snapshot_shared.transitions import Capture, Restore
 from snapshot_shared.views import (
     BAD_ORDERS,
@@ -154,24 +154,14 @@ def order(verb: str, part: str = "", **fields: Any) -> OrderStatus:
 
 
 def last(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Progress:
-    return Progress(
-        order=item.order,
-        attempt=attempt,
-        node="node-1",
-        part="process",
-        step="write",
-        done=done,
-        total=total,
-        at=1.0,
-    )
+    return builders.progress(order=item.order, attempt=attempt, done=done, total=total)
 
 
 def staged(item: OrderStatus, size: int) -> OrderStatus:
     result = PartResult(part="process", bytes=size, digest="sha256:" + "0" * 64)
-    final = Report(
+    final = builders.told(
         order=item.order,
         attempt=item.attempt,
-        n=1,
         kind="staged",
         node=item.node,
         service=item.service,
@@ -182,14 +172,7 @@ def staged(item: OrderStatus, size: int) -> OrderStatus:
 
 
 def content(orders: list[OrderStatus]) -> SnapshotContent:
-    layout = LayoutRef(
-        device="GPU-1",
-        incarnation="one",
-        generation=1,
-        layout_id="l",
-        structure_hash="h",
-        bytes=1024,
-    )
+    layout = builders.layout(incarnation="one", bytes=1024)
     vector = [VectorEntry(part="gpu-0", ordinal=0, layout=layout), VectorEntry(part="process")]
     value = made("SnapshotContent", {"capture": "Staging"})
     return replace(value, status=replace(value.status, vector=vector, orders=orders))  # type: ignore[no-any-return]

@@ -8,20 +8,18 @@ import msgspec
 import pytest
 
 from snapshot_shared.spans import SpanRecord
-from tests.support import check_trace
+from tests.support import builders, check_trace
 from tests.unit.tables import each
 
 SERVICES = ("snapshotctl", "snap-operator", "snap-agent", "snap-gms", "snap-transfer")
 
 
 def _span(span_id: str, parent: str, name: str, start: int, end: int, number: int) -> SpanRecord:
-    return SpanRecord(
-        trace_id="a" * 32,
+    return builders.span(
         span_id=span_id,
         parent_id=parent,
         name=name,
         service=SERVICES[number],
-        node="n",
         start_ns=start,
         end_ns=end,
     )

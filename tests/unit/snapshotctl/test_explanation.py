@@ -11,7 +11,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, derived_uid
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Node, NodeStatus
-from snapshot_shared.orders import Presence, Progress
+from snapshot_shared.orders import Presence
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.views import explanation
 from snapshotctl.views.related import RelatedObjects
@@ -127,15 +127,8 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
     found = object_state(related)
     assert (found.word, found.order, found.since) == ("under way", orders[1], NOW - 4)
     presence = Presence(node="node-1", boot_id="b", version="1", at=NOW - 7)
-    progress = Progress(
-        order=orders[1].order,
-        attempt=1,
-        node="node-1",
-        part="gpu-0",
-        step="write",
-        done=1024,
-        total=4096,
-        at=NOW - 2,
+    progress = builders.progress(
+        order=orders[1].order, part="gpu-0", done=1024, total=4096, at=NOW - 2
     )
     lines = _now(related, presence={NodeName("node-1"): presence}, progress=progress)
     assert lines == [

@@ -56,15 +56,8 @@ def message(payload: bytes = b'{"attempt": 2}', order: str = ORDER) -> Queued:
 
 
 def progress(attempt: int = 2, total: int = 8) -> Progress:
-    return Progress(
-        order=ORDER,
-        attempt=attempt,
-        node="node.1",
-        part="process",
-        step="copy-state",
-        done=2,
-        total=total,
-        at=90.0,
+    return builders.progress(
+        order=ORDER, attempt=attempt, node="node.1", step="copy-state", done=2, total=total, at=90.0
     )
 
 
@@ -123,7 +116,7 @@ TRACED = replace(
 def span(name: str, attempt: int = 2) -> SpanRecord:
     parent = order_context(TRACEPARENT, TRACED.order, attempt)
     assert parent is not None
-    return SpanRecord(
+    return builders.span(
         trace_id=TRACE,
         span_id="c" * 16,
         parent_id=parent.span_id,

@@ -8,7 +8,7 @@ from snapshot_operator.core import ordering
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.orders import DeviceRef, LayoutRef, PartResult, VectorEntry
+from snapshot_shared.orders import DeviceRef, PartResult, VectorEntry
 from snapshot_shared.transitions import Restore
 from snapshotctl.views import state
 from snapshotctl.views.related import RelatedObjects
@@ -114,13 +114,8 @@ def test_the_parts_of_a_restore_are_those_that_are_loaded() -> None:
 def _loads() -> list[OrderStatus]:
     """Return the orders of a load of one device, as the operator gives them."""
     device = DeviceRef(ordinal=0, uuid="GPU-0")
-    layout = LayoutRef(
-        device="GPU-0",
-        incarnation="one",
-        generation=1,
-        layout_id="layout",
-        structure_hash="hash",
-        bytes=1024,
+    layout = builders.layout(
+        device="GPU-0", incarnation="one", layout_id="layout", structure_hash="hash", bytes=1024
     )
     whole = builders.committed(
         vector=[VectorEntry(part="gpu-0", ordinal=0, layout=layout)],

@@ -87,16 +87,13 @@ def test_an_order_that_was_lost_with_its_node_is_an_event() -> None:
 
 
 def _span(name: str, error: str = "", **attributes: str) -> SpanRecord:
-    return SpanRecord(
-        trace_id="a" * 32,
+    return builders.span(
         span_id=name,
         name=name,
-        service="s",
-        node="n",
         start_ns=int(NOW * 1e9),
         end_ns=int(NOW * 1e9) + 2_000_000_000,
         error=error,
-        attributes=attributes,  # type: ignore[arg-type]
+        attributes=attributes,
     )
 
 
