@@ -34,7 +34,8 @@ from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
 from gms.ports import Device, Transfers
 from gms.transfer_child.__main__ import _work_of
-from snapback_client.frames import error_of
+from snapback_client.frames import Attach, LockMode, MemoryDomain, error_of
+from snapback_client.lease import Lease
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import failure_of
 from snapshot_shared.frames import DeviceStatus, StatusReply, StatusRequest
@@ -213,6 +214,22 @@ class RunningGms:
     async def _stop(self) -> None:
         await self._close()
         await self._loop.shutdown_default_executor()
+
+
+def asking(service: RunningGms, lock: str = "RW", **fields: Any) -> Attach:
+    """The request of a lock, of the weights of the first device unless it is told another."""
+    wanted: dict[str, Any] = {
+        "device": service.uuids[0],
+        "domain": MemoryDomain.WEIGHTS,
+        "lock": LockMode(lock),
+        "deadline_s": 10.0,
+        "client": "test",
+    }
+    return Attach(**wanted | fields)
+
+
+def attach(service: RunningGms, lock: str = "RW", **fields: Any) -> Lease:
+    return Lease.attach(str(service.folder), asking(service, lock, **fields))
 
 
 class GmsProgram:

@@ -36,6 +36,7 @@ from snapback_client.lease import Lease
 from snapback_client.reservation import DEVICE_BYTES, FIRST_ADDRESS, Reservation
 from snapback_client.wire import send
 from snapshot_shared.errors import InvalidInput, InvalidMessage
+from tests.support.gms_rig import attach
 
 MIB = 1024 * 1024
 POOLS = Path(__file__).parents[2] / "golden/data/pools"
@@ -240,14 +241,7 @@ def test_another_process_restores_the_arrays_at_the_same_addresses(
 
 def commit_another(service: Any, first: client.GenerationRef, layout_id: str) -> None:
     """Replace what is committed, as another process would."""
-    request = Attach(
-        device=service.uuids[0],
-        domain=MemoryDomain.WEIGHTS,
-        lock=LockMode.RW,
-        deadline_s=5.0,
-        if_match=first,
-    )
-    lease = Lease.attach(str(service.folder), request)
+    lease = attach(service, if_match=first)
     lease.allocate([AllocationSpec(id="w", size=10, tag="array")])
     lease.commit(if_match=first, layout_id=layout_id)
     lease.detach()

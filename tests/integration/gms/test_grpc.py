@@ -11,8 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import snapback_client as client
-from snapback_client.frames import Attach, LockMode, MemoryDomain
-from snapback_client.lease import Lease
+from snapback_client.frames import MemoryDomain
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import (
@@ -28,6 +27,7 @@ from snapshot_shared.frames import (
     UnfenceRequest,
     grpc_method,
 )
+from tests.support.gms_rig import attach
 
 T = TypeVar("T")
 
@@ -207,16 +207,7 @@ def test_a_save_lease_frees_the_device_for_readers_when_it_is_given_back(
     for pool in (build(0), build(1)):
         pool.close()
     call("Fence", fence(service), FenceReply)
-    save = Lease.attach(
-        str(service.folder),
-        Attach(
-            device=service.uuids[0],
-            domain=MemoryDomain.WEIGHTS,
-            lock=LockMode.RO,
-            deadline_s=1.0,
-            fence_token="f",
-        ),
-    )
+    save = attach(service, "RO", deadline_s=1.0, fence_token="f")
     assert service.device(0).fence.phase == "leased"
     assert service.device(1).fence.phase == "held"
     save.detach()

@@ -11,7 +11,6 @@ import pytest
 
 import snapback_client as client
 from snapback_client.frames import AllocationSpec, Attach, LockMode, MemoryDomain, MetadataItem
-from snapback_client.lease import Lease
 from snapshot_shared.errors import DeadlineExceeded, GenerationMismatch
 from snapshot_shared.frames import (
     MAX_EVENTS,
@@ -21,6 +20,7 @@ from snapshot_shared.frames import (
     StatusRequest,
     UnfenceRequest,
 )
+from tests.support.gms_rig import attach
 
 # Attaches as a writer, maps what it allocates, hangs up without a word and lives on.
 VANISHES = """
@@ -37,16 +37,6 @@ VANISHES = """
     print("hung up", flush=True)
     sys.stdin.read()
 """
-
-
-def attach(service: Any, lock: str = "RW", **fields: Any) -> Lease:
-    request = Attach(
-        device=service.uuids[0],
-        domain=MemoryDomain.WEIGHTS,
-        lock=LockMode(lock),
-        **{"deadline_s": 5.0, "client": "test"} | fields,
-    )
-    return Lease.attach(str(service.folder), request)
 
 
 def status(service: Any, events: int = MAX_EVENTS) -> StatusReply:

@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from snapback_client.frames import (
 )
 from snapback_client.lease import Lease
 from tests.support.doomed_clients import ANY_TIME, POINTS, SIZE
+from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
 COUNT = int(os.environ.get("KILLED_CLIENTS", "100"))
@@ -62,17 +61,6 @@ def _descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def _until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    expires = threading.Event()
-    timer = threading.Timer(10, expires.set)
-    timer.start()
-    try:
-        while not condition():
-            assert not expires.wait(0.01), what()
-    finally:
-        timer.cancel()
-
-
 def _held(service: Any) -> list[Any]:
     """What the server holds for its clients, of each device."""
     devices = [service.device(index) for index in (0, 1)]
@@ -96,8 +84,8 @@ def test_bytes_and_descriptors_return_to_where_they_were(service: Any) -> None:
     assert sum(died.values()) == COUNT
     assert set(died) == {*POINTS, ANY_TIME}
 
-    _until(lambda: _held(service) == held, lambda: (held, _held(service)))
-    _until(lambda: _descriptors() <= descriptors, lambda: (descriptors, _descriptors()))
+    wait_until(lambda: _held(service) == held, lambda: (held, _held(service)))
+    wait_until(lambda: _descriptors() <= descriptors, lambda: (descriptors, _descriptors()))
 
     again, content = _served(service, 0)
     assert (again.generation, again.layout_id) == (first.generation, first.layout_id)

@@ -7,11 +7,8 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +28,9 @@ from snapback_client.frames import Access
 from snapshot_shared.errors import InvalidInput, UnknownDevice
 from snapshot_shared.files import opened
 from tests.support.cluster_api import MemoryApi
+from tests.support.gms_rig import MIB, GmsProgram
+from tests.support.waiting import until
 
-MIB = 2**20
 FIRST = "11111111-6c5f-4a51-9d3a-7b8f3a6f2d11"
 SECOND = "22222222-6c5f-4a51-9d3a-7b8f3a6f2d11"
 DRA = "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
@@ -113,12 +111,6 @@ def node() -> Iterator[Node]:
     # Not tmp_path: its paths are too long for sockets.
     with tempfile.TemporaryDirectory() as folder:
         yield Node(Path(folder))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.wait([asyncio.ensure_future(asyncio.Event().wait())], timeout=0.01)
 
 
 async def test_the_messages_are_those_of_the_kubelet() -> None:
@@ -409,26 +401,10 @@ async def test_the_slice_is_published_once_the_api_server_answers(node: Node) ->
         await until(lambda: len(node.api.stored) == 1)
 
 
-def gms_process(folder: Path, **settings: str) -> subprocess.Popen[bytes]:
-    """Start `python -m gms.main` and return when it serves."""
+def gms_process(folder: Path, **settings: str) -> GmsProgram:
     folder.mkdir()
-    sockets = folder / "sockets"
-    common = {
-        "SNAPBACK_NODE": "n1",
-        "SNAPBACK_STATE_DIR": str(folder / "state"),
-        "SNAPBACK_ARTIFACT_ROOT": str(folder / "artifacts"),
-        "SNAPBACK_SOCKET_DIR": str(sockets),
-        "SNAPBACK_NATS_URL": "nats://127.0.0.1:9",
-        "SNAPBACK_DEVICES": "1",
-        "SNAPBACK_DEVICE_BYTES": str(64 * MIB),
-    }
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gms.main"], env=os.environ | common | settings, stderr=log
-        )
-    while not (sockets / "gms-grpc.sock").exists() and process.poll() is None:
-        threading.Event().wait(0.01)
-    return process
+    settings = {"SNAPBACK_NATS_URL": "nats://127.0.0.1:9", **settings}
+    return GmsProgram(folder, folder / "sockets", **settings)
 
 
 async def test_a_worker_has_memory_of_the_node_through_the_memory_server_of_its_pod(
@@ -438,19 +414,21 @@ async def test_a_worker_has_memory_of_the_node_through_the_memory_server_of_its_
     plugin = {"SNAPBACK_KUBELET_PLUGIN": "device-plugin", "SNAPBACK_KUBELET_DIR": str(node.kubelet)}
     devices = plugin_folder(node.kubelet, DRIVER) / "devices"
     with contextlib.ExitStack() as running:
-        for_node = running.enter_context(gms_process(home / "node", **plugin))
-        running.callback(for_node.terminate)
+        for_node = gms_process(home / "node", **plugin)
+        running.callback(for_node.stop)
+        for_node.start()
         registry = node.kubelet / "plugins_registry"
         await until(lambda: any(registry.iterdir()))
         # What the device plugin mounts, at its place in the container.
         (home / "gpu").mkdir()
         (home / "gpu/0").symlink_to(devices / node.claimable[0].uuid)
         claimed = {"SNAPBACK_GMS_DEVICE": "claimed", "SNAPBACK_DEVICE_DIR": str(home / "gpu")}
-        for_pod = running.enter_context(gms_process(home / "pod", **claimed))
-        running.callback(for_pod.terminate)
+        for_pod = gms_process(home / "pod", **claimed)
+        running.callback(for_pod.stop)
+        for_pod.start()
         for name, value in (*claimed.items(), ("NVIDIA_VISIBLE_DEVICES", "void")):
             monkeypatch.setenv(name, value)
-        await asyncio.to_thread(writes_and_reads, str(home / "pod/sockets"), for_node.pid)
+        await asyncio.to_thread(writes_and_reads, str(for_pod.sockets), for_node.process.pid)
 
 
 def writes_and_reads(sockets: str, node_pid: int) -> None:
@@ -498,6 +476,4 @@ def test_a_service_that_cannot_offer_its_devices_ends_with_the_reason(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     folder = node.kubelet.parent / "gms"
     settings = {"SNAPBACK_KUBELET_DIR": str(node.kubelet), **settings}
-    with gms_process(folder, **settings) as process:
-        assert process.wait(20) == 1
-    assert message in (folder / "log").read_text()
+    assert message in "\n".join(gms_process(folder).refused(**settings))

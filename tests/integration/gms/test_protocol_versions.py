@@ -23,8 +23,6 @@ from snapback_client.frames import (
     Attached,
     Detach,
     ErrorReply,
-    LockMode,
-    MemoryDomain,
     Versions,
     decode_reply,
     encode_frame,
@@ -35,6 +33,7 @@ from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_shared.codec import encode_msgpack
 from snapshot_shared.errors import InvalidMessage, UnsupportedVersion
 from snapshot_shared.frames import VERSION_HEADER, StatusRequest, WatchRequest, grpc_method
+from tests.support.gms_rig import asking
 
 RANGES: list[tuple[Versions, Versions, int | None]] = [
     ((1, 2), (1, 2), 2),
@@ -47,13 +46,6 @@ RANGES: list[tuple[Versions, Versions, int | None]] = [
 """What a client speaks, what a service speaks, and what they use."""
 
 
-def request(service: Any, **changes: Any) -> Attach:
-    wanted = Attach(
-        device=service.uuids[0], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5.0
-    )
-    return msgspec.structs.replace(wanted, **changes)
-
-
 @pytest.mark.parametrize(("ours", "theirs", "used"), RANGES)
 def test_a_session_is_in_the_highest_version_that_both_sides_speak(
     launch: Callable[..., Any], ours: Versions, theirs: Versions, used: int | None
@@ -61,12 +53,12 @@ def test_a_session_is_in_the_highest_version_that_both_sides_speak(
     service = launch(policy=LeasePolicy(versions=theirs))
     if used is None:
         with pytest.raises(UnsupportedVersion) as caught:
-            Lease.attach(str(service.folder), request(service), ours)
+            Lease.attach(str(service.folder), asking(service), ours)
         assert caught.value.values == {"offered": list(ours), "supported": list(theirs)}
         for low, high in (ours, theirs):
             assert (f"{low} to {high}" if low != high else f" {low}") in caught.value.message
         return
-    lease = Lease.attach(str(service.folder), request(service), ours)
+    lease = Lease.attach(str(service.folder), asking(service), ours)
     assert lease.version == used
     lease.allocate([AllocationSpec(id="w", size=5000)])
     assert [info.id for info in lease.allocations()] == ["w"]
@@ -84,7 +76,7 @@ def raw_session(service: Any, first: Attach | bytes) -> Any:
 
 
 def test_a_client_that_offers_no_range_is_served_in_the_first_version(service: Any) -> None:
-    sock, reply = raw_session(service, request(service))
+    sock, reply = raw_session(service, asking(service))
     with sock:
         assert (reply["type"], reply["v"]) == ("attached", 1)
         send(sock, encode_frame(Detach()))
@@ -94,7 +86,7 @@ def test_a_client_that_offers_no_range_is_served_in_the_first_version(service: A
 def test_a_frame_of_another_version_than_was_agreed_is_refused_and_the_session_goes_on(
     service: Any,
 ) -> None:
-    sock, reply = raw_session(service, request(service, versions=(1, 2)))
+    sock, reply = raw_session(service, asking(service, versions=(1, 2)))
     with sock:
         assert reply["v"] == 2
         send(sock, encode_frame(Detach(), 1))

@@ -40,13 +40,9 @@ from gms.transfer_child.save import save
 from snapback_client.errors import GmsUnavailable
 from snapback_client.frames import (
     LEASE_SOCKET,
-    Attach,
     ErrorReply,
-    LockMode,
-    MemoryDomain,
     encode_frame,
 )
-from snapback_client.lease import Lease
 from snapback_client.wire import Inbox, close_all, send
 from snapshot_shared.artifact import check_part_manifest
 from snapshot_shared.codec import digest, encode_json
@@ -66,7 +62,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.orders import ArtifactRef
 from tests.bench.machine import huge_bytes_free
-from tests.support.gms_rig import children_of
+from tests.support.gms_rig import attach, children_of
 from tests.support.waiting import until, wait_until
 from tests.support.weights import OTHER, UID, Weights, digests_of, flip
 
@@ -222,16 +218,7 @@ def test_a_save_that_dies_keeps_the_fenced_layout_and_can_come_again(capture: We
 def test_readers_are_admitted_while_a_save_reads(capture: Weights) -> None:
     with pytest.raises(client.DeadlineExceeded, match="fenced"):
         client.connect(lock="RO", deadline_s=0.05)
-    save = Lease.attach(
-        str(capture.service.folder),
-        Attach(
-            device=capture.service.uuids[0],
-            domain=MemoryDomain.WEIGHTS,
-            lock=LockMode.RO,
-            deadline_s=5.0,
-            fence_token="f1",
-        ),
-    )
+    save = attach(capture.service, "RO", fence_token="f1")
     with client.connect(lock="RO", deadline_s=5.0) as pool:
         assert digests_of(pool) == capture.digests
     generation = client.GenerationRef(

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from snapback_client import AsyncWorker, Resumed, Worker
 from snapback_client.codec import decode_json, encode_json
 from snapback_client.control import Signal
 from snapback_client.errors import InvalidInput, NotEligible, NotFound
+from tests.support.waiting import wait_until
 
 PATIENCE_S = 20.0
 
@@ -48,18 +48,11 @@ class Agent:
                 return False
             return attempt is None or body.attempt == attempt
 
-        until(is_there, name)
+        wait_until(is_there, name)
 
     def remove(self, *names: str) -> None:
         for name in names:
             (self.path / name).unlink(missing_ok=True)
-
-
-def until(holds: Callable[[], object], what: str) -> None:
-    limit = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < limit, what
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -92,7 +85,7 @@ def test_a_capture_waits_for_requests_and_holds_up_later_ones(agent: Agent) -> N
         agent.found("ready-for-snapshot")
         with worker.request():
             agent.put("quiesce", 3)
-            until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+            wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
             time.sleep(0.05)
             assert seen == []
         agent.found("quiesced", 3)
@@ -119,7 +112,7 @@ def test_a_worker_whose_saving_fails_says_nothing_and_goes_on_when_it_is_aborted
     with Worker(lambda _: 1 // 0, seen.append) as worker:  # type: ignore[arg-type]
         worker.ready()
         agent.put("quiesce", 1)
-        until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
         agent.put("snapshot-aborted", 1)
         agent.found("ready-for-snapshot")
         assert [each.outcome for each in seen] == ["aborted"]
@@ -149,7 +142,7 @@ def test_a_worker_whose_saving_fails_removes_all_that_it_has_saved(
         worker.ready()
         agent.put("quiesce", 1)
         assert has_saved.wait(PATIENCE_S)
-        until(lambda: not list((agent.path / "state").iterdir()), "its removal")
+        wait_until(lambda: not list((agent.path / "state").iterdir()), "its removal")
         agent.put("snapshot-aborted", 1)
         agent.found("ready-for-snapshot")
     assert (others / "file").read_text() == "not saved"
@@ -229,7 +222,7 @@ def test_a_worker_that_is_closed_within_a_request_does_not_wait_for_it(agent: Ag
     worker.ready()
     with worker.request():
         agent.put("quiesce", 1)
-        until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
         worker.close()
     assert not (agent.path / "quiesced").exists()
 
@@ -277,7 +270,7 @@ def test_a_worker_that_cannot_say_that_it_is_quiet_goes_on(agent: Agent) -> None
         worker.ready()
         (agent.path / "quiesced").mkdir()
         agent.put("quiesce", 1)
-        until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
         agent.put("snapshot-aborted", 1)
         agent.found("ready-for-snapshot")
 
