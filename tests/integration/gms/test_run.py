@@ -21,7 +21,8 @@ import pytest
 
 from snapback_client.errors import InvalidInput, NotEligible
 from snapback_client.run import Command, Engine, Request, hook_of, plan_of
-from tests.integration.gms.test_worker import PATIENCE_S, Agent, until
+from tests.integration.gms.test_worker import PATIENCE_S, Agent
+from tests.support.waiting import wait_until
 
 HAS_FILTERS = hasattr(tarfile, "data_filter")
 pytestmark = pytest.mark.skipif(not HAS_FILTERS, reason="--state needs Python 3.11.4")
@@ -233,7 +234,7 @@ def test_an_engine_whose_hook_fails_is_not_captured(running: Running, agent: Age
     running.engine("--quiesce", running.url("/fails"))
     agent.found("ready-for-snapshot")
     agent.put("quiesce", 1)
-    until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
+    wait_until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
     agent.put("snapshot-aborted", 1)
     agent.found("ready-for-snapshot")
     assert not (agent.path / "quiesced").exists()
@@ -255,7 +256,7 @@ def test_files_that_could_not_be_put_back_are_not_captured(
     running.engine("--quiesce", running.url("/sleep"), "--state", "cache")
     agent.found("ready-for-snapshot")
     agent.put("quiesce", 1)
-    until(lambda: "/sleep" in (running.folder / "asked").read_text(), "the hook")
+    wait_until(lambda: "/sleep" in (running.folder / "asked").read_text(), "the hook")
     agent.put("snapshot-aborted", 1)
     agent.found("ready-for-snapshot")
     assert not (agent.path / "quiesced").exists()
@@ -284,7 +285,7 @@ def test_an_engine_that_was_not_quiet_may_refuse_to_wake_up(running: Running, ag
     running.engine("--quiesce", running.url("/fails"), "--resume", running.url("/fails"))
     agent.found("ready-for-snapshot")
     agent.put("quiesce", 1)
-    until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
+    wait_until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
     agent.put("snapshot-aborted", 1)
     agent.found("ready-for-snapshot")
     assert running.process is not None
@@ -308,10 +309,10 @@ def test_what_a_hook_has_started_ends_with_it(running: Running, agent: Agent) ->
     running.start("--hook-within", "0.3", "--quiesce", hook, "--", "sleep", "60")
     agent.found("ready-for-snapshot")
     agent.put("quiesce", 1)
-    until((running.folder / "pid").exists, "the start of the hook")
-    until(lambda: (running.folder / "pid").read_text().strip(), "its child")
+    wait_until((running.folder / "pid").exists, "the start of the hook")
+    wait_until(lambda: (running.folder / "pid").read_text().strip(), "its child")
     pid = int((running.folder / "pid").read_text())
-    until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the end of its child")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the end of its child")
 
 
 def _is_zombie(pid: int) -> bool:
@@ -368,7 +369,7 @@ def test_a_command_that_is_called_after_a_restore_finds_who_the_engine_is(
 
 def test_a_standby_ends_at_a_signal(running: Running, agent: Agent) -> None:
     process = running.start("--", "sleep", "60", SNAPSHOT_RESTORE_STANDBY="1")
-    until(lambda: _watches(process.pid) and _catches(process.pid, signal.SIGTERM), "its wait")
+    wait_until(lambda: _watches(process.pid) and _catches(process.pid, signal.SIGTERM), "its wait")
     process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 128 + signal.SIGTERM
 
