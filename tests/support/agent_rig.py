@@ -26,17 +26,20 @@ from snapshot_shared import subjects
 from snapshot_shared.api import PodsReply, PodsRequest, TemplateReply, TemplateRequest
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, digest, encode_json
-from snapshot_shared.errors import BusUnavailable, NotFound
+from snapshot_shared.errors import BusUnavailable, Failure, NotFound
 from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.journal import read_records
 from snapshot_shared.ledger import Noted
 from snapshot_shared.objects.kubernetes import PodSpec
 from snapshot_shared.orders import (
+    AbortOrder,
     ArtifactRef,
+    DeleteOrder,
     DeviceRef,
     DumpOrder,
     Order,
+    PartResult,
     PlaceOrder,
     PodRef,
     PrepareOrder,
@@ -47,6 +50,7 @@ from snapshot_shared.orders import (
     SealOrder,
     StopOrder,
     VectorEntry,
+    VerifyOrder,
     service_of,
 )
 from tests.support import forked
@@ -175,6 +179,10 @@ class Rig:
         await self.until_serving(lambda: process.returncode is not None)
         return process
 
+    def guards(self) -> list[int]:
+        """The pids of the guards of this node."""
+        return [pid for pid, text in below(self.state).items() if "adapters.guard" in text]
+
     async def gms(self, devices: int, device_bytes: int) -> Forked:
         """Start the GPU memory service of the node as a process and wait until it serves."""
         environment = {
@@ -288,6 +296,12 @@ class Rig:
         await self.send(order)
         return await self.answer(order)
 
+    async def refused(self, order: Order, reason: str, *, kind: str = "failed") -> Failure:
+        """Send an order that ends with a failure of this reason."""
+        report = await self.carry_out(order)
+        assert report.kind == kind, report
+        return failure_of(report, reason)
+
     # Orders.
 
     def pod(self, *arguments: str, name: str = "worker", **more: Any) -> Pod:
@@ -356,6 +370,34 @@ class Rig:
             pod=pod.ref, content_uid=content, **self.common("release", content, attempt), **fields
         )
 
+    def abort_order(self, pod: Pod | None, content: str, **fields: Any) -> AbortOrder:
+        common = self.common("abort", content)
+        return AbortOrder(pod=pod and pod.ref, content_uid=content, **common, **fields)
+
+    def restore_abort(self, pod: Pod, **fields: Any) -> AbortOrder:
+        """Give up the restore of a worker."""
+        return AbortOrder(pod=pod.ref, **self.common("abort", pod.ref.uid), **fields)
+
+    def delete_order(self, content: str, attempt: int = 1) -> DeleteOrder:
+        common = self.common("delete", content, attempt)
+        return DeleteOrder(namespace="default", content_uid=content, generation=1, **common)
+
+    def verify_order(self, artifact: ArtifactRef, attempt: int = 1) -> VerifyOrder:
+        common = self.common("verify", artifact.content_uid, attempt)
+        return VerifyOrder(artifact=artifact, **common)
+
+    def seal_order(self, pod: Pod, prepared: Report, *parts: PartResult | None) -> SealOrder:
+        """Seal what was staged for the capture that this report is of."""
+        content = prepared.order.removeprefix("prepare-")
+        return SealOrder(
+            namespace="default",
+            content_uid=content,
+            pod=pod.ref,
+            vector=prepared.vector,
+            parts=[part for part in parts if part is not None],
+            **self.common("seal", content),
+        )
+
     async def staged(self, pod: Pod, content: str, **fields: Any) -> tuple[Report, Report]:
         """Prepare and dump without devices; the worker is still held."""
         prepared = await self.carry_out(self.prepare_order(pod, content, **fields))
@@ -367,23 +409,11 @@ class Rig:
     async def captured(self, pod: Pod, content: str, **fields: Any) -> ArtifactRef:
         """Capture a worker whole and release it; `fields` are those of the driven orders."""
         prepared, dumped = await self.staged(pod, content, **fields)
-        assert dumped.part is not None
-        seal = SealOrder(
-            namespace="default",
-            content_uid=content,
-            pod=pod.ref,
-            vector=prepared.vector,
-            parts=[dumped.part],
-            **self.common("seal", content),
-        )
-        sealed = await self.carry_out(seal)
+        sealed = await self.carry_out(self.seal_order(pod, prepared, dumped.part))
         assert sealed.kind == "sealed", sealed
         released = await self.carry_out(self.release_order(pod, content, **fields))
         assert released.kind == "released", released
-        assert sealed.root_digest is not None
-        return ArtifactRef(
-            namespace="default", content_uid=content, generation=1, root_digest=sealed.root_digest
-        )
+        return artifact_of(content, sealed)
 
     def place_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> PlaceOrder:
         common = {**self.common("place", pod.ref.uid), **fields}
@@ -395,6 +425,25 @@ class Rig:
 
     def generation(self, content: str) -> Path:
         return self.root / "default" / content / "gen-1"
+
+
+async def killed(process: AgentProcess) -> None:
+    process.kill()
+    await process.wait()
+
+
+def artifact_of(content: str, sealed: Report) -> ArtifactRef:
+    assert sealed.root_digest is not None, sealed
+    return ArtifactRef(
+        namespace="default", content_uid=content, generation=1, root_digest=sealed.root_digest
+    )
+
+
+def failure_of(report: Report, reason: str) -> Failure:
+    """Return the failure that a report has, which is for this reason."""
+    assert report.failure is not None, report
+    assert report.failure.reason == reason, report
+    return report.failure
 
 
 @contextlib.asynccontextmanager

@@ -7,12 +7,13 @@ itself, by the settings `ROOT` and `LOCK`: its calls below the one wait while th
 from __future__ import annotations
 
 import builtins
+import contextlib
 import fcntl
 import io
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,15 @@ class HangingRoot:
         self._hangs = names or CALLS
         self._answers.clear()
 
+    @contextlib.contextmanager
+    def hanging(self, *names: str) -> Iterator[None]:
+        """Hang for the length of a block."""
+        self.hang(*names)
+        try:
+            yield
+        finally:
+            self.answer()
+
     def answer(self) -> None:
         """Go on with all calls."""
         self._answers.set()
@@ -143,3 +153,13 @@ class HangingRoot:
             self.waiting += 1
             self._answers.wait(120)
             self.waiting -= 1
+
+
+def hanging_memory(
+    pid: int, monkeypatch: pytest.MonkeyPatch, given_up_after_s: float, threads: int = 16
+) -> HangingRoot:
+    """The environment of a process, of which a read can hang; so many may hang at a time."""
+    module = "snapshot_agent.adapters.process_memory"
+    monkeypatch.setattr(f"{module}.HANGS_S", given_up_after_s)
+    monkeypatch.setattr(f"{module}.THREADS", threads)
+    return HangingRoot(Path(f"/proc/{pid}/environ"), monkeypatch)

@@ -17,6 +17,13 @@ async def rig(tmp_path: Path, nats_url_session: str) -> AsyncIterator[Rig]:
         yield made
 
 
+@pytest_asyncio.fixture
+async def node(rig: Rig) -> AsyncIterator[Rig]:
+    """The rig while its agent serves, in this event loop."""
+    async with rig.agent():
+        yield rig
+
+
 @pytest.fixture
 def bystander() -> Iterator[int]:
     """The pid of a process that has nothing to do with any agent."""

@@ -24,19 +24,10 @@ from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import NoSpace
 from snapshot_shared.orders import (
-    AbortOrder,
-    DeleteOrder,
-    PartResult,
-    SealOrder,
     VectorEntry,
-    VerifyOrder,
 )
-from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, state_of
+from tests.support.agent_rig import Rig, failure_of, fresh_uid, is_gone, state_of
 from tests.support.waiting import until
-
-
-def guards(rig: Rig) -> list[int]:
-    return [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
 
 
 def sockets(rig: Rig) -> list[Path]:
@@ -50,7 +41,7 @@ async def test_a_worker_is_captured_whole_and_goes_on(rig: Rig) -> None:
         artifact = await rig.captured(pod, content)
         await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
         assert state_of(pod.pid(rig.journal)) not in "TX"
-        assert guards(rig) == []
+        assert rig.guards() == []
         assert sockets(rig) == []
         assert not (pod.control / control.QUIESCE).exists()
 
@@ -83,44 +74,38 @@ async def test_progress_reports_rising_bytes_up_to_the_size_of_the_part(rig: Rig
     assert done[-1] == dumped.part.bytes
 
 
-async def test_a_worker_is_quiet_and_held_until_its_release(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        await rig.staged(pod, content)
-        assert len(guards(rig)) == 1
-        (held,) = (await rig.status())["captures"]
-        assert (held["content"], held["attempt"]) == (content, 1)
-        assert 0 < held["ends_in_s"] <= 600
-        assert pod.events()[-1] == "quiesced 1"
-        await rig.carry_out(rig.release_order(pod, content))
-        assert (await rig.status())["captures"] == []
+async def test_a_worker_is_quiet_and_held_until_its_release(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    await node.staged(pod, content)
+    assert len(node.guards()) == 1
+    (held,) = (await node.status())["captures"]
+    assert (held["content"], held["attempt"]) == (content, 1)
+    assert 0 < held["ends_in_s"] <= 600
+    assert pod.events()[-1] == "quiesced 1"
+    await node.carry_out(node.release_order(pod, content))
+    assert (await node.status())["captures"] == []
 
 
-async def test_a_worker_whose_policy_is_terminate_gets_its_report_and_is_ended(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        await rig.staged(pod, content)
-        order = rig.release_order(pod, content, policy="Terminate")
-        assert (await rig.carry_out(order)).kind == "released"
-        assert is_gone(pod.pid(rig.journal))
-        exited = await rig.answer(rig.run_order(pod), "exited")
+async def test_a_worker_whose_policy_is_terminate_gets_its_report_and_is_ended(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    await node.staged(pod, content)
+    order = node.release_order(pod, content, policy="Terminate")
+    assert (await node.carry_out(order)).kind == "released"
+    assert is_gone(pod.pid(node.journal))
+    exited = await node.answer(node.run_order(pod), "exited")
     assert exited.exit_code == 128 + signal.SIGTERM
 
 
-async def test_a_release_reports_for_how_long_a_worker_that_goes_on_was_quiet(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        before = time.monotonic()
-        await rig.staged(pod, content)
-        goes_on = await rig.carry_out(rig.release_order(pod, content))
-        assert 0 < goes_on.paused_s < time.monotonic() - before
-        ended = fresh_uid()
-        await rig.staged(pod, ended)
-        order = rig.release_order(pod, ended, policy="Terminate")
-        assert (await rig.carry_out(order)).paused_s == 0
+async def test_a_release_reports_for_how_long_a_worker_that_goes_on_was_quiet(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    before = time.monotonic()
+    await node.staged(pod, content)
+    goes_on = await node.carry_out(node.release_order(pod, content))
+    assert 0 < goes_on.paused_s < time.monotonic() - before
+    ended = fresh_uid()
+    await node.staged(pod, ended)
+    order = node.release_order(pod, ended, policy="Terminate")
+    assert (await node.carry_out(order)).paused_s == 0
 
 
 async def test_a_worker_can_be_captured_again_and_old_state_does_not_come_along(rig: Rig) -> None:
@@ -136,135 +121,100 @@ async def test_a_worker_can_be_captured_again_and_old_state_does_not_come_along(
 
 
 async def test_a_second_capture_of_the_same_container_is_refused_while_one_holds_it(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        await rig.staged(pod, content)
-        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
-        assert report.kind == "rejected"
-        assert report.failure is not None
-        assert report.failure.reason == "NotEligible"
-        assert content in report.failure.message
+    pod, content = await node.running(), fresh_uid()
+    await node.staged(pod, content)
+    failure = await node.refused(
+        node.prepare_order(pod, fresh_uid()), "NotEligible", kind="rejected"
+    )
+    assert content in failure.message
 
 
 async def test_a_container_is_free_again_when_the_memory_server_of_its_pod_does_not_answer(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        order = rig.prepare_order(pod, content)
-        failed = await rig.carry_out(msgspec.structs.replace(order, memory_server=True))
-        assert failed.failure is not None
-        assert (failed.failure.reason, failed.failure.retryable) == ("GmsUnavailable", True)
-        assert (await rig.carry_out(msgspec.structs.replace(order, attempt=2))).kind == "prepared"
+    pod, content = await node.running(), fresh_uid()
+    order = node.prepare_order(pod, content)
+    asked = msgspec.structs.replace(order, memory_server=True)
+    assert (await node.refused(asked, "GmsUnavailable")).retryable
+    assert (await node.carry_out(msgspec.structs.replace(order, attempt=2))).kind == "prepared"
 
 
-async def test_a_worker_that_never_becomes_ready_is_left_as_it_was(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--never-ready")
-        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid(), ready_s=0.3))
-        assert report.kind == "failed"
-        assert report.failure is not None
-        assert report.failure.reason == "DeadlineExceeded"
-        assert report.failure.retryable
-        assert "ready" in report.failure.message
-        assert not (pod.control / control.QUIESCE).exists()
-        assert not (pod.control / control.ABORTED).exists()
-        assert guards(rig) == []
+async def test_a_worker_that_never_becomes_ready_is_left_as_it_was(node: Rig) -> None:
+    pod = await node.running("--never-ready")
+    failure = await node.refused(
+        node.prepare_order(pod, fresh_uid(), ready_s=0.3), "DeadlineExceeded"
+    )
+    assert failure.retryable
+    assert "ready" in failure.message
+    assert not (pod.control / control.QUIESCE).exists()
+    assert not (pod.control / control.ABORTED).exists()
+    assert node.guards() == []
 
 
-async def test_a_worker_that_never_becomes_quiet_is_let_go(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--never-quiet")
-        content = fresh_uid()
-        report = await rig.carry_out(rig.prepare_order(pod, content, quiesce_s=0.3))
-        assert report.kind == "failed"
-        assert report.failure is not None
-        assert report.failure.reason == "DeadlineExceeded"
-        assert not (pod.control / control.QUIESCE).exists()
-        assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
-        assert (await rig.status())["captures"] == []
-        assert guards(rig) == []
-        assert sockets(rig) == []
+async def test_a_worker_that_never_becomes_quiet_is_let_go(node: Rig) -> None:
+    pod, content = await node.running("--never-quiet"), fresh_uid()
+    await node.refused(node.prepare_order(pod, content, quiesce_s=0.3), "DeadlineExceeded")
+    assert not (pod.control / control.QUIESCE).exists()
+    assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+    assert (await node.status())["captures"] == []
+    assert node.guards() == []
+    assert sockets(node) == []
 
-        # The lock is free again: the next attempt gets as far as this one.
-        again = await rig.carry_out(rig.prepare_order(pod, content, 2, quiesce_s=0.3))
-        assert again.failure is not None
-        assert again.failure.reason == "DeadlineExceeded"
+    # The lock is free again: the next attempt gets as far as this one.
+    await node.refused(node.prepare_order(pod, content, 2, quiesce_s=0.3), "DeadlineExceeded")
 
 
 async def test_a_worker_that_never_becomes_quiet_is_killed_where_the_policy_says_so(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running("--never-quiet")
-        order = rig.prepare_order(pod, fresh_uid(), quiesce_s=0.3, on_failure="Kill")
-        assert (await rig.carry_out(order)).kind == "failed"
-        await rig.answer(rig.run_order(pod), "exited")
-        assert is_gone(pod.pid(rig.journal))
+    pod = await node.running("--never-quiet")
+    order = node.prepare_order(pod, fresh_uid(), quiesce_s=0.3, on_failure="Kill")
+    assert (await node.carry_out(order)).kind == "failed"
+    await node.answer(node.run_order(pod), "exited")
+    assert is_gone(pod.pid(node.journal))
 
 
 async def test_an_abort_that_says_so_ends_all_containers_of_the_pod_and_another_none(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        stuck, other = await rig.running(), await rig.running()
-        for pod, on_failure in ((stuck, "Kill"), (other, "Resume")):
-            content = fresh_uid()
-            assert (await rig.carry_out(rig.prepare_order(pod, content))).kind == "prepared"
-            abort = AbortOrder(
-                pod=pod.ref,
-                content_uid=content,
-                on_failure=on_failure,  # type: ignore[arg-type]
-                **rig.common("abort", content),
-            )
-            assert (await rig.carry_out(abort)).kind == "aborted"
-        assert (await rig.answer(rig.run_order(stuck), "exited")).exit_code == 128 + signal.SIGKILL
-        assert is_gone(stuck.pid(rig.journal))
-        assert not is_gone(other.pid(rig.journal))
-        assert guards(rig) == []
+    stuck, other = await node.running(), await node.running()
+    for pod, on_failure in ((stuck, "Kill"), (other, "Resume")):
+        content = fresh_uid()
+        assert (await node.carry_out(node.prepare_order(pod, content))).kind == "prepared"
+        abort = node.abort_order(pod, content, on_failure=on_failure)
+        assert (await node.carry_out(abort)).kind == "aborted"
+    assert (await node.answer(node.run_order(stuck), "exited")).exit_code == 128 + signal.SIGKILL
+    assert is_gone(stuck.pid(node.journal))
+    assert not is_gone(other.pid(node.journal))
+    assert node.guards() == []
 
 
 async def test_a_worker_that_exits_instead_of_becoming_quiet_is_named_with_its_code(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running("--exit-at-quiesce", "9")
-        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
-        assert report.kind == "failed"
-        assert report.failure is not None
-        assert report.failure.reason == "SourceExited"
-        assert report.failure.values["exit_code"] == 9
-        assert (await rig.answer(rig.run_order(pod), "exited")).exit_code == 9
-        assert guards(rig) == []
+    pod = await node.running("--exit-at-quiesce", "9")
+    failure = await node.refused(node.prepare_order(pod, fresh_uid()), "SourceExited")
+    assert failure.values["exit_code"] == 9
+    assert (await node.answer(node.run_order(pod), "exited")).exit_code == 9
+    assert node.guards() == []
 
 
-async def test_a_pod_of_another_uid_is_refused(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        other = rig.pod()
-        report = await rig.carry_out(rig.prepare_order(other, fresh_uid()))
-        assert report.kind == "rejected"
-        assert report.failure is not None
-        assert report.failure.reason == "StalePodReference"
-        assert pod.events()[-1].startswith("started")
+async def test_a_pod_of_another_uid_is_refused(node: Rig) -> None:
+    pod = await node.running()
+    other = node.pod()
+    await node.refused(node.prepare_order(other, fresh_uid()), "StalePodReference", kind="rejected")
+    assert pod.events()[-1].startswith("started")
 
 
-async def test_a_dump_of_another_plan_is_refused_and_the_worker_stays_held(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content))
-        vector = [*prepared.vector, VectorEntry(part="gpu-0", ordinal=0)]
-        report = await rig.carry_out(rig.dump_order(pod, content, vector))
-        assert report.kind == "rejected"
-        assert report.failure is not None
-        assert report.failure.reason == "NotEligible"
-        assert len((await rig.status())["captures"]) == 1
-        assert not rig.generation(content).exists()
+async def test_a_dump_of_another_plan_is_refused_and_the_worker_stays_held(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(pod, content))
+    vector = [*prepared.vector, VectorEntry(part="gpu-0", ordinal=0)]
+    await node.refused(node.dump_order(pod, content, vector), "NotEligible", kind="rejected")
+    assert len((await node.status())["captures"]) == 1
+    assert not node.generation(content).exists()
 
 
 async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_worker_is_frozen(
@@ -273,132 +223,108 @@ async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_wor
     monkeypatch.setattr(artifacts, "free_bytes", lambda _: 2**20 - 1)
     async with rig.agent():
         pod = await rig.running("--state-bytes", str(2**20))
-        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
-        assert report.kind == "failed"
-        assert report.failure is not None
-        assert report.failure.reason == "NoSpace"
-        assert report.failure.values["free"] == 2**20 - 1
+        failure = await rig.refused(rig.prepare_order(pod, fresh_uid()), "NoSpace")
+        assert failure.values["free"] == 2**20 - 1
         await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 
-async def test_state_that_is_no_plain_file_fails_the_capture_by_its_name(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--odd-state")
-        report = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
-        assert report.kind == "failed"
-        assert report.failure is not None
-        assert report.failure.reason == "InvalidName"
-        assert "link" in report.failure.message
-        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+async def test_state_that_is_no_plain_file_fails_the_capture_by_its_name(node: Rig) -> None:
+    pod = await node.running("--odd-state")
+    failure = await node.refused(node.prepare_order(pod, fresh_uid()), "InvalidName")
+    assert "link" in failure.message
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 
 async def test_an_abort_lets_the_worker_go_on_and_keeps_the_attempt_from_coming_back(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content))
-        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
-        assert (await rig.carry_out(abort)).kind == "aborted"
-        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-        assert guards(rig) == []
+    pod, content = await node.running(), fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(pod, content))
+    abort = node.abort_order(pod, content)
+    assert (await node.carry_out(abort)).kind == "aborted"
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    assert node.guards() == []
 
-        late = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
-        assert late.kind == "rejected"
-        assert late.failure is not None
-        assert late.failure.reason == "Superseded"
+    await node.refused(
+        node.dump_order(pod, content, prepared.vector), "Superseded", kind="rejected"
+    )
 
-        second = await rig.carry_out(rig.prepare_order(pod, content, 2))
-        assert second.kind == "prepared"
+    second = await node.carry_out(node.prepare_order(pod, content, 2))
+    assert second.kind == "prepared"
 
 
-async def test_an_abort_ends_a_prepare_that_waits(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--never-quiet")
-        content = fresh_uid()
-        order = rig.prepare_order(pod, content)
-        await rig.send(order)
-        await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
-        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
-        assert (await rig.carry_out(abort)).kind == "aborted"
-        report = await rig.answer(order)
-        assert report.failure is not None
-        assert report.failure.reason == "Aborted"
-        assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
-        assert guards(rig) == []
+async def test_an_abort_ends_a_prepare_that_waits(node: Rig) -> None:
+    pod, content = await node.running("--never-quiet"), fresh_uid()
+    order = node.prepare_order(pod, content)
+    await node.send(order)
+    await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
+    abort = node.abort_order(pod, content)
+    assert (await node.carry_out(abort)).kind == "aborted"
+    failure_of(await node.answer(order), "Aborted")
+    assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+    assert node.guards() == []
 
 
-async def test_an_abort_of_something_unknown_is_aborted(rig: Rig) -> None:
-    async with rig.agent():
-        content = fresh_uid()
-        abort = AbortOrder(content_uid=content, **rig.common("abort", content))
-        assert (await rig.carry_out(abort)).kind == "aborted"
+async def test_an_abort_of_something_unknown_is_aborted(node: Rig) -> None:
+    content = fresh_uid()
+    abort = node.abort_order(None, content)
+    assert (await node.carry_out(abort)).kind == "aborted"
 
 
 async def test_a_worker_without_a_release_goes_on_at_the_deadline_of_the_hold(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        order = rig.prepare_order(pod, content, hold_s=1.0)
-        begin = time.monotonic()
-        prepared = await rig.carry_out(order)
-        await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
-        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-        # By the agent itself, then, and not by its guard.
-        assert time.monotonic() - begin < order.hold_s + MARGIN_S
-        assert (rig.generation(content) / "process" / "part.json").exists()
-        report = await rig.carry_out(rig.release_order(pod, content))
-        assert report.kind == "released"
-        assert report.unconfirmed
-        assert (await rig.status())["captures"] == []
+    pod, content = await node.running(), fresh_uid()
+    order = node.prepare_order(pod, content, hold_s=1.0)
+    begin = time.monotonic()
+    prepared = await node.carry_out(order)
+    await node.carry_out(node.dump_order(pod, content, prepared.vector))
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    # By the agent itself, then, and not by its guard.
+    assert time.monotonic() - begin < order.hold_s + MARGIN_S
+    assert (node.generation(content) / "process" / "part.json").exists()
+    report = await node.carry_out(node.release_order(pod, content))
+    assert report.kind == "released"
+    assert report.unconfirmed
+    assert (await node.status())["captures"] == []
 
 
 async def test_a_release_that_comes_too_late_ends_the_worker_where_it_is_to_end(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        await rig.carry_out(rig.prepare_order(pod, content, hold_s=1.0))
-        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-        pid = pod.pid(rig.journal)
-        late = msgspec.structs.replace(rig.release_order(pod, content), policy="Terminate")
-        assert (await rig.carry_out(late)).unconfirmed
-        assert not Path(f"/proc/{pid}").exists()
+    pod, content = await node.running(), fresh_uid()
+    await node.carry_out(node.prepare_order(pod, content, hold_s=1.0))
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    pid = pod.pid(node.journal)
+    late = msgspec.structs.replace(node.release_order(pod, content), policy="Terminate")
+    assert (await node.carry_out(late)).unconfirmed
+    assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_a_release_of_nothing_held_is_released(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        assert (await rig.carry_out(rig.release_order(pod, fresh_uid()))).kind == "released"
-        assert not (pod.control / control.COMPLETE).exists()
+async def test_a_release_of_nothing_held_is_released(node: Rig) -> None:
+    pod = await node.running()
+    assert (await node.carry_out(node.release_order(pod, fresh_uid()))).kind == "released"
+    assert not (pod.control / control.COMPLETE).exists()
 
 
-async def test_a_worker_that_dies_while_it_is_held_does_not_stop_its_release(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        await rig.staged(pod, content)
-        os.kill(pod.pid(rig.journal), signal.SIGKILL)
-        await rig.answer(rig.run_order(pod), "exited")
-        await until(lambda: not guards(rig), "the end of the guard")
-        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
-        assert sockets(rig) == []
+async def test_a_worker_that_dies_while_it_is_held_does_not_stop_its_release(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    await node.staged(pod, content)
+    os.kill(pod.pid(node.journal), signal.SIGKILL)
+    await node.answer(node.run_order(pod), "exited")
+    await until(lambda: not node.guards(), "the end of the guard")
+    assert (await node.carry_out(node.release_order(pod, content))).kind == "released"
+    assert sockets(node) == []
 
 
-async def test_a_guard_that_dies_is_replaced(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        await rig.staged(pod, content)
-        (first,) = guards(rig)
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: guards(rig) not in ([], [first]), "another guard")
-        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
-        assert guards(rig) == []
+async def test_a_guard_that_dies_is_replaced(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    await node.staged(pod, content)
+    (first,) = node.guards()
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: node.guards() not in ([], [first]), "another guard")
+    assert (await node.carry_out(node.release_order(pod, content))).kind == "released"
+    assert node.guards() == []
 
 
 # Workers that a program has to let go, until their driver is done with them.
@@ -435,16 +361,13 @@ async def test_a_worker_whose_dump_was_undone_is_not_given_to_the_program_again(
     log = tmp_path / "undone"
     monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, fails))
     async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
+        pod, content = await rig.running(), fresh_uid()
         prepared = await rig.carry_out(rig.prepare_order(pod, content))
-        report = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
-        assert report.failure is not None
-        assert report.failure.reason == "NoSpace"
+        await rig.refused(rig.dump_order(pod, content, prepared.vector), "NoSpace")
         assert log.read_text() == "undone\n"
     if returns:
         async with rig.agent():
-            abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+            abort = rig.abort_order(pod, content)
             assert (await rig.carry_out(abort)).kind == "aborted"
     # By its guard, where no agent returns.
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
@@ -464,8 +387,7 @@ async def test_a_worker_that_its_driver_is_done_with_is_not_given_to_the_program
     log = tmp_path / "undone"
     monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, reads))
     async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
+        pod, content = await rig.running(), fresh_uid()
         prepared = await rig.carry_out(rig.prepare_order(pod, content))
         await rig.send(rig.dump_order(pod, content, prepared.vector))
         await asyncio.wait_for(is_done.wait(), 5)
@@ -488,12 +410,11 @@ async def test_an_abort_lasts_as_long_as_a_driver_may_take_to_let_a_worker_go(
     monkeypatch.setattr(captures, "LET_GO_S", 0.2)
     monkeypatch.setattr(captures, "UNDO_S", 0.2)
     async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
+        pod, content = await rig.running(), fresh_uid()
         prepared = await rig.carry_out(rig.prepare_order(pod, content))
         await rig.send(rig.dump_order(pod, content, prepared.vector))
         await asyncio.wait_for(begun.wait(), 5)
-        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+        abort = rig.abort_order(pod, content)
         assert (await rig.carry_out(abort)).kind == "aborted"
         assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert set(log.read_text().split()) == {"undone"}
@@ -502,120 +423,83 @@ async def test_an_abort_lasts_as_long_as_a_driver_may_take_to_let_a_worker_go(
 # Seals, deletion and verification.
 
 
-def seal_of(rig: Rig, content: str, prepared: object, part: PartResult, pod: object) -> SealOrder:
-    return SealOrder(
-        namespace="default",
-        content_uid=content,
-        pod=pod.ref,  # type: ignore[attr-defined]
-        vector=prepared.vector,  # type: ignore[attr-defined]
-        parts=[part],
-        **rig.common("seal", content),
+def cut_short(generation: Path) -> None:
+    with (generation / "process" / "weights.bin").open("r+b") as file:
+        file.truncate(100)
+
+
+def beside_another(generation: Path) -> None:
+    (generation / "gpu-0").mkdir()
+
+
+def with_another_manifest(generation: Path) -> None:
+    path = generation / "process" / "part.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (cut_short, "'file': 'weights.bin'"),
+        (beside_another, "'found': ['gpu-0', 'process']"),
+        (with_another_manifest, "digest"),
+    ],
+)
+async def test_what_is_not_as_it_was_staged_is_not_sealed(
+    node: Rig, change: Callable[[Path], None], said: str
+) -> None:
+    pod, content = await node.running(), fresh_uid()
+    prepared, dumped = await node.staged(pod, content)
+    change(node.generation(content))
+    failure = await node.refused(node.seal_order(pod, prepared, dumped.part), "ArtifactCorrupt")
+    assert said in f"{failure.message} {failure.values}"
+    assert not (node.generation(content) / "root.json").exists()
+
+
+async def test_an_artifact_is_verified_whole_and_a_flipped_bit_is_named(node: Rig) -> None:
+    pod, content = await node.running("--state-bytes", str(9 * 1024 * 1024)), fresh_uid()
+    artifact = await node.captured(pod, content)
+    verify = node.verify_order(artifact)
+    report = await node.carry_out(verify)
+    assert report.kind == "verified"
+    assert report.bytes > 9 * 1024 * 1024
+    assert report.proven is not None
+    assert report.proven.bytes == report.bytes
+    assert report.proven.driver == "cooperative"
+    assert [(part.part, part.bytes) for part in report.proven.parts] == [("process", report.bytes)]
+
+    with (node.generation(content) / "process" / "weights.bin").open("r+b") as file:
+        file.seek(8 * 1024 * 1024 + 5)
+        file.write(b"!")
+    again = node.verify_order(artifact, 2)
+    failure = await node.refused(again, "ArtifactCorrupt")
+    assert (failure.values["file"], failure.values["chunk"]) == ("weights.bin", 1)
+
+
+async def test_delete_removes_one_generation_and_nothing_beside_it(node: Rig) -> None:
+    pod = await node.running()
+    content, other = fresh_uid(), fresh_uid()
+    await node.captured(pod, content)
+    await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
+    await node.captured(pod, other)
+    beside = node.generation(content).parent / "gen-2"
+    beside.mkdir()
+
+    assert (await node.carry_out(node.delete_order(content))).kind == "deleted"
+    assert not node.generation(content).exists()
+    assert beside.exists()
+    assert node.generation(other).exists()
+    assert (await node.carry_out(node.delete_order(content, 2))).kind == "deleted"
+
+
+async def test_what_was_deleted_is_not_written_again_by_an_order_that_comes_late(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(pod, content))
+    assert (await node.carry_out(node.delete_order(content))).kind == "deleted"
+    await node.refused(
+        node.dump_order(pod, content, prepared.vector), "Superseded", kind="rejected"
     )
-
-
-async def test_a_part_that_was_cut_short_is_not_sealed(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        prepared, dumped = await rig.staged(pod, content)
-        assert dumped.part is not None
-        with (rig.generation(content) / "process" / "weights.bin").open("r+b") as file:
-            file.truncate(100)
-        report = await rig.carry_out(seal_of(rig, content, prepared, dumped.part, pod))
-        assert report.failure is not None
-        assert report.failure.reason == "ArtifactCorrupt"
-        assert report.failure.values["file"] == "weights.bin"
-        assert not (rig.generation(content) / "root.json").exists()
-
-
-async def test_a_part_that_is_not_planned_is_not_sealed(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        prepared, dumped = await rig.staged(pod, content)
-        assert dumped.part is not None
-        (rig.generation(content) / "gpu-0").mkdir()
-        report = await rig.carry_out(seal_of(rig, content, prepared, dumped.part, pod))
-        assert report.failure is not None
-        assert report.failure.reason == "ArtifactCorrupt"
-        assert report.failure.values["found"] == ["gpu-0", "process"]
-
-
-async def test_a_part_with_another_manifest_than_was_staged_is_not_sealed(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        prepared, dumped = await rig.staged(pod, content)
-        assert dumped.part is not None
-        path = rig.generation(content) / "process" / "part.json"
-        path.write_bytes(path.read_bytes() + b"\n")
-        report = await rig.carry_out(seal_of(rig, content, prepared, dumped.part, pod))
-        assert report.failure is not None
-        assert report.failure.reason == "ArtifactCorrupt"
-        assert "digest" in report.failure.message
-
-
-async def test_an_artifact_is_verified_whole_and_a_flipped_bit_is_named(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--state-bytes", str(9 * 1024 * 1024))
-        content = fresh_uid()
-        artifact = await rig.captured(pod, content)
-        verify = VerifyOrder(artifact=artifact, **rig.common("verify", content))
-        report = await rig.carry_out(verify)
-        assert report.kind == "verified"
-        assert report.bytes > 9 * 1024 * 1024
-        assert report.proven is not None
-        assert report.proven.bytes == report.bytes
-        assert report.proven.driver == "cooperative"
-        assert [(part.part, part.bytes) for part in report.proven.parts] == [
-            ("process", report.bytes)
-        ]
-
-        with (rig.generation(content) / "process" / "weights.bin").open("r+b") as file:
-            file.seek(8 * 1024 * 1024 + 5)
-            file.write(b"!")
-        again = VerifyOrder(artifact=artifact, **rig.common("verify", content, 2))
-        report = await rig.carry_out(again)
-        assert report.failure is not None
-        assert report.failure.reason == "ArtifactCorrupt"
-        assert (report.failure.values["file"], report.failure.values["chunk"]) == ("weights.bin", 1)
-
-
-async def test_delete_removes_one_generation_and_nothing_beside_it(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content, other = fresh_uid(), fresh_uid()
-        await rig.captured(pod, content)
-        await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
-        await rig.captured(pod, other)
-        beside = rig.generation(content).parent / "gen-2"
-        beside.mkdir()
-
-        def deletion(attempt: int) -> DeleteOrder:
-            common = rig.common("delete", content, attempt)
-            common["order"] += "-gen-1"
-            return DeleteOrder(namespace="default", content_uid=content, generation=1, **common)
-
-        assert (await rig.carry_out(deletion(1))).kind == "deleted"
-        assert not rig.generation(content).exists()
-        assert beside.exists()
-        assert rig.generation(other).exists()
-        assert (await rig.carry_out(deletion(2))).kind == "deleted"
-
-
-async def test_what_was_deleted_is_not_written_again_by_an_order_that_comes_late(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content))
-        common = rig.common("delete", content)
-        common["order"] += "-gen-1"
-        deletion = DeleteOrder(namespace="default", content_uid=content, generation=1, **common)
-        assert (await rig.carry_out(deletion)).kind == "deleted"
-        late = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
-        assert late.failure is not None
-        assert late.failure.reason == "Superseded"
-        assert not rig.generation(content).exists()
+    assert not node.generation(content).exists()
 
 
 @pytest.mark.parametrize("payload", [b"\xff\xfe not json", b"{}", b'{"type":"snapback.v1.run"}'])
@@ -633,29 +517,26 @@ async def test_a_poison_order_is_refused_and_the_next_one_is_served(
 
 
 async def test_a_repeated_order_is_answered_from_the_record_and_not_carried_out_again(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        content = fresh_uid()
-        await rig.staged(pod, content)
-        release = rig.release_order(pod, content)
-        first = await rig.carry_out(release)
-        (pod.control / control.COMPLETE).unlink()
-        rig.reports.clear()
-        again = await rig.carry_out(release)
-        assert msgspec.structs.astuple(again) == msgspec.structs.astuple(first)
-        assert not (pod.control / control.COMPLETE).exists()
+    pod, content = await node.running(), fresh_uid()
+    await node.staged(pod, content)
+    release = node.release_order(pod, content)
+    first = await node.carry_out(release)
+    (pod.control / control.COMPLETE).unlink()
+    node.reports.clear()
+    again = await node.carry_out(release)
+    assert msgspec.structs.astuple(again) == msgspec.structs.astuple(first)
+    assert not (pod.control / control.COMPLETE).exists()
 
 
 async def test_a_worker_that_polls_learns_how_a_capture_ended_just_before_the_next_one(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running("--poll-s", "5")
-        await rig.staged(pod, content := fresh_uid())
-        await rig.carry_out(rig.release_order(pod, content))
-        # The worker has not looked yet, and the files of the capture before go.
-        prepared = await rig.carry_out(rig.prepare_order(pod, fresh_uid()))
-        assert prepared.kind == "prepared"
-        assert pod.events()[1:] == ["quiesced 1", "snapshot-complete 1, missed", "quiesced 1"]
+    pod = await node.running("--poll-s", "5")
+    await node.staged(pod, content := fresh_uid())
+    await node.carry_out(node.release_order(pod, content))
+    # The worker has not looked yet, and the files of the capture before go.
+    prepared = await node.carry_out(node.prepare_order(pod, fresh_uid()))
+    assert prepared.kind == "prepared"
+    assert pod.events()[1:] == ["quiesced 1", "snapshot-complete 1, missed", "quiesced 1"]

@@ -12,12 +12,8 @@ from msgspec.structs import replace
 
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.domain import control
-from tests.support.agent_rig import Pod, Rig, below, fresh_uid, state_of
+from tests.support.agent_rig import Pod, Rig, failure_of, fresh_uid, killed, state_of
 from tests.support.waiting import until
-
-
-def guards(rig: Rig) -> list[int]:
-    return [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
 
 
 def catches_sigterm(pid: int) -> bool:
@@ -32,8 +28,7 @@ async def beats_again(pod: Pod) -> None:
 
 async def prepared_by_a_process(rig: Rig) -> tuple[asyncio.subprocess.Process, Pod, str]:
     process = await rig.process()
-    pod = await rig.running()
-    content = fresh_uid()
+    pod, content = await rig.running(), fresh_uid()
     assert (await rig.carry_out(rig.prepare_order(pod, content))).kind == "prepared"
     return process, pod, content
 
@@ -46,13 +41,12 @@ async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_kille
     # As if the agent had died in the middle of a dump.
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: state_of(pid) == "T", "the stop", within_s=5.0)
-    process.kill()
-    await process.wait()
+    await killed(process)
     began = time.monotonic()
     await until(lambda: state_of(pid) != "T", "the thaw", within_s=10.0)
     assert time.monotonic() - began >= RETURN_S - 0.5
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
-    await until(lambda: not guards(rig), "the end of the guard")
+    await until(lambda: not rig.guards(), "the end of the guard")
     assert list((rig.state / "guards").glob("*.sock")) == []
 
 
@@ -60,8 +54,7 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     rig: Rig,
 ) -> None:
     process = await rig.process()
-    pod = await rig.running("--state-bytes", str(2**28))
-    content = fresh_uid()
+    pod, content = await rig.running("--state-bytes", str(2**28)), fresh_uid()
     prepared = await rig.carry_out(rig.prepare_order(pod, content))
     pid = pod.pid(rig.journal)
     dump = replace(rig.dump_order(pod, content, prepared.vector), deadline_s=1.0)
@@ -71,7 +64,7 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     os.kill(process.pid, signal.SIGSTOP)
     assert state_of(pid) == "T"
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=30.0)
-    await until(lambda: not guards(rig), "the end of the guard")
+    await until(lambda: not rig.guards(), "the end of the guard")
     await beats_again(pod)
     os.kill(process.pid, signal.SIGCONT)
     assert (await rig.answer(dump)).kind == "failed"
@@ -84,30 +77,28 @@ async def test_an_agent_that_returns_in_time_takes_the_guard_over_and_the_hold_g
     rig: Rig,
 ) -> None:
     process, pod, content = await prepared_by_a_process(rig)
-    (guard,) = guards(rig)
-    process.kill()
-    await process.wait()
+    (guard,) = rig.guards()
+    await killed(process)
     await rig.process()
-    assert guards(rig) == [guard]
+    assert rig.guards() == [guard]
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
     prepared = await rig.answer(rig.prepare_order(pod, content))
     dumped = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
     assert dumped.kind == "staged"
     assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
     await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
-    assert guards(rig) == []
+    assert rig.guards() == []
 
 
 async def test_an_agent_that_returns_without_a_guard_arms_another(rig: Rig) -> None:
     process, _, content = await prepared_by_a_process(rig)
-    (guard,) = guards(rig)
+    (guard,) = rig.guards()
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(guard, signal.SIGKILL)
-    process.kill()
-    await process.wait()
+    await killed(process)
     await rig.process()
-    assert len(guards(rig)) == 1
-    assert guards(rig) != [guard]
+    assert len(rig.guards()) == 1
+    assert rig.guards() != [guard]
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
 
 
@@ -115,12 +106,11 @@ async def test_an_agent_that_returns_after_the_guard_has_acted_reports_the_relea
     rig: Rig,
 ) -> None:
     process, pod, content = await prepared_by_a_process(rig)
-    (guard,) = guards(rig)
+    (guard,) = rig.guards()
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(guard, signal.SIGTERM)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-    process.kill()
-    await process.wait()
+    await killed(process)
     await rig.process()
     report = await rig.carry_out(rig.release_order(pod, content))
     assert report.kind == "released"
@@ -130,21 +120,17 @@ async def test_an_agent_that_returns_after_the_guard_has_acted_reports_the_relea
 
 async def test_a_prepare_that_was_cut_off_is_undone_and_failed_retryably(rig: Rig) -> None:
     process = await rig.process()
-    pod = await rig.running("--never-quiet")
-    content = fresh_uid()
+    pod, content = await rig.running("--never-quiet"), fresh_uid()
     order = rig.prepare_order(pod, content)
     await rig.send(order)
     await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
-    process.kill()
-    await process.wait()
+    await killed(process)
     await rig.process()
-    report = await rig.answer(order)
-    assert report.failure is not None
-    assert report.failure.reason == "AgentRestarted"
-    assert report.failure.retryable
+    failure = failure_of(await rig.answer(order), "AgentRestarted")
+    assert failure.retryable
     assert not (pod.control / control.QUIESCE).exists()
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
-    assert guards(rig) == []
+    assert rig.guards() == []
     assert (await rig.status())["captures"] == []
 
 
@@ -152,23 +138,19 @@ async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on
     rig: Rig,
 ) -> None:
     process = await rig.process()
-    pod = await rig.running("--state-bytes", str(256 * 1024 * 1024))
-    content = fresh_uid()
+    pod, content = await rig.running("--state-bytes", str(256 * 1024 * 1024)), fresh_uid()
     prepared = await rig.carry_out(rig.prepare_order(pod, content))
     order = rig.dump_order(pod, content, prepared.vector)
     await rig.send(order)
     copy = rig.generation(content) / "process" / "weights.bin"
     await until(copy.exists, "the begin of the copy")
-    process.kill()
-    await process.wait()
+    await killed(process)
     assert state_of(pod.pid(rig.journal)) == "T"
     await rig.process()
-    report = await rig.answer(order)
-    assert report.failure is not None
-    assert report.failure.reason == "OutcomeUnknown"
+    failure_of(await rig.answer(order), "OutcomeUnknown")
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
     await beats_again(pod)
-    assert guards(rig) == []
+    assert rig.guards() == []
     assert not (copy.parent / "part.json").exists()
 
 
@@ -179,7 +161,7 @@ async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> No
         await rig.send(order)
         await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
-    assert guards(rig) == []
+    assert rig.guards() == []
     await beats_again(pod)
     async with rig.agent():
         report = await rig.answer(order)
@@ -207,8 +189,7 @@ async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
     pod = await rig.running("--never-quiet")
     await rig.send(rig.prepare_order(pod, fresh_uid()))
     await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
-    process.kill()
-    await process.wait()
+    await killed(process)
     lonely = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -227,16 +208,15 @@ async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
     await beats_again(pod)
 
 
-async def test_only_one_agent_works_with_a_state_folder(rig: Rig) -> None:
-    async with rig.agent():
-        second = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "snapshot_agent.main",
-            env={**os.environ, **rig.environment},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, message = await asyncio.wait_for(second.communicate(), 20)
+async def test_only_one_agent_works_with_a_state_folder(node: Rig) -> None:
+    second = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "snapshot_agent.main",
+        env={**os.environ, **node.environment},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, message = await asyncio.wait_for(second.communicate(), 20)
     assert second.returncode == 1
     assert b"AlreadyExists" in message
     assert b"Traceback" not in message

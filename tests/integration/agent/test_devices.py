@@ -11,7 +11,6 @@ from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.domain import control
 from snapshot_shared.errors import GmsUnavailable
 from snapshot_shared.orders import (
-    AbortOrder,
     ArtifactRef,
     CommitOrder,
     DeviceRef,
@@ -20,9 +19,8 @@ from snapshot_shared.orders import (
     PartResult,
     Report,
     SaveOrder,
-    SealOrder,
 )
-from tests.support.agent_rig import Pod, Rig, below, fresh_uid
+from tests.support.agent_rig import Pod, Rig, artifact_of, fresh_uid, killed
 from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "worker.py"
@@ -74,21 +72,9 @@ async def captured(
         saved = await rig.carry_out(save)
         assert saved.part is not None, saved.failure
         parts.append(saved.part)
-    seal = SealOrder(
-        namespace="default",
-        content_uid=content,
-        pod=pod.ref,
-        vector=prepared.vector,
-        parts=parts,
-        **rig.common("seal", content),
-    )
-    sealed = await rig.carry_out(seal)
-    assert sealed.root_digest is not None, sealed.failure
+    sealed = await rig.carry_out(rig.seal_order(pod, prepared, *parts))
     await rig.carry_out(rig.release_order(pod, content, driver=driver))
-    ref = ArtifactRef(
-        namespace="default", content_uid=content, generation=1, root_digest=sealed.root_digest
-    )
-    return ref, sealed
+    return artifact_of(content, sealed), sealed
 
 
 async def loaded(
@@ -147,11 +133,11 @@ async def test_a_worker_with_weights_on_two_devices_is_captured_and_restored_ont
 
         # One device fewer than the artifact needs: refused with both values.
         small = await started(rig, second[:1], standby=True)
-        report = await rig.carry_out(rig.restore_order(small, ref, devices=second[:1]))
-        assert report.failure is not None
-        assert report.failure.reason == "Incompatible"
-        assert report.failure.values["expected"] == ["gpu-0", "gpu-1"]
-        assert report.failure.values["found"] == ["gpu-0"]
+        failure = await rig.refused(
+            rig.restore_order(small, ref, devices=second[:1]), "Incompatible"
+        )
+        assert failure.values["expected"] == ["gpu-0", "gpu-1"]
+        assert failure.values["found"] == ["gpu-0"]
 
 
 async def test_a_worker_with_weights_on_a_device_is_started_again_with_them(rig: Rig) -> None:
@@ -182,12 +168,7 @@ async def test_an_aborted_capture_ends_its_fence_and_the_worker_wakes(rig: Rig) 
         prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
         assert prepared.kind == "prepared"
         assert not (pod.control / control.READY).exists()
-        abort = AbortOrder(
-            pod=pod.ref,
-            content_uid=content,
-            fence_token=f"{content}.1",
-            **rig.common("abort", content),
-        )
+        abort = rig.abort_order(pod, content, fence_token=f"{content}.1")
         assert (await rig.carry_out(abort)).kind == "aborted"
         await until((pod.control / control.READY).exists, "the worker's wake")
 
@@ -203,7 +184,7 @@ async def test_an_abort_lets_the_worker_go_while_gms_hangs_and_ends_the_fence_af
         prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
         assert prepared.kind == "prepared"
         gms.send_signal(signal.SIGSTOP)
-        abort = AbortOrder(pod=pod.ref, content_uid=content, **rig.common("abort", content))
+        abort = rig.abort_order(pod, content)
         try:
             assert (await rig.carry_out(abort)).kind == "aborted"
             assert (pod.control / control.ABORTED).exists()
@@ -226,28 +207,23 @@ async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_w
     assert prepared.kind == "prepared"
     # The guard acts, and the agent does not come back in time.
     os.kill(process.pid, signal.SIGSTOP)
-    (guard,) = [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
+    (guard,) = rig.guards()
     os.kill(guard, signal.SIGTERM)
     await until((pod.control / control.ABORTED).exists, "the guard's release")
-    process.kill()
-    await process.wait()
+    await killed(process)
     await rig.process()
     report = await rig.carry_out(rig.release_order(pod, content))
     assert report.unconfirmed
     await until((pod.control / control.READY).exists, "the worker's wake")
 
 
-async def test_a_fence_that_cannot_be_taken_lets_the_worker_go_on(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        device = DeviceRef(ordinal=0, uuid="GPU-of-no-node")
-        order = rig.prepare_order(pod, fresh_uid(), devices=[device])
-        report = await rig.carry_out(order)
-        assert report.kind == "failed"
-        assert report.failure is not None
-        assert report.failure.reason == "GmsUnavailable"
-        assert report.failure.retryable
-        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+async def test_a_fence_that_cannot_be_taken_lets_the_worker_go_on(node: Rig) -> None:
+    pod = await node.running()
+    device = DeviceRef(ordinal=0, uuid="GPU-of-no-node")
+    order = node.prepare_order(pod, fresh_uid(), devices=[device])
+    failure = await node.refused(order, "GmsUnavailable")
+    assert failure.retryable
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 
 async def test_a_service_that_is_away_is_named_and_holds_no_fence(tmp_path: Path) -> None:

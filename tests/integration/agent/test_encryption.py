@@ -8,7 +8,7 @@ import pytest
 from snapshot_agent.domain import control
 from snapshot_shared.artifact import PART_MANIFEST, SIGNATURE
 from snapshot_shared.errors import Failure
-from snapshot_shared.orders import ArtifactRef, VerifyOrder
+from snapshot_shared.orders import ArtifactRef
 from tests.support.agent_rig import Pod, Rig, fresh_uid
 from tests.support.artifact_keys import forged, put_encryption, put_signing
 
@@ -50,13 +50,12 @@ def keys(rig: Rig) -> Path:
     return folder
 
 
-async def test_the_state_of_a_worker_is_encrypted_and_comes_back(rig: Rig, keys: Path) -> None:
-    async with rig.agent():
-        artifact, folder = await captured(rig, "--state-bytes", "20971520")
-        found = [path for path in (folder / "process").iterdir() if path.name != PART_MANIFEST]
-        assert sorted(path.name for path in found) == ["answer.json", "weights.bin"]
-        assert not any(ANSWER.encode() in path.read_bytes() for path in found)
-        assert await restored(rig, artifact) == f"restored {ANSWER} 20971520"
+async def test_the_state_of_a_worker_is_encrypted_and_comes_back(keys: Path, node: Rig) -> None:
+    artifact, folder = await captured(node, "--state-bytes", "20971520")
+    found = [path for path in (folder / "process").iterdir() if path.name != PART_MANIFEST]
+    assert sorted(path.name for path in found) == ["answer.json", "weights.bin"]
+    assert not any(ANSWER.encode() in path.read_bytes() for path in found)
+    assert await restored(node, artifact) == f"restored {ANSWER} 20971520"
 
 
 async def test_an_artifact_is_verified_without_a_key(rig: Rig, keys: Path) -> None:
@@ -64,8 +63,7 @@ async def test_an_artifact_is_verified_without_a_key(rig: Rig, keys: Path) -> No
         artifact, _ = await captured(rig)
     del rig.settings["SNAPBACK_ARTIFACT_KEYS"]
     async with rig.agent():
-        common = rig.common("verify", artifact.content_uid)
-        report = await rig.carry_out(VerifyOrder(artifact=artifact, **common))
+        report = await rig.carry_out(rig.verify_order(artifact))
         assert report.kind == "verified", report
         failure, pod = await refusal(rig, artifact)
         assert failure.reason == "KeyUnavailable"
@@ -73,18 +71,17 @@ async def test_an_artifact_is_verified_without_a_key(rig: Rig, keys: Path) -> No
 
 
 async def test_bytes_that_were_changed_with_all_their_digests_do_not_reach_the_worker(
-    rig: Rig, keys: Path
+    keys: Path, node: Rig
 ) -> None:
-    async with rig.agent():
-        artifact, folder = await captured(rig, "--state-bytes", "100")
-        part = folder / "process"
-        file = part / "weights.bin"
-        file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-        artifact = forged(artifact, folder)
-        failure, pod = await refusal(rig, artifact)
-        assert failure.reason == "ArtifactCorrupt"
-        assert failure.values["file"] == "weights.bin"
-        assert not (pod.control / control.RESTORE_COMPLETE).exists()
+    artifact, folder = await captured(node, "--state-bytes", "100")
+    part = folder / "process"
+    file = part / "weights.bin"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    artifact = forged(artifact, folder)
+    failure, pod = await refusal(node, artifact)
+    assert failure.reason == "ArtifactCorrupt"
+    assert failure.values["file"] == "weights.bin"
+    assert not (pod.control / control.RESTORE_COMPLETE).exists()
 
 
 async def test_only_what_a_trusted_key_has_signed_is_restored_where_that_is_required(

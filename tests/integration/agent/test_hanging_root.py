@@ -16,14 +16,10 @@ from snapshot_agent.domain import control
 from snapshot_shared import subjects
 from snapshot_shared.codec import decode_json
 from snapshot_shared.orders import (
-    AbortOrder,
-    DeleteOrder,
     Presence,
-    Report,
     RestoreOrder,
-    VerifyOrder,
 )
-from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, state_of
+from tests.support.agent_rig import PATIENCE_S, Pod, Rig, failure_of, fresh_uid, state_of
 from tests.support.hanging import HangingRoot
 from tests.support.waiting import until
 
@@ -49,16 +45,6 @@ async def serving(rig: Rig, disk: HangingRoot) -> AsyncIterator[None]:
             disk.answer()
 
 
-def abort_order(rig: Rig, pod: Pod, content: str) -> AbortOrder:
-    return AbortOrder(content_uid=content, pod=pod.ref, **rig.common("abort", content))
-
-
-def delete_order(rig: Rig, content: str) -> DeleteOrder:
-    return DeleteOrder(
-        namespace="default", content_uid=content, generation=1, **rig.common("delete", content)
-    )
-
-
 def is_signalled(pod: Pod, name: str) -> bool:
     return (pod.control / name).exists() and not (pod.control / control.QUIESCE).exists()
 
@@ -67,14 +53,13 @@ async def test_the_event_loop_makes_no_call_on_the_artifact_root(
     rig: Rig, disk: HangingRoot
 ) -> None:
     async with serving(rig, disk):
-        pod = await rig.running("--answer", "42")
-        content = fresh_uid()
+        pod, content = await rig.running("--answer", "42"), fresh_uid()
         artifact = await rig.captured(pod, content)
-        verify = VerifyOrder(artifact=artifact, **rig.common("verify", content))
+        verify = rig.verify_order(artifact)
         assert (await rig.carry_out(verify)).kind == "verified"
         target = await rig.running(standby=True)
         assert (await rig.carry_out(rig.restore_order(target, artifact))).kind == "restored"
-        assert (await rig.carry_out(delete_order(rig, content))).kind == "deleted"
+        assert (await rig.carry_out(rig.delete_order(content))).kind == "deleted"
     assert disk.calls > 100
     assert disk.in_the_loop == []
 
@@ -102,8 +87,7 @@ async def test_a_worker_whose_dump_hangs_is_released_when_the_capture_is_given_u
     rig: Rig, disk: HangingRoot
 ) -> None:
     async with serving(rig, disk):
-        pod = await rig.running()
-        content = fresh_uid()
+        pod, content = await rig.running(), fresh_uid()
         prepared = await rig.carry_out(rig.prepare_order(pod, content))
         disk.hang()
         dump = rig.dump_order(pod, content, prepared.vector)
@@ -111,14 +95,14 @@ async def test_a_worker_whose_dump_hangs_is_released_when_the_capture_is_given_u
         pid = pod.pid(rig.journal)
         await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
 
-        await rig.send(abort_order(rig, pod, content))
+        await rig.send(rig.abort_order(pod, content))
         await until(lambda: state_of(pid) not in "Tt", "the thaw", within_s=SOON_S)
-        aborted = await asyncio.wait_for(rig.answer(abort_order(rig, pod, content)), SOON_S)
+        aborted = await asyncio.wait_for(rig.answer(rig.abort_order(pod, content)), SOON_S)
         assert aborted.kind == "aborted"
         assert is_signalled(pod, control.ABORTED)
         await until(lambda: pod.events()[-1] == "snapshot-aborted 1", "the worker to go on")
         # What still hangs belongs to the dump, and nothing below it is removed before that ends.
-        delete = delete_order(rig, content)
+        delete = rig.delete_order(content)
         await rig.send(delete)
         assert not [r for r in rig.reports if r.order == dump.order and r.is_terminal]
 
@@ -134,8 +118,7 @@ async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_fr
     rig: Rig, disk: HangingRoot
 ) -> None:
     async with serving(rig, disk):
-        pod = await rig.running()
-        content = fresh_uid()
+        pod, content = await rig.running(), fresh_uid()
         prepared = await rig.carry_out(rig.prepare_order(pod, content))
         disk.hang()
         dump = rig.dump_order(pod, content, prepared.vector, deadline_s=1.0)
@@ -147,8 +130,7 @@ async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_fr
         assert not is_signalled(pod, control.ABORTED)
         disk.answer()
         failed = await rig.answer(dump)
-    assert failed.failure is not None
-    assert failed.failure.reason == "DeadlineExceeded"
+    failure_of(failed, "DeadlineExceeded")
 
 
 async def test_a_capture_that_cannot_be_measured_is_given_up_at_once(
@@ -161,7 +143,7 @@ async def test_a_capture_that_cannot_be_measured_is_given_up_at_once(
         prepare = rig.prepare_order(pod, content)
         await rig.send(prepare)
         await until((pod.control / control.QUIESCED).exists, "a quiet worker")
-        await rig.send(abort_order(rig, pod, content))
+        await rig.send(rig.abort_order(pod, content))
         failed = await asyncio.wait_for(rig.answer(prepare), SOON_S)
         assert failed.kind == "failed"
         assert is_signalled(pod, control.ABORTED)
@@ -174,7 +156,7 @@ async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
         held, content = await rig.running(), fresh_uid()
         await rig.staged(held, content)
         disk.hang()
-        deletes = [delete_order(rig, fresh_uid()) for _ in range(MORE_THAN_THREADS)]
+        deletes = [rig.delete_order(fresh_uid()) for _ in range(MORE_THAN_THREADS)]
         for order in deletes:
             await rig.send(order)
         await until(lambda: disk.waiting > 2, "threads that hang")
@@ -209,7 +191,7 @@ async def test_no_descriptor_below_the_root_is_left_after_a_dump_that_hung(
         await until(
             lambda: disk.waiting and state_of(pod.pid(rig.journal)) in "Tt", "a dump that hangs"
         )
-        await rig.carry_out(abort_order(rig, pod, content))
+        await rig.carry_out(rig.abort_order(pod, content))
         disk.answer()
         assert (await rig.answer(dump)).kind == "failed"
         await until(lambda: open_below() == [], "all descriptors to be closed")
@@ -229,16 +211,12 @@ async def restoring(
     return target, order
 
 
-def abort_of(rig: Rig, pod: Pod) -> AbortOrder:
-    return AbortOrder(pod=pod.ref, **rig.common("abort", pod.ref.uid))
-
-
 async def test_the_abort_of_a_restore_that_hangs_reports_to_the_worker_and_ends(
     rig: Rig, disk: HangingRoot
 ) -> None:
     async with serving(rig, disk):
         target, order = await restoring(rig, disk, "preadv")
-        abort = abort_of(rig, target)
+        abort = rig.restore_abort(target)
         await rig.send(abort)
         await until(lambda: target.events()[-1] == "restore-failed", "the report", within_s=4.0)
         assert (await rig.answer(abort)).kind == "aborted"
@@ -251,7 +229,7 @@ async def test_the_abort_of_a_restore_whose_check_hangs_reports_to_the_worker_an
 ) -> None:
     async with serving(rig, disk):
         target, order = await restoring(rig, disk)
-        assert (await rig.carry_out(abort_of(rig, target))).kind == "aborted"
+        assert (await rig.carry_out(rig.restore_abort(target))).kind == "aborted"
         await until(lambda: target.events()[-1] == "restore-failed", "the report", within_s=4.0)
         disk.answer()
         assert (await rig.answer(order)).kind == "failed"
@@ -264,11 +242,7 @@ async def test_a_restore_that_hangs_beyond_its_deadline_is_reported_to_the_worke
         target, order = await restoring(rig, disk, "preadv", deadline_s=1.0)
         await until(lambda: target.events()[-1] == "restore-failed", "the report", within_s=4.0)
         disk.answer()
-        assert failure_reason(await rig.answer(order)) == "DeadlineExceeded"
-
-
-def failure_reason(report: Report) -> str | None:
-    return report.failure and report.failure.reason
+        failure_of(await rig.answer(order), "DeadlineExceeded")
 
 
 AN_AGENT_WITH_A_ROOT_THAT_HANGS = """
@@ -330,7 +304,7 @@ async def test_an_agent_ends_within_its_grace_period_while_nothing_but_its_own_w
     rig: Rig, process: asyncio.subprocess.Process
 ) -> None:
     process.send_signal(signal.SIGUSR1)
-    delete = delete_order(rig, fresh_uid())
+    delete = rig.delete_order(fresh_uid())
     await rig.send(delete)
     await until(hangs(rig).exists, "a delete that hangs")
     assert await ended(process) < GRACE_S

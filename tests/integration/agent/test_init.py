@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "services/snapshot-agent/init/init.c"
@@ -32,13 +33,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ("cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-static")
     subprocess.run([*words, "-o", built, SOURCE], check=True)
     return built
-
-
-def until(look: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + WITHIN_S
-    while not look():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 class Container:
@@ -82,7 +76,7 @@ class Container:
         started = f"sh -c '{script}' </dev/null >/dev/null 2>&1 & echo $!"
         done = subprocess.run([*words, started], check=True, capture_output=True, text=True)
         inside = int(done.stdout)
-        until(lambda: procfs.child_in(self.pid, inside), "the child was adopted")
+        wait_until(lambda: procfs.child_in(self.pid, inside), "the child was adopted")
         return inside
 
     def announce(self, inside: int) -> None:
@@ -171,7 +165,7 @@ def test_the_container_ends_with_the_exit_code_of_the_restored_process(
 ) -> None:
     container = make()
     container.announce(container.restore(f'trap "exit {code}" TERM; {LOOP}'))
-    until(lambda: container.probe() == 0, "restored")
+    wait_until(lambda: container.probe() == 0, "restored")
     time.sleep(0.1)
     os.kill(container.pid, signal.SIGTERM)
     assert container.ended() == code
@@ -190,7 +184,7 @@ def test_a_restored_process_that_a_signal_ends_gives_128_and_its_number(make: Ma
 def test_the_status_of_a_child_that_ended_before_it_was_announced_is_kept(make: Make) -> None:
     container = make()
     inside = container.restore("sleep 0.3; exit 5")
-    until(lambda: procfs.child_in(container.pid, inside) is None, "its end")
+    wait_until(lambda: procfs.child_in(container.pid, inside) is None, "its end")
     container.announce(inside)
     assert container.ended() == 5
 

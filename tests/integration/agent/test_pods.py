@@ -19,8 +19,8 @@ from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_agent.domain.spec import INSIDE, ProcessSpec
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import DeadlineExceeded, InvalidInput
-from tests.support.agent_rig import Rig, below, fresh_uid, is_gone
-from tests.support.hanging import HangingRoot
+from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, killed
+from tests.support.hanging import HangingRoot, hanging_memory
 from tests.support.waiting import until
 
 
@@ -53,11 +53,10 @@ async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_reported(rig:
     assert kinds == ["accepted", "started", "ready", "exited"]
 
 
-async def test_the_exit_code_of_a_worker_that_ends_early_is_reported(rig: Rig) -> None:
-    async with rig.agent():
-        order = rig.run_order(rig.pod("--exit-at-start", "3"))
-        await rig.send(order)
-        exited = await rig.answer(order, "exited")
+async def test_the_exit_code_of_a_worker_that_ends_early_is_reported(node: Rig) -> None:
+    order = node.run_order(node.pod("--exit-at-start", "3"))
+    await node.send(order)
+    exited = await node.answer(order, "exited")
     assert exited.exit_code == 3
     assert "exit code 3" in exited.message
 
@@ -84,53 +83,40 @@ async def test_a_container_sees_its_node_its_pod_and_nothing_of_the_agents_envir
     assert (rig.sockets / pod.ref.uid[:8]).stat().st_mode & 0o777 == 0o700
 
 
-async def test_a_program_that_is_not_there_fails_the_run_with_its_name(rig: Rig) -> None:
-    async with rig.agent():
-        pod = rig.pod()
-        pod.spec["containers"][0]["command"] = ["no-such-program"]
-        report = await rig.carry_out(rig.run_order(pod))
-    assert report.kind == "failed"
-    assert report.failure is not None
-    assert report.failure.reason == "NotFound"
-    assert "no-such-program" in report.failure.message
+async def test_a_program_that_is_not_there_fails_the_run_with_its_name(node: Rig) -> None:
+    pod = node.pod()
+    pod.spec["containers"][0]["command"] = ["no-such-program"]
+    failure = await node.refused(node.run_order(pod), "NotFound")
+    assert "no-such-program" in failure.message
 
 
-async def test_a_spec_with_another_digest_is_refused_and_nothing_is_started(rig: Rig) -> None:
-    async with rig.agent():
-        pod = rig.pod()
-        order = rig.run_order(pod)
-        pod.spec["containers"][0]["command"].append("--stubborn")
-        report = await rig.carry_out(order)
-    assert report.kind == "rejected"
-    assert report.failure is not None
-    assert report.failure.reason == "StalePodReference"
+async def test_a_spec_with_another_digest_is_refused_and_nothing_is_started(node: Rig) -> None:
+    pod = node.pod()
+    order = node.run_order(pod)
+    pod.spec["containers"][0]["command"].append("--stubborn")
+    await node.refused(order, "StalePodReference", kind="rejected")
     assert not pod.home.exists()
 
 
-async def test_stop_ends_a_stubborn_worker_and_what_left_its_session(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--stubborn", "--child")
-        child = int((pod.home / "child").read_text())
-        assert not is_gone(child)
-        report = await rig.carry_out(rig.stop_order(pod, grace_s=0.2))
-        assert report.kind == "stopped"
-        assert is_gone(child)
-        assert is_gone(pod.pid(rig.journal))
-        exited = await rig.answer(rig.run_order(pod), "exited")
-        assert exited.exit_code == 128 + signal.SIGKILL
-    assert not (rig.sockets / pod.ref.uid[:8]).exists()
+async def test_stop_ends_a_stubborn_worker_and_what_left_its_session(node: Rig) -> None:
+    pod = await node.running("--stubborn", "--child")
+    child = int((pod.home / "child").read_text())
+    assert not is_gone(child)
+    report = await node.carry_out(node.stop_order(pod, grace_s=0.2))
+    assert report.kind == "stopped"
+    assert is_gone(child)
+    assert is_gone(pod.pid(node.journal))
+    exited = await node.answer(node.run_order(pod), "exited")
+    assert exited.exit_code == 128 + signal.SIGKILL
+    await until(lambda: not (node.sockets / pod.ref.uid[:8]).exists(), "the end of its folder")
 
 
 async def test_stopping_a_pod_that_never_ran_is_stopped_and_keeps_it_from_running(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = rig.pod()
-        assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
-        report = await rig.carry_out(rig.run_order(pod))
-    assert report.kind == "rejected"
-    assert report.failure is not None
-    assert report.failure.reason == "Superseded"
+    pod = node.pod()
+    assert (await node.carry_out(node.stop_order(pod))).kind == "stopped"
+    await node.refused(node.run_order(pod), "Superseded", kind="rejected")
 
 
 async def test_a_stopped_agent_leaves_its_containers_running_and_the_next_one_watches_them(
@@ -152,8 +138,7 @@ async def test_a_killed_agent_leaves_its_containers_running_and_adopts_them_agai
 ) -> None:
     process = await rig.process()
     pod = await rig.running("--answer", "once")
-    process.kill()
-    await process.wait()
+    await killed(process)
     pid = pod.pid(rig.journal)
     beats = pod.beats()
     await until(lambda: pod.beats() != beats, "another beat")
@@ -174,8 +159,7 @@ async def test_a_container_that_ended_while_the_agent_was_away_is_reported_with_
 ) -> None:
     process = await rig.process()
     pod = await rig.running()
-    process.kill()
-    await process.wait()
+    await killed(process)
     os.kill(pod.pid(rig.journal), signal.SIGKILL)
     await until(lambda: is_gone(pod.pid(rig.journal)), "the end of the worker")
     async with rig.agent():
@@ -183,27 +167,25 @@ async def test_a_container_that_ended_while_the_agent_was_away_is_reported_with_
     assert exited.exit_code is None
 
 
-async def test_a_failed_container_ends_the_others_of_its_pod(rig: Rig) -> None:
-    async with rig.agent():
-        pod = rig.pod()
-        lazy = {"name": "sidecar", "command": ["sleep", "600"]}
-        spec = pod.spec["containers"]
-        spec[0]["command"] += ["--exit-at-start", "7"]
-        spec.append({**spec[0], **lazy})
-        order = rig.run_order(pod)
-        await rig.send(order)
-        exited = await rig.answer(order, "exited")
-        ended = (await rig.status())["pods"][0]["ended"]
+async def test_a_failed_container_ends_the_others_of_its_pod(node: Rig) -> None:
+    pod = node.pod()
+    lazy = {"name": "sidecar", "command": ["sleep", "600"]}
+    spec = pod.spec["containers"]
+    spec[0]["command"] += ["--exit-at-start", "7"]
+    spec.append({**spec[0], **lazy})
+    order = node.run_order(pod)
+    await node.send(order)
+    exited = await node.answer(order, "exited")
+    ended = (await node.status())["pods"][0]["ended"]
     assert exited.exit_code == 7
     assert exited.exit_codes == ended
     assert ended == {"main": 7, "sidecar": 128 + signal.SIGTERM}
 
 
-async def test_orders_of_many_pods_are_carried_out_side_by_side(rig: Rig) -> None:
-    async with rig.agent():
-        pods = await asyncio.gather(*(rig.running() for _ in range(5)))
-        assert len({pod.pid(rig.journal) for pod in pods}) == 5
-        reports = await asyncio.gather(*(rig.carry_out(rig.stop_order(pod)) for pod in pods))
+async def test_orders_of_many_pods_are_carried_out_side_by_side(node: Rig) -> None:
+    pods = await asyncio.gather(*(node.running() for _ in range(5)))
+    assert len({pod.pid(node.journal) for pod in pods}) == 5
+    reports = await asyncio.gather(*(node.carry_out(node.stop_order(pod)) for pod in pods))
     assert {report.kind for report in reports} == {"stopped"}
 
 
@@ -226,22 +208,21 @@ async def test_what_a_worker_puts_in_the_place_of_its_log_is_not_written_to(
     assert not (tmp_path / "elsewhere").exists()
 
 
-async def test_a_worker_that_nests_folders_in_each_other_can_be_stopped(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        folder = os.open(pod.control / "state", os.O_RDONLY)
-        for _ in range(2000):
-            os.mkdir("down", dir_fd=folder)
-            below = os.open("down", os.O_RDONLY, dir_fd=folder)
-            os.close(folder)
-            folder = below
+async def test_a_worker_that_nests_folders_in_each_other_can_be_stopped(node: Rig) -> None:
+    pod = await node.running()
+    folder = os.open(pod.control / "state", os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("down", dir_fd=folder)
+        below = os.open("down", os.O_RDONLY, dir_fd=folder)
         os.close(folder)
-        try:
-            assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
-            assert list((pod.control / "state").iterdir()) == []
-        finally:
-            # What is left is too deep for pytest to remove.
-            await asyncio.to_thread(subprocess.run, ["rm", "-rf", pod.control / "state"])
+        folder = below
+    os.close(folder)
+    try:
+        assert (await node.carry_out(node.stop_order(pod))).kind == "stopped"
+        assert list((pod.control / "state").iterdir()) == []
+    finally:
+        # What is left is too deep for pytest to remove.
+        await asyncio.to_thread(subprocess.run, ["rm", "-rf", pod.control / "state"])
 
 
 async def test_a_stop_does_not_fail_because_something_cannot_be_tidied_up(
@@ -260,16 +241,15 @@ async def test_a_stop_does_not_fail_because_something_cannot_be_tidied_up(
 
 
 async def test_the_event_loop_makes_no_call_on_the_state_of_a_worker(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        target = await rig.running(standby=True)
-        watched = [HangingRoot(each.control / "state", monkeypatch) for each in (pod, target)]
-        artifact = await rig.captured(pod, fresh_uid())
-        assert (await rig.carry_out(rig.restore_order(target, artifact))).kind == "restored"
-        for each in (pod, target):
-            assert (await rig.carry_out(rig.stop_order(each))).kind == "stopped"
+    pod = await node.running()
+    target = await node.running(standby=True)
+    watched = [HangingRoot(each.control / "state", monkeypatch) for each in (pod, target)]
+    artifact = await node.captured(pod, fresh_uid())
+    assert (await node.carry_out(node.restore_order(target, artifact))).kind == "restored"
+    for each in (pod, target):
+        assert (await node.carry_out(node.stop_order(each))).kind == "stopped"
     assert all(each.calls > 5 for each in watched)
     assert [each.in_the_loop for each in watched] == [[], []]
 
@@ -279,8 +259,7 @@ async def test_a_process_whose_environment_cannot_be_read_delays_no_pod(
 ) -> None:
     memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
     async with rig.agent():
-        memory.hang()
-        try:
+        with memory.hanging():
             for _ in range(2):
                 pod = await rig.running("--child")
                 child = int((pod.home / "child").read_text())
@@ -288,24 +267,17 @@ async def test_a_process_whose_environment_cannot_be_read_delays_no_pod(
                 assert is_gone(child)
             # A thread for the process, not for each look at it.
             assert (memory.waiting, memory.in_the_loop) == (1, [])
-        finally:
-            memory.answer()
 
 
 async def test_processes_are_looked_at_again_once_no_more_hang_than_there_are_threads(
     bystander: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_memory, "THREADS", 1)
-    monkeypatch.setattr(process_memory, "HANGS_S", 0.1)
-    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    memory = hanging_memory(bystander, monkeypatch, 0.1, threads=1)
     launcher = LocalProcesses()
-    memory.hang()
-    try:
+    with memory.hanging():
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match=str(bystander)):
                 await launcher.running(tmp_path)
-    finally:
-        memory.answer()
     await until(lambda: not memory.waiting, "the end of the read")
     assert await launcher.running(tmp_path) == []
 
@@ -339,19 +311,14 @@ async def test_a_session_is_ended_although_too_many_processes_hang_to_look_for_o
     grace_s: float,
     number: signal.Signals,
 ) -> None:
-    monkeypatch.setattr(process_memory, "THREADS", 1)
-    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
-    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    memory = hanging_memory(bystander, monkeypatch, 0.2, threads=1)
     launcher, process, places = sleeper
-    memory.hang()
-    try:
+    with memory.hanging():
         # Not success: a process that has left the session may still run.
         with pytest.raises(DeadlineExceeded, match=str(bystander)):
             await launcher.terminate(process, places, grace_s)
         assert is_gone(process.pid)
         assert await launcher.ended(process) == 128 + number
-    finally:
-        memory.answer()
 
 
 @pytest.mark.parametrize(("grace_s", "number"), [(0.0, signal.SIGKILL), (60.0, signal.SIGTERM)])
@@ -362,8 +329,7 @@ async def test_a_session_is_ended_while_a_search_waits_for_a_process_that_hangs(
     grace_s: float,
     number: signal.Signals,
 ) -> None:
-    monkeypatch.setattr(process_memory, "HANGS_S", 60.0)
-    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    memory = hanging_memory(bystander, monkeypatch, 60.0)
     launcher, process, places = sleeper
     memory.hang()
     searching = asyncio.create_task(launcher.running(places.home))
@@ -431,19 +397,14 @@ async def test_the_search_for_others_takes_no_time_from_the_end_of_what_it_finds
 async def test_a_stop_ends_the_worker_although_too_many_processes_hang_to_look_for_others(
     rig: Rig, bystander: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_memory, "THREADS", 1)
-    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
-    memory = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    memory = hanging_memory(bystander, monkeypatch, 0.2, threads=1)
     async with rig.agent():
         pod = await rig.running()
-        memory.hang()
-        try:
+        with memory.hanging():
             report = await rig.carry_out(rig.stop_order(pod))
             assert report.failure is not None
             assert (report.kind, report.failure.reason) == ("failed", "DeadlineExceeded")
             assert is_gone(pod.pid(rig.journal))
-        finally:
-            memory.answer()
 
 
 async def test_a_working_directory_that_does_not_answer_delays_no_other_pod(

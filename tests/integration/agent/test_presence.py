@@ -48,19 +48,18 @@ async def test_a_node_offers_no_device_until_its_pods_were_asked_about(rig: Rig)
     assert len(known.devices) == 1
 
 
-async def test_the_agent_is_found_as_a_nats_service(rig: Rig) -> None:
-    async with rig.agent():
-        answers = []
-        async with rig.bus.listening("_INBOX.agents") as queue:
-            await rig.bus.client.publish("$SRV.INFO.snap-agent", b"", reply="_INBOX.agents")
-            while True:
-                delivery = await asyncio.wait_for(queue.get(), PATIENCE_S)
-                answers.append(json.loads(delivery.data))
-                if answers[-1]["metadata"] == {"node": rig.node}:
-                    break
-        endpoint = answers[-1]["endpoints"][0]
-        assert endpoint["subject"] == f"snap.rpc.agent.{rig.node}.status"
-        assert (await rig.status())["node"] == rig.node
+async def test_the_agent_is_found_as_a_nats_service(node: Rig) -> None:
+    answers = []
+    async with node.bus.listening("_INBOX.agents") as queue:
+        await node.bus.client.publish("$SRV.INFO.snap-agent", b"", reply="_INBOX.agents")
+        while True:
+            delivery = await asyncio.wait_for(queue.get(), PATIENCE_S)
+            answers.append(json.loads(delivery.data))
+            if answers[-1]["metadata"] == {"node": node.node}:
+                break
+    endpoint = answers[-1]["endpoints"][0]
+    assert endpoint["subject"] == f"snap.rpc.agent.{node.node}.status"
+    assert (await node.status())["node"] == node.node
 
 
 async def test_a_node_says_its_facts_and_why_it_cannot_read_those_of_an_artifact(rig: Rig) -> None:

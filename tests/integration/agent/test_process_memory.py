@@ -11,7 +11,7 @@ from snapshot_agent.adapters import process_memory
 from snapshot_agent.adapters.process_memory import ProcessMemory
 from snapshot_shared.errors import DeadlineExceeded
 from snapshot_shared.tasks import calls_under_way, yield_turn
-from tests.support.hanging import HangingRoot
+from tests.support.hanging import HangingRoot, hanging_memory
 from tests.support.waiting import until
 
 SOON_S = 20.0
@@ -39,12 +39,9 @@ async def cancelled(reading: asyncio.Task[set[int]]) -> None:
 async def test_reads_that_are_cancelled_keep_one_thread_for_a_process_that_hangs(
     bystander: int, another: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_memory, "THREADS", 2)
-    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
-    hanging = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    hanging = hanging_memory(bystander, monkeypatch, 0.2, threads=2)
     memory = ProcessMemory()
-    hanging.hang()
-    try:
+    with hanging.hanging():
         for _ in range(3):
             reading = asyncio.create_task(pids(memory))
             await until(lambda: hanging.waiting, "a read that hangs")
@@ -52,8 +49,6 @@ async def test_reads_that_are_cancelled_keep_one_thread_for_a_process_that_hangs
             await cancelled(reading)
         found = await pids(memory)
         assert (another in found, bystander in found, hanging.waiting) == (True, False, 1)
-    finally:
-        hanging.answer()
 
 
 async def test_a_process_that_does_not_hang_is_read_after_a_read_of_it_was_cancelled(
@@ -61,15 +56,12 @@ async def test_a_process_that_does_not_hang_is_read_after_a_read_of_it_was_cance
 ) -> None:
     slow = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
     memory = ProcessMemory()
-    slow.hang()
-    try:
+    with slow.hanging():
         reading = asyncio.create_task(pids(memory))
         await until(lambda: slow.waiting, "a read that takes a while")
         await cancelled(reading)
         after = asyncio.create_task(pids(memory))
         await yield_turn()
-    finally:
-        slow.answer()
     assert bystander in await after
 
 
@@ -100,10 +92,6 @@ async def test_a_read_for_which_no_process_is_listed_in_time_fails(
     monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
     listing = HangingRoot(Path("/proc"), monkeypatch)
     memory = ProcessMemory()
-    listing.hang("listdir")
-    try:
-        with pytest.raises(DeadlineExceeded, match="not listed"):
-            await pids(memory)
-    finally:
-        listing.answer()
+    with listing.hanging("listdir"), pytest.raises(DeadlineExceeded, match="not listed"):
+        await pids(memory)
     assert await pids(memory)

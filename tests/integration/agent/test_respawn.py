@@ -14,19 +14,22 @@ from snapshot_agent.domain import control
 from snapshot_shared import steps, subjects
 from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.errors import Failure
-from snapshot_shared.orders import AbortOrder, Order, Report
-from tests.support.agent_rig import Pod, Rig, below, fresh_uid, is_gone, state_of
+from snapshot_shared.orders import Order
+from tests.support.agent_rig import (
+    Pod,
+    Rig,
+    below,
+    failure_of,
+    fresh_uid,
+    is_gone,
+    killed,
+    state_of,
+)
 from tests.support.hanging import HangingRoot
 from tests.support.waiting import until
 
 RESPAWN: dict[str, Any] = {"driver": "respawn"}
 STANDBY_EVENT = "standby"
-
-
-def failure_of(report: Report) -> Failure:
-    assert report.failure is not None, report
-    return report.failure
 
 
 def has_exited(rig: Rig, pod: Pod) -> bool:
@@ -39,78 +42,72 @@ async def goes_on(pod: Pod) -> None:
 
 
 async def test_a_captured_worker_goes_on_as_another_process_of_the_same_container(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running("--answer", "42")
-        before = pod.pid(rig.journal)
-        await rig.captured(pod, fresh_uid(), **RESPAWN)
-        after = pod.pid(rig.journal)
-        assert after != before
-        await until(lambda: is_gone(before), "the end of the first process")
-        await until(lambda: pod.events()[-1] == "snapshot-complete 1", "the worker's release")
-        assert "resumed 42 1024" in pod.events()
-        (shown,) = (await rig.status())["pods"]
-        assert (shown["containers"], shown["ended"]) == ({"main": after}, {})
-        assert not has_exited(rig, pod)
-        os.kill(after, signal.SIGTERM)
-        report = await rig.answer(rig.run_order(pod), "exited")
-        assert report.exit_code == 128 + signal.SIGTERM
+    pod = await node.running("--answer", "42")
+    before = pod.pid(node.journal)
+    await node.captured(pod, fresh_uid(), **RESPAWN)
+    after = pod.pid(node.journal)
+    assert after != before
+    await until(lambda: is_gone(before), "the end of the first process")
+    await until(lambda: pod.events()[-1] == "snapshot-complete 1", "the worker's release")
+    assert "resumed 42 1024" in pod.events()
+    (shown,) = (await node.status())["pods"]
+    assert (shown["containers"], shown["ended"]) == ({"main": after}, {})
+    assert not has_exited(node, pod)
+    os.kill(after, signal.SIGTERM)
+    report = await node.answer(node.run_order(pod), "exited")
+    assert report.exit_code == 128 + signal.SIGTERM
 
 
 async def test_a_restored_worker_is_a_new_process_whose_exit_code_and_log_are_followed(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        source = await rig.running("--answer", "42", "--state-bytes", "20971520")
-        artifact = await rig.captured(source, fresh_uid(), **RESPAWN)
-        pod = await rig.running(standby=True)
-        before = pod.pid(rig.journal)
-        report = await rig.carry_out(rig.restore_order(pod, artifact, **RESPAWN))
-        assert report.kind == "restored", report
-        assert is_gone(before)
-        assert pod.pid(rig.journal) != before
-        assert pod.events()[-1] == "restored 42 20971520"
-        assert not has_exited(rig, pod)
-        os.kill(pod.pid(rig.journal), signal.SIGTERM)
-        exited = await rig.answer(rig.run_order(pod), "exited")
-        assert exited.exit_code == 128 + signal.SIGTERM
-        assert str(pod.home / "log") in exited.message
+    source = await node.running("--answer", "42", "--state-bytes", "20971520")
+    artifact = await node.captured(source, fresh_uid(), **RESPAWN)
+    pod = await node.running(standby=True)
+    before = pod.pid(node.journal)
+    report = await node.carry_out(node.restore_order(pod, artifact, **RESPAWN))
+    assert report.kind == "restored", report
+    assert is_gone(before)
+    assert pod.pid(node.journal) != before
+    assert pod.events()[-1] == "restored 42 20971520"
+    assert not has_exited(node, pod)
+    os.kill(pod.pid(node.journal), signal.SIGTERM)
+    exited = await node.answer(node.run_order(pod), "exited")
+    assert exited.exit_code == 128 + signal.SIGTERM
+    assert str(pod.home / "log") in exited.message
 
 
 async def test_the_event_loop_does_not_read_the_memory_of_a_worker_to_start_it_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        here = Path(f"/proc/{pod.pid(rig.journal)}")
-        read = [HangingRoot(here / name, monkeypatch) for name in ("cmdline", "environ")]
-        await rig.captured(pod, fresh_uid(), **RESPAWN)
+    pod = await node.running()
+    here = Path(f"/proc/{pod.pid(node.journal)}")
+    read = [HangingRoot(here / name, monkeypatch) for name in ("cmdline", "environ")]
+    await node.captured(pod, fresh_uid(), **RESPAWN)
     assert all(each.calls for each in read)
     assert [each.in_the_loop for each in read] == [[], []]
 
 
-async def test_a_worker_can_be_captured_again_and_again(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--answer", "7")
-        for number in range(3):
-            (pod.control / control.READY).write_text('{"attempt": 0}')
-            await rig.captured(pod, fresh_uid(), **RESPAWN)
-            await until(
-                lambda number=number: pod.events().count("snapshot-complete 1") > number,
-                "the worker's release",
-            )
-        await until(lambda: pod.events().count("resumed 7 1024") == 3, "the third resume")
-        await goes_on(pod)
+async def test_a_worker_can_be_captured_again_and_again(node: Rig) -> None:
+    pod = await node.running("--answer", "7")
+    for number in range(3):
+        (pod.control / control.READY).write_text('{"attempt": 0}')
+        await node.captured(pod, fresh_uid(), **RESPAWN)
+        await until(
+            lambda number=number: pod.events().count("snapshot-complete 1") > number,
+            "the worker's release",
+        )
+    await until(lambda: pod.events().count("resumed 7 1024") == 3, "the third resume")
+    await goes_on(pod)
 
 
 async def test_an_agent_that_returns_adopts_the_process_that_took_the_place(rig: Rig) -> None:
     process = await rig.process()
-    pod = await rig.running()
-    content = fresh_uid()
+    pod, content = await rig.running(), fresh_uid()
     await rig.staged(pod, content, **RESPAWN)
-    process.kill()
-    await process.wait()
+    await killed(process)
     await rig.process()
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
     assert (await rig.carry_out(rig.release_order(pod, content, **RESPAWN))).kind == "released"
@@ -122,58 +119,51 @@ async def test_a_guard_lets_the_process_go_that_took_the_place(rig: Rig) -> None
     process = await rig.process()
     pod = await rig.running()
     await rig.staged(pod, fresh_uid(), **RESPAWN)
-    process.kill()
-    await process.wait()
+    await killed(process)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     await goes_on(pod)
 
 
-async def test_a_dump_with_another_driver_than_its_prepare_is_refused(rig: Rig) -> None:
-    async with rig.agent():
-        pod, content = await rig.running(), fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
-        refused = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
-        failure = failure_of(refused)
-        assert failure.reason == "NotEligible"
-        assert (failure.values["expected"], failure.values["found"]) == ("respawn", "cooperative")
-        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
-        await goes_on(pod)
+async def test_a_dump_with_another_driver_than_its_prepare_is_refused(node: Rig) -> None:
+    pod, content = await node.running(), fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(pod, content, **RESPAWN))
+    failure = await node.refused(
+        node.dump_order(pod, content, prepared.vector), "NotEligible", kind="rejected"
+    )
+    assert (failure.values["expected"], failure.values["found"]) == ("respawn", "cooperative")
+    assert (await node.carry_out(node.release_order(pod, content))).kind == "released"
+    await goes_on(pod)
 
 
 async def test_a_driver_that_the_node_does_not_have_is_refused_before_the_worker_is_asked(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        refused = await rig.carry_out(rig.prepare_order(pod, fresh_uid(), driver="criu"))
-        failure = failure_of(refused)
-        assert failure.reason == "NotEligible"
-        assert failure.values["found"] == ["cooperative", "respawn"]
-        assert not (pod.control / control.QUIESCE).exists()
+    pod = await node.running()
+    failure = await node.refused(
+        node.prepare_order(pod, fresh_uid(), driver="criu"), "NotEligible", kind="rejected"
+    )
+    assert failure.values["found"] == ["cooperative", "respawn"]
+    assert not (pod.control / control.QUIESCE).exists()
 
 
-async def test_an_artifact_is_restored_by_no_other_driver_than_its_own(rig: Rig) -> None:
-    async with rig.agent():
-        source = await rig.running()
-        artifact = await rig.captured(source, fresh_uid(), **RESPAWN)
-        pod = await rig.running(standby=True)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
-        assert failure.reason == "Incompatible"
-        assert (failure.values["expected"], failure.values["found"]) == ("respawn", "cooperative")
-        assert pod.events()[-1] == STANDBY_EVENT
+async def test_an_artifact_is_restored_by_no_other_driver_than_its_own(node: Rig) -> None:
+    source = await node.running()
+    artifact = await node.captured(source, fresh_uid(), **RESPAWN)
+    pod = await node.running(standby=True)
+    failure = await node.refused(node.restore_order(pod, artifact), "Incompatible")
+    assert (failure.values["expected"], failure.values["found"]) == ("respawn", "cooperative")
+    assert pod.events()[-1] == STANDBY_EVENT
 
 
-async def test_a_worker_that_cannot_be_started_again_fails_its_dump_and_its_pod(rig: Rig) -> None:
-    async with rig.agent():
-        pod, content = await rig.running("--exit-at-resume", "7"), fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
-        order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
-        failure = failure_of(await rig.carry_out(order))
-        assert failure.reason == "SourceExited"
-        assert failure.values["exit_code"] == 7
-        await rig.answer(rig.run_order(pod), "exited")
-        assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
-        assert (await rig.status())["captures"] == []
+async def test_a_worker_that_cannot_be_started_again_fails_its_dump_and_its_pod(node: Rig) -> None:
+    pod, content = await node.running("--exit-at-resume", "7"), fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(pod, content, **RESPAWN))
+    order = node.dump_order(pod, content, prepared.vector, **RESPAWN)
+    failure = await node.refused(order, "SourceExited")
+    assert failure.values["exit_code"] == 7
+    await node.answer(node.run_order(pod), "exited")
+    assert (await node.carry_out(node.release_order(pod, content))).kind == "released"
+    assert (await node.status())["captures"] == []
 
 
 # SIGKILL at each step that is the driver's own.
@@ -219,7 +209,7 @@ async def test_an_agent_killed_before_a_step_of_a_dump_has_done_anything_lets_th
         await rig.process()
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     if not returns:
-        await until(lambda: not guards(rig), "the end of the guard")
+        await until(lambda: not rig.guards(), "the end of the guard")
         await rig.process()
     await goes_on(pod)
     expected = "AgentRestarted" if step in ("freeze", "copy-state") else "OutcomeUnknown"
@@ -229,10 +219,10 @@ async def test_an_agent_killed_before_a_step_of_a_dump_has_done_anything_lets_th
 
 async def is_over(rig: Rig, order: Order, reason: str) -> None:
     """The order has failed once, and nothing is held any more."""
-    assert failure_of(await rig.answer(order)).reason == reason
+    failure_of(await rig.answer(order), reason)
     assert len([r for r in rig.reports if r.order == order.order and r.is_terminal]) == 1
     assert (await rig.status())["captures"] == []
-    await until(lambda: not guards(rig), "the end of the guard")
+    await until(lambda: not rig.guards(), "the end of the guard")
 
 
 @pytest.mark.parametrize("returns", [True, False], ids=["agent returns", "guard alone"])
@@ -245,38 +235,29 @@ async def test_an_agent_killed_while_a_worker_is_replaced_leaves_nothing_of_it(
     order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
     await rig.send(order)
     await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
-    process.kill()
-    await process.wait()
+    await killed(process)
     if returns:
         await rig.process()
     await until(lambda: workers_of(rig, pod) == [], "the end of the worker")
     if not returns:
-        await until(lambda: not guards(rig), "the end of the guard")
+        await until(lambda: not rig.guards(), "the end of the guard")
         await rig.process()
     await is_over(rig, order, "OutcomeUnknown")
     await rig.answer(rig.run_order(pod), "exited")
 
 
 async def test_a_dump_that_is_aborted_while_the_worker_is_replaced_leaves_nothing_of_it(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        pod, content = await rig.running("--child", "--hang-at-resume"), fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content, **RESPAWN))
-        order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
-        await rig.send(order)
-        await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
-        abort = AbortOrder(
-            pod=pod.ref, content_uid=content, **rig.common("abort", content), **RESPAWN
-        )
-        assert (await rig.carry_out(abort)).kind == "aborted"
-        assert workers_of(rig, pod) == []
-        await is_over(rig, order, "Aborted")
-        await rig.answer(rig.run_order(pod), "exited")
-
-
-def guards(rig: Rig) -> list[int]:
-    return [pid for pid, text in below(rig.state).items() if "adapters.guard" in text]
+    pod, content = await node.running("--child", "--hang-at-resume"), fresh_uid()
+    prepared = await node.carry_out(node.prepare_order(pod, content, **RESPAWN))
+    order = node.dump_order(pod, content, prepared.vector, **RESPAWN)
+    await node.send(order)
+    await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
+    assert (await node.carry_out(node.abort_order(pod, content, **RESPAWN))).kind == "aborted"
+    assert workers_of(node, pod) == []
+    await is_over(node, order, "Aborted")
+    await node.answer(node.run_order(pod), "exited")
 
 
 def workers_of(rig: Rig, pod: Pod) -> list[int]:

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.domain import control
-from snapshot_shared.errors import Failure
-from snapshot_shared.orders import AbortOrder, ArtifactRef, DeviceRef, Report
-from tests.support.agent_rig import Pod, Rig, fresh_uid
+from snapshot_shared.orders import AbortOrder, ArtifactRef, DeviceRef
+from tests.support.agent_rig import Pod, Rig, fresh_uid, killed
 from tests.support.waiting import until
 
 NOWHERE = ArtifactRef(
@@ -18,113 +17,93 @@ NOWHERE = ArtifactRef(
 )
 
 
-def failure_of(report: Report) -> Failure:
-    assert report.failure is not None, report
-    return report.failure
-
-
 async def artifact_of(rig: Rig, *arguments: str) -> tuple[ArtifactRef, Path]:
-    pod = await rig.running(*arguments)
-    content = fresh_uid()
+    pod, content = await rig.running(*arguments), fresh_uid()
     return await rig.captured(pod, content), rig.generation(content)
 
 
-async def test_a_waiting_worker_goes_on_where_the_captured_one_was(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig, "--answer", "42", "--state-bytes", "20971520")
-        pod = await rig.running(standby=True)
-        report = await rig.carry_out(rig.restore_order(pod, artifact))
-        assert report.kind == "restored"
-        assert report.bytes > 20971520
-        assert pod.events()[-1] == "restored 42 20971520"
-        assert (pod.control / "state" / "weights.bin").stat().st_mode & 0o777 == 0o600
-        assert not any(r.kind == "ready" and r.order == f"run-{pod.ref.uid}" for r in rig.reports)
+async def test_a_waiting_worker_goes_on_where_the_captured_one_was(node: Rig) -> None:
+    artifact, _ = await artifact_of(node, "--answer", "42", "--state-bytes", "20971520")
+    pod = await node.running(standby=True)
+    report = await node.carry_out(node.restore_order(pod, artifact))
+    assert report.kind == "restored"
+    assert report.bytes > 20971520
+    assert pod.events()[-1] == "restored 42 20971520"
+    assert (pod.control / "state" / "weights.bin").stat().st_mode & 0o777 == 0o600
+    assert not any(r.kind == "ready" and r.order == f"run-{pod.ref.uid}" for r in node.reports)
 
 
-async def test_a_restored_worker_can_be_captured_again(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig, "--answer", "7")
-        pod = await rig.running(standby=True)
-        await rig.carry_out(rig.restore_order(pod, artifact))
-        (pod.control / control.READY).write_text('{"attempt": 0}')
-        again = await rig.captured(pod, fresh_uid())
-        third = await rig.running(standby=True)
-        await rig.carry_out(rig.restore_order(third, again))
-        assert third.events()[-1] == "restored 7 1024"
+async def test_a_restored_worker_can_be_captured_again(node: Rig) -> None:
+    artifact, _ = await artifact_of(node, "--answer", "7")
+    pod = await node.running(standby=True)
+    await node.carry_out(node.restore_order(pod, artifact))
+    (pod.control / control.READY).write_text('{"attempt": 0}')
+    again = await node.captured(pod, fresh_uid())
+    third = await node.running(standby=True)
+    await node.carry_out(node.restore_order(third, again))
+    assert third.events()[-1] == "restored 7 1024"
 
 
-async def test_a_corrupted_part_never_reaches_the_worker(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, folder = await artifact_of(rig, "--state-bytes", "9437184")
-        with (folder / "process" / "weights.bin").open("r+b") as file:
-            file.seek(9000000)
-            file.write(b"!")
-        pod = await rig.running(standby=True)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
-        assert failure.reason == "ArtifactCorrupt"
-        assert (failure.values["file"], failure.values["chunk"]) == ("weights.bin", 1)
-        await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
-        assert not (pod.control / control.RESTORE_COMPLETE).exists()
-        assert list((pod.control / "state").iterdir()) == []
+async def test_a_corrupted_part_never_reaches_the_worker(node: Rig) -> None:
+    artifact, folder = await artifact_of(node, "--state-bytes", "9437184")
+    with (folder / "process" / "weights.bin").open("r+b") as file:
+        file.seek(9000000)
+        file.write(b"!")
+    pod = await node.running(standby=True)
+    failure = await node.refused(node.restore_order(pod, artifact), "ArtifactCorrupt")
+    assert (failure.values["file"], failure.values["chunk"]) == ("weights.bin", 1)
+    await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
+    assert not (pod.control / control.RESTORE_COMPLETE).exists()
+    assert list((pod.control / "state").iterdir()) == []
 
 
 @pytest.mark.parametrize("victim", ["root.json", "process/part.json"])
 async def test_a_changed_manifest_is_refused_before_the_worker_is_touched(
-    rig: Rig, victim: str
+    node: Rig, victim: str
 ) -> None:
-    async with rig.agent():
-        artifact, folder = await artifact_of(rig)
-        (folder / victim).write_bytes((folder / victim).read_bytes() + b" ")
-        pod = await rig.running(standby=True)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
-        assert failure.reason == "ArtifactCorrupt"
-        untouched(pod)
+    artifact, folder = await artifact_of(node)
+    (folder / victim).write_bytes((folder / victim).read_bytes() + b" ")
+    pod = await node.running(standby=True)
+    await node.refused(node.restore_order(pod, artifact), "ArtifactCorrupt")
+    untouched(pod)
 
 
 async def test_a_file_that_became_a_link_is_refused_before_the_worker_is_touched(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        artifact, folder = await artifact_of(rig)
-        path = folder / "process" / "weights.bin"
-        path.rename(folder / "elsewhere")
-        path.symlink_to(folder / "elsewhere")
-        pod = await rig.running(standby=True)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
-        assert failure.reason == "ArtifactCorrupt"
-        untouched(pod)
+    artifact, folder = await artifact_of(node)
+    path = folder / "process" / "weights.bin"
+    path.rename(folder / "elsewhere")
+    path.symlink_to(folder / "elsewhere")
+    pod = await node.running(standby=True)
+    await node.refused(node.restore_order(pod, artifact), "ArtifactCorrupt")
+    untouched(pod)
 
 
 async def test_a_worker_that_spoils_its_own_folder_does_not_speak_ill_of_the_artifact(
-    rig: Rig,
+    node: Rig,
 ) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig)
-        pod = await rig.running(standby=True)
-        elsewhere = pod.control.with_name("elsewhere")
-        pod.control.rename(elsewhere)
-        pod.control.symlink_to(elsewhere)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact)))
-        assert failure.reason == "ControlFolderBroken"
+    artifact, _ = await artifact_of(node)
+    pod = await node.running(standby=True)
+    elsewhere = pod.control.with_name("elsewhere")
+    pod.control.rename(elsewhere)
+    pod.control.symlink_to(elsewhere)
+    await node.refused(node.restore_order(pod, artifact), "ControlFolderBroken")
 
 
-async def test_another_number_of_devices_is_refused_with_both_values(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig)
-        pod = await rig.running(standby=True)
-        order = rig.restore_order(pod, artifact, devices=[DeviceRef(ordinal=0, uuid="GPU-x")])
-        failure = failure_of(await rig.carry_out(order))
-        assert failure.reason == "Incompatible"
-        assert (failure.values["expected"], failure.values["found"]) == ([], ["gpu-0"])
-        untouched(pod)
+async def test_another_number_of_devices_is_refused_with_both_values(node: Rig) -> None:
+    artifact, _ = await artifact_of(node)
+    pod = await node.running(standby=True)
+    order = node.restore_order(pod, artifact, devices=[DeviceRef(ordinal=0, uuid="GPU-x")])
+    failure = await node.refused(order, "Incompatible")
+    assert (failure.values["expected"], failure.values["found"]) == ([], ["gpu-0"])
+    untouched(pod)
 
 
-async def test_an_artifact_that_is_not_there_beside_others_is_missing(rig: Rig) -> None:
-    async with rig.agent():
-        await artifact_of(rig)
-        pod = await rig.running(standby=True)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, NOWHERE)))
-        assert failure.reason == "ArtifactMissing"
+async def test_an_artifact_that_is_not_there_beside_others_is_missing(node: Rig) -> None:
+    await artifact_of(node)
+    pod = await node.running(standby=True)
+    await node.refused(node.restore_order(pod, NOWHERE), "ArtifactMissing")
 
 
 async def test_a_restore_on_a_node_whose_artifact_root_is_empty_says_nothing_of_the_artifact(
@@ -133,61 +112,51 @@ async def test_a_restore_on_a_node_whose_artifact_root_is_empty_says_nothing_of_
     (rig.root / "lost+found").mkdir(parents=True)
     async with rig.agent():
         pod = await rig.running(standby=True)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, NOWHERE)))
-        assert failure.reason == "ArtifactRootEmpty"
+        failure = await rig.refused(rig.restore_order(pod, NOWHERE), "ArtifactRootEmpty")
         assert "mount" in failure.next_step
         untouched(pod)
 
 
-async def test_a_worker_that_does_not_wait_for_a_restore_is_refused(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig)
-        pod = await rig.running()
-        report = await rig.carry_out(rig.restore_order(pod, artifact))
-        assert report.kind == "rejected"
-        assert failure_of(report).reason == "NotEligible"
+async def test_a_worker_that_does_not_wait_for_a_restore_is_refused(node: Rig) -> None:
+    artifact, _ = await artifact_of(node)
+    pod = await node.running()
+    await node.refused(node.restore_order(pod, artifact), "NotEligible", kind="rejected")
 
 
-async def test_a_worker_that_does_not_serve_again_in_time_fails_the_restore(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig)
-        pod = await rig.running("--never-restored", standby=True)
-        failure = failure_of(await rig.carry_out(rig.restore_order(pod, artifact, ready_s=0.3)))
-        assert failure.reason == "DeadlineExceeded"
-        assert control.is_of((pod.control / control.RESTORE_FAILED).read_bytes(), 1)
-        assert not (pod.control / control.RESTORE_COMPLETE).exists()
+async def test_a_worker_that_does_not_serve_again_in_time_fails_the_restore(node: Rig) -> None:
+    artifact, _ = await artifact_of(node)
+    pod = await node.running("--never-restored", standby=True)
+    await node.refused(node.restore_order(pod, artifact, ready_s=0.3), "DeadlineExceeded")
+    assert control.is_of((pod.control / control.RESTORE_FAILED).read_bytes(), 1)
+    assert not (pod.control / control.RESTORE_COMPLETE).exists()
 
 
-async def test_an_abort_keeps_a_restore_from_beginning(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig)
-        pod = await rig.running(standby=True)
-        abort = AbortOrder(pod=pod.ref, **rig.common("abort", pod.ref.uid))
-        assert (await rig.carry_out(abort)).kind == "aborted"
-        report = await rig.carry_out(rig.restore_order(pod, artifact))
-        assert failure_of(report).reason == "Superseded"
+async def test_an_abort_keeps_a_restore_from_beginning(node: Rig) -> None:
+    artifact, _ = await artifact_of(node)
+    pod = await node.running(standby=True)
+    abort = node.restore_abort(pod)
+    assert (await node.carry_out(abort)).kind == "aborted"
+    await node.refused(node.restore_order(pod, artifact), "Superseded", kind="rejected")
 
 
-async def test_an_abort_says_to_a_waiting_worker_that_no_restore_comes(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running(standby=True)
-        abort = AbortOrder(pod=pod.ref, why="a part is damaged", **rig.common("abort", fresh_uid()))
-        assert (await rig.carry_out(abort)).kind == "aborted"
-        await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
-        said = (pod.control / control.RESTORE_FAILED).read_text()
-        assert "a part is damaged" in said
+async def test_an_abort_says_to_a_waiting_worker_that_no_restore_comes(node: Rig) -> None:
+    pod = await node.running(standby=True)
+    abort = AbortOrder(pod=pod.ref, why="a part is damaged", **node.common("abort", fresh_uid()))
+    assert (await node.carry_out(abort)).kind == "aborted"
+    await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
+    said = (pod.control / control.RESTORE_FAILED).read_text()
+    assert "a part is damaged" in said
 
 
-async def test_an_abort_that_comes_after_the_restore_leaves_the_worker_alone(rig: Rig) -> None:
-    async with rig.agent():
-        artifact, _ = await artifact_of(rig, "--answer", "7")
-        pod = await rig.running(standby=True)
-        await rig.carry_out(rig.restore_order(pod, artifact))
-        abort = AbortOrder(pod=pod.ref, **rig.common("abort", pod.ref.uid))
-        assert (await rig.carry_out(abort)).kind == "aborted"
-        assert not (pod.control / control.RESTORE_FAILED).exists()
-        assert (pod.control / control.RESTORE_COMPLETE).exists()
-        assert pod.events()[-1] == "restored 7 1024"
+async def test_an_abort_that_comes_after_the_restore_leaves_the_worker_alone(node: Rig) -> None:
+    artifact, _ = await artifact_of(node, "--answer", "7")
+    pod = await node.running(standby=True)
+    await node.carry_out(node.restore_order(pod, artifact))
+    abort = node.restore_abort(pod)
+    assert (await node.carry_out(abort)).kind == "aborted"
+    assert not (pod.control / control.RESTORE_FAILED).exists()
+    assert (pod.control / control.RESTORE_COMPLETE).exists()
+    assert pod.events()[-1] == "restored 7 1024"
 
 
 async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -> None:
@@ -198,8 +167,7 @@ async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -
     await rig.send(order)
     await until((pod.control / control.RESTORE_COMPLETE).exists, "the signal")
     state = (pod.control / "state" / "weights.bin").stat()
-    process.kill()
-    await process.wait()
+    await killed(process)
     await rig.process()
     (pod.control / ".restored").write_text('{"attempt": 1}')
     (pod.control / ".restored").rename(pod.control / control.RESTORED)
