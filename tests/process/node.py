@@ -25,7 +25,7 @@ from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.mounts import mounts_in
 from snapshot_shared.orders import PodRef
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
-from tests.support.agent_rig import Rig
+from tests.support.agent_rig import AgentProcess, Rig
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -263,7 +263,7 @@ class Node(Rig):
         self.hides_artifacts = False
         """Whether the helper, as on NFS, can do nothing below the artifact root by itself."""
         self.helper: asyncio.subprocess.Process | None = None
-        self.running_agent: asyncio.subprocess.Process | None = None
+        self.running_agent: AgentProcess | None = None
         for each in (self.run, self.programs, self.root):
             each.mkdir(parents=True)
         for name, text in (("criu", _CRIU), ("hook", _HOOK)):
@@ -309,7 +309,9 @@ class Node(Rig):
         assert self.running_agent is not None
         return self.running_agent.pid
 
-    async def process(self, *arguments: str) -> asyncio.subprocess.Process:
+    async def process(self, *arguments: str) -> AgentProcess:
+        # Not forked: its environment is looked for in /proc, and says where libraries are.
+        arguments = arguments or ("-m", "snapshot_agent.main")
         self.running_agent = await super().process(*arguments)
         return self.running_agent
 

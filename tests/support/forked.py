@@ -1,8 +1,10 @@
 """Programs of services that start without their imports: a process that has them is forked.
 
 `start` gives a real process, which is signalled, killed and waited for like one that was started by
-`python -m`. /proc shows the command line and the environment of the process that was forked, and
-nobody finds it by them. The first call of a test process starts that one, which ends with it.
+`python -m`. But /proc shows the command line and the environment of the process that was forked,
+and variables that Python or the dynamic linker read at the start have no effect.
+
+The first call of a test process starts the process that forks, which ends with it.
 """
 
 from __future__ import annotations
