@@ -71,7 +71,21 @@ def rig() -> Iterator[SimulatedRig]:
     rig.close()
 
 
-@pytest.fixture(params=["simulated", "simulated in huge pages", "claimed", "fake of cuda"])
+RIGS = ("simulated", "simulated in huge pages", "claimed", "fake of cuda")
+LONG = {("claimed", "hands_over_many")}
+"""What takes seconds, and is proven by the other rigs as well."""
+CASES = [
+    pytest.param(
+        *(rig, rule),
+        id=f"{rig}-{rule.__name__}",
+        marks=[pytest.mark.slow] * ((rig, rule.__name__) in LONG),
+    )
+    for rig in RIGS
+    for rule in RULES
+]
+
+
+@pytest.fixture
 def any_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     if request.param == "claimed":
         with contextlib.closing(ClaimedRig()) as claimed:
@@ -89,7 +103,7 @@ def any_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield simulated
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(("any_rig", "rule"), CASES, indirect=["any_rig"])
 def test_a_device_keeps_the_rule(any_rig: Rig, rule: Callable[[Rig], object]) -> None:
     if any_rig.device.info.kind == "cuda" and rule.__name__ in CANNOT:
         with pytest.raises(Skipped):
