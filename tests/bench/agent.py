@@ -41,6 +41,7 @@ from tests.bench import common
 from tests.bench.common import MIB, ROOT, Benchmark, Judged, goal
 from tests.bench.disk import drop, huge_pages, raw_transfer, warm
 from tests.bench.machine import Watch, describe, new_memory
+from tests.support.container import command
 
 TOOLS = ROOT / ".tools"
 OURS = "snapback"
@@ -157,15 +158,12 @@ class Bench:
     def _contained(self, *argv: str) -> Container:
         """Start a container whose program is ready when it has written a line."""
         init: Path | None = None
-        at: list[str] = []
         if argv[0].startswith("/snapback/"):
             init = self._new_folder(self.folder)
             shutil.copy(TOOLS / "snapback-init", init)
-            at = ["--at", str(init)]
-        command = ["unshare", "--mount", "--pid", "--net", "--uts", "--ipc", "--fork"]
-        command += [sys.executable, "-m", "tests.bench.contained"]
+        mounts = {str(init): "/snapback"} if init else {}
         starter = subprocess.Popen(
-            [*command, str(self._new_folder(self.layers)), *at, *argv],
+            command(self._new_folder(self.layers), *argv, mounts=mounts),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

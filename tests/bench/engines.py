@@ -82,7 +82,7 @@ class Engine(NamedTuple):
         return f"{self.name}, {self.driver}"
 
 
-def _engines() -> Iterator[Engine]:
+def engines() -> Iterator[Engine]:
     identify = Request("/identify", (ROOT / ASKED).read_bytes())
     of_model: dict[str, Any] = {"first": identify, "asked": identify, "can_nap": True}
     served = {**MODEL, "HTTP_PORT": "{port}"}
@@ -202,13 +202,13 @@ class Bench:
         self.folder, self.rounds = folder, rounds
         host = look_for_criu()
         lacking = [check.fix for check in criu_host.checks(host) if not check.ok]
-        engines = list(_engines())
+        every = list(engines())
         self.absent = {
             engine.row: "; ".join(lacking)
-            for engine in engines
+            for engine in every
             if lacking and engine.driver == "criu"
         }
-        self.engines = [engine for engine in engines if engine.row not in self.absent]
+        self.engines = [engine for engine in every if engine.row not in self.absent]
         self.cluster = LiveCluster(folder, tools=None if lacking else Path(host.tools))
 
     async def run(self) -> Results:

@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
+import yaml
 
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube.controllers import INDEXES
@@ -67,6 +68,7 @@ CAPTURES = 20
 WAIT_S = 300.0
 CHECKPOINTS = "/apis/nvidia.com/v1alpha1/namespaces/default/dynamocheckpoints"
 PODS = "/api/v1/namespaces/default/pods"
+MANIFEST = Path(__file__).with_name("worker.yaml")
 
 Samples = dict[str, dict[str, list[float]]]
 """By contender and by what was measured; one value a round."""
@@ -190,68 +192,12 @@ async def together(do: Callable[[str], Awaitable[None]], names: Iterable[str]) -
 
 def worker(name: str) -> dict[str, Any]:
     """Give the template of a worker, about as long as people write them."""
-    variables = {
-        "HF_HOME": "/models/cache",
-        "NCCL_DEBUG": "WARN",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "DYN_NAMESPACE": "default",
-        "DYN_SYSTEM_PORT": "9090",
-        "ETCD_ENDPOINTS": "http://etcd.dynamo-system:2379",
-        "NATS_SERVER": "nats://nats.dynamo-system:4222",
-    }
-    probe = {"httpGet": {"path": "/health", "port": 9090}, "periodSeconds": 10}
-    container = {
-        "name": "main",
-        "image": "example/vllm-runtime:1.2.3",
-        "command": ["python3", "-m", "dynamo.vllm"],
-        "args": ["--model", f"example/{name}", "--tensor-parallel-size", "2"],
-        "env": [{"name": key, "value": value} for key, value in variables.items()],
-        "ports": [{"name": "system", "containerPort": 9090}],
-        "resources": {
-            "requests": {"cpu": "8", "memory": "64Gi"},
-            "limits": {"nvidia.com/gpu": "2"},
-        },
-        "readinessProbe": probe,
-        "livenessProbe": probe,
-        "volumeMounts": [{"name": "models", "mountPath": "/models"}],
-    }
-    labels = {"name": name, "component": "worker", "part-of": "bench", "managed-by": "dynamo"}
-    return {
-        "metadata": {"labels": {f"app.kubernetes.io/{key}": labels[key] for key in labels}},
-        "spec": {
-            "containers": [container],
-            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
-        },
-    }
+    return dict(yaml.safe_load(MANIFEST.read_text().replace("its-name", name))["template"])
 
 
 def running() -> dict[str, Any]:
     """Give the status of a pod that its kubelet has started."""
-    at = "2026-01-01T00:00:00Z"
-    types = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
-    image = "example/vllm-runtime"
-    container = {
-        "name": "main",
-        "image": f"{image}:1.2.3",
-        "imageID": f"{image}@sha256:{'0' * 64}",
-        "containerID": f"containerd://{'0' * 64}",
-        "ready": True,
-        "started": True,
-        "restartCount": 0,
-        "lastState": {},
-        "state": {"running": {"startedAt": at}},
-    }
-    return {
-        "phase": "Running",
-        "startTime": at,
-        "hostIP": "10.0.0.1",
-        "podIP": "10.1.0.1",
-        "podIPs": [{"ip": "10.1.0.1"}],
-        "qosClass": "Burstable",
-        "conditions": [{"type": t, "status": "True", "lastTransitionTime": at} for t in types],
-        "containerStatuses": [container],
-    }
+    return dict(yaml.safe_load(MANIFEST.read_text())["status"])
 
 
 # A turn of a contender.
@@ -367,9 +313,8 @@ async def counted(kubeconfig: str, client: KubeClient) -> Calls:
             proxy.requests.clear()
             return Counter(found)
 
-        await until(
-            lambda: followed <= proxy.requests.keys() and is_idle(), "the start", within_s=WAIT_S
-        )
+        await until(lambda: followed <= proxy.requests.keys(), "the watches", within_s=WAIT_S)
+        await until(is_idle, "the start", within_s=WAIT_S)
         calls()
         names = [f"new-{number}" for number in range(CAPTURES)]
         for name in names:

@@ -1,4 +1,7 @@
-"""The page about a run, in Markdown. Pure."""
+"""The page about a run, in Markdown. Pure.
+
+The rules stand before its first section, in docs/benchmarks.md, and are no part of a run.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from tests.bench import common
-from tests.bench.common import NOISE, OTHERS, Judged, Rows
+from tests.bench.common import Judged, Rows
 from tests.bench.goals import (
     LIMITS,
     OURS,
     PAGES,
     SHAPES,
     STEPS,
-    TURNS,
-    TURNS_WITH_LIMITS,
     Calls,
     Results,
     Transfers,
@@ -31,91 +32,30 @@ from tests.bench.goals import (
 
 _MEMORY = "GPU memory: "
 
-DEVICES = """
-## Devices
-
-`gms conformance --device simulated`: all rules hold. Nothing here was run on a GPU: service,
-client and transfers have only met a fake of the driver, in the tests.
-[`make accept`](how-to/accept-on-a-gpu.md) is what a GPU is tried with first.
-"""
-"""What is known of devices, which no benchmark on this machine finds out."""
-
-RULES = f"""\
-Written by `make bench-gms`. Figures hold for one machine and one run of each section;
-what carries over is ratios.
-
-- Contenders take turns, and the order rotates from round to round. Saves end in fsync; loads
-  end with the bytes in the region. Ours are digested on the way; peers do not verify, and no
-  figure is corrected for that. numpy has the region as one array, also where it is 2,000 small
-  ones, and tensorizer takes part only where it is one. Cold means that the files were dropped
-  from the page cache.
-- `posix-direct, encrypted` is the same save or load of a part in AES-256-GCM.
-- Each contender runs on recycled pages: right before it is timed, as much memory as it may need
-  and 512 MiB more are touched and released. For the file in the page cache, a copy of its own
-  and new memory to load into that is its bytes each time. A virtual machine may give free pages
-  back to its host, and a program that gets such a page pays for having it brought again.
-- A byte of each page of all regions is read right before, too. A host may also take away what was
-  not used for a minute: reading 1 GiB in ordinary pages then took 0.6 processor-seconds once,
-  without a page fault, and 0.06 the second time.
-- The limit of the disk is the fastest of fio, where it is installed, and of a raw probe past
-  the page cache with as many files as a save has and 4, 8 and 16 threads.
-- A region is in huge pages that the host has set aside (`vm.nr_hugepages`), as the memory of a
-  GPU is there before it is asked for, or in ordinary ones of 4 KiB. A run sets aside what is
-  missing, and gives it back. Ratios to peers are of equal pages.
-- What is compared with that limit, and its probes, have {TURNS_WITH_LIMITS} turns a round: the
-  speed of a disk changes within seconds by more than what is looked for.
-- A ratio is *inconclusive* after fewer than {TURNS} turns. One that is missed is, too, where the
-  middle half of the samples spreads over more than {NOISE:.0%} of their median. Where others took
-  more than {OTHERS:.0%} of the processors, every missed ratio is, and so is every ratio to a peer:
-  most peers need more of the processors than we do.
-"""
-
-CORRECTION = """\
-Earlier editions of this page were wrong where they compared with peers. They said that a save of
-1 GiB is 8.6 times as fast as the best peer. The peers wrote into pages that the virtual machine
-had given back to its host: such a buffered write was seen to take 2.5 processor-seconds a GB
-and to reach 0.11 GB/s, and one into pages just released 0.2 and 1.3 to 1.7 GB/s. Ours writes past
-the page cache and needs no such pages. Against the fastest samples of numpy and safetensors
-it was 1.3 and 1.7 times as fast. The limit was that of one file and four threads, and a save
-exceeded it by up to 19 %, so it was none. The order was fixed, with the limit first and the
-peers last. Loads were compared in huge pages alone, of which a host has none unless its
-administrator sets them aside; in ordinary ones a cold load was 0.92 to 1.02 times as fast as
-that of torch. The host had also taken pages of regions that waited for their turn: saves out of
-ordinary pages, of all contenders, were shown with up to three times their processor-seconds, and
-ours at 0.59 to 0.76 of the limit.
-"""
-
 _HEAD = ("row", "contender", "huge pages, GB/s", "CPU s/GB", "ordinary pages, GB/s", "CPU s/GB")
 """A section that has another table was measured by other rules."""
 
 
-def page(results: Results) -> str:
-    """Write the page about a run, in Markdown."""
-    return "\n".join(_lines(results)) + "\n" + DEVICES
-
-
 def renewed(old: str, results: Results) -> str:
-    """Write the page about a run, and keep what an older page has about anything else.
+    """Write the sections about a run into a page, and the machine before its first section.
 
-    Another size stays where it was measured by the same rules.
+    What an older page says of the rules stays, and so do the sections about anything else. Another
+    size stays if it was measured by the same rules.
     """
-    head, *new = common.split(page(results))
-    _, *older = common.split(old)
+    head, *older = common.split(old or "# Benchmarks\n")
     rules = " | ".join(_HEAD)
     kept = [part for part in older if not part.startswith(_MEMORY) or rules in part]
-    return common.joined(head, kept, new)
+    prose = head.partition("\nThe machine:\n")[0].rstrip()
+    machine = "\n".join(common.listed(results.machine))
+    return common.joined(f"{prose}\n\nThe machine:\n\n{machine}", kept, list(_sections(results)))
 
 
-def _lines(results: Results) -> Iterator[str]:
-    yield "# Benchmarks\n"
-    yield RULES
-    yield CORRECTION
-    yield "The machine:\n"
-    yield from common.listed(results.machine)
+def _sections(results: Results) -> Iterator[str]:
+    """Write each section from its title on."""
     for one in results.transfers:
-        yield from _transfer_lines(one)
+        yield "\n".join(_transfer_lines(one))
     if results.calls:
-        yield from _call_lines(results.calls)
+        yield "\n".join(_call_lines(results.calls))
 
 
 def _goal_lines(found: Sequence[Judged]) -> Iterator[str]:
@@ -129,7 +69,7 @@ def _rounds(rows: Rows) -> int:
 
 
 def _transfer_lines(results: Transfers) -> Iterator[str]:
-    yield f"\n## {_MEMORY}save and load of {size_text(results.size)}\n"
+    yield f"{_MEMORY}save and load of {size_text(results.size)}\n"
     yield (
         f"{_rounds(results.seconds)} rounds, medians. Others took {results.others:.0%} of the "
         f"processors.\n{_reported(results.reported)}"
@@ -221,7 +161,7 @@ def _limits_beside(row: str) -> str:
 
 
 def _call_lines(results: Calls) -> Iterator[str]:
-    yield "\n## GMS sessions\n"
+    yield "GMS sessions\n"
     yield (
         f"{_rounds(results.seconds)} rounds, medians, the order rotates. Client and server are two "
         "processes.\nThe call lists 16 allocations; `gms` is the real service with its synchronous "

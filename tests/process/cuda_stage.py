@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,9 @@ from snapshot_agent.ports import Dump, Process, RestoreSource, Worker
 from snapshot_shared.codec import encode_json
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef, PresenceDevice
+from tests.support.container import command
 from tests.support.cuda_rig import UUIDS, CudaNode
+from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 TOOLS = REPOSITORY / ".tools"
@@ -83,11 +85,9 @@ class Container:
 
     def __init__(self, node: Stage, *argv: str, init: Path | None = None) -> None:
         self.layer = node.new_folder(node.layers)
-        command = ["unshare", "--mount", "--pid", "--net", "--uts", "--ipc", "--fork"]
-        command += ["--kill-child", sys.executable, "-m", "tests.bench.contained", str(self.layer)]
-        command += ["--at", str(init)] if init else []
+        mounts = {str(init): "/snapback"} if init else {}
         self.starter: Any = subprocess.Popen(
-            [*command, *argv],
+            command(self.layer, *argv, mounts=mounts),
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -96,7 +96,7 @@ class Container:
         )
         self.lines = Lines(self.starter.stdout)
         name = Path(argv[0]).name
-        until(lambda: self._runs(name), f"{name} in a container")
+        wait_until(lambda: self._runs(name), f"{name} in a container")
         paths = ContainerPaths(self.layer, self.layer, placeholder=init)
         found = procfs.read(self._first())
         assert found is not None
@@ -112,7 +112,7 @@ class Container:
         with contextlib.suppress(OSError):
             # Not the program that prepares the container, which is of Python, too.
             words = Path(f"/proc/{first}/cmdline").read_bytes().split(b"\0")
-            return b"tests.bench.contained" not in words and name.encode() in words[0]
+            return b"tests.support.container" not in words and name.encode() in words[0]
         return False
 
     @property
@@ -204,7 +204,7 @@ class Stage:
             ["unshare", "--mount", "sh", "-ec", _HELPER, "helper", *program],
             env={**os.environ, **environment},
         )
-        until(self.socket.exists, "a helper")
+        wait_until(self.socket.exists, "a helper")
         # It is answered after the self-test, which has CRIU do what a test wants of a dump later.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
             caller.settimeout(WITHIN_S)
@@ -247,7 +247,7 @@ class Stage:
             Container(self, sys.executable, str(program), str(self.cuda.library), *what)
         )
         who = ["parent", *(["child"] if "child" in what else [])]
-        until(lambda: all(made.lines.counts(each) for each in who), "the first calls of CUDA")
+        wait_until(lambda: all(made.lines.counts(each) for each in who), "the first calls of CUDA")
         return made
 
     def placeholder(self) -> Container:
@@ -284,7 +284,7 @@ class Stage:
             calls = self.cuda.calls()[since:]
             return any((call.what, call.verb) == ("begin", step) for call in calls)
 
-        await asyncio.to_thread(until, has_begun, step)
+        await asyncio.to_thread(wait_until, has_begun, step)
 
     def kill(self, target: str) -> None:
         """Kill a part of the helper: `call` and `criu` are programs that its `child` has started.
@@ -334,19 +334,11 @@ async def _ignored(_done: int) -> None:
 def goes_on(container: Container, *who: str) -> bool:
     """Whether calls of CUDA succeed again, of the parent or of those that are named."""
     before = {each: len(container.lines.counts(each)) for each in who or ("parent",)}
-    until(
+    wait_until(
         lambda: all(len(container.lines.counts(each)) > seen for each, seen in before.items()),
         "calls of CUDA",
     )
     return all(line["whole"] for line in container.lines.said)
-
-
-def until(holds: Callable[[], object], what: str) -> None:
-    """Wait for what another process does; there is no event of it."""
-    limit = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < limit, what
-        time.sleep(0.02)
 
 
 def staged(folder: Path, layers: Path, cuda: CudaNode) -> Iterator[Stage]:

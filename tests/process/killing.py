@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
+from snapshot_shared import subjects
+from snapshot_shared.api import Fault, SimReply, SimRequest
+from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import AbortOrder, DumpOrder, Order, Report
 from tests.process.node import Container, Node, Pause, children_of, command_of, zombies_of
 from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone
@@ -25,7 +28,6 @@ EVERY, FIRST, REPEAT = (
 COMPENSATED_S = 10.0
 """Within how many seconds a failure has to be undone."""
 
-CRIU: dict[str, Any] = {"driver": "criu"}
 MIB = 2**20
 
 DUMP_STEPS = {
@@ -154,10 +156,7 @@ class Halted:
             zombies = [f"zombie {pid}" for pid in zombies_of(agent) + zombies_of(helper.pid)]
             return self.node.left() + zombies
 
-        try:
-            await until(lambda: not left(), "the end of what was left", within_s=5.0)
-        except AssertionError:
-            raise AssertionError("\n".join(left())) from None
+        await until(lambda: not left(), lambda: "\n".join(left()), within_s=5.0)
 
 
 def _words(process: procfs.Stat) -> str:
@@ -184,7 +183,7 @@ class HaltedDump(Halted):
         """Do as the operator does after a report: release the worker, or abort the capture."""
         node, order = self.node, self.order
         if report.kind == "staged":
-            release = node.release_order(self.container, order.content_uid, **CRIU)  # type: ignore[arg-type]
+            release = node.release_order(self.container, order.content_uid)  # type: ignore[arg-type]
             assert (await node.carry_out(release)).kind == "released"
             return
         await self.abort()
@@ -193,16 +192,17 @@ class HaltedDump(Halted):
         """Abort the capture."""
         order = self.order
         common = self.node.common("abort", order.content_uid)
-        abort = AbortOrder(pod=order.pod, content_uid=order.content_uid, **common, **CRIU)
+        common["driver"] = "criu"
+        abort = AbortOrder(pod=order.pod, content_uid=order.content_uid, **common)
         assert (await self.node.carry_out(abort)).kind == "aborted"
 
 
 async def prepared(node: Node, worker: Container, **fields: Any) -> DumpOrder:
     """Prepare a worker, and return the order to dump it."""
     content = fresh_uid()
-    report = await node.carry_out(node.prepare_order(worker, content, **CRIU))  # type: ignore[arg-type]
+    report = await node.carry_out(node.prepare_order(worker, content))  # type: ignore[arg-type]
     assert report.kind == "prepared", report
-    order = node.dump_order(worker, content, report.vector, **CRIU)  # type: ignore[arg-type]
+    order = node.dump_order(worker, content, report.vector)  # type: ignore[arg-type]
     return replace(order, **fields)
 
 
@@ -235,9 +235,8 @@ async def dump_in(node: Node, step: str, **fields: Any) -> HaltedDump:
 async def restore_in(node: Node, step: str, **fields: Any) -> Halted:
     """Return a restore that waits in a step."""
     source = await loaded(node, "source", step)
-    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
-    target = await node.container("target", waits=True)
-    order = node.restore_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    artifact = await node.captured(source, fresh_uid())  # type: ignore[arg-type]
+    target, order = await node.waiting(artifact)
     found = Halted(node, target, replace(order, **fields))
     found.arm(RESTORE_STEPS[step])
     await node.send(found.order)
@@ -247,6 +246,17 @@ async def restore_in(node: Node, step: str, **fields: Any) -> Halted:
     else:
         await found.reached(over=step == "over")
     return found
+
+
+async def crashed(node: Node, order: Order, verb: str, step: str) -> None:
+    """Send an order, and wait for the end of the agent at a step of it."""
+    request = SimRequest(arm=Fault(action="crash", step=step, verb=verb))
+    subject = subjects.rpc(node.node, "agent", "sim")
+    answer = await node.bus.request(subject, encode_json(request), timeout_s=5.0)
+    assert decode_json(answer, SimReply).failure is None
+    await node.send(order)
+    assert node.running_agent is not None
+    await node.running_agent.wait()
 
 
 def at_once(holds: Callable[[], bool]) -> None:

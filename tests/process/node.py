@@ -23,9 +23,10 @@ from typing import Any
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.mounts import mounts_in
-from snapshot_shared.orders import PodRef
+from snapshot_shared.orders import ArtifactRef, PodRef, RestoreOrder
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
-from tests.support.agent_rig import AgentProcess, Rig
+from tests.support.agent_rig import AgentProcess, Rig, fresh_uid
+from tests.support.container import command
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,7 +35,8 @@ INIT = REPOSITORY / ".tools" / "snapback-init"
 WORKER = REPOSITORY / "tests" / "support" / "full_worker.py"
 PYTHON = os.path.realpath(sys.executable)
 CONTAINER = "main"
-NAMESPACES = ("--mount", "--net", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
+DRIVEN = ("prepare", "dump", "release", "place", "restore")
+"""The verbs of orders that name a driver."""
 
 # CRIU runs the last of its action scripts first, so this one is run after the helper's.
 _CRIU = """#!/bin/sh
@@ -117,24 +119,23 @@ class Container:
             words = [f"/snapback/{INIT.name}", "--", *words]
         self.cgroup = node.cgroup / f"pod{self.ref.uid}" / CONTAINER
         self.cgroup.mkdir(parents=True)
-        self._given = {
-            "home": str(self.home),
-            "cgroups": [str(self.cgroup / "cgroup.procs")],
-            "mounts": mounts,
-            "command": words,
-            "name": name,
-            "no_new_privs": no_new_privs,
-            "environment": {"SNAPSHOT_CONTROL_DIR": "/control", "PYTHONDONTWRITEBYTECODE": "1"},
-        }
+        self._command = command(
+            self.home,
+            *words,
+            name=name,
+            mounts=mounts,
+            cgroups=[str(self.cgroup / "cgroup.procs")],
+            no_new_privs=no_new_privs,
+            environment={"SNAPSHOT_CONTROL_DIR": "/control", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
         self.process: procfs.Stat | None = None
 
     def start(self) -> None:
         """Start it. What it prints is copied into `output`, as a runtime does."""
-        command = ["unshare", *NAMESPACES, sys.executable, "-m", "tests.process.container"]
         with self.output.open("ab") as output:
             self._output = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=output)
         self._outside = subprocess.Popen(
-            [*command, json.dumps(self._given)],
+            self._command,
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,
             stdout=self._output.stdin,
@@ -325,6 +326,21 @@ class Node(Rig):
         self.containers.append(made)
         await made.running()
         return made
+
+    def common(self, verb: str, owner: str, attempt: int = 1) -> dict[str, Any]:
+        driven = {"driver": "criu"} if verb in DRIVEN else {}
+        return super().common(verb, owner, attempt) | driven
+
+    async def artifact(self, name: str = "source") -> ArtifactRef:
+        """Capture a worker of its own."""
+        return await self.captured(await self.container(name), fresh_uid())  # type: ignore[arg-type]
+
+    async def waiting(
+        self, artifact: ArtifactRef, **options: Any
+    ) -> tuple[Container, RestoreOrder]:
+        """Return a container that waits for a process, and the order to restore it there."""
+        target = await self.container("target", waits=True, **options)
+        return target, self.restore_order(target, artifact)  # type: ignore[arg-type]
 
     def part(self, content: str) -> Path:
         return self.generation(content) / "process"

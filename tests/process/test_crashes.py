@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from snapshot_shared import steps, subjects
-from snapshot_shared.api import Fault, SimReply, SimRequest
-from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.orders import Order
-from tests.process.killing import CRIU, HaltedDump, prepared, thinned
+from snapshot_shared import steps
+from tests.process.killing import HaltedDump, crashed, prepared, thinned
 from tests.process.node import Node
-from tests.support.agent_rig import fresh_uid
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
-
-
-async def crashed(node: Node, order: Order, verb: str, step: str) -> None:
-    """Send an order, and wait for the end of the agent at a step of it."""
-    request = SimRequest(arm=Fault(action="crash", step=step, verb=verb))
-    subject = subjects.rpc(node.node, "agent", "sim")
-    answer = await node.bus.request(subject, encode_json(request), timeout_s=5.0)
-    assert decode_json(answer, SimReply).failure is None
-    await node.send(order)
-    assert node.running_agent is not None
-    await node.running_agent.wait()
 
 
 DUMPS = [(step, returns) for step in steps.table("dump", "criu") for returns in (True, False)]
@@ -57,10 +42,7 @@ async def test_an_agent_killed_at_a_step_of_a_dump_leaves_a_worker_that_goes_on(
 async def test_an_agent_killed_at_a_step_of_a_restore_goes_on_where_it_was(
     node: Node, step: str
 ) -> None:
-    source = await node.container("source")
-    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
-    target = await node.container("target", waits=True)
-    order = node.restore_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    target, order = await node.waiting(await node.artifact())
     await crashed(node, order, "restore", step)
     await node.process()
     assert (await node.answer(order)).kind == "restored"

@@ -21,8 +21,9 @@ from snapshot_shared.errors import (
     OutcomeUnknown,
     SnapbackError,
 )
-from tests.process.cuda_stage import Stage, goes_on, until
+from tests.process.cuda_stage import Stage, goes_on
 from tests.support.cuda_rig import UUIDS
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 
@@ -164,7 +165,7 @@ async def test_a_helper_that_starts_lets_a_worker_go_by_itself(stage: Stage) -> 
         await dump
     stage.start_helper()
     assert goes_on(source)
-    until(lambda: stage.left() == [], "no record")
+    wait_until(lambda: stage.left() == [], "no record")
 
 
 async def test_a_worker_is_ended_when_its_criu_hangs_and_was_killed(stage: Stage) -> None:
@@ -173,7 +174,7 @@ async def test_a_worker_is_ended_when_its_criu_hangs_and_was_killed(stage: Stage
     with pytest.raises(OutcomeUnknown, match="CRIU was ended by signal 9"):
         await stage.dump(source, 5.0)
     await stage.settle(source)
-    until(lambda: not source.runs(), "the end of the worker")
+    wait_until(lambda: not source.runs(), "the end of the worker")
     # CRIU may have stopped it, so the driver was not asked.
     assert called(stage) == ["lock", "checkpoint"]
 
@@ -184,14 +185,14 @@ async def test_a_worker_that_the_driver_does_not_let_go_is_ended(stage: Stage) -
     with pytest.raises(CudaStuck, match=f"process {source.pid}"):
         await stage.dump(source)
     await stage.settle(source)
-    until(lambda: not source.runs(), "the end of the worker")
+    wait_until(lambda: not source.runs(), "the end of the worker")
 
 
 async def test_a_stopped_worker_is_refused_before_the_driver_is_asked_for_it(stage: Stage) -> None:
     source = stage.worker("child")
     child = source.tree()[-1]
     os.kill(child, signal.SIGSTOP)
-    until(lambda: (found := procfs.read(child)) is not None and found.state == "T", "a stop")
+    wait_until(lambda: (found := procfs.read(child)) is not None and found.state == "T", "a stop")
     with pytest.raises(NotEligible, match=f"process {child} is stopped"):
         await stage.dump(source)
     assert called(stage) == []
@@ -213,7 +214,7 @@ async def test_a_restored_tree_that_cannot_have_its_devices_is_ended_and_never_a
     with pytest.raises(kind):
         await stage.restore(part, target)
     assert not target.is_restored()
-    until(lambda: target.tree() == [target.pid], "the end of what was restored")
+    wait_until(lambda: target.tree() == [target.pid], "the end of what was restored")
     assert target.runs()
     assert target.lines.said == []
     called(stage)

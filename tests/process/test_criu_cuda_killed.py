@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from snapshot_shared.errors import SnapbackError
-from tests.process.cuda_stage import Stage, goes_on, until
+from tests.process.cuda_stage import Stage, goes_on
 from tests.process.killing import thinned
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 
@@ -78,7 +79,7 @@ async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole
         stage.cuda.faults(f"{step} {source.pid} slow {SLOW_MS}")
     dump = asyncio.ensure_future(stage.dump(source))
     if step == "criu":
-        await asyncio.to_thread(until, (stage.folder / "criu-hangs").exists, "CRIU")
+        await asyncio.to_thread(wait_until, (stage.folder / "criu-hangs").exists, "CRIU")
     else:
         await stage.reached(step)
     stage.kill(target)
@@ -88,10 +89,10 @@ async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole
         stage.start_helper()
     await stage.settle(source)
     if expected.becomes == "ended":
-        until(lambda: not source.runs(), "the end of the worker")
+        wait_until(lambda: not source.runs(), "the end of the worker")
     else:
         assert goes_on(source, *BOTH)
-    until(lambda: stage.left() == [], "the removal of what was left")
+    wait_until(lambda: stage.left() == [], "the removal of what was left")
 
 
 @pytest.mark.parametrize(("step", "target"), thinned(list(RESTORES)))
@@ -115,11 +116,11 @@ async def test_a_part_that_is_killed_within_a_restore_leaves_no_process_without_
     if expected.done:
         assert goes_on(placeholder, *BOTH)
     elif expected.becomes == "waits":
-        until(lambda: placeholder.tree() == [placeholder.pid], "the end of what was restored")
+        wait_until(lambda: placeholder.tree() == [placeholder.pid], "the end of what was restored")
         assert placeholder.runs()
     else:
-        until(lambda: not placeholder.runs(), "the end of the placeholder")
-    until(lambda: stage.left() == [], "the removal of what was left")
+        wait_until(lambda: not placeholder.runs(), "the end of the placeholder")
+    wait_until(lambda: stage.left() == [], "the removal of what was left")
 
 
 async def ends_as(work: asyncio.Future[Any], expected: Outcome) -> None:

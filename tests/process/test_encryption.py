@@ -14,7 +14,7 @@ import pytest
 from snapshot_shared.artifact import ROOT_MANIFEST, SIGNATURE
 from snapshot_shared.orders import ArtifactRef, Report
 from tests.process import node as nodes
-from tests.process.killing import CRIU, MIB, dump_in
+from tests.process.killing import MIB, dump_in
 from tests.process.node import Container, Node
 from tests.support.agent_rig import fresh_uid
 from tests.support.artifact_keys import forged, put_encryption, put_signing
@@ -61,14 +61,8 @@ def scratch(node: Node) -> list[Path]:
     return [path for path in (node.folder / "scratch").rglob("*") if path.is_file()]
 
 
-async def captured(node: Node) -> ArtifactRef:
-    source = await node.container("source")
-    return await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
-
-
 async def restored(node: Node, artifact: ArtifactRef) -> tuple[Report, Container]:
-    target = await node.container("target", waits=True)
-    order = node.restore_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    target, order = await node.waiting(artifact)
     return await node.carry_out(order), target
 
 
@@ -77,7 +71,7 @@ async def test_a_worker_goes_on_that_was_dumped_and_restored_by_way_of_the_scrat
     opened: Opened, how: dict[str, str]
 ) -> None:
     async with opened(**how) as node:
-        artifact = await captured(node)
+        artifact = await node.artifact()
         part = node.part(artifact.content_uid)
         plain = [path.name for path in part.iterdir() if SECRET in path.read_bytes()]
         assert bool(plain) == (how == ALWAYS)
@@ -107,7 +101,7 @@ async def test_what_is_encrypted_with_another_key_or_not_signed_leaves_its_place
     opened: Opened,
 ) -> None:
     async with opened(**ENCRYPTED, SNAPBACK_REQUIRE_SIGNATURE="1") as node:
-        artifact = await captured(node)
+        artifact = await node.artifact()
         folder = node.generation(artifact.content_uid)
         await node.kill_agent()
         key = node.folder / "keys" / "encryption.key"
@@ -137,7 +131,7 @@ async def test_a_byte_that_was_changed_with_all_its_digests_is_never_given_to_cr
     opened: Opened,
 ) -> None:
     async with opened(**ENCRYPTED) as node:
-        artifact = await captured(node)
+        artifact = await node.artifact()
         folder = node.generation(artifact.content_uid)
         (folder / SIGNATURE).unlink()
         pages = max(folder.glob("process/pages-*.img"), key=lambda path: path.stat().st_size)
@@ -183,7 +177,7 @@ async def test_a_scratch_folder_without_room_fails_a_capture_by_its_name_and_the
         await halted.end(report)
         await halted.rests()
         assert [path.name for path in small.iterdir()] == ["filler"]
-        order = node.prepare_order(halted.container, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+        order = node.prepare_order(halted.container, fresh_uid())  # type: ignore[arg-type]
         assert named(await node.carry_out(order), small)
         await halted.container.goes_on()
 

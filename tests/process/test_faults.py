@@ -18,14 +18,12 @@ from snapshot_shared.errors import SourceExited
 from snapshot_shared.orders import Report
 from tests.process.killing import (
     COMPENSATED_S,
-    CRIU,
     DUMP_STEPS,
     dump_in,
     restore_in,
     thinned,
 )
 from tests.process.node import Container, Node, children_of
-from tests.support.agent_rig import fresh_uid
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
@@ -191,11 +189,8 @@ def limit_memory(container: Container, count: int) -> None:
 
 
 async def test_a_target_with_too_little_memory_is_refused_and_left_alone(node: Node) -> None:
-    source = await node.container("source")
-    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
-    target = await node.container("target", waits=True)
+    target, order = await node.waiting(await node.artifact())
     limit_memory(target, 16 << 20)
-    order = node.restore_order(target, artifact, **CRIU)  # type: ignore[arg-type]
     report = await node.carry_out(order)
     assert reason_of(report) == "Incompatible"
     assert report.failure is not None

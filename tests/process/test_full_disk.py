@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from snapshot_shared.orders import Report
-from tests.process.killing import CRIU, EVERY, MIB, HaltedDump, prepared, thinned
+from tests.process.killing import EVERY, MIB, HaltedDump, prepared, thinned
 from tests.process.node import Container, Node
 from tests.support.agent_rig import fresh_uid
 from tests.support.waiting import until
@@ -80,7 +80,7 @@ async def test_a_disk_that_becomes_full_fails_a_dump_by_name_and_its_worker_goes
     disk: Node, turn: int
 ) -> None:
     worker = await disk.container("worker")
-    await disk.captured(worker, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    await disk.captured(worker, fresh_uid())  # type: ignore[arg-type]
     total = used(disk)
     last = [total - mmap.PAGESIZE * count for count in range(LAST)]
     rest = [total * number // (OFFSETS - LAST) for number in range(OFFSETS - LAST)]

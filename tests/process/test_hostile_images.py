@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.killing import CRIU
 from tests.process.node import Node
 from tests.support.agent_rig import fresh_uid
 
@@ -40,9 +39,8 @@ async def test_a_preloaded_library_of_an_image_is_never_loaded_by_what_dumps_and
     ran("cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "canary.c"))
     shutil.copy(library, root / "canary.so")
     (root / "etc/ld.so.preload").write_text("/canary.so\n")
-    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
-    target = await node.container("target", waits=True)
-    order = node.restore_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    artifact = await node.captured(source, fresh_uid())  # type: ignore[arg-type]
+    target, order = await node.waiting(artifact)
     assert (await node.carry_out(order)).kind == "restored"
     await target.goes_on()
     inside = Path(f"/proc/{target.pid}/root")
@@ -58,16 +56,13 @@ async def test_a_preloaded_library_of_an_image_is_never_loaded_by_what_dumps_and
 async def test_a_link_in_the_place_of_a_placeholders_folder_has_nothing_written_to_another_pod(
     node: Node,
 ) -> None:
-    source = await node.container("source")
-    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
-    target = await node.container("target", waits=True)
+    target, order = await node.waiting(await node.artifact())
     other = node.kubelet / "pods" / fresh_uid() / "volumes" / "kubernetes.io~empty-dir" / "data"
     other.mkdir(parents=True)
     (other / ".restored").write_text("of another pod\n")
     # As another container of its pod can, which mounts the volume without a subPath.
     target.init.rename(target.init.with_name("aside"))
     target.init.symlink_to(other)
-    order = node.restore_order(target, artifact, **CRIU)  # type: ignore[arg-type]
     report = await node.carry_out(order)
     files = {path.name: path.read_text() for path in other.iterdir()}
     assert files == {".restored": "of another pod\n"}

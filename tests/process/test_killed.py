@@ -196,9 +196,8 @@ async def test_a_worker_goes_on_while_a_helper_that_was_stopped_waits_for_anothe
         assert node.helper is not None
         node.helper.terminate()
         await node.kill_agent()
-        await until(
-            lambda: "snapshot-aborted" in halted.container.did(), "the release", within_s=30.0
-        )
+        did = halted.container.did
+        await until(lambda: "snapshot-aborted" in did(), "the release", within_s=30.0)
         await halted.container.goes_on()
         assert node.helper.returncode is None
     await node.helper.wait()

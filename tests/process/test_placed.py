@@ -6,10 +6,8 @@ import pytest
 
 from snapshot_shared import steps
 from snapshot_shared.orders import AbortOrder, ArtifactRef
-from tests.process.killing import CRIU, RESTORE_STEPS, Halted, thinned
+from tests.process.killing import RESTORE_STEPS, Halted, crashed, thinned
 from tests.process.node import Container, Node, children_of
-from tests.process.test_crashes import crashed
-from tests.support.agent_rig import fresh_uid
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
@@ -17,14 +15,13 @@ pytestmark = [pytest.mark.process, pytest.mark.waits]
 
 async def captured(node: Node) -> tuple[Container, ArtifactRef]:
     """Return a container that waits for a process, and the process that was captured."""
-    source = await node.container("source")
-    artifact = await node.captured(source, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    artifact = await node.artifact()
     return await node.container("target", waits=True), artifact
 
 
 async def placed(node: Node, target: Container, artifact: ArtifactRef, attempt: int = 1) -> int:
     """Have the process placed; return its pid."""
-    order = node.place_order(target, artifact, attempt=attempt, **CRIU)  # type: ignore[arg-type]
+    order = node.place_order(target, artifact, attempt=attempt)  # type: ignore[arg-type]
     report = await node.carry_out(order)
     assert report.kind == "placed", report
     assert report.bytes > 0
@@ -33,7 +30,7 @@ async def placed(node: Node, target: Container, artifact: ArtifactRef, attempt: 
 
 
 async def restored(node: Node, target: Container, artifact: ArtifactRef, attempt: int = 1) -> int:
-    order = node.restore_order(target, artifact, attempt=attempt, **CRIU)  # type: ignore[arg-type]
+    order = node.restore_order(target, artifact, attempt=attempt)  # type: ignore[arg-type]
     report = await node.carry_out(order)
     assert report.kind == "restored", report
     [process] = children_of(target.pid)
@@ -66,7 +63,7 @@ async def test_a_process_that_was_placed_by_an_earlier_attempt_is_restored_by_a_
 @pytest.mark.parametrize("step", thinned(steps.table("place")))
 async def test_an_agent_killed_at_a_step_goes_on_where_it_was(node: Node, step: str) -> None:
     target, artifact = await captured(node)
-    order = node.place_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    order = node.place_order(target, artifact)  # type: ignore[arg-type]
     await crashed(node, order, "place", step)
     await node.process()
     assert (await node.answer(order)).kind == "placed"
@@ -86,7 +83,7 @@ async def test_a_process_whose_restore_was_given_up_is_told_so(node: Node) -> No
 
 async def test_an_abort_ends_a_process_that_is_half_placed(node: Node) -> None:
     target, artifact = await captured(node)
-    order = node.place_order(target, artifact, **CRIU)  # type: ignore[arg-type]
+    order = node.place_order(target, artifact)  # type: ignore[arg-type]
     halted = Halted(node, target, order)
     halted.arm(RESTORE_STEPS["restoring"])
     await node.send(order)

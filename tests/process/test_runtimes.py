@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.killing import CRIU, restore_in
+from tests.process.killing import restore_in
 from tests.process.node import Node, children_of
 from tests.support.agent_rig import fresh_uid
 
@@ -34,7 +34,7 @@ async def test_a_restored_process_has_the_cgroups_of_its_placeholder_and_sees_no
 async def test_a_worker_is_refused_whose_files_the_helper_does_not_have(node: Node) -> None:
     worker = await node.container("worker")
     worker.upper.rename(worker.home / "elsewhere")
-    order = node.prepare_order(worker, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    order = node.prepare_order(worker, fresh_uid())  # type: ignore[arg-type]
     report = await node.carry_out(order)
     assert report.failure is not None
     assert report.failure.reason == "NotEligible"
@@ -45,15 +45,15 @@ async def test_a_worker_is_refused_whose_files_the_helper_does_not_have(node: No
 
 async def test_a_container_that_gains_no_privileges_gets_no_process_that_may(node: Node) -> None:
     worker = await node.container("worker")
-    artifact = await node.captured(worker, fresh_uid(), **CRIU)  # type: ignore[arg-type]
+    artifact = await node.captured(worker, fresh_uid())  # type: ignore[arg-type]
     target = await node.container("target", waits=True, no_new_privs=True)
-    report = await node.carry_out(node.restore_order(target, artifact, **CRIU))  # type: ignore[arg-type]
+    report = await node.carry_out(node.restore_order(target, artifact))  # type: ignore[arg-type]
     assert report.failure is not None
     assert report.failure.reason == "Incompatible"
     assert "NoNewPrivs" in report.failure.message
     await target.becomes("waits")
     again = await node.container("again", no_new_privs=True)
-    artifact = await node.captured(again, fresh_uid(), **CRIU)  # type: ignore[arg-type]
-    report = await node.carry_out(node.restore_order(target, artifact, attempt=2, **CRIU))  # type: ignore[arg-type]
+    artifact = await node.captured(again, fresh_uid())  # type: ignore[arg-type]
+    report = await node.carry_out(node.restore_order(target, artifact, attempt=2))  # type: ignore[arg-type]
     assert report.kind == "restored"
     await target.goes_on()

@@ -20,7 +20,6 @@ from snapshot_agent.adapters import procfs
 from snapshot_shared.orders import RestoreOrder
 from tests.integration.snapshotctl.conftest import Cli, needs_engines
 from tests.process import node as nodes
-from tests.process.killing import CRIU
 from tests.process.node import INIT, PYTHON, WORKER, Node, Pause
 from tests.support.agent_rig import Pod, fresh_uid, is_gone
 from tests.support.waiting import until
@@ -66,7 +65,7 @@ class PlainNode(Node):
         return pod
 
     async def restored(self, pod: Pod, artifact: Any) -> RestoreOrder:
-        order = self.restore_order(pod, artifact, **CRIU)
+        order = self.restore_order(pod, artifact)
         report = await self.carry_out(order)
         assert report.kind == "restored", report
         return order
@@ -155,10 +154,10 @@ def test_a_worker_that_was_restored_is_asked_and_has_programs_beside_it(
 
 async def test_a_plain_process_waits_in_its_place_until_it_is_restored(node: PlainNode) -> None:
     source = await node.worker("source")
-    artifact = await node.captured(source, fresh_uid(), **CRIU)
+    artifact = await node.captured(source, fresh_uid())
     assert (await node.carry_out(node.stop_order(source))).kind == "stopped"
     target = await node.worker("target", waits=True)
-    placed = await node.carry_out(node.place_order(target, artifact, **CRIU))
+    placed = await node.carry_out(node.place_order(target, artifact))
     assert placed.kind == "placed", placed
     lines = await goes_on(target)
     assert not any("restored" in line["did"] for line in lines)
@@ -172,7 +171,7 @@ async def test_a_plain_process_goes_on_in_another_pod_and_ends_with_its_code(
 ) -> None:
     source = await node.worker("source")
     content = fresh_uid()
-    artifact = await node.captured(source, content, **CRIU)
+    artifact = await node.captured(source, content)
     counted = (await goes_on(source))[-1]["count"]
     assert (await node.carry_out(node.stop_order(source))).kind == "stopped"
 
@@ -192,7 +191,7 @@ async def test_a_restored_plain_process_is_captured_and_restored_again(node: Pla
     artifact = None
     pod = await node.worker("first")
     for name in ("second", "third"):
-        artifact = await node.captured(pod, fresh_uid(), **CRIU)
+        artifact = await node.captured(pod, fresh_uid())
         assert (await node.carry_out(node.stop_order(pod))).kind == "stopped"
         pod = await node.worker(name, waits=True)
         await node.restored(pod, artifact)
@@ -204,10 +203,10 @@ async def test_a_plain_process_goes_on_when_its_agent_is_killed_while_it_is_dump
 ) -> None:
     worker = await node.worker("worker")
     content = fresh_uid()
-    prepared = await node.carry_out(node.prepare_order(worker, content, **CRIU))
+    prepared = await node.carry_out(node.prepare_order(worker, content))
     assert prepared.kind == "prepared", prepared
     pause = Pause(node.programs, "post-dump")
-    dump = node.dump_order(worker, content, prepared.vector, **CRIU)
+    dump = node.dump_order(worker, content, prepared.vector)
     await node.send(dump)
     await pause.reached()
     await node.kill_agent()
@@ -235,9 +234,9 @@ async def test_a_plain_process_that_ends_while_it_is_dumped_leaves_nothing(
 ) -> None:
     worker = await node.worker("worker")
     content = fresh_uid()
-    prepared = await node.carry_out(node.prepare_order(worker, content, **CRIU))
+    prepared = await node.carry_out(node.prepare_order(worker, content))
     pause = Pause(node.programs, "post-dump")
-    dump = node.dump_order(worker, content, prepared.vector, **CRIU)
+    dump = node.dump_order(worker, content, prepared.vector)
     await node.send(dump)
     await pause.reached()
     first = procfs.child_of(worker.pid(node.journal))

@@ -18,7 +18,7 @@ import pytest
 from gms.domain.transfer import CHUNK_BYTES
 from tests.bench import agent, beside, bus, common, engines, operator, operator_cluster, pause
 from tests.bench.__main__ import main, transferred
-from tests.bench.common import MIB, Judged, Rows, rotated, spread
+from tests.bench.common import MIB, NOISE, OTHERS, ROOT, Judged, Rows, rotated, spread
 from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.gms import Bench, Turn
 from tests.bench.goals import (
@@ -30,6 +30,8 @@ from tests.bench.goals import (
     OURS,
     SHAPES,
     STEPS,
+    TURNS,
+    TURNS_WITH_LIMITS,
     Calls,
     Results,
     Transfers,
@@ -42,7 +44,7 @@ from tests.bench.goals import (
     saving,
 )
 from tests.bench.machine import huge_pages_set_aside
-from tests.bench.page import page, renewed
+from tests.bench.page import renewed
 from tests.bench.peers import SAVERS, Peer, tried
 
 SAVE = saving(SHAPES[0])
@@ -219,7 +221,7 @@ def test_a_session_call_is_judged_by_its_processor_time_and_its_slowest_hundredt
 ) -> None:
     found = of_calls(client, server, p99)
     assert [line.verdict for line in judged(found)] == [*wanted, "met", "missed"]
-    assert f"| {client * 1e6:,.0f} | {server * 1e6:,.0f} |" in page(found)
+    assert f"| {client * 1e6:,.0f} | {server * 1e6:,.0f} |" in renewed("", found)
 
 
 def test_the_processor_time_of_a_call_decides_also_where_others_are_busy() -> None:
@@ -241,9 +243,9 @@ def test_a_transfer_that_misses_the_limit_is_profiled() -> None:
     }
     changes = {"size": 10**9, "threads": {"load": 8}}
     row = f"| {in_pages(LOAD, 'huge')} | 0.50 | 0.75 | 0.88 | 0.90 | 1.00 |"
-    assert row in page(results(seconds, **changes))
+    assert row in renewed("", results(seconds, **changes))
     seconds[in_pages(LOAD, "huge")][OURS] = [0.5] * 5
-    assert "Where the time of these goes" not in page(results(seconds, **changes))
+    assert "Where the time of these goes" not in renewed("", results(seconds, **changes))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_the_page_has_huge_and_ordinary_pages_side_by_side() -> None:
     seconds = row_of(SAVE, "huge", [2**30 / 2e9] * 5, [2**30 / 4e9] * 5)
     seconds[in_pages(SAVE, "ordinary")] = {OURS: [2**30 / 1e9] * 5, "numpy": [2**30 / 5e8] * 5}
     cpu = {in_pages(SAVE, "ordinary"): {"numpy": [2**30 / 1e9] * 5}}
-    text = page(results(seconds, cpu=cpu))
+    text = renewed("", results(seconds, cpu=cpu))
     assert f"| {SAVE} | {OURS} | 2.00 (2.00 … 2.00) |  | 1.00 (1.00 … 1.00) |  |" in text
     assert f"| {SAVE} | numpy |  |  | 0.50 (0.50 … 0.50) | 1.00 |" in text
     assert f"| {limit_of(SAVE)} | raw, 8 threads | 4.00 (4.00 … 4.00) |  |  |  |" in text
@@ -275,11 +277,11 @@ def test_the_page_has_huge_and_ordinary_pages_side_by_side() -> None:
 
 def test_the_page_says_who_did_not_run_and_what_the_host_got_back() -> None:
     found = results({}, absent={"torch": "not installed"}, reported=3 * MIB)
-    assert "- torch was not run: not installed" in page(found)
-    assert "reported 3 MiB of free memory to the host" in page(found)
-    assert "does not say how much free memory" in page(results({}))
-    assert "Nothing was measured in huge pages" in page(found)
-    assert page(found).count("not measured") == len(GOALS)
+    assert "- torch was not run: not installed" in renewed("", found)
+    assert "reported 3 MiB of free memory to the host" in renewed("", found)
+    assert "does not say how much free memory" in renewed("", results({}))
+    assert "Nothing was measured in huge pages" in renewed("", found)
+    assert renewed("", found).count("not measured") == len(GOALS)
 
 
 def test_a_section_that_was_measured_by_other_rules_is_not_kept() -> None:
@@ -288,8 +290,23 @@ def test_a_section_that_was_measured_by_other_rules_is_not_kept() -> None:
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## GPU memory: save and load of 1 GiB",
         "## Orders",
-        "## Devices",
     ]
+
+
+def test_the_rules_of_the_page_are_those_by_which_a_ratio_is_judged() -> None:
+    old = (ROOT / "docs/benchmarks.md").read_text()
+    for rule in (
+        f"have {TURNS_WITH_LIMITS} turns a round",
+        f"*inconclusive* after fewer than {TURNS} turns",
+        f"spreads over more than {NOISE:.0%} of their median",
+        f"more than {OTHERS:.0%} of the processors, every missed ratio is",
+    ):
+        assert rule in " ".join(old.split())
+    new = renewed(old, msgspec.structs.replace(results({}), machine={"cores": "99"}))
+    before, after = (text.partition("The machine:\n")[0] for text in (old, new))
+    assert before == after
+    assert new.count("- cores: 99") == 1
+    assert new.endswith(old.partition("## Devices")[2])
 
 
 def test_every_contender_has_its_turn_in_each_round_and_none_is_always_first() -> None:
@@ -563,10 +580,10 @@ def test_a_goal_is_missed_only_on_a_quiet_machine_by_samples_that_agree(
 
 
 def test_a_run_of_one_size_leaves_what_is_known_of_others_and_of_other_benchmarks() -> None:
-    first = page(results({}, size=4 * 2**30))
+    first = renewed("", results({}, size=4 * 2**30))
     other = common.with_section(first, "## Bus\n\nrows\n")
     both = renewed(other, msgspec.structs.replace(results({}), machine={"cores": "4"}))
     titles = [line for line in both.splitlines() if line.startswith("## ")]
     memory = "## GPU memory: save and load of"
-    assert titles == [f"{memory} 1 GiB", f"{memory} 4 GiB", "## Bus", "## Devices"]
+    assert titles == [f"{memory} 1 GiB", f"{memory} 4 GiB", "## Bus"]
     assert ("- cores: 4" in both, "- cores: 2" in both) == (True, False)
