@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.cluster import Cluster
+from snapshot_operator.kube import shaping
+from snapshot_shared import subjects
+from snapshot_shared.api import Fault, SimReply, SimRequest
+from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.ids import NodeName
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.rig import Rig
 from tests.cluster.simulated import ROOT, container, pod
 
 NAME = "snapback-node"
@@ -19,6 +27,21 @@ HELPER_CAPABILITIES = (
 CRIU = ROOT / ".tools/criu/criu"
 INIT = ROOT / ".tools/snapback-init"
 TINY_WORKER = Path(__file__).resolve().parents[1] / "support" / "tiny_worker.py"
+
+
+EXAMPLE = ROOT / "deploy/examples/worker_template.py"
+READER = """
+import snapback_client as client
+with client.connect(0, lock="RO", deadline_s=60) as pool:
+    print(pool["table"].min(), pool["table"].max(), pool["table"].shape)
+"""
+
+
+def with_agents(kubectl: Kubectl, nats_url: str, artifacts: Path, **options: Any) -> Kubectl:
+    """Run an agent on every node, in the namespace of these commands, and return when all serve."""
+    kubectl.apply(agents(nats_url, artifacts, **options))
+    kubectl.run("rollout", "status", f"daemonset/{NAME}", "--timeout=60s")
+    return kubectl
 
 
 def agents(
@@ -147,6 +170,53 @@ def worker(*arguments: str, standby: bool = False) -> dict[str, Any]:
     return main
 
 
-def nodes_of(cluster: Cluster) -> list[str]:
-    """Return the names of the nodes."""
-    return [node.name for node in cluster.nodes]
+def placeholder(name: str, source: str, node: str, **spec: Any) -> dict[str, Any]:
+    """Return a pod that waits to be restored, as the webhook makes it."""
+    document = pod(name, worker(standby=True), nodeName=node, **spec)
+    document["metadata"]["annotations"] = {"nvidia.com/restore-from": source}
+    shaping.with_control_directory(document["spec"], document["spec"]["containers"][0])
+    return document
+
+
+def with_weights(node: str, program: Path = EXAMPLE, **main: Any) -> dict[str, Any]:
+    """Return a pod of a worker that has its weights on the devices of a claim."""
+    # Not by `nodeName`, as only the scheduler gives a claim its devices.
+    where = {"kubernetes.io/hostname": node}
+    worker = container("main", sys.executable, str(program), **main)
+    server = container("gms-server", sys.executable, "-m", "gms.main")
+    return pod("source", worker, initContainers=[server], nodeSelector=where)
+
+
+def standby_with_weights(
+    name: str, source: str, node: str, program: Path = EXAMPLE, env: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return such a pod that waits to be restored, as the webhook makes it."""
+    standby = {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}
+    document = with_weights(node, program, env=[*env, standby])
+    document["metadata"] = {"name": name, "annotations": {"nvidia.com/restore-from": source}}
+    [main] = document["spec"]["containers"]
+    shaping.with_control_directory(document["spec"], main)
+    shaping.with_devices(document["spec"], main, shaping.devices_name(source))
+    shaping.with_memory_server(document["spec"], main, "none")
+    return document
+
+
+async def arm(rig: Rig, node: str, step: str, action: Any) -> None:
+    """Have the agent of a node do something else at a step."""
+    request = encode_json(SimRequest(arm=Fault(step=step, action=action)))
+    answer = await rig.bus.request(
+        subjects.rpc(NodeName(node), "agent", "sim"), request, timeout_s=10.0
+    )
+    assert decode_json(answer, SimReply).armed
+
+
+async def running(nodes: Kubectl, job: str) -> str:
+    """Return the name of the pod of a Job."""
+    [found] = await asyncio.to_thread(nodes.list, "pods", f"--selector=job-name={job}")
+    return str(found["metadata"]["name"])
+
+
+async def events_of(nodes: Kubectl, name: str) -> list[str]:
+    """Return what a worker has written of itself."""
+    said = await asyncio.to_thread(nodes.run, "exec", name, "--", "cat", "/events")
+    return said.splitlines()

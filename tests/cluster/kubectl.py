@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 COMMAND_S = 120.0
+CTL_S = 240.0
 
 
 class KubectlError(Exception):
@@ -72,3 +74,18 @@ class Kubectl:
         """Wait until objects are as the flag `--for` of `kubectl wait` says."""
         words = ["wait", *objects, f"--for={until}", f"--timeout={within_s:g}s"]
         self.run(*words, within_s=within_s + 30)
+
+    def snapshotctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run snapshotctl on the cluster, as a person does who has kubectl and nothing else."""
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("NATS_")
+        }
+        return subprocess.run(
+            [str(Path(sys.executable).with_name("snapshotctl")), *words],
+            env=inherited
+            | {"PATH": f"{self.program.parent}:{os.environ['PATH']}", "KUBECONFIG": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CTL_S,
+        )

@@ -8,21 +8,22 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.controllers import CONTROLLERS
 from snapshot_operator.kube.store import RESOURCES
+from tests.cluster.captures import CONTENTS, Captures
 from tests.cluster.cluster import Cluster
 from tests.cluster.lying_proxy import Lie
-from tests.cluster.test_agent import artifacts, nats_url, nodes
-from tests.cluster.test_faults import CONTENTS, Captures, captures
-from tests.cluster.test_operator import polled
-from tests.cluster.test_program import Program, Rig, program, rig
+from tests.cluster.rig import Program, Rig, polled, program
 
-__all__ = ["artifacts", "captures", "nats_url", "nodes", "rig"]
 pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def rig(site: Rig) -> Rig:
+    return site
 
 
 CONTROLLERS_OF_CLUSTER = ("system:serviceaccount:kube-system:", "system:kube-controller-manager")
@@ -90,11 +91,7 @@ async def test_a_status_has_one_writer_and_agents_do_not_ask_the_api_server(
 
 async def values(operator: Program) -> dict[str, float]:
     """Return the metrics of an operator, each by its name and labels."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://{operator.address}/metrics") as response,
-    ):
-        text = await response.text()
+    _, text = await operator.ask("/metrics")
     rows = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in rows}
 
@@ -125,11 +122,10 @@ async def test_objects_that_are_looked_at_again_without_a_change_cost_no_request
         audit.forget()
         rig.proxy.requests.clear()
         ours = ("dynamocheckpoints", "snapshots", "snapshotrestores")
-        pods = f"/api/v1/namespaces/{rig.namespace}/pods"
-        for path in (*map(rig.path, ours), CONTENTS, pods, "/api/v1/nodes"):
-            for item in (await rig.get(path))["items"]:
-                note = {"annotations": {"nvidia.com/note": f"nothing for {rig.namespace}"}}
-                await rig.patch(f"{path}/{item['metadata']['name']}", note)
+        note = {"annotations": {"nvidia.com/note": f"nothing for {rig.namespace}"}}
+        for path in (*map(rig.path, (*ours, "pods")), CONTENTS, "/api/v1/nodes"):
+            for item in await rig.items(path):
+                await rig.patch(f"{path}/{item['metadata']['name']}", metadata=note)
 
         async def is_all_seen_again() -> bool:
             plurals = [resource.plural for resource in RESOURCES.values()]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import re
 import secrets
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster
 from tests.cluster.evidence import collect
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.simulated import until
 from tests.cluster.target import Target
 from tests.support import helm
 
@@ -40,6 +39,7 @@ pytestmark = [
 
 PATIENCE_S = 120.0
 DEVICES = 2
+EXAMPLES = programs.REPOSITORY / "deploy/examples/kubernetes"
 SLICES = ("get", "resourceslices", f"--field-selector=spec.driver={DRIVER}", "--output=json")
 
 
@@ -91,13 +91,6 @@ COMPONENT = "app.kubernetes.io/component"
 
 SEED = "seed.nk"
 READABLE = ("/var/lib", "/run", "/tmp", "/etc", "/srv")
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {PATIENCE_S:g} s"
-        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +230,7 @@ def test_the_simulated_devices_are_published_and_a_pod_can_claim_one(
         items = json.loads(release.kubectl.run(*SLICES))["items"]
         return {each["spec"]["nodeName"]: len(each["spec"]["devices"]) for each in items}
 
-    until(lambda: published() == dict.fromkeys(nodes(release), DEVICES), "slices")
+    until(lambda: published() == dict.fromkeys(nodes(release), DEVICES), "slices", PATIENCE_S)
     claim = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
@@ -274,10 +267,7 @@ def test_the_simulated_devices_are_published_and_a_pod_can_claim_one(
 def test_the_example_of_a_checkpoint_becomes_ready(
     release: Release, namespace: Kubectl, service_images: dict[str, str]
 ) -> None:
-    example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
-    documents = list(yaml.safe_load_all(example.read_text()))
-    [main] = documents[1]["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
-    main["image"] = service_images["gms"]
+    documents, _ = checkpoint(service_images["gms"])
     namespace.apply(*documents)
     name = "dynamocheckpoint/demo-llm"
     namespace.wait(name, until="condition=Ready", within_s=PATIENCE_S)
@@ -293,28 +283,29 @@ def test_the_example_of_a_checkpoint_becomes_ready(
 
 
 def snapshotctl(release: Release, *words: str, code: int = 0) -> str:
-    """Run snapshotctl against the cluster as a person does who has kubectl, and nothing else."""
-    kubectl = release.kubectl
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("snapshotctl")), *words],
-        env={
-            **{name: value for name, value in os.environ.items() if not name.startswith("NATS_")},
-            "PATH": f"{kubectl.program.parent}:{os.environ['PATH']}",
-            "KUBECONFIG": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    """Run snapshotctl against the cluster, and return what it says."""
+    done = release.kubectl.snapshotctl(*words)
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout + done.stderr
+
+
+def example(name: str) -> list[Any]:
+    """Return the documents of an example."""
+    return list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
+
+
+def checkpoint(image: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return the example of a checkpoint with another image, and the container of its worker."""
+    documents = example("checkpoint")
+    [main] = documents[1]["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    main["image"] = image
+    return documents, main
 
 
 @pytest.fixture
 def without_operator(release: Release) -> Iterator[None]:
     release.install("--set", "operator.replicas=0")
-    until(lambda: release.pods("operator") == [], "the end of the operator")
+    until(lambda: release.pods("operator") == [], "the end of the operator", PATIENCE_S)
     yield
     release.install()
 
@@ -324,11 +315,8 @@ def worker(
     release: Release, namespace: Kubectl, service_images: dict[str, str], tmp_path: Path
 ) -> Path:
     """The manifest of a worker with a claim of devices, which is there."""
-    example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
-    claims, _ = yaml.safe_load_all(example.read_text())
-    namespace.apply(claims)
-    example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
-    pod = yaml.safe_load(example.read_text())
+    namespace.apply(example("checkpoint")[0])
+    [pod] = example("restore")
     pod["metadata"] = {"name": "worker"}
     # Where the artifact is: the nodes share no folder.
     pod["spec"]["nodeSelector"] = {"kubernetes.io/hostname": min(nodes(release))}
@@ -364,7 +352,8 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
     inside = ("exec", "worker", "--container", "main", "--")
     answer = namespace.run(*inside, *ask)
     # A worker that ends goes on from what was brought to its pod.
-    namespace.run(*inside, "python", "-c", "import os; os.kill(1, 15)")
+    # The end of the container may kill the command.
+    namespace.try_(*inside, "python", "-c", "import os; os.kill(1, 15)")
     count = "jsonpath={.status.containerStatuses[0].restartCount}=1"
     namespace.run("wait", "pod/worker", f"--for={count}", "--timeout=60s")
     namespace.run("wait", "pod/worker", "--for=condition=Ready", "--timeout=60s")
@@ -439,8 +428,7 @@ def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
 
 def refusal(namespace: Kubectl) -> str:
     """Return what the API server says of a restored pod whose policy is none."""
-    example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
-    pod = yaml.safe_load(example.read_text())
+    [pod] = example("restore")
     pod["metadata"]["annotations"]["nvidia.com/restore-policy"] = "Never"
     words = ("create", "--dry-run=server", "--filename", "-")
     done = namespace.try_(*words, given=json.dumps(pod))
@@ -454,8 +442,8 @@ REFUSED = "metadata.annotations[nvidia.com/restore-policy]: 'Never' is not one o
 def test_a_pod_that_is_to_be_restored_waits_and_what_is_wrong_is_refused_by_its_path(
     release: Release, namespace: Kubectl
 ) -> None:
-    example = programs.REPOSITORY / "deploy/examples/kubernetes/restore.yaml"
-    words = ("create", "--dry-run=server", "--output=json", "--filename", str(example))
+    given = str(EXAMPLES / "restore.yaml")
+    words = ("create", "--dry-run=server", "--output=json", "--filename", given)
     pod = json.loads(namespace.run(*words))
     assert [each["name"] for each in pod["spec"]["initContainers"]] == ["gms-server"]
     [main] = pod["spec"]["containers"]
@@ -469,7 +457,7 @@ def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
         f"--selector={release.label},{COMPONENT} in (keys,node-keys)",
     )
     # The pods of a DaemonSet end after it.
-    until(lambda: release.kubectl.list(*words) == [], "the end of what made keys")
+    until(lambda: release.kubectl.list(*words) == [], "the end of what made keys", PATIENCE_S)
     of_cluster = ("clusterroles,clusterrolebindings", f"--selector={release.label}")
     found = {each["metadata"]["name"] for each in release.kubectl.list(*of_cluster)}
     assert found == {f"{release.name}-snapback-{each}" for each in ("operator", "simulation")}
@@ -515,10 +503,7 @@ async def announced_by_all(release: Release, folder: Path) -> None:
 def test_an_uninstall_ends_captures_and_keeps_checkpoints_that_can_be_deleted_then(
     release: Release, namespace: Kubectl, service_images: dict[str, str]
 ) -> None:
-    example = programs.REPOSITORY / "deploy/examples/kubernetes/checkpoint.yaml"
-    documents = list(yaml.safe_load_all(example.read_text()))
-    [main] = documents[1]["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
-    main["image"] = service_images["gms"]
+    documents, main = checkpoint(service_images["gms"])
     # Quiet at once, and never ready to be captured: its capture is under way until it is ended.
     main["command"] = ["sh", "-c", "echo >$SNAPSHOT_CONTROL_DIR/ready-for-snapshot; sleep 600"]
     namespace.apply(*documents)
@@ -564,8 +549,12 @@ def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: 
     expected |= {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}
     nodes = release.kubectl.list("nodes", f"--selector={AGENT_LABEL}")
     assert nodes == []
-    until(lambda: left() == expected, f"only {sorted(expected)} left")
-    until(lambda: json.loads(release.kubectl.run(*SLICES))["items"] == [], "the end of slices")
+    until(lambda: left() == expected, f"only {sorted(expected)} left", PATIENCE_S)
+    until(
+        lambda: json.loads(release.kubectl.run(*SLICES))["items"] == [],
+        "the end of slices",
+        PATIENCE_S,
+    )
     found = {each["metadata"]["name"] for each in release.kubectl.list("crd")}
     files = (helm.CHART / "crds").iterdir()
     assert found >= {file.stem for file in files}

@@ -206,8 +206,17 @@ def test_a_field_that_was_left_out_is_never_added(kube: Kube) -> None:
     }
 
 
-def _memory(**fields: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda spec: spec["gpuMemoryService"].update(fields)
+def changed(where: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
+    """Change fields of the object at a path below the spec; without fields, remove it."""
+
+    def change(spec: dict[str, Any]) -> None:
+        parent, last = at({"spec": spec}, f"spec.{where}")
+        if fields:
+            parent[last].update(fields)
+        else:
+            del parent[last]
+
+    return change
 
 
 def _two_sources(spec: dict[str, Any]) -> None:
@@ -215,87 +224,49 @@ def _two_sources(spec: dict[str, Any]) -> None:
     spec["source"]["artifact"] = sample(schema_at(kind, "spec.source.artifact"))
 
 
+def _two_containers(spec: dict[str, Any]) -> None:
+    spec["job"]["podTemplateSpec"]["spec"]["containers"].append({"name": "main"})
+
+
 SAVER = {"saver": {"image": "saver:1"}}
 DOUBLE = [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]
 MOUNTS = [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/a"}]
-BROKEN: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
+Wrong = tuple[str, str, Callable[[dict[str, Any]], object]]
+
+
+def of_memory(path: str, **fields: Any) -> Wrong:
+    path = f"spec.gpuMemoryService.{path}"
+    return "DynamoCheckpoint", path, changed("gpuMemoryService", **fields)
+
+
+def of_checkpoint(path: str, where: str, **fields: Any) -> Wrong:
+    return "DynamoCheckpoint", f"spec.{path}", changed(where, **fields)
+
+
+BROKEN: list[Wrong] = [
     # Kind, path, what breaks its rule.
-    *(
-        ("DynamoCheckpoint", "spec.gpuMemoryService.checkpoint.loader", _memory(checkpoint=loader))
-        for loader in ({"loader": {"image": "loader:1"}}, {"loader": {}, **SAVER})
-    ),
-    ("DynamoCheckpoint", "spec.gpuMemoryService.mode", _memory(mode="interPod")),
-    (
-        "DynamoCheckpoint",
-        "spec.gpuMemoryService.checkpoint.saver",
-        _memory(enabled=False, extraClientContainers=[], checkpoint=SAVER),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.gpuMemoryService.extraClientContainers",
-        _memory(enabled=False, extraClientContainers=["a"], checkpoint={}),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.job.sharedMemory.size",
-        lambda spec: spec["job"].update(sharedMemory={"disabled": True, "size": "1Gi"}),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.job.targetContainerName",
-        lambda spec: spec["job"].update(targetContainerName="engine"),
-    ),
+    of_memory("checkpoint.loader", checkpoint={"loader": {"image": "loader:1"}}),
+    of_memory("checkpoint.loader", checkpoint={"loader": {}, **SAVER}),
+    of_memory("mode", mode="interPod"),
+    of_memory("checkpoint.saver", enabled=False, extraClientContainers=[], checkpoint=SAVER),
+    of_memory("extraClientContainers", enabled=False, extraClientContainers=["a"], checkpoint={}),
+    of_checkpoint("job.sharedMemory.size", "job", sharedMemory={"disabled": True, "size": "1Gi"}),
+    of_checkpoint("job.targetContainerName", "job", targetContainerName="engine"),
     ("Snapshot", "spec.source", _two_sources),
-    ("Snapshot", "spec.source", lambda spec: spec["source"].pop("podRef")),
+    ("Snapshot", "spec.source", changed("source.podRef")),
     ("SnapshotContent", "spec.source", _two_sources),
-    ("SnapshotContent", "spec.source.nodeName", lambda spec: spec["source"].pop("nodeName")),
+    ("SnapshotContent", "spec.source.nodeName", changed("source.nodeName")),
 ]
-MALFORMED: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
-    (
-        "DynamoCheckpoint",
-        "spec.gpuMemoryService.checkpoint.saver.envs[1]",
-        _memory(checkpoint={"saver": {"envs": DOUBLE}}),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.gpuMemoryService.checkpoint.saver.volumeMounts[1]",
-        _memory(checkpoint={"saver": {"volumeMounts": MOUNTS}}),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.gpuMemoryService.extraClientContainers[1]",
-        _memory(extraClientContainers=["a", "a"]),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.job.podTemplateSpec.spec.containers[1]",
-        lambda spec: spec["job"]["podTemplateSpec"]["spec"]["containers"].append({"name": "main"}),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.identity.backendFramework",
-        lambda spec: spec["identity"].update(backendFramework="other"),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.identity.tensorParallelSize",
-        lambda spec: spec["identity"].update(tensorParallelSize=-1),
-    ),
-    (
-        "DynamoCheckpoint",
-        "spec.job.sharedMemory.size",
-        lambda spec: spec["job"].update(sharedMemory={"size": "much"}),
-    ),
-    (
-        "Snapshot",
-        "spec.source.podRef.name",
-        lambda spec: spec["source"]["podRef"].update(name="a..b"),
-    ),
-    (
-        "Snapshot",
-        "spec.source.podRef.name",
-        lambda spec: spec["source"]["podRef"].update(name="a\n"),
-    ),
+MALFORMED: list[Wrong] = [
+    of_memory("checkpoint.saver.envs[1]", checkpoint={"saver": {"envs": DOUBLE}}),
+    of_memory("checkpoint.saver.volumeMounts[1]", checkpoint={"saver": {"volumeMounts": MOUNTS}}),
+    of_memory("extraClientContainers[1]", extraClientContainers=["a", "a"]),
+    ("DynamoCheckpoint", "spec.job.podTemplateSpec.spec.containers[1]", _two_containers),
+    of_checkpoint("identity.backendFramework", "identity", backendFramework="other"),
+    of_checkpoint("identity.tensorParallelSize", "identity", tensorParallelSize=-1),
+    of_checkpoint("job.sharedMemory.size", "job", sharedMemory={"size": "much"}),
+    ("Snapshot", "spec.source.podRef.name", changed("source.podRef", name="a..b")),
+    ("Snapshot", "spec.source.podRef.name", changed("source.podRef", name="a\n")),
 ]
 
 

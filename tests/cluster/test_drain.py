@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,52 +17,26 @@ from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.ids import NodeName
-from tests.cluster.agents import agents, worker
+from tests.cluster.agents import with_agents, worker
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.operators import Operator
 from tests.cluster.simulated import pod, until
-from tests.cluster.test_admission import Operator, operator
-from tests.support.nats_server import nats_server
 
-__all__ = ["operator"]
 pytestmark = [pytest.mark.cluster, pytest.mark.waits]
 
 DRAIN = ("drain", "node-1", "--capture")
 
 
-@pytest.fixture(scope="module")
-def nats_url_session(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where a nats-server listens that pods, the operator and this host reach."""
-    store = tmp_path_factory.mktemp("nats")
-    with nats_server(store, address=own_cluster.host_address) as server:
-        yield server.url
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Rig(NamedTuple):
+class Drained(NamedTuple):
     """A namespace with a worker on node-1, and how snapshotctl reaches the cluster."""
 
     kubectl: Kubectl
     url: str
 
-    def snapshotctl(self, *words: str) -> Ended:
+    def snapshotctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         where = ("--server", self.url, "--kubeconfig", str(self.kubectl.kubeconfig))
-        done = subprocess.run(
-            [str(Path(sys.executable).with_name("snapshotctl")), *where, *words],
-            env=os.environ | {"PATH": f"{self.kubectl.program.parent}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-        return Ended(done.returncode, done.stdout, done.stderr)
+        return self.kubectl.snapshotctl(*where, *words)
 
     def events(self, name: str) -> list[str]:
         """Return what a worker has written of itself."""
@@ -92,42 +64,42 @@ def rig(
     operator: Operator,
     nats_url_session: str,
     namespace: Kubectl,
-    tmp_path: Path,
-) -> Iterator[Rig]:
+    artifacts: Path,
+) -> Iterator[Drained]:
     """An agent on every node, and a worker on node-1 that is captured when that is drained."""
-    (tmp_path / "artifacts").mkdir()
-    namespace.apply(agents(nats_url_session, tmp_path / "artifacts"))
-    namespace.run("rollout", "status", "daemonset/snapback-node", "--timeout=60s")
+    with_agents(namespace, nats_url_session, artifacts)
     source = pod("llm", worker("--answer", "42"), nodeSelector={"kubernetes.io/hostname": "node-1"})
     source["metadata"]["labels"] = {"app": "llm", "nvidia.com/capture-on-drain": "true"}
     shaping.with_control_directory(source["spec"], source["spec"]["containers"][0])
     namespace.apply(source)
     namespace.wait("pod/llm", until="condition=Ready")
-    yield Rig(namespace, nats_url_session)
-    namespace.run("delete", "pods,snapshots", "--all", "--wait=false")
+    yield Drained(namespace, nats_url_session)
     namespace.run("uncordon", "node-1")
+    # While operator and agents are there: nobody else lets the namespace of a snapshot go.
+    namespace.run("delete", "snapshots", "--all", "--timeout=60s")
+    namespace.run("delete", "pods", "--all", "--wait=false")
 
 
 def test_a_labelled_worker_goes_on_where_it_is_until_a_drain_has_the_time_to_move_it(
-    rig: Rig,
+    rig: Drained,
 ) -> None:
     rig.stall(arm=Fault(step="copy-state", action="stall"))
     late = rig.snapshotctl(*DRAIN, "--deadline", "10s", "-o", "json")
-    assert late.code == 6, late
-    rows = [json.loads(line) for line in late.out.splitlines()]
+    assert late.returncode == 6, late
+    rows = [json.loads(line) for line in late.stdout.splitlines()]
     states = {row["pod"]: row for row in rows if "state" in row}
     assert states["llm"]["state"] == "late"
     until(lambda: "snapshot-aborted 1" in rig.events("llm"), "the worker goes on")
     assert rig.kubectl.get("node", "node-1")["spec"]["unschedulable"]
     rig.stall(clear=True)
     done = rig.snapshotctl(*DRAIN, "--timeout", "3m")
-    assert "pod/llm -n " in done.out, done
+    assert "pod/llm -n " in done.stdout, done
     found = rig.kubectl.list("pods", "--selector=app=llm")
     live = [each for each in found if not each["metadata"].get("deletionTimestamp")]
     [moved] = live
     name = moved["metadata"]["name"]
-    assert f"goes on as pod/{name} on node-2" in done.out, done
+    assert f"goes on as pod/{name} on node-2" in done.stdout, done
     assert moved["spec"]["nodeName"] == "node-2"
     assert rig.events(name)[-1].startswith("restored 42")
     again = rig.snapshotctl(*DRAIN)
-    assert "pod/llm" not in again.out
+    assert "pod/llm" not in again.stdout

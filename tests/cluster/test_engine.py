@@ -10,22 +10,12 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.domain.demo_engines import ENGINES
+from tests.cluster.agents import running, standby_with_weights, with_weights
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.rig import Rig
 from tests.cluster.simulated import ROOT
-from tests.cluster.test_agent import (
-    artifacts,
-    memory,
-    nats_url,
-    nodes,
-    restored,
-    running,
-    standby_with_weights,
-    with_weights,
-)
-from tests.cluster.test_operator import Rig, rig
 
-__all__ = ["artifacts", "memory", "nats_url", "nodes", "rig"]
 INSTALLED = ROOT / ENGINES["onnx"].installed
 pytestmark = [
     pytest.mark.cluster,
@@ -62,9 +52,7 @@ async def asked(nodes: Kubectl, pod: str) -> dict[str, dict[str, object]]:
 async def test_a_trained_model_answers_the_same_in_a_pod_of_another_node(
     rig: Rig, memory: Kubectl, artifacts: Path, own_cluster: Cluster
 ) -> None:
-    source = with_weights("node-1", WORKER, env=ENVIRONMENT)["spec"]
-    await rig.apply("onnx", {"spec": source}, gms={})
-    await rig.condition("dynamocheckpoints", "onnx", "Ready", "True")
+    await rig.captured("onnx", with_weights("node-1", WORKER, env=ENVIRONMENT)["spec"], gms={})
     before = await asked(memory, await running(memory, "onnx"))
     assert len(before) == 20
     assert before["Makefile"]["label"] == "makefile"
@@ -72,7 +60,7 @@ async def test_a_trained_model_answers_the_same_in_a_pod_of_another_node(
     own_cluster.kill("node-1")
     try:
         memory.apply(standby_with_weights("again", "onnx", "node-2", WORKER, ENVIRONMENT))
-        await restored(rig, "again")
+        await rig.restored("again")
         assert await asked(memory, "again") == before
     finally:
         await asyncio.to_thread(own_cluster.start, "node-1")

@@ -3,53 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import NamedTuple
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.kube.lease import KubeLease, StoreRewound
 from snapshot_shared.clocks import Clocks
-from snapshot_shared.errors import NotFound
-from snapshot_shared.kube_client import KubeClient, load_configuration
-from tests.cluster.lying_proxy import Answer, Lie, LyingProxy, lying_proxy
+from snapshot_shared.kube_client import KubeClient
+from tests.cluster.lying_proxy import Answer, Lie
+from tests.cluster.rig import Rig, opened
 
 pytestmark = pytest.mark.cluster
 
 LASTS_S = 3
 
 
-class Rig(NamedTuple):
-    proxy: LyingProxy
-    direct: KubeClient
-    behind_proxy: KubeClient
-    place: tuple[str, str]
-
-    def lease(self, identity: str, client: KubeClient) -> KubeLease:
-        clocks = Clocks(time.monotonic, time.time, "boot")
-        return KubeLease(client, self.place, identity, clocks, random.random, LASTS_S)
-
-
 @pytest.fixture
 async def rig(kubeconfig: str) -> AsyncIterator[Rig]:
-    configuration = await load_configuration(kubeconfig)
-    place = ("default", f"test-{uuid.uuid4().hex[:8]}")
-    async with (
-        KubeClient(configuration) as direct,
-        lying_proxy(configuration) as proxy,
-        KubeClient(proxy.configuration) as behind,
-    ):
-        yield Rig(proxy, direct, behind, place)
-        with contextlib.suppress(NotFound):
-            path = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}".format(*place)
-            await direct.request("DELETE", path)
+    async with opened(kubeconfig, "lease") as found:
+        yield found
+
+
+def lease_of(rig: Rig, identity: str, client: KubeClient) -> KubeLease:
+    clocks = Clocks(time.monotonic, time.time, "boot")
+    place = (rig.namespace, "operator")
+    return KubeLease(client, place, identity, clocks, random.random, LASTS_S)
 
 
 async def held(lease: KubeLease, within_s: float) -> tuple[AsyncExitStack, asyncio.Event]:
@@ -61,8 +43,8 @@ async def held(lease: KubeLease, within_s: float) -> tuple[AsyncExitStack, async
 async def test_the_lease_is_held_by_one_and_the_next_has_it_at_once_when_it_is_given_back(
     rig: Rig,
 ) -> None:
-    first, lost = await held(rig.lease("first", rig.direct), 5.0)
-    second = rig.lease("second", rig.direct)
+    first, lost = await held(lease_of(rig, "first", rig.direct), 5.0)
+    second = lease_of(rig, "second", rig.direct)
     with pytest.raises(TimeoutError):
         await held(second, 2.0 * LASTS_S)
     assert not lost.is_set()
@@ -72,8 +54,8 @@ async def test_the_lease_is_held_by_one_and_the_next_has_it_at_once_when_it_is_g
 
 
 async def test_a_holder_that_is_cut_off_stops_before_another_can_take_the_lease(rig: Rig) -> None:
-    first, lost = await held(rig.lease("first", rig.behind_proxy), 5.0)
-    second = asyncio.ensure_future(held(rig.lease("second", rig.direct), 10.0 * LASTS_S))
+    first, lost = await held(lease_of(rig, "first", rig.client), 5.0)
+    second = asyncio.ensure_future(held(lease_of(rig, "second", rig.direct), 10.0 * LASTS_S))
     await asyncio.sleep(LASTS_S / 2)
     with rig.proxy.lying(Lie("cut")):
         async with asyncio.timeout(LASTS_S):
@@ -87,7 +69,7 @@ async def test_a_holder_that_is_cut_off_stops_before_another_can_take_the_lease(
 async def test_a_holder_whose_renewal_was_stored_though_no_answer_came_keeps_the_lease(
     rig: Rig,
 ) -> None:
-    first, lost = await held(rig.lease("first", rig.behind_proxy), 5.0)
+    first, lost = await held(lease_of(rig, "first", rig.client), 5.0)
     with rig.proxy.lying(Lie("lost", "PUT", times=1)):
         await asyncio.sleep(2.0 * LASTS_S)
     assert not lost.is_set()
@@ -95,17 +77,15 @@ async def test_a_holder_whose_renewal_was_stored_though_no_answer_came_keeps_the
 
 
 async def test_a_holder_learns_that_another_has_taken_the_lease(rig: Rig) -> None:
-    first, lost = await held(rig.lease("first", rig.direct), 5.0)
-    path = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}".format(*rig.place)
-    body = {"spec": {"holderIdentity": "intruder"}}
-    await rig.direct.request("PATCH", path, body=body, content_type="application/merge-patch+json")
+    first, lost = await held(lease_of(rig, "first", rig.direct), 5.0)
+    await rig.patch(rig.path("leases", "operator"), spec={"holderIdentity": "intruder"})
     async with asyncio.timeout(LASTS_S):
         await lost.wait()
     await first.aclose()
 
 
 async def test_a_holder_whose_lease_is_older_than_its_last_renewal_stops(rig: Rig) -> None:
-    lease = rig.lease("first", rig.direct)
+    lease = lease_of(rig, "first", rig.direct)
     first, _ = await held(lease, 5.0)
     found = await lease._found()
     assert found is not None
@@ -121,7 +101,7 @@ async def test_a_failure_of_the_api_server_is_waited_out_by_who_stands_by(
     rig: Rig, answer: Answer
 ) -> None:
     with rig.proxy.lying(Lie(answer)):
-        waiting = asyncio.ensure_future(held(rig.lease("first", rig.behind_proxy), 30.0))
+        waiting = asyncio.ensure_future(held(lease_of(rig, "first", rig.client), 30.0))
         await asyncio.sleep(LASTS_S / 2)
         assert not waiting.done()
     stack, _ = await waiting
@@ -131,7 +111,7 @@ async def test_a_failure_of_the_api_server_is_waited_out_by_who_stands_by(
 async def test_a_holder_whose_renewals_get_answers_of_no_api_server_stops_in_time(
     rig: Rig,
 ) -> None:
-    first, lost = await held(rig.lease("first", rig.behind_proxy), 5.0)
+    first, lost = await held(lease_of(rig, "first", rig.client), 5.0)
     with rig.proxy.lying(Lie("page")):
         async with asyncio.timeout(LASTS_S):
             await lost.wait()
@@ -139,13 +119,11 @@ async def test_a_holder_whose_renewals_get_answers_of_no_api_server_stops_in_tim
 
 
 async def test_what_others_wrote_beside_the_spec_of_the_lease_is_kept(rig: Rig) -> None:
-    first, lost = await held(rig.lease("first", rig.direct), 5.0)
-    path = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}".format(*rig.place)
-    body = {"metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}}}
-    await rig.direct.request("PATCH", path, body=body, content_type="application/merge-patch+json")
+    first, lost = await held(lease_of(rig, "first", rig.direct), 5.0)
+    written = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
+    await rig.patch(rig.path("leases", "operator"), metadata=written)
     await asyncio.sleep(LASTS_S)
     assert not lost.is_set()
     await first.aclose()
-    meta = msgspec.json.decode(await rig.direct.request("GET", path))["metadata"]
-    assert meta["labels"] == {"team": "a"}
-    assert meta["annotations"] == {"note": "b"}
+    meta = (await rig.get("leases", "operator"))["metadata"]
+    assert {name: meta[name] for name in written} == written

@@ -17,35 +17,45 @@ from snapshot_operator.kube.rbac import NAME
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_shared.errors import StoreBusy
 from tests.cluster import programs
+from tests.cluster.agents import placeholder
+from tests.cluster.captures import Captures, Crew, after_writes
 from tests.cluster.cluster import Cluster
+from tests.cluster.images import Images
 from tests.cluster.lying_proxy import Lie
-from tests.cluster.target import define
-from tests.cluster.test_agent import artifacts, nats_url, nodes, placeholder
-from tests.cluster.test_faults import Captures, Crew, after_writes, captures, crew
-from tests.cluster.test_operator import polled
-from tests.cluster.test_program import Rig, rig
+from tests.cluster.rig import Rig, polled
+from tests.cluster.target import Target, define
 
-__all__ = ["artifacts", "captures", "crew", "nats_url", "nodes", "rig"]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def own_cluster() -> Iterator[Cluster]:
+def target() -> Iterator[Target]:
     """A cluster for these tests alone, as they take objects away from all that runs in it."""
     if why := programs.lacking():
         pytest.skip(why)
     cluster = Cluster(f"etcd-{os.getpid()}")
     cluster.up(owned=True)
     try:
-        yield cluster
+        define(cluster.kubectl)
+        yield Target(cluster.kubectl, cluster, Images(cluster))
     finally:
         cluster.down()
 
 
 @pytest.fixture(scope="module")
-def kubeconfig(own_cluster: Cluster) -> str:
-    define(own_cluster.kubectl)
-    return str(own_cluster.kubectl.kubeconfig)
+def own_cluster(target: Target) -> Cluster:
+    assert target.own
+    return target.own
+
+
+@pytest.fixture(scope="module")
+def kubeconfig(target: Target) -> str:
+    return str(target.kubectl.kubeconfig)
+
+
+@pytest.fixture
+def rig(site: Rig) -> Rig:
+    return site
 
 
 @pytest.fixture(autouse=True)
@@ -85,23 +95,21 @@ async def restarted(ends: list[int]) -> None:
 
 async def renewed(rig: Rig) -> None:
     """Wait until the operator renews its Lease, by which it knows a store that has gone back."""
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{rig.namespace}/leases/{NAME}"
-    before = (await rig.get(path))["metadata"]["resourceVersion"]
+    before = (await rig.get("leases", NAME))["metadata"]["resourceVersion"]
 
     async def is_renewed() -> bool:
-        return bool((await rig.get(path))["metadata"]["resourceVersion"] != before)
+        return bool((await rig.get("leases", NAME))["metadata"]["resourceVersion"] != before)
 
     await polled(is_renewed)
 
 
 async def overtaken(rig: Rig, version: int) -> None:
     """Write until the API server gives out versions that are newer than one it has given."""
-    path = f"/api/v1/namespaces/{rig.namespace}/configmaps"
     made: Any = {"metadata": {"resourceVersion": "0"}}
     while int(made["metadata"]["resourceVersion"]) <= version:
-        names = [{"metadata": {"generateName": "filler-"}} for _ in range(20)]
-        await asyncio.gather(*(rig.direct.request("POST", path, body=name) for name in names))
-        made = await rig.get(path)
+        filler = {"metadata": {"generateName": "filler-"}}
+        await asyncio.gather(*(rig.post("configmaps", filler) for _ in range(20)))
+        made = await rig.get("configmaps")
 
 
 @pytest.mark.parametrize("is_overtaken", [False, True], ids=["older", "overtaken"])
@@ -121,7 +129,7 @@ async def test_what_was_captured_after_the_backup_is_captured_again(
         await captures.apply("llm-01")
         await captures.reaches("llm-01", wanted)
         await renewed(rig)
-        newest = int((await rig.get(rig.path("events")))["metadata"]["resourceVersion"])
+        newest = int((await rig.get("events"))["metadata"]["resourceVersion"])
         lies = [Lie("cut", kind=resource.plural) for resource in RESOURCES.values()]
         with rig.proxy.lying(*lies if is_overtaken else ()):
             await asyncio.to_thread(own_cluster.restore, tmp_path / "backup")
@@ -157,7 +165,7 @@ async def test_an_artifact_whose_deletion_was_lost_is_known_as_damaged_once_it_i
         await captures.apply("llm-00")
         await captures.ended("llm-00")
         own_cluster.back_up(tmp_path / "backup")
-        await rig.direct.request("DELETE", rig.path("dynamocheckpoints", "llm-00"))
+        await rig.delete("dynamocheckpoints", "llm-00")
 
         async def is_deleted() -> bool:
             return not list(captures.artifacts.glob("*/*/gen-1"))
@@ -168,14 +176,7 @@ async def test_an_artifact_whose_deletion_was_lost_is_known_as_damaged_once_it_i
 
         async def refused() -> Any:
             with contextlib.suppress(StoreBusy):
-                pods = await captures.items(f"/api/v1/namespaces/{rig.namespace}/pods")
-                rows = [
-                    row
-                    for item in pods
-                    if item["metadata"]["name"] == "later"
-                    for row in item["status"].get("conditions", [])
-                ]
-                return next((row for row in rows if row["type"] == RESTORED), {})
+                return (await rig.rows("pods", "later")).get(RESTORED, {})
             return {}
 
         found = await polled(refused)

@@ -14,23 +14,13 @@ import yaml
 
 from snapshot_operator.kube import restoring, shaping
 from tests.cluster import oci
+from tests.cluster.agents import EXAMPLE, READER, with_weights
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.rig import Rig
 from tests.cluster.simulated import ROOT, container, pod
 from tests.cluster.target import Target
-from tests.cluster.test_agent import (
-    EXAMPLE,
-    READER,
-    artifacts,
-    memory,
-    nats_url,
-    nodes,
-    restored,
-    rig,
-    with_weights,
-)
-from tests.cluster.test_operator import Rig
+from tests.support.json_patch import applied
 
-__all__ = ["artifacts", "memory", "nats_url", "nodes", "rig"]
 pytestmark = pytest.mark.cluster
 
 EXAMPLES = [*yaml.safe_load_all((ROOT / "tests/cluster/data/checkpoints.yaml").read_text())][:3]
@@ -118,22 +108,15 @@ async def test_a_checkpoint_with_a_saver_of_its_own_is_ready(
 async def test_a_loader_of_the_template_brings_the_weights_of_a_restored_pod(
     rig: Rig, memory: Kubectl
 ) -> None:
-    await rig.apply("llm", {"spec": with_weights("node-1")["spec"]}, gms={})
-    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
+    await rig.captured("llm", with_weights("node-1")["spec"], gms={})
     again = with_weights("node-2")
     again["metadata"] = {"name": "again", "annotations": {"nvidia.com/restore-from": "llm"}}
     code = "from gms.containers import loader; loader()"
     again["spec"]["initContainers"].append(container("gms-loader", sys.executable, "-c", code))
     shaping.with_devices(again["spec"], again["spec"]["containers"][0], shaping.devices_name("llm"))
     patched = restoring.standby_patch(again, restoring.Images(gms="none"))
-    for each in patched:
-        *path, last = each["path"].strip("/").split("/")
-        where = again
-        for key in path:
-            where = where[int(key) if key.isdigit() else key]
-        where[last] = each["value"]
-    memory.apply(again)
-    await restored(rig, "again")
+    memory.apply(applied(again, patched))
+    await rig.restored("again")
     words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", READER)
     assert await asyncio.to_thread(memory.run, *words) == "1.5 1.5 (1024, 1024)\n"
     said = await asyncio.to_thread(memory.run, "logs", "again", "--container", "gms-loader")

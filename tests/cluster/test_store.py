@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -18,161 +17,143 @@ from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import AlreadyExists, StoreBusy
-from snapshot_shared.kube_client import (
-    MERGE_PATCH,
-    KubeClient,
-    load_configuration,
-)
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.tasks import end_all
-from tests.cluster.lying_proxy import Lie, LyingProxy, lying_proxy
+from tests.cluster.lying_proxy import Lie
+from tests.cluster.rig import Rig, opened
 from tests.support.objects import checkpoint
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.cluster
 
+MINE = "dynamocheckpoints"
 
-class Rig(NamedTuple):
-    """A store behind a proxy that lies, and the API server itself for what others do."""
 
+class Stored(NamedTuple):
+    """A store behind the proxy of a rig, and what it has reported."""
+
+    rig: Rig
     store: KubeStore
-    proxy: LyingProxy
-    direct: KubeClient
     events: list[Event]
-    namespace: str
 
     def seen(self, name: str) -> list[str]:
         """The changes of an object of this namespace that were reported."""
-        return [
-            event.change
-            for event in self.events
-            if (event.value.metadata.name, event.value.metadata.namespace) == (name, self.namespace)
-        ]
+        wanted = (name, self.rig.namespace)
+        found = [(each.change, each.value.metadata) for each in self.events]
+        return [change for change, meta in found if (meta.name, meta.namespace) == wanted]
 
     def named(self, name: str) -> Any:
         value = checkpoint(name)
-        return replace(value, metadata=replace(value.metadata, namespace=self.namespace))
-
-    def path(self, name: str = "") -> str:
-        base = f"/apis/nvidia.com/v1alpha1/namespaces/{self.namespace}/dynamocheckpoints"
-        return f"{base}/{name}" if name else base
+        return replace(value, metadata=replace(value.metadata, namespace=self.rig.namespace))
 
     async def others_create(self, name: str) -> None:
         """Create an object as another client does, and forget its report."""
-        await self.direct.request("POST", self.path(), body=self.named(name))
+        await self.rig.post(MINE, self.named(name))
         await until(lambda: self.seen(name), "the new object")
         self.events.clear()
-
-    async def label(self, path: str, value: str) -> None:
-        body = {"metadata": {"labels": {"nvidia.com/test": value}}}
-        await self.direct.request("PATCH", path, body=body, content_type=MERGE_PATCH)
 
 
 @pytest.fixture
 async def rig(kubeconfig: str) -> AsyncIterator[Rig]:
-    configuration = await load_configuration(kubeconfig)
-    namespace = f"store-{uuid.uuid4().hex[:8]}"
-    async with (
-        KubeClient(configuration) as direct,
-        lying_proxy(configuration) as proxy,
-        KubeClient(proxy.configuration) as client,
-    ):
-        body = {"metadata": {"name": namespace}}
-        await direct.request("POST", "/api/v1/namespaces", body=body)
-        store = KubeStore(client, random.random)
-        events: list[Event] = []
-        for kind in KINDS:
-            await store.list(kind)
-        store.subscribe(events.append)
-        following = asyncio.ensure_future(store.run())
-        try:
-            yield Rig(store, proxy, direct, events, namespace)
-        finally:
-            await end_all(following)
-            await direct.request("DELETE", f"/api/v1/namespaces/{namespace}")
+    async with opened(kubeconfig, "store") as found:
+        yield found
 
 
-async def test_what_changed_while_a_watch_was_broken_is_reported(rig: Rig) -> None:
-    await rig.others_create("kept")
+@pytest.fixture
+async def kept(rig: Rig) -> AsyncIterator[Stored]:
+    store = KubeStore(rig.client, random.random)
+    events: list[Event] = []
+    for kind in KINDS:
+        await store.list(kind)
+    store.subscribe(events.append)
+    following = asyncio.ensure_future(store.run())
+    yield Stored(rig, store, events)
+    await end_all(following)
+
+
+async def test_what_changed_while_a_watch_was_broken_is_reported(rig: Rig, kept: Stored) -> None:
+    await kept.others_create("kept")
     with rig.proxy.lying(Lie("cut")):
         rig.proxy.cut_watches()
-        await rig.direct.request("POST", rig.path(), body=rig.named("new"))
-        await rig.label(rig.path("kept"), "changed")
-    await until(lambda: rig.seen("new") and rig.seen("kept"), "the changes", within_s=30.0)
-    assert rig.seen("new") == ["ADDED"]
-    assert rig.seen("kept") == ["MODIFIED"]
+        await rig.post(MINE, kept.named("new"))
+        await rig.patch(rig.path(MINE, "kept"), metadata={"labels": {"nvidia.com/test": "changed"}})
+    await until(lambda: kept.seen("new") and kept.seen("kept"), "the changes", within_s=30.0)
+    assert kept.seen("new") == ["ADDED"]
+    assert kept.seen("kept") == ["MODIFIED"]
 
 
 async def test_what_vanished_from_a_history_that_has_expired_is_reported_as_deleted(
-    rig: Rig,
+    rig: Rig, kept: Stored
 ) -> None:
-    await rig.others_create("going")
-    await rig.others_create("staying")
+    await kept.others_create("going")
+    await kept.others_create("staying")
     rig.proxy.requests.clear()
     with rig.proxy.lying(Lie(410, "WATCH", "dynamocheckpoints", reason="Expired")):
         rig.proxy.cut_watches()
-        await rig.direct.request("DELETE", rig.path("going"))
-        await until(lambda: rig.seen("going"), "the deletion", within_s=30.0)
-    assert rig.seen("going") == ["DELETED"]
-    assert rig.seen("staying") == []
+        await rig.delete(MINE, "going")
+        await until(lambda: kept.seen("going"), "the deletion", within_s=30.0)
+    assert kept.seen("going") == ["DELETED"]
+    assert kept.seen("staying") == []
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_write_that_the_server_refuses_for_now_is_busy_and_changes_nothing(
-    rig: Rig, status: int
+    rig: Rig, kept: Stored, status: int
 ) -> None:
-    first: Any = await rig.store.create(rig.named("calm"))
+    first: Any = await kept.store.create(kept.named("calm"))
     wanted = replace(first, status=replace(first.status, message="later"))
     with rig.proxy.lying(Lie(status)), pytest.raises(StoreBusy):
-        await rig.store.update_status(wanted)
-    assert await rig.store.read("DynamoCheckpoint", rig.namespace, "calm") == first
-    stored: Any = await rig.store.update_status(wanted)
+        await kept.store.update_status(wanted)
+    assert await kept.store.read("DynamoCheckpoint", rig.namespace, "calm") == first
+    stored: Any = await kept.store.update_status(wanted)
     assert stored.status.message == "later"
 
 
-async def test_a_creation_whose_answer_was_lost_is_found_by_the_next_try(rig: Rig) -> None:
+async def test_a_creation_whose_answer_was_lost_is_found_by_the_next_try(
+    rig: Rig, kept: Stored
+) -> None:
     with rig.proxy.lying(Lie("lost", "POST")), pytest.raises(StoreBusy):
-        await rig.store.create(rig.named("once"))
+        await kept.store.create(kept.named("once"))
     with pytest.raises(AlreadyExists):
-        await rig.store.create(rig.named("once"))
-    assert await rig.store.read("DynamoCheckpoint", rig.namespace, "once") is not None
+        await kept.store.create(kept.named("once"))
+    assert await kept.store.read("DynamoCheckpoint", rig.namespace, "once") is not None
 
 
-async def test_searches_for_unknown_uids_at_one_time_share_two_listings(rig: Rig) -> None:
+async def test_searches_for_unknown_uids_at_one_time_share_two_listings(
+    rig: Rig, kept: Stored
+) -> None:
     watches = [("WATCH", "snapshotcontents"), ("WATCH", "snapshotrestores")]
     await until(lambda: all(rig.proxy.requests[watch] for watch in watches), "the watches")
     rig.proxy.requests.clear()
-    found = await asyncio.gather(*(rig.store.find(str(uuid.uuid4())) for _ in range(20)))
+    found = await asyncio.gather(*(kept.store.find(str(uuid.uuid4())) for _ in range(20)))
     assert found == [None] * 20
     assert rig.proxy.requests["GET", "snapshotcontents"] <= 2
     assert rig.proxy.requests["GET", "snapshotrestores"] <= 2
 
 
 async def test_what_an_agent_announces_is_joined_with_what_kubernetes_says_of_its_node(
-    rig: Rig,
+    rig: Rig, kept: Stored
 ) -> None:
-    node, *_ = await rig.store.list("Node")
+    node, *_ = await kept.store.list("Node")
     assert node.metadata.name == "node-1"
-    known: Any = await rig.store.update_status(
+    known: Any = await kept.store.update_status(
         replace(node, status=replace(node.status, version="1.2"))  # type: ignore[union-attr]
     )
-    path = "/api/v1/nodes/node-1"
-    await _cordon(rig.direct, path, is_on=True)
+    await _cordon(rig, is_on=True)
     try:
-        await until(lambda: _cordons(rig.events) == [True], "the cordon")
-        joined: Any = await rig.store.read("Node", None, "node-1")
+        await until(lambda: _cordons(kept.events) == [True], "the cordon")
+        joined: Any = await kept.store.read("Node", None, "node-1")
         assert joined.status.version == "1.2"
         assert int(joined.metadata.resource_version) > int(known.metadata.resource_version)
     finally:
-        await _cordon(rig.direct, path, is_on=False)
+        await _cordon(rig, is_on=False)
     assert not {("PUT", "nodes/status"), ("PATCH", "nodes"), ("PATCH", "nodes/status")} & set(
         rig.proxy.requests
     )
 
 
-async def _cordon(direct: KubeClient, path: str, *, is_on: bool) -> None:
-    body = {"spec": {"unschedulable": is_on}}
-    await direct.request("PATCH", path, body=body, content_type=MERGE_PATCH)
+async def _cordon(rig: Rig, *, is_on: bool) -> None:
+    await rig.patch("/api/v1/nodes/node-1", spec={"unschedulable": is_on})
 
 
 def _cordons(events: list[Event]) -> list[bool]:
@@ -184,7 +165,7 @@ def is_node(event: Event) -> bool:
 
 
 async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kubelets(
-    rig: Rig,
+    rig: Rig, kept: Stored
 ) -> None:
     container = {
         "name": "main",
@@ -195,17 +176,16 @@ async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kub
         "metadata": {"name": "worker", "annotations": {"nvidia.com/restore-from": "llm"}},
         "spec": {"containers": [container], "terminationGracePeriodSeconds": 0},
     }
-    await rig.direct.request("POST", f"/api/v1/namespaces/{rig.namespace}/pods", body=body)
-    await until(lambda: _running(rig) is not None, "the pod", within_s=60.0)
-    pod: Any = _running(rig)
-    path = f"/api/v1/namespaces/{rig.namespace}/pods/worker"
-    placed = msgspec.json.decode(await rig.direct.request("GET", path))
+    await rig.post("pods", body)
+    await until(lambda: _running(kept) is not None, "the pod", within_s=60.0)
+    pod: Any = _running(kept)
+    placed = await rig.get("pods", "worker")
     assert pod.status.node_name == placed["spec"]["nodeName"]
     assert pod.metadata.annotations["nvidia.com/restore-from"] == "llm"
     rows = with_conditions(
         pod.status.conditions, pod, 0.0, (RESTORED, True, "RestoreSucceeded", "")
     )
-    stored: Any = await rig.store.update_status(
+    stored: Any = await kept.store.update_status(
         replace(pod, status=replace(pod.status, conditions=rows))
     )
     types = {row.type: row.status for row in stored.status.conditions}
@@ -213,56 +193,52 @@ async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kub
     assert types["Ready"] == "True"
 
 
-def _running(rig: Rig) -> Any:
-    for event in reversed(rig.events):
+def _running(kept: Stored) -> Any:
+    for event in reversed(kept.events):
         value: Any = event.value
-        if type(value).__name__ == "Pod" and value.metadata.namespace == rig.namespace:
+        if type(value).__name__ == "Pod" and value.metadata.namespace == kept.rig.namespace:
             return value if any(row.ready for row in value.status.container_statuses) else None
     return None
 
 
-async def test_a_watch_that_the_server_ends_goes_on_without_a_list(rig: Rig) -> None:
-    await rig.others_create("before")
+async def test_a_watch_that_the_server_ends_goes_on_without_a_list(rig: Rig, kept: Stored) -> None:
+    await kept.others_create("before")
     rig.proxy.requests.clear()
     rig.proxy.end_watches()
     watch = ("WATCH", "dynamocheckpoints")
     await until(lambda: rig.proxy.requests[watch] > 0, "the next watch", within_s=30.0)
-    await rig.direct.request("POST", rig.path(), body=rig.named("after"))
-    await until(lambda: rig.seen("after"), "the change")
+    await rig.post(MINE, kept.named("after"))
+    await until(lambda: kept.seen("after"), "the change")
     # Whether the server's history has gone back is asked with one small page.
     assert rig.proxy.requests["GET", "dynamocheckpoints"] == 1
 
 
-async def test_an_operator_ends_when_the_history_of_the_api_server_has_gone_back(
-    rig: Rig, kubeconfig: str
-) -> None:
-    async with KubeClient(rig.proxy.configuration) as client:
-        store = KubeStore(client, random.random)
-        for kind in KINDS:
-            await store.list(kind)
-        # As an API server whose etcd was restored from a backup: all that it has is older.
-        store._versions["Pod"] = str(2**62)
-        with (
-            rig.proxy.lying(Lie(500, "GET", "pods", times=1)),
-            pytest.raises(StoreRewound, match="pods are at version"),
-        ):
-            async with asyncio.timeout(30.0):
-                await store.run()
+async def test_an_operator_ends_when_the_history_of_the_api_server_has_gone_back(rig: Rig) -> None:
+    store = KubeStore(rig.client, random.random)
+    for kind in KINDS:
+        await store.list(kind)
+    # As an API server whose etcd was restored from a backup: all that it has is older.
+    store._versions["Pod"] = str(2**62)
+    with (
+        rig.proxy.lying(Lie(500, "GET", "pods", times=1)),
+        pytest.raises(StoreRewound, match="pods are at version"),
+    ):
+        async with asyncio.timeout(30.0):
+            await store.run()
 
 
 @pytest.mark.parametrize("lie", [Lie(500, times=2), Lie(404, times=1), Lie("page", times=1)])
-async def test_a_first_list_that_fails_is_tried_again(rig: Rig, lie: Lie) -> None:
-    await rig.others_create("there")
-    async with KubeClient(rig.proxy.configuration) as client:
-        store = KubeStore(client, random.random)
-        with rig.proxy.lying(lie):
-            async with asyncio.timeout(30.0):
-                listed = await store.list("DynamoCheckpoint")
+async def test_a_first_list_that_fails_is_tried_again(rig: Rig, kept: Stored, lie: Lie) -> None:
+    await kept.others_create("there")
+    store = KubeStore(rig.client, random.random)
+    with rig.proxy.lying(lie):
+        async with asyncio.timeout(30.0):
+            listed = await store.list("DynamoCheckpoint")
     names = {value.metadata.name for value in listed if value.metadata.namespace == rig.namespace}
     assert names == {"there"}
 
 
-async def test_a_uid_is_searched_for_once(rig: Rig) -> None:
+async def test_a_uid_is_searched_for_once(rig: Rig, kept: Stored) -> None:
     def searches() -> int:
         return rig.proxy.requests["GET", "snapshotcontents"]
 
@@ -270,18 +246,17 @@ async def test_a_uid_is_searched_for_once(rig: Rig) -> None:
     # Each watch begins with a request of its own.
     await until(lambda: rig.proxy.requests["WATCH", "snapshotcontents"], "the watch")
     rig.proxy.requests.clear()
-    assert await rig.store.find(gone[0]) is None
-    assert await rig.store.find(gone[0]) is None
+    assert await kept.store.find(gone[0]) is None
+    assert await kept.store.find(gone[0]) is None
     assert searches() == 1
-    assert await asyncio.gather(*(rig.store.find(uid) for uid in gone)) == [None] * 20
+    assert await asyncio.gather(*(kept.store.find(uid) for uid in gone)) == [None] * 20
     # Those that ask while one search runs share the next.
     assert searches() <= 3
 
 
-async def test_a_restore_that_was_just_created_is_found_by_its_uid(rig: Rig) -> None:
+async def test_a_restore_that_was_just_created_is_found_by_its_uid(rig: Rig, kept: Stored) -> None:
     """A search that was made before an object was created says nothing of it."""
-    assert await rig.store.find(str(uuid.uuid4())) is None
-    path = f"/apis/nvidia.com/v1alpha1/namespaces/{rig.namespace}/snapshotrestores"
+    assert await kept.store.find(str(uuid.uuid4())) is None
     reference = {"name": "p", "uid": str(uuid.uuid4())}
     body = {
         "apiVersion": "nvidia.com/v1alpha1",
@@ -291,22 +266,23 @@ async def test_a_restore_that_was_just_created_is_found_by_its_uid(rig: Rig) -> 
     }
     with rig.proxy.lying(Lie("cut", "WATCH")):
         rig.proxy.cut_watches()
-        made = msgspec.json.decode(await rig.direct.request("POST", path, body=body))
-        found = await rig.store.find(made["metadata"]["uid"])
+        made = await rig.post("snapshotrestores", body)
+        found = await kept.store.find(made["metadata"]["uid"])
     assert found is not None
     assert found.metadata.name == "r"
 
 
-async def test_the_label_of_a_node_is_one_request_and_survives_its_heartbeats(rig: Rig) -> None:
-    node = (await rig.store.list("Node"))[0]
+async def test_the_label_of_a_node_is_one_request_and_survives_its_heartbeats(
+    rig: Rig, kept: Stored
+) -> None:
+    node = (await kept.store.list("Node"))[0]
     key = "nvidia.com/test-label"
     rig.proxy.requests.clear()
-    labelled = await rig.store.label(node, key, "1")
+    labelled = await kept.store.label(node, key, "1")
     assert labelled.metadata.labels[key] == "1"
-    path = f"/api/v1/nodes/{node.metadata.name}"
-    body = {"metadata": {"annotations": {"example.com/heartbeat": uuid.uuid4().hex}}}
-    await rig.direct.request("PATCH", path, body=body, content_type=MERGE_PATCH)
-    bare = await rig.store.label(labelled, key, None)
+    heartbeat = {"annotations": {"example.com/heartbeat": uuid.uuid4().hex}}
+    await rig.patch(f"/api/v1/nodes/{node.metadata.name}", metadata=heartbeat)
+    bare = await kept.store.label(labelled, key, None)
     assert key not in bare.metadata.labels
     assert rig.proxy.requests["PATCH", "nodes"] == 2
     assert [key for key in rig.proxy.requests if key[0] not in ("PATCH", "WATCH")] == []

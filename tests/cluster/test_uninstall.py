@@ -11,15 +11,24 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.rig import Rig, sleeper
 from tests.cluster.simulated import until
 from tests.cluster.target import Target, define
-from tests.cluster.test_agent import artifacts, nats_url, nodes
-from tests.cluster.test_operator import Rig, rig, worker
 
-__all__ = ["artifacts", "nats_url", "nodes", "rig"]
 pytestmark = pytest.mark.cluster
 
 CRDS = Path(__file__).resolve().parents[2] / "deploy" / "crds"
+
+
+@pytest.fixture(autouse=True)
+def _alone(target: Target) -> None:
+    """Wait for the end of the namespaces of earlier tests: an uninstall looks at all of them."""
+
+    def are_gone() -> bool:
+        phases = {each["status"]["phase"] for each in target.kubectl.list("namespaces")}
+        return "Terminating" not in phases
+
+    until(are_gone, "the end of the namespaces of earlier tests")
 
 
 def uninstall(part: str, kubectl: Kubectl, **settings: str) -> str:
@@ -46,7 +55,7 @@ def uninstall(part: str, kubectl: Kubectl, **settings: str) -> str:
 async def test_what_is_to_be_deleted_goes_with_its_artifacts_and_the_definitions(
     rig: Rig, nodes: Kubectl, target: Target
 ) -> None:
-    await rig.apply("llm", worker())
+    await rig.apply("llm", sleeper())
     await rig.phase("llm", "Running")
     await asyncio.to_thread(uninstall, "begin", nodes)
     kinds = "dynamocheckpoints,snapshots,snapshotcontents"
@@ -68,10 +77,9 @@ async def test_what_is_to_be_deleted_goes_with_its_artifacts_and_the_definitions
 async def test_an_uninstall_that_nobody_answers_goes_on_after_its_deadline(
     rig: Rig, nodes: Kubectl
 ) -> None:
-    path = rig.path("dynamocheckpoints", "held")
-    await rig.apply("held", worker())
-    body = {"metadata": {"finalizers": ["example.com/held"]}}
-    await rig.direct.request("PATCH", path, body=body, content_type="application/merge-patch+json")
+    await rig.apply("held", sleeper())
+    held = {"finalizers": ["example.com/held"]}
+    await rig.patch(rig.path("dynamocheckpoints", "held"), metadata=held)
     settings = {"SNAPBACK_UNINSTALL_DEADLINE_S": "3"}
     said = await asyncio.to_thread(uninstall, "begin", nodes, **settings)
     assert "dynamocheckpoint/held" in said
