@@ -6,133 +6,95 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from pathlib import Path
 
 from snapshotctl.adapters import processes
-from snapshotctl.domain.cluster import ProcessRecord
 from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
 
-
-def _alive(cli: Cli, name: str = "default") -> list[str]:
-    records = [ProcessRecord(**record) for record in cli.record(name)["processes"]]
-    return [record.name for record in records if processes.is_alive(record)]
-
-
-def _members(cli: Cli, name: str = "default") -> list[str]:
-    return [member.command for member in processes.members(cli.record(name)["run"])]
+SMALL = ("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
+POD = """
+    {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "%s"}, "spec": {
+     "nodeSelector": {"kubernetes.io/hostname": "%s"},
+     "containers": [{"name": "main", "command": ["sleep", "1000"]}]}}"""
 
 
-def test_a_cluster_comes_up_is_found_and_goes_down_without_a_trace(cli: Cli) -> None:
-    up = cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-    assert "snapshotctl down" in up.out
-    record = cli.record()
-    assert f"page             {record['page']}" in up.out
+def test_a_cluster_is_found_and_is_not_left_over(running: Cli, cli: Cli) -> None:
+    record = running.record()
     with urllib.request.urlopen(record["page"] + "api/state") as answer:
         nodes = json.loads(answer.read())["nodes"]["rows"]
     assert [row["name"] for row in nodes] == ["node-1"]
-    assert sorted(_alive(cli)) == ["nats-server", "node-1-agent", "node-1-gms", "operator", "page"]
-    assert cli.state().stat().st_mode & 0o777 == 0o700
+    assert running.state().stat().st_mode & 0o777 == 0o700
     assert Path(record["socket_dir"]).stat().st_mode & 0o777 == 0o700
-    [node] = cli.ok("nodes", "-o", "json").value()
-    assert (node["node"]["metadata"]["name"], len(node["presence"]["devices"])) == ("node-1", 1)
-
-    again = cli.run("up")
+    [node] = running.ok("nodes", "-o", "json").value()
+    assert (node["node"]["metadata"]["name"], len(node["presence"]["devices"])) == ("node-1", 2)
+    assert running.ok("dead", "ls").err == "no dead letters\n"
+    again = running.here("up")
     assert (again.code, "runs already" in again.err) == (1, True)
-    assert cli.left(record["run"]) == []
-
-    context = cli.home / "config" / "nats" / "context" / "snapback-default.json"
-    assert record["url"] in context.read_text()
-    cli.ok("down")
-    assert cli.record()["page"] == ""
-    assert _members(cli) == []
-    assert not Path(record["socket_dir"]).exists()
-    assert not context.exists()
-    assert cli.run("nodes").code == 5
+    assert running.left(record["run"]) == []
+    # Nor for another user, who does not look where its sockets are.
+    assert Path(record["socket_dir"]).parent == Path(running.environment["XDG_RUNTIME_DIR"])
     assert cli.left(record["run"]) == []
 
 
-def test_a_cluster_of_other_folders_that_runs_is_not_left_over(cli: Cli, tmp_path: Path) -> None:
-    other = Cli(tmp_path / "other")
-    # Short, or the sockets would be in /tmp, where every user looks.
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as sockets:
-        other.environment["XDG_RUNTIME_DIR"] = sockets
-        try:
-            other.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-            record = other.record()
-            assert Path(record["socket_dir"]).parent == Path(sockets)
-            assert cli.left(record["run"]) == []
-        finally:
-            other.purge()
-
-
-def test_every_user_has_a_seed_of_its_own_that_stays_in_its_file(cli: Cli) -> None:
-    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-    folder = cli.state() / "keys"
+def test_every_user_has_a_seed_of_its_own_that_stays_in_its_file(running: Cli) -> None:
+    folder = running.state() / "keys"
     seeds = {path.stem: path.read_text().strip() for path in folder.iterdir()}
     assert set(seeds) == {"operator", "agent-node-1", "gms-node-1", "snapshotctl", "viewer"}
     assert len(set(seeds.values())) == len(seeds)
-    written = "".join(path.read_text() for path in cli.state().glob("**/*.conf"))
-    written += "".join(path.read_text() for path in (cli.state() / "logs").iterdir())
-    written += (cli.state() / "cluster.json").read_text()
+    written = "".join(path.read_text() for path in running.state().glob("**/*.conf"))
+    written += "".join(path.read_text() for path in (running.state() / "logs").iterdir())
+    written += (running.state() / "cluster.json").read_text()
     assert not [name for name, seed in seeds.items() if seed in written]
     # What nats-server says of its port is its own; the folder above it is closed.
     others = [
         path
-        for path in (cli.state(), *cli.state().rglob("*"))
+        for path in (running.state(), *running.state().rglob("*"))
         if path.parent.name != "ports" and not path.is_symlink() and path.stat().st_mode & 0o077
     ]
     assert others == []
 
-    url = cli.record()["url"]
-    assert cli.ok("--server", url, "nodes").out
-    cli.environment |= {"NATS_NKEY": str(folder / "viewer.nk"), "NATS_URL": url}
-    cli.environment |= {"NATS_INBOX_PREFIX": "_INBOX.viewer"}
-    assert [node["node"]["metadata"]["name"] for node in cli.ok("nodes", "-o", "json").value()]
-    refused = cli.run("delete", "node", "node-1")
+    url = running.record()["url"]
+    assert running.ok("--server", url, "nodes").out
+    viewer = Cli(running.home)
+    viewer.environment |= {"NATS_NKEY": str(folder / "viewer.nk"), "NATS_URL": url}
+    viewer.environment |= {"NATS_INBOX_PREFIX": "_INBOX.viewer"}
+    assert [node["node"]["metadata"]["name"] for node in viewer.ok("nodes", "-o", "json").value()]
+    refused = viewer.run("delete", "node", "node-1")
     assert (refused.code, "viewer may not publish to snap.api.delete" in refused.err) == (4, True)
 
 
-def test_a_cluster_whose_processes_died_starts_again_on_the_same_state(cli: Cli) -> None:
-    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-    manifest = """
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "waits"}, "spec": {
-         "nodeSelector": {"kubernetes.io/hostname": "nowhere"},
-         "containers": [{"name": "main", "command": ["true"]}]}}"""
-    cli.ok("apply", "-f", "-", stdin=manifest)
+def test_a_cluster_whose_processes_died_starts_again_on_its_state_and_goes_down_without_a_trace(
+    cli: Cli,
+) -> None:
+    up = cli.ok(*SMALL)
+    assert "snapshotctl down" in up.out
+    assert f"page             {cli.record()['page']}" in up.out
+    cli.ok("apply", "-f", "-", stdin=POD % ("waits", "nowhere"))
     run = cli.record()["run"]
+    assert sorted(record["name"] for record in cli.record()["processes"]) == [
+        *("nats-server", "node-1-agent", "node-1-gms", "operator", "page"),
+    ]
     for record in cli.record()["processes"]:
         os.kill(record["pid"], signal.SIGKILL)
-    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-    assert cli.record()["run"] == run
-    assert [pod["metadata"]["name"] for pod in cli.ok("get", "pods", "-o", "json").value()] == [
-        "waits"
-    ]
+    cli.ok(*SMALL)
+    record = cli.record()
+    assert record["run"] == run
+    assert list(cli.pods()) == ["waits"]
+
+    cli.ok("apply", "-f", "-", stdin=POD % ("sleeper", "node-1"))
+    cli.ok("wait", "pod/sleeper", "--for", "condition=PodScheduled", "--timeout", "30s")
+    context = cli.home / "config" / "nats" / "context" / "snapback-default.json"
+    assert record["url"] in context.read_text()
+    cli.ok("down")
+    assert cli.record()["page"] == ""
+    assert cli.members() == []
+    assert not Path(record["socket_dir"]).exists()
+    assert not context.exists()
+    assert cli.run("nodes").code == 5
+    assert cli.left(run) == []
     cli.ok("down", "--purge")
     assert not cli.state().exists()
-
-
-def test_a_cluster_of_which_a_part_died_names_that_part(cli: Cli) -> None:
-    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-    [operator] = [p for p in cli.record()["processes"] if p["name"] == "operator"]
-    os.kill(operator["pid"], signal.SIGKILL)
-    again = cli.run("up")
-    assert again.code == 1
-    assert "operator" in again.err
-    assert "snapshotctl down --cluster default && snapshotctl up --cluster default" in again.err
-    unserved = cli.run("get", "pods")
-    assert (unserved.code, "no operator answers" in unserved.err) == (5, True)
-    assert (
-        "next: start it again: snapshotctl sim restart operator --cluster default" in unserved.err
-    )
-    [server] = [p for p in cli.record()["processes"] if p["name"] == "nats-server"]
-    os.kill(server["pid"], signal.SIGKILL)
-    unreached = cli.run("get", "pods")
-    assert (unreached.code, "cannot reach " in unreached.err) == (5, True)
-    again = "next: start what is down again: snapshotctl sim restart nats-server --cluster default"
-    assert again in unreached.err
-    cli.ok("down", "--purge")
     assert cli.run("down").code == 3
 
 
@@ -182,26 +144,20 @@ def test_an_interrupted_start_leaves_nothing_half(cli: Cli) -> None:
 
 
 def test_two_clusters_run_side_by_side_and_differ_by_name(cli: Cli) -> None:
-    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB", "--name", "one")
-    cli.ok("up", "--nodes", "2", "--gpu-memory", "64MiB", "--name", "two")
+    gpus = {"one": 1, "two": 2}
+    for name, count in gpus.items():
+        cli.ok("up", "--nodes", "1", "--gpus", str(count), "--gpu-memory", "64MiB", "--name", name)
     lost = cli.run("nodes")
     assert "name one that is there: --cluster one or --cluster two" in lost.err
     assert "--cluster one or --cluster two" in cli.run("down", "--name", "nope").err
-    counts = [len(cli.ok("nodes", "-o", "json", "--cluster", n).value()) for n in ("one", "two")]
-    assert counts == [1, 2]
+    assert {name: _gpus(cli, name) for name in gpus} == gpus
     cli.ok("down", "--name", "one", "--purge")
-    assert len(cli.ok("nodes", "-o", "json", "--cluster", "two").value()) == 2
+    assert _gpus(cli, "two") == 2
 
 
-def test_down_ends_workers_too(cli: Cli) -> None:
-    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
-    manifest = """
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "sleeper"}, "spec": {
-         "containers": [{"name": "main", "command": ["sleep", "1000"]}]}}"""
-    cli.ok("apply", "-f", "-", stdin=manifest)
-    cli.ok("wait", "pod/sleeper", "--for", "condition=PodScheduled", "--timeout", "30s")
-    cli.ok("down")
-    assert _members(cli) == []
+def _gpus(cli: Cli, cluster: str) -> int:
+    [node] = cli.ok("nodes", "-o", "json", "--cluster", cluster).value()
+    return len(node["presence"]["devices"])
 
 
 def test_what_a_killed_command_left_is_shown_and_can_be_removed(cli: Cli) -> None:

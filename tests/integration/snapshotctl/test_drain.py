@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from snapshotctl.adapters import worker_socket
-from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
+from tests.integration.snapshotctl.conftest import Cli, fresh, interrupt, read_until
 
 WORKER = """\
 apiVersion: v1
@@ -25,20 +21,17 @@ spec:
     - name: main
       command: ["python3", "deploy/examples/worker.py"]
       env:
-        - {{name: SIZE_MIB, value: "16"}}
-        - {{name: WARMUP_SECONDS, value: "0.1"}}
+        - {{name: SIZE_MIB, value: "4"}}
+        - {{name: WARMUP_REQUESTS, value: "0"}}
       resources: {{limits: {{nvidia.com/gpu: 1}}}}
 """
 DRAIN = ("drain", "node-1", "--capture")
-ASKED = "What is my name?"
 
 
 @pytest.fixture
-def two_nodes(cli: Cli) -> Iterator[Cli]:
-    """A user whose default cluster runs, with two nodes of two GPUs."""
-    cli.ok("up", "--nodes", "2", "--gpus", "2", "--gpu-memory", "64MiB")
-    yield cli
-    cli.ok("down", "--purge")
+def two_nodes(faulty: Cli) -> Cli:
+    """A user whose default cluster runs, with two nodes of two GPUs and no object."""
+    return fresh(faulty, "--nodes", "2", "--gpus", "2")
 
 
 def _start(cli: Cli, *names: str, label: str = "true") -> None:
@@ -48,52 +41,36 @@ def _start(cli: Cli, *names: str, label: str = "true") -> None:
         cli.ok("wait", f"pod/{name}", "--timeout", "60s")
 
 
-def _pods(cli: Cli) -> dict[str, Any]:
-    return {each["metadata"]["name"]: each for each in cli.ok("get", "pods", "-o", "json").value()}
-
-
-def _say(cli: Cli, pod: dict[str, Any], *, chat: str = "") -> bytes:
-    async def say() -> bytes:
-        folder = Path(cli.record()["socket_dir"]) / pod["status"]["nodeName"]
-        client = await worker_socket.connect(folder, pod["metadata"]["uid"])
-        try:
-            return await (client.chat(chat) if chat else client.ask(ASKED))
-        finally:
-            await client.close()
-
-    return asyncio.run(asyncio.wait_for(say(), 30.0))
-
-
 def test_labelled_pods_go_on_elsewhere_as_they_were_and_the_others_are_named(
     two_nodes: Cli,
 ) -> None:
     _start(two_nodes, "ada")
     _start(two_nodes, "stays", label="false")
-    ada = _pods(two_nodes)["ada"]
-    _say(two_nodes, ada, chat="My name is Ada.")
-    before = _say(two_nodes, ada)
+    ada = two_nodes.pods()["ada"]
+    two_nodes.said_by(ada, chat="My name is Ada.")
+    before = two_nodes.said_by(ada)
     plan = two_nodes.ok(*DRAIN, "--dry-run").out
     assert "pod/ada: would be captured as snapshot/ada-" in plan
     assert "pod/stays: left: it has no label" in plan
-    assert set(_pods(two_nodes)) == {"ada", "stays"}
+    assert set(two_nodes.pods()) == {"ada", "stays"}
     ended = two_nodes.run(*DRAIN, "--timeout", "2m")
     assert ended.code == 1, ended
     assert ended.out.startswith("node/node-1 cordoned\n")
     assert "1 pod is left on node-1" in ended.err
     assert "pod/stays: it has no label nvidia.com/capture-on-drain=true. Next: " in ended.err
-    pods = _pods(two_nodes)
+    pods = two_nodes.pods()
     [name] = set(pods) - {"stays"}
     assert f"pod/ada goes on as pod/{name} on node-2\n" in ended.out
     assert "pod/ada " in ended.out
     assert "process part" in ended.out
     assert pods[name]["metadata"]["labels"]["app"] == "llm"
-    assert _say(two_nodes, pods[name]) == before
-    assert _say(two_nodes, pods["stays"])
+    assert two_nodes.said_by(pods[name]) == before
+    assert two_nodes.said_by(pods["stays"])
     two_nodes.ok("delete", "pod/stays")
     two_nodes.ok("wait", "pod/stays", "--for", "delete", "--timeout", "30s")
     again = two_nodes.ok(*DRAIN)
     assert again.out == "node/node-1 already cordoned\nnode/node-1 drained\n"
-    assert set(_pods(two_nodes)) == {name}
+    assert set(two_nodes.pods()) == {name}
 
 
 def test_what_is_not_captured_by_the_deadline_is_named_and_goes_on_until_the_next_drain(
@@ -106,12 +83,12 @@ def test_what_is_not_captured_by_the_deadline_is_named_and_goes_on_until_the_nex
     [line] = [each for each in _entries(late.out) if "state" in each]
     assert (line["pod"], line["state"]) == ("ada", "late")
     assert line["why"].startswith("DeadlineExceeded: ")
-    assert _say(two_nodes, _pods(two_nodes)["ada"])
+    assert two_nodes.said_by(two_nodes.pods()["ada"])
     two_nodes.ok("sim", "stall", "node-1", "--clear")
     done = two_nodes.ok(*DRAIN, "-o", "json", "--timeout", "2m")
     [line] = [each for each in _entries(done.out) if "state" in each]
     assert (line["pod"], line["state"], line["node"]) == ("ada", "moved", "node-2")
-    assert set(_pods(two_nodes)) == {line["name"]}
+    assert set(two_nodes.pods()) == {line["name"]}
 
 
 def _entries(text: str) -> list[dict[str, Any]]:
@@ -130,10 +107,10 @@ def test_an_interrupted_drain_aborts_what_is_under_way_and_says_what_to_do(
     assert "goes on: its capture is being aborted" in ended.err
     assert "node-1 stays cordoned; go on: snapshotctl drain node-1 --capture" in ended.err
     for name in ("ada", "bob"):
-        assert _say(two_nodes, _pods(two_nodes)[name])
+        assert two_nodes.said_by(two_nodes.pods()[name])
     two_nodes.ok("sim", "stall", "node-1", "--clear")
     two_nodes.ok(*DRAIN, "--timeout", "2m")
-    assert {pod["status"]["nodeName"] for pod in _pods(two_nodes).values()} == {"node-2"}
+    assert {pod["status"]["nodeName"] for pod in two_nodes.pods().values()} == {"node-2"}
 
 
 def test_a_drain_without_capture_is_kubectls(two_nodes: Cli) -> None:

@@ -45,7 +45,7 @@ def _pod(name: str, command: str = SERVES, *, gpus: int = 1, source: str = "") -
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     """A cluster of two nodes on which a checkpoint `warm` was captured."""
     found = Cli(tmp_path_factory.mktemp("user"))
-    found.ok("up", "--nodes", "2", "--gpus", "3", "--gpu-memory", "64MiB")
+    found.ok("up", "--nodes", "2", "--gpus", "2", "--gpu-memory", "64MiB")
     found.ok(*CAPTURE, "--checkpoint-id", "warm", stdin=_pod("source"))
     yield found
     found.purge()
@@ -335,7 +335,7 @@ def test_artifacts_are_listed_shown_compared_and_judged(running: Cli) -> None:
 
 def test_what_is_over_the_limits_is_named_first_and_goes_when_that_is_asked(cli: Cli) -> None:
     cli.environment["SNAPBACK_KEEP_COUNT"] = "1"
-    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
+    cli.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
     cli.ok("apply", "-f", "-", stdin=_pod("source"))
     cli.ok("checkpoint", "source", "--checkpoint-id", "old")
     # Artifacts of the same second have no order of age.

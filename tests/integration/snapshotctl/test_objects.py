@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.integration.snapshotctl.conftest import EXAMPLES, Cli, interrupt, read_until
@@ -78,12 +77,10 @@ def test_a_kind_without_objects_says_so(running: Cli) -> None:
     assert running.ok("get", "snapshots", "-o", "json").value() == []
 
 
-@pytest.mark.parametrize(
-    "words", [["get", "pod/missing"], ["delete", "pod/missing"], ["wait", "pod/missing"]]
-)
-def test_an_object_that_does_not_exist_is_not_found(running: Cli, words: list[str]) -> None:
-    missing = running.run(*words)
-    assert (missing.code, "missing does not exist" in missing.err) == (3, True)
+def test_an_object_that_does_not_exist_is_not_found(running: Cli) -> None:
+    for verb in ("get", "delete", "wait"):
+        missing = running.run(verb, "pod/missing")
+        assert (missing.code, "missing does not exist" in missing.err) == (3, True), verb
 
 
 def test_a_deleted_object_is_waited_for_until_it_is_gone(running: Cli) -> None:

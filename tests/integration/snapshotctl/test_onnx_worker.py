@@ -9,32 +9,18 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from snapshotctl.adapters import inotify
 from snapshotctl.domain.demo_engines import ENGINES as DEMO
 from tests.integration.snapshotctl.conftest import ENGINES, EXAMPLES, ROOT, needs_engines
-from tests.integration.snapshotctl.test_worker import (
-    PATIENCE_S,
-    Place,
-    make_place,
-    process,
-)
+from tests.integration.snapshotctl.place import PATIENCE_S, Place, process
 
 WORKER = [str(EXAMPLES / "onnx_worker.py")]
 FILES = [ROOT / name for name in DEMO["onnx"].asked]
 
 pytestmark = needs_engines
-
-
-@pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    async with make_place(tmp_path) as found:
-        yield found
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -74,14 +60,24 @@ def environment(place: Place, **more: str) -> dict[str, str]:
 async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_restore(
     place: Place,
 ) -> None:
-    async with process(WORKER, environment(place)):
-        await place.said("ready-for-snapshot")
+    home = place.folder / "home"
+    home.mkdir()
+    more = {"HOME": str(home), "WARMUP_REQUESTS": "2"}
+    async with process(WORKER, environment(place, **more)) as worker:
+        await _warms_up(place)
         before = await asyncio.to_thread(labels, place)
         assert before["README.md"]["label"] == "markdown"
         assert before["Makefile"]["label"] == "makefile"
         assert len({found["label"] for found in before.values()}) > 3
+        assert [each["label"] for each in before.values()] == await _labels_of_the_package(place)
+        # It keeps no file of the node open that others write.
+        opened = [str(fd.resolve()) for fd in Path(f"/proc/{worker.pid}/fd").iterdir()]
+        assert [path for path in opened if path.endswith(".db")] == []
+        assert list(home.iterdir()) == []
+
         place.say("quiesce", 1)
         await place.said("quiesced")
+        _has_its_weights_in_gpu_memory(place)
         late = asyncio.create_task(asyncio.to_thread(labels, place))
         assert await asyncio.to_thread(asked, place, "GET", "/health") == (200, {})
         place.say("snapshot-complete", 1)
@@ -95,55 +91,25 @@ async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_rest
         assert await asyncio.to_thread(labels, place) == before
 
 
-async def test_a_cold_start_is_ready_for_a_capture_once_it_has_answered(place: Place) -> None:
-    async with process(WORKER, environment(place, WARMUP_REQUESTS="2")):
-        await inotify.appears(place.pod_sockets / "worker.sock")
-        for is_ready in (False, True):
-            assert not (place.control / "ready-for-snapshot").exists()
-            assert (await asyncio.to_thread(asked, place, "POST", "/identify", b"words"))[0] == 200
-            if is_ready:
-                await place.said("ready-for-snapshot")
+async def _warms_up(place: Place) -> None:
+    """A cold start is ready for a capture once it has answered twice, and not before."""
+    await inotify.appears(place.pod_sockets / "worker.sock")
+    for _ in range(2):
+        assert not (place.control / "ready-for-snapshot").exists()
+        assert (await asyncio.to_thread(asked, place, "POST", "/identify", b"words"))[0] == 200
+    await place.said("ready-for-snapshot")
 
 
-async def test_it_can_be_started_again_on_a_port_that_has_just_been_used(place: Place) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # The first leaves its weights on its device, as nobody says here that its pod has ended.
-    for device in environment(place)["NVIDIA_VISIBLE_DEVICES"].split(","):
-        more = {"HTTP_PORT": str(port), "NVIDIA_VISIBLE_DEVICES": device}
-        async with process(WORKER, environment(place, **more)):
-            await place.said("ready-for-snapshot")
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-            with contextlib.closing(connection):
-                connection.request("GET", "/health")
-                # The side that closes first, as this server does, keeps the port for a minute.
-                assert (await asyncio.to_thread(connection.getresponse)).status == 200
+def _has_its_weights_in_gpu_memory(place: Place) -> None:
+    state = place.control / "state"
+    pool = json.loads((state / "weights.pool").read_text())
+    in_pool = sum(slot["size"] for slot in pool["slots"])
+    assert in_pool > 2_500_000
+    assert sum(path.stat().st_size for path in state.iterdir()) < in_pool / 10
 
 
-async def test_the_weights_are_in_gpu_memory_and_not_in_the_state(place: Place) -> None:
-    async with process(WORKER, environment(place)):
-        await place.said("ready-for-snapshot")
-        place.say("quiesce", 1)
-        await place.said("quiesced")
-        state = place.control / "state"
-        pool = json.loads((state / "weights.pool").read_text())
-        in_pool = sum(slot["size"] for slot in pool["slots"])
-        assert in_pool > 2_500_000
-        assert sum(path.stat().st_size for path in state.iterdir()) < in_pool / 10
-
-
-async def test_it_keeps_no_file_of_the_node_open_that_others_write(place: Place) -> None:
-    home = place.folder / "home"
-    home.mkdir()
-    async with process(WORKER, environment(place, HOME=str(home))) as worker:
-        await place.said("ready-for-snapshot")
-        opened = [str(fd.resolve()) for fd in Path(f"/proc/{worker.pid}/fd").iterdir()]
-    assert [path for path in opened if path.endswith(".db")] == []
-    assert list(home.iterdir()) == []
-
-
-async def test_it_is_the_model_of_the_package(place: Place) -> None:
+async def _labels_of_the_package(place: Place) -> list[str]:
+    """What the package says by itself of the same files."""
     script = (
         "import sys, json, pathlib; from magika import Magika; m = Magika()\n"
         "found = [m.identify_bytes(pathlib.Path(p).read_bytes()) for p in sys.argv[1:]]\n"
@@ -155,7 +121,20 @@ async def test_it_is_the_model_of_the_package(place: Place) -> None:
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await stock.communicate()
-    async with process(WORKER, environment(place)):
-        await place.said("ready-for-snapshot")
-        found = await asyncio.to_thread(labels, place)
-    assert [each["label"] for each in found.values()] == json.loads(out)
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+async def test_it_can_be_started_again_on_a_port_that_has_just_been_used(place: Place) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # The first leaves its weights on its device, as nobody says here that its pod has ended.
+    for device in place.devices:
+        more = {"HTTP_PORT": str(port), "NVIDIA_VISIBLE_DEVICES": device}
+        async with process(WORKER, environment(place, **more)):
+            await place.said("ready-for-snapshot")
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.request("GET", "/health")
+                # The side that closes first, as this server does, keeps the port for a minute.
+                assert (await asyncio.to_thread(connection.getresponse)).status == 200

@@ -5,7 +5,6 @@ Those that are interrupted elsewhere, or that start a cluster, are programs ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,6 @@ spec: {identity: {model: meta-llama/Llama-2-7b-hf, backendFramework: vllm}}
 """
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
-    """A user whose default cluster runs, with a pod that no node fits."""
-    found = Cli(tmp_path_factory.mktemp("user"))
-    found.ok("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-    found.ok("apply", "-f", "-", stdin=POD)
-    yield found
-    found.purge()
-
-
 def _both(cli: Cli, *words: str, stdin: str = "") -> tuple[Ended, Ended]:
     return cli.program(*words, stdin=stdin), cli.run(*words, stdin=stdin)
 
@@ -43,11 +32,11 @@ def _both(cli: Cli, *words: str, stdin: str = "") -> tuple[Ended, Ended]:
 @pytest.mark.parametrize(
     ("words", "stdin", "code"),
     [
-        ("apply -f -", POD, 0),
+        ("apply -n programs -f -", POD, 0),
         ("identity -f -", CHECKPOINT, 0),
         ("validate -f -", CHECKPOINT, 4),
-        ("get pods -o json", "", 0),
-        ("describe pod there -o json", "", 0),
+        ("get pods -n programs -o json", "", 0),
+        ("describe pod there -n programs -o json", "", 0),
         ("explain DeviceTooSmall", "", 0),
         ("trace nothing", "", 3),
         ("watch nothing", "", 3),
@@ -71,6 +60,8 @@ def _both(cli: Cli, *words: str, stdin: str = "") -> tuple[Ended, Ended]:
 def test_a_command_answers_the_same_from_a_shell(
     running: Cli, words: str, stdin: str, code: int
 ) -> None:
+    if "-n programs" in words:
+        running.ok("apply", "-n", "programs", "-f", "-", stdin=POD)
     program, here = _both(running, *words.split(), stdin=stdin)
     assert program == here
     assert program.code == code

@@ -3,86 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import check_node
-from snapshot_shared.permissions import User
-from snapshotctl.adapters import processes, worker_socket
+from snapshotctl.adapters import processes
 from snapshotctl.domain.cluster import ProcessRecord
-from tests.integration.snapshotctl.conftest import EXAMPLES, Cli
+from tests.integration.snapshotctl.conftest import CHECKPOINT, Cli, example
 from tests.support.agent_rig import state_of
-
-CHECKPOINT = "dynamocheckpoint/demo-llm"
-
-
-@pytest.fixture
-def one_node(cli: Cli) -> Iterator[Cli]:
-    """A user whose default cluster runs, with one node."""
-    cli.ok("up", "--nodes", "1", "--gpu-memory", "64MiB")
-    yield cli
-    cli.ok("down", "--purge")
-
-
-def _example(name: str) -> str:
-    text = (EXAMPLES / name).read_text()
-    return text.replace('"512"', '"16"').replace('value: "10"', 'value: "1"')
 
 
 def _workers(cli: Cli) -> list[int]:
-    members = processes.members(cli.record()["run"])
-    return [member.pid for member in members if "worker.py" in member.command]
-
-
-def _ask(cli: Cli) -> dict[str, Any]:
-    """Ask the one worker something; a worker that is held does not answer."""
-    [pod] = cli.ok("get", "pods", "-o", "json").value()
-
-    async def ask() -> bytes:
-        folder = Path(cli.record()["socket_dir"]) / "node-1"
-        client = await worker_socket.connect(folder, pod["metadata"]["uid"])
-        try:
-            return await asyncio.wait_for(client.ask("Who is there?"), 20.0)
-        finally:
-            await client.close()
-
-    return json.loads(asyncio.run(ask()))  # type: ignore[no-any-return]
+    return [member.pid for member in cli.members() if "worker.py" in member.command]
 
 
 def _status(cli: Cli) -> dict[str, Any]:
     """Ask the agent what it holds."""
-
-    async def ask() -> bytes:
-        user = User("snapshotctl")
-        key = str(cli.state() / "keys" / f"{user.name}.nk")
-        bus = Bus(cli.record()["url"], "test", credentials=key, inbox=user.inbox)
-        await bus.connect(patiently=False)
-        try:
-            return await bus.request(subjects.rpc(check_node("node-1"), "agent", "status"), b"")
-        finally:
-            await bus.close()
-
-    return decode_json(asyncio.run(ask()), dict)
+    subject = subjects.rpc(check_node("node-1"), "agent", "status")
+    return decode_json(cli.on_bus(lambda bus: bus.request(subject, b"")), dict)
 
 
 def _is_free(cli: Cli) -> bool:
     [pid] = _workers(cli)
     assert state_of(pid) != "T"
     assert _status(cli)["captures"] == []
-    assert "error" not in _ask(cli)
+    [pod] = cli.pods().values()
+    assert b"error" not in cli.said_by(pod)
     return True
-
-
-def _process(cli: Cli, name: str) -> ProcessRecord:
-    [found] = [p for p in cli.record()["processes"] if p["name"] == name]
-    return ProcessRecord(**found)
 
 
 async def _ended(record: ProcessRecord) -> None:
@@ -96,7 +44,7 @@ def test_a_save_that_fails_fails_the_checkpoint_with_its_reason_and_frees_the_wo
 ) -> None:
     armed = one_node.ok("sim", "fail", "node-1", "--at", "write")
     assert "gms of node-1" in armed.out
-    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
     waited = one_node.run("wait", CHECKPOINT, "--timeout", "60s")
     assert (waited.code, "InjectedFault: save: step write failed" in waited.err) == (1, True)
     assert one_node.ok("get", CHECKPOINT, "-o", "json").value()["status"]["phase"] == "Failed"
@@ -104,16 +52,16 @@ def test_a_save_that_fails_fails_the_checkpoint_with_its_reason_and_frees_the_wo
     # Once means once: the next capture of the same worker's kind succeeds.
     one_node.ok("delete", CHECKPOINT)
     one_node.ok("wait", CHECKPOINT, "--for", "delete", "--timeout", "60s")
-    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
     one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
 
 
 def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is_restarted(
     one_node: Cli,
 ) -> None:
-    agent = _process(one_node, "node-1-agent")
+    agent = one_node.process("node-1-agent")
     one_node.ok("sim", "crash", "node-1", "--at", "copy-state")
-    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
     asyncio.run(_ended(agent))
     [worker] = _workers(one_node)
     unserved = one_node.run("sim", "fail", "node-1", "--at", "thaw")
@@ -123,7 +71,7 @@ def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is
 
     restarted = one_node.ok("sim", "restart", "node-1", "-o", "json").value()
     assert restarted["started"] == ["node-1-agent"]
-    again = _process(one_node, "node-1-agent")
+    again = one_node.process("node-1-agent")
     assert again.pid != agent.pid
     assert processes.is_alive(again)
     waited = one_node.run("wait", CHECKPOINT, "--timeout", "60s")
@@ -137,9 +85,9 @@ def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is
 def test_a_capture_whose_agent_crashed_before_the_root_manifest_is_sealed_by_the_next_agent(
     one_node: Cli,
 ) -> None:
-    agent = _process(one_node, "node-1-agent")
+    agent = one_node.process("node-1-agent")
     one_node.ok("sim", "crash", "node-1", "--at", "write-root")
-    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
     asyncio.run(_ended(agent))
     assert list((one_node.state() / "artifacts").rglob("root.json")) == []
     one_node.ok("sim", "restart", "node-1", "--service", "agent")
@@ -158,14 +106,14 @@ def test_what_is_armed_is_shown_and_can_be_disarmed(one_node: Cli) -> None:
     left = one_node.ok("sim", "crash", "node-1", "--at", "thaw", "-o", "json").value()
     assert [f["step"] for f in left["armed"]] == ["thaw"]
     one_node.ok("sim", "crash", "node-1", "--clear")
-    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
     one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
 
 
 def test_a_gpu_memory_service_that_crashed_in_a_save_can_be_restarted(one_node: Cli) -> None:
-    gms = _process(one_node, "node-1-gms")
+    gms = one_node.process("node-1-gms")
     one_node.ok("sim", "crash", "node-1", "--at", "write")
-    one_node.ok("apply", "-f", "-", stdin=_example("checkpoint.yaml"))
+    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
     asyncio.run(_ended(gms))
     assert one_node.ok("sim", "restart", "node-1").out.startswith("node-1-gms answers again.")
     # A new GPU memory service knows nothing of the fence that the capture had put up.
@@ -175,33 +123,38 @@ def test_a_gpu_memory_service_that_crashed_in_a_save_can_be_restarted(one_node: 
 
 
 def test_a_restart_of_what_runs_or_is_not_there_is_refused(one_node: Cli) -> None:
-    running = one_node.run("sim", "restart", "node-1")
+    running = one_node.here("sim", "restart", "node-1")
     assert (running.code, "nothing to start" in running.err) == (1, True)
-    unknown = one_node.run("sim", "restart", "node-9")
+    unknown = one_node.here("sim", "restart", "node-9")
     assert (unknown.code, "it has node-1" in unknown.err) == (3, True)
 
 
-def test_an_operator_and_a_bus_that_were_killed_are_started_again_where_they_were(
+def test_a_part_that_died_is_named_and_is_started_again_where_it_was(
     one_node: Cli,
 ) -> None:
     url = one_node.record()["url"]
-    for name in ("nats-server", "operator"):
-        _kill(one_node, name)
+    one_node.kill("operator")
+    up = one_node.here("up")
+    assert (up.code, "operator" in up.err) == (1, True)
+    assert "snapshotctl down --cluster default && snapshotctl up --cluster default" in up.err
+    unserved = one_node.run("get", "pods")
+    assert (unserved.code, "no operator answers" in unserved.err) == (5, True)
+    again = "next: start it again: snapshotctl sim restart operator --cluster default"
+    assert again in unserved.err
+    one_node.kill("nats-server")
+    unreached = one_node.run("get", "pods")
+    assert (unreached.code, "cannot reach " in unreached.err) == (5, True)
+    again = "next: start what is down again: snapshotctl sim restart nats-server --cluster default"
+    assert again in unreached.err
     ill = one_node.run("doctor")
     assert "→ snapshotctl sim restart nats-server --cluster default\n" in ill.out
-    early = one_node.run("sim", "restart", "operator")
+    early = one_node.here("sim", "restart", "operator")
     assert (early.code, "snapshotctl sim restart nats-server" in early.err) == (4, True)
     for name in ("nats-server", "operator"):
         assert one_node.ok("sim", "restart", name, "-o", "json").value()["started"] == [name]
     assert one_node.record()["url"] == url
-    again = one_node.run("sim", "restart", "operator")
-    assert (again.code, "operator runs" in again.err) == (1, True)
+    twice = one_node.here("sim", "restart", "operator")
+    assert (twice.code, "operator runs" in twice.err) == (1, True)
     one_node.until(lambda found: all(f["level"] == "ok" for f in found), "doctor")
-    wrong = one_node.run("sim", "restart", "operator", "--service", "gms")
+    wrong = one_node.here("sim", "restart", "operator", "--service", "gms")
     assert (wrong.code, "--service" in wrong.err) == (2, True)
-
-
-def _kill(cli: Cli, name: str) -> None:
-    handle = processes.opened(_process(cli, name))
-    assert handle is not None
-    asyncio.run(processes.end([handle], grace_s=0))

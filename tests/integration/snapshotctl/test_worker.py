@@ -2,105 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import json
-import os
-import sys
-import tempfile
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gms.adapters.simulated import simulated_uuid
-from snapshotctl.adapters import inotify, worker_socket
 from snapshotctl.adapters.worker_socket import WorkerClient
 from tests.integration.snapshotctl.conftest import EXAMPLES
+from tests.integration.snapshotctl.place import PATIENCE_S, Node, Place, process
+from tests.support.waiting import until
 
 ASKED = ("What is my name?", "When does the harbour open?", "My name is")
-NODE = "node-1"
-PATIENCE_S = 60.0
-POD_UID = "12345678-0000-0000-0000-000000000000"
-
-
-class Place:
-    """The folders of one node, and the environment of what runs on it."""
-
-    def __init__(self, folder: Path, sockets: Path) -> None:
-        self.folder = folder
-        self.sockets = sockets
-        self.control = folder / "control"
-        self.pod_sockets = sockets / POD_UID[:8]
-        (self.control / "state").mkdir(parents=True)
-        self.pod_sockets.mkdir()
-
-    def gms(self) -> dict[str, str]:
-        return {
-            **os.environ,
-            "SNAPBACK_NODE": NODE,
-            "SNAPBACK_NATS_URL": "nats://127.0.0.1:1",
-            "SNAPBACK_STATE_DIR": str(self.folder / "gms"),
-            "SNAPBACK_ARTIFACT_ROOT": str(self.folder / "artifacts"),
-            "SNAPBACK_SOCKET_DIR": str(self.sockets),
-            "SNAPBACK_DEVICE_BYTES": str(64 * 1024 * 1024),
-        }
-
-    def worker(self, **more: str) -> dict[str, str]:
-        return {
-            **os.environ,
-            "SNAPSHOT_CONTROL_DIR": str(self.control),
-            "GMS_SOCKET_DIR": str(self.sockets),
-            "NVIDIA_VISIBLE_DEVICES": ",".join(simulated_uuid(NODE, index) for index in (0, 1)),
-            "POD_SOCKET_DIR": str(self.pod_sockets),
-            "SIZE_MIB": "16",
-            "WARMUP_REQUESTS": "1",
-            **more,
-        }
-
-    def say(self, name: str, attempt: int) -> None:
-        temporary = self.control / f".{name}.tmp"
-        temporary.write_text(json.dumps({"attempt": attempt}))
-        temporary.rename(self.control / name)
-
-    def forget(self, *names: str) -> None:
-        for name in names:
-            (self.control / name).unlink(missing_ok=True)
-
-    async def said(self, name: str) -> Any:
-        async with asyncio.timeout(PATIENCE_S):
-            await inotify.appears(self.control / name)
-        return json.loads((self.control / name).read_text())
-
-    async def withdrawn(self, name: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while (self.control / name).exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-
-    async def connect(self) -> WorkerClient:
-        async with asyncio.timeout(PATIENCE_S):
-            return await worker_socket.connect(self.sockets, POD_UID)
-
-
-@contextlib.asynccontextmanager
-async def process(
-    program: list[str], environment: dict[str, str]
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(sys.executable, *program, env=environment)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await asyncio.wait_for(process.wait(), PATIENCE_S)
-
-
-async def _watching(pid: int) -> None:
-    """Wait until a process has an inotify watch."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not _has_watch(pid):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 def _has_watch(pid: int) -> bool:
@@ -110,25 +27,17 @@ def _has_watch(pid: int) -> bool:
     return False
 
 
-@contextlib.asynccontextmanager
-async def make_place(tmp_path: Path) -> AsyncIterator[Place]:
-    """A node with a GPU memory service."""
-    with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as sockets:
-        found = Place(tmp_path, Path(sockets))
-        async with process(["-m", "gms.main"], found.gms()):
-            async with asyncio.timeout(PATIENCE_S):
-                await inotify.appears(Path(sockets) / "gms.sock")
-            yield found
-
-
-@pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    async with make_place(tmp_path) as found:
-        yield found
-
-
-def _example(name: str) -> list[str]:
-    return [str(EXAMPLES / name)]
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples, with few sentences to train a text model on."""
+    folder = tmp_path_factory.mktemp("examples")
+    shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True)
+    sentences = folder / "text" / "sentences.txt"
+    lines = sentences.read_text().splitlines(keepends=True)
+    few = [line for line in lines if "clone" in line or "harbour" in line]
+    assert 0 < len(few) < 10
+    sentences.write_text("".join(few))
+    return folder
 
 
 async def _talk(place: Place) -> list[bytes]:
@@ -139,40 +48,14 @@ async def _talk(place: Place) -> list[bytes]:
         await client.close()
 
 
-async def test_a_chat_moves_what_an_ask_only_reads(place: Place) -> None:
-    async with process(_example("worker.py"), place.worker()):
-        client = await place.connect()
-        fresh = await client.ask("hello?")
-        assert await client.ask("hello?") == fresh
-        said = json.loads(await client.chat("I am Ada"))
-        moved = await client.ask("hello?")
-        assert moved != fresh
-        assert (said["turns"], json.loads(moved)["turns"]) == (1, 1)
-        assert (await place.said("ready-for-snapshot"))["attempt"] == 0
-        await client.close()
-
-
-async def test_a_text_is_written_on_from_sentences_and_from_what_was_learned(place: Place) -> None:
-    async with process(_example("text_worker.py"), place.worker(PASSES="1")):
-        client = await place.connect()
-        known = json.loads(await client.ask("The clone answers"))
-        assert known["answer"] == "as its source did, word for word."
-        unknown = json.loads(await client.ask("My name is"))
-        await client.chat("My name is Ada.")
-        learned = json.loads(await client.ask("My name is"))
-        assert (learned["answer"], unknown["answer"] != "Ada.") == ("Ada.", True)
-        assert "answer" in json.loads(await client.ask("zygote"))
-        await client.close()
-
-
-async def test_a_text_model_is_the_same_on_each_node_that_trains_it(
-    place: Place, tmp_path: Path
+async def test_a_text_model_is_the_same_wherever_it_is_trained(
+    node: Node, programs: Path, tmp_path: Path
 ) -> None:
-    async with make_place(tmp_path / "another") as other:
-        answers = []
-        for each in (place, other):
-            async with process(_example("text_worker.py"), each.worker(PASSES="2")):
-                answers.append(await _talk(each))
+    answers = []
+    for name in ("one", "another"):
+        place = node.place(tmp_path / name)
+        async with process([str(programs / "text_worker.py")], place.worker(PASSES="2")):
+            answers.append(await _talk(place))
     assert answers[0] == answers[1]
 
 
@@ -186,8 +69,10 @@ SENSELESS = (
 )
 
 
-async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place: Place) -> None:
-    async with process(_example("worker.py"), place.worker()):
+async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(
+    place: Place, programs: Path
+) -> None:
+    async with process([str(programs / "worker.py")], place.worker()):
         client = await place.connect()
         for line in SENSELESS:
             reader, writer = await asyncio.open_unix_connection(place.pod_sockets / "worker.sock")
@@ -203,15 +88,15 @@ async def test_a_question_that_makes_no_sense_is_answered_and_does_no_harm(place
         await client.close()
 
 
-@pytest.mark.parametrize("end", ["snapshot-complete", "snapshot-aborted"])
-async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
-    place: Place, end: str
+async def test_a_worker_sleeps_through_each_capture_and_goes_on_as_it_was(
+    place: Place, programs: Path
 ) -> None:
-    async with process(_example("worker.py"), place.worker()):
+    ends = ("snapshot-complete", "snapshot-complete", "snapshot-aborted", "snapshot-aborted")
+    async with process([str(programs / "worker.py")], place.worker()):
         client = await place.connect()
         await client.chat("I am Ada")
         before = await _talk(place)
-        for attempt in (1, 2):
+        for attempt, end in enumerate(ends, 1):
             await place.said("ready-for-snapshot")
             place.forget("quiesced", "snapshot-complete", "snapshot-aborted")
             place.say("quiesce", attempt)
@@ -227,21 +112,44 @@ async def test_a_worker_sleeps_through_a_capture_and_goes_on_as_it_was(
         await client.close()
 
 
-@pytest.mark.parametrize("program", ["worker.py", "text_worker.py"])
-async def test_a_restored_worker_answers_byte_for_byte_as_its_source(
-    place: Place, program: str
+async def _writes_on(client: WorkerClient) -> None:
+    """A text is written on from sentences and from what was learned."""
+    known = json.loads(await client.ask("The clone answers"))
+    assert known["answer"] == "as its source did, word for word."
+    unknown = json.loads(await client.ask("My name is"))
+    await client.chat("My name is Ada.")
+    learned = json.loads(await client.ask("My name is"))
+    assert (learned["answer"], unknown["answer"] != "Ada.") == ("Ada.", True)
+    assert "answer" in json.loads(await client.ask("zygote"))
+
+
+async def _remembers(client: WorkerClient) -> None:
+    """A chat moves what an ask only reads."""
+    fresh = await client.ask("hello?")
+    assert await client.ask("hello?") == fresh
+    said = json.loads(await client.chat("I am Ada"))
+    moved = await client.ask("hello?")
+    assert moved != fresh
+    assert (said["turns"], json.loads(moved)["turns"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "learns"), [("worker.py", _remembers), ("text_worker.py", _writes_on)]
+)
+async def test_a_worker_learns_and_a_restored_one_answers_byte_for_byte_as_its_source(
+    place: Place, programs: Path, program: str, learns: Callable[[WorkerClient], Awaitable[None]]
 ) -> None:
-    async with process(_example(program), place.worker(PASSES="1")):
+    async with process([str(programs / program)], place.worker(PASSES="1")):
         client = await place.connect()
-        await client.chat("My name is Ada.")
-        await place.said("ready-for-snapshot")
+        await learns(client)
+        assert (await place.said("ready-for-snapshot"))["attempt"] == 0
         before = [await client.ask(question) for question in ASKED]
         await client.close()
         place.say("quiesce", 1)
         await place.said("quiesced")
     place.forget("quiesce", "quiesced", "ready-for-snapshot")
     (place.pod_sockets / "worker.sock").unlink()
-    async with process(_example(program), place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
+    async with process([str(programs / program)], place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
         place.say("restore-complete", 7)
         assert (await place.said("restored"))["attempt"] == 7
         assert await _talk(place) == before
@@ -250,14 +158,14 @@ async def test_a_restored_worker_answers_byte_for_byte_as_its_source(
 
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
-    place: Place, is_late: bool
+    place: Place, programs: Path, is_late: bool
 ) -> None:
     environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1", WARMUP_SECONDS="0.1")
     # What one before it has said is taken back.
     place.say("restored", 1)
     if not is_late:
         place.say("restore-failed", 2)
-    async with process(_example("worker.py"), environment):
+    async with process([str(programs / "worker.py")], environment):
         await place.withdrawn("restored")
         place.say("restore-failed", 2)
         await place.said("ready-for-snapshot")
@@ -267,21 +175,21 @@ async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
 
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_the_template_starts_cold_when_its_restore_fails_or_has_failed(
-    place: Place, is_late: bool
+    place: Place, programs: Path, is_late: bool
 ) -> None:
     if not is_late:
         place.say("restore-failed", 2)
     environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
-    async with process(_example("worker_template.py"), environment) as worker:
+    async with process([str(programs / "worker_template.py")], environment) as worker:
         if is_late:
-            await _watching(worker.pid)
+            await until(lambda: _has_watch(worker.pid), within_s=PATIENCE_S)
             place.say("restore-failed", 2)
         assert (await place.said("restored"))["attempt"] == 2
         await place.said("ready-for-snapshot")
 
 
-async def test_the_template_is_captured_twice_and_restored(place: Place) -> None:
-    async with process(_example("worker_template.py"), place.worker()):
+async def test_the_template_is_captured_twice_and_restored(place: Place, programs: Path) -> None:
+    async with process([str(programs / "worker_template.py")], place.worker()):
         for attempt in (1, 2):
             await place.said("ready-for-snapshot")
             place.forget("quiesced", "snapshot-complete")
@@ -291,14 +199,12 @@ async def test_the_template_is_captured_twice_and_restored(place: Place) -> None
     place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
     place.say("restore-complete", 3)
     standby = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
-    async with process(_example("worker_template.py"), standby):
+    async with process([str(programs / "worker_template.py")], standby):
         assert (await place.said("restored"))["attempt"] == 3
         await place.said("ready-for-snapshot")
 
 
 def test_the_template_is_short() -> None:
-    import ast
-
     source = (EXAMPLES / "worker_template.py").read_text()
     tree = ast.parse(source)
     spared: set[int] = set()
