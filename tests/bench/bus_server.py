@@ -130,7 +130,7 @@ async def nats_py(url: str, _folder: Path) -> AsyncIterator[None]:
 
     async def serve() -> None:
         async with asyncio.TaskGroup() as tasks:
-            async for message in _pulled(source):
+            async for message in pulled(source):
                 tasks.create_task(one(message))
 
     serving = asyncio.ensure_future(serve())
@@ -141,11 +141,13 @@ async def nats_py(url: str, _folder: Path) -> AsyncIterator[None]:
         await client.close()
 
 
-async def _pulled(source: JetStreamContext.PullSubscription) -> AsyncIterator[Msg]:
+async def pulled(source: JetStreamContext.PullSubscription) -> AsyncIterator[Msg]:
+    """Give the messages of one pull after another, however many come to nothing."""
     while True:
         try:
             messages: Iterable[Msg] = await source.fetch(BATCH, timeout=5)
-        except nats.errors.TimeoutError:
+        except TimeoutError:
+            # Of nats-py, or of asyncio if the server's answer came as the time was over.
             continue
         for message in messages:
             yield message

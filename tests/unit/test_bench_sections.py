@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import nats
 import pytest
 from msgspec.structs import replace
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
 
 from snapshot_shared.spans import SpanRecord
 from tests.bench import agent, beside, bus, engines, operator_cluster, pause
 from tests.bench.bus import ANSWER, BEGIN, REQUEST
-from tests.bench.bus_server import carry_out, node_of
+from tests.bench.bus_server import carry_out, node_of, pulled
 from tests.bench.common import MIB, ROOT, Judged
 from tests.bench.operator_cluster import CAPTURES
 from tests.bench.pause import RESTORE_STEPS, STEPS
@@ -168,6 +171,26 @@ async def test_every_contender_answers_an_order_with_two_reports() -> None:
     _, data = bus.Orders().next(node_of("nats-py"))
     await carry_out("nats-py", data, publish)
     assert published == ["accepted", "verified"]
+
+
+class Quiet:
+    """A consumer of nats-py that has nothing twice, then one message."""
+
+    def __init__(self, message: Msg) -> None:
+        self._answers = [TimeoutError(), nats.errors.TimeoutError(), [message]]
+
+    async def fetch(self, _batch: int, timeout: float) -> list[Msg]:
+        match self._answers.pop(0):
+            case BaseException() as error:
+                raise error
+            case messages:
+                return messages
+
+
+async def test_a_contender_goes_on_whichever_timeout_nats_py_raises() -> None:
+    message = Msg(None, "order")  # type: ignore[arg-type]
+    source = cast("JetStreamContext.PullSubscription", Quiet(message))
+    assert await anext(pulled(source)) is message
 
 
 # Engines.
