@@ -1,6 +1,7 @@
 """Each command as the program that a shell starts: it answers as it does within the tests.
 
-Those that are interrupted elsewhere, or that start a cluster, are programs there.
+Those that are interrupted elsewhere, or that start a cluster, are programs there. Every command is
+imported when it is called, and costs half a second of CPU: `make test` runs some of each kind.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ def _both(cli: Cli, *words: str, stdin: str = "") -> tuple[Ended, Ended]:
     ("words", "stdin", "code"),
     [
         ("apply -n programs -f -", POD, 0),
-        ("identity -f -", CHECKPOINT, 0),
+        pytest.param("identity -f -", CHECKPOINT, 0, marks=pytest.mark.slow),
         ("validate -f -", CHECKPOINT, 4),
         ("get pods -n programs -o json", "", 0),
-        ("describe pod there -n programs -o json", "", 0),
+        pytest.param("describe pod there -n programs -o json", "", 0, marks=pytest.mark.slow),
         ("explain DeviceTooSmall", "", 0),
-        ("trace nothing", "", 3),
+        pytest.param("trace nothing", "", 3, marks=pytest.mark.slow),
         ("watch nothing", "", 3),
-        ("verify nothing", "", 3),
-        ("checkpoint nothing", "", 3),
-        ("delete pod nothing", "", 3),
-        ("cordon nothing", "", 3),
-        ("drain nothing --capture", "", 3),
-        ("artifacts ls", "", 0),
-        ("artifacts gc --dry-run -o json", "", 0),
-        ("orders", "", 0),
-        ("dead ls", "", 0),
+        pytest.param("verify nothing", "", 3, marks=pytest.mark.slow),
+        pytest.param("checkpoint nothing", "", 3, marks=pytest.mark.slow),
+        pytest.param("delete pod nothing", "", 3, marks=pytest.mark.slow),
+        pytest.param("cordon nothing", "", 3, marks=pytest.mark.slow),
+        pytest.param("drain nothing --capture", "", 3, marks=pytest.mark.slow),
+        pytest.param("artifacts ls", "", 0, marks=pytest.mark.slow),
+        pytest.param("artifacts gc --dry-run -o json", "", 0, marks=pytest.mark.slow),
+        pytest.param("orders", "", 0, marks=pytest.mark.slow),
+        pytest.param("dead ls", "", 0, marks=pytest.mark.slow),
         ("schema dump_order", "", 0),
-        ("completion bash", "", 0),
+        pytest.param("completion bash", "", 0, marks=pytest.mark.slow),
         ("sim fail node-1 --clear", "", 0),
         ("down --name nothing", "", 3),
         ("leftovers --no-such-option", "", 2),
@@ -68,7 +69,14 @@ def test_a_command_answers_the_same_from_a_shell(
     assert program.out or program.err
 
 
-@pytest.mark.parametrize("words", ["nodes", "events", "doctor"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("nodes", marks=pytest.mark.slow),
+        pytest.param("events", marks=pytest.mark.slow),
+        "doctor",
+    ],
+)
 def test_a_command_whose_answer_holds_times_ends_the_same_from_a_shell(
     running: Cli, words: str
 ) -> None:
