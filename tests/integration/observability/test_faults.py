@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
 from tests.support.nats_server import running_nats_server
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
+from tests.support.waiting import until
 
 NODE = NodeName("node-1")
 OWNER = Uid("00000000-0000-0000-0000-000000000001")
@@ -57,17 +58,6 @@ def read(metrics: Metrics, instrument: Instrument, **labels: str) -> float:
         for sample in family.samples
         if sample.name in instrument.series and labels.items() <= sample.labels.items()
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    never = asyncio.Event()
-    async with asyncio.timeout(20):
-        while not condition():
-            try:
-                async with asyncio.timeout(0.02):
-                    await never.wait()
-            except TimeoutError:
-                pass
 
 
 def order(node: str = NODE) -> bytes:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -258,8 +257,7 @@ def test_a_command_in_the_background_leaves_the_terminal_to_the_shell(
         terminal.type("bg; echo it has pid $(jobs -p) no''w\n")
         pid = re.findall(r"pid (\d+) now", terminal.until(" now"))[0]
         over.touch()
-        while Path(f"/proc/{pid}").exists():
-            time.sleep(0.05)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
         terminal.type("exit 5\n")
         assert terminal.ended()[0] == 5
 
