@@ -3,6 +3,10 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
+# A machine may say so, and then each process of Python compiles what it imports again: half of the
+# time that a service needs to start.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,6 +35,8 @@ MARKERS ?= not root and not gpu and not docker and not cluster and not process a
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
+# Nothing in these waits.
+FAST_IN_PARALLEL = -n $(or $(JOBS),auto) --dist loadgroup
 REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
@@ -147,7 +153,7 @@ test-slow: $(STAMP) ## The tests that `make test` leaves out because they take l
 		--ignore=tests/integration/test_site.py --ignore=tests/integration/snapshotctl/test_wheels.py
 
 test-fast: $(STAMP) ## Unit, contract and golden tests, without those that wait
-	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
+	$(BIN)/pytest $(FAST_IN_PARALLEL) -m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden)
 
 e2e: $(STAMP) ## docker compose up on an engine of its own, where this machine allows one
 	@$(BIN)/pytest -s -m docker tests/e2e
@@ -183,7 +189,7 @@ proofs: $(STAMP) tools ## Everything that CI runs by turns, with all faults, and
 
 cover: $(STAMP) ## Whether the fast tests reach as many lines as they did (ALL=1: of all tests, with the lines)
 	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest -q $(IN_PARALLEL) $(if $(ALL),-m "$(MARKERS)", \
+	@$(BIN)/coverage run -m pytest -q $(FAST_IN_PARALLEL) $(if $(ALL),-m "$(MARKERS)", \
 		-m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden))
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report $(if $(ALL),,| tail -n 3)
