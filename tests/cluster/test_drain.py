@@ -75,9 +75,10 @@ def rig(
     namespace.wait("pod/llm", until="condition=Ready")
     yield Drained(namespace, nats_url_session)
     namespace.run("uncordon", "node-1")
-    # While operator and agents are there: nobody else lets the namespace of a snapshot go.
-    namespace.run("delete", "snapshots", "--all", "--timeout=60s")
-    namespace.run("delete", "pods", "--all", "--wait=false")
+    # While operator and agents are there: nobody else lets the namespace of a snapshot go. The
+    # artifact is kept for a pod that was restored from it.
+    namespace.run("delete", "pods", "--selector=app=llm")
+    namespace.run("delete", "snapshots", "--all", "--timeout=90s")
 
 
 def test_a_labelled_worker_goes_on_where_it_is_until_a_drain_has_the_time_to_move_it(

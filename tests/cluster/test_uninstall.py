@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 CRDS = Path(__file__).resolve().parents[2] / "deploy" / "crds"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _alone(target: Target) -> None:
     """Wait for the end of the namespaces of earlier tests: an uninstall looks at all of them."""
 
@@ -52,6 +52,7 @@ def uninstall(part: str, kubectl: Kubectl, **settings: str) -> str:
     return done.stderr
 
 
+@pytest.mark.usefixtures("_alone")
 async def test_what_is_to_be_deleted_goes_with_its_artifacts_and_the_definitions(
     rig: Rig, nodes: Kubectl, target: Target
 ) -> None:
@@ -74,6 +75,7 @@ async def test_what_is_to_be_deleted_goes_with_its_artifacts_and_the_definitions
             )
 
 
+@pytest.mark.usefixtures("_alone")
 async def test_an_uninstall_that_nobody_answers_goes_on_after_its_deadline(
     rig: Rig, nodes: Kubectl
 ) -> None:
