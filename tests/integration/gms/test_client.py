@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -36,6 +35,7 @@ from snapback_client.lease import Lease
 from snapback_client.reservation import DEVICE_BYTES, FIRST_ADDRESS, Reservation
 from snapback_client.wire import send
 from snapshot_shared.errors import InvalidInput, InvalidMessage
+from tests.support.forks import forks
 from tests.support.gms_rig import attach
 
 MIB = 1024 * 1024
@@ -63,9 +63,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
 
 
 def run_worker(code: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, check=False, timeout=30
-    )
+    return forks("snapback_client", "numpy").run(code, *arguments)
 
 
 TRACES = """
