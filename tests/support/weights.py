@@ -17,7 +17,7 @@ from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
 from snapshot_shared.artifact import PART_MANIFEST, ROOT_MANIFEST, PartManifest
 from snapshot_shared.codec import decode_json, digest, encode_json, encode_pretty
 from snapshot_shared.frames import FenceRequest
-from snapshot_shared.orders import LayoutRef
+from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
 from tests.support.doomed_saver import COUNTS
 from tests.support.forks import forks
 from tests.support.gms_rig import TRANSFERS, RunningGms, apart, carried_out, events_of
@@ -25,6 +25,26 @@ from tests.support.gms_rig import TRANSFERS, RunningGms, apart, carried_out, eve
 UID = "11111111-2222-3333-4444-555555555555"
 OTHER = UID.replace("1", "6")
 PART = f"default/{UID}/gen-1/gpu-0"
+
+
+_ORDER: dict[str, Any] = {"attempt": 1, "node": "n1", "deadline_s": 20.0, "part": "gpu-0"}
+
+
+def save_order(layout: LayoutRef, *, uid: str = UID, **changes: Any) -> SaveOrder:
+    """Return the order to save a layout as the first part of a content."""
+    fields = {"owner": uid, "namespace": "default", "content_uid": uid, "fence_token": "", **_ORDER}
+    part = changes.get("part", "gpu-0")
+    return SaveOrder(**{**fields, "order": f"save-{uid}-{part}", "layout": layout, **changes})
+
+
+def load_order(*, uid: str = UID, owner: str = UID, **changes: Any) -> LoadOrder:
+    """Return the order to load the first part of a content."""
+    artifact = ArtifactRef(
+        namespace="default", content_uid=uid, generation=1, root_digest="sha256:" + "0" * 64
+    )
+    part = changes.get("part", "gpu-0")
+    fields = {"order": f"load-{owner}-{part}", "owner": owner, "load_token": "t", **_ORDER}
+    return LoadOrder(**{**fields, "artifact": artifact, **changes})
 
 
 class Doomed(NamedTuple):

@@ -18,11 +18,11 @@ import snapback_client as client
 from gms.containers import save_all
 from gms.domain.containers import Outcome, read_settings
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.orders import ArtifactRef, LoadOrder, SaveOrder
+from snapshot_shared.orders import LoadOrder, SaveOrder
 from tests.support.forks import forks
 from tests.support.gms_rig import MIB, TransferThreads
 from tests.support.waiting import wait_until
-from tests.support.weights import UID, flip
+from tests.support.weights import UID, flip, load_order, save_order
 
 
 class Container:
@@ -76,40 +76,17 @@ class Container:
         return found
 
     def save_orders(self) -> list[SaveOrder]:
-        return [
-            SaveOrder(
-                order=f"save-{UID}-gpu-{index}",
-                attempt=1,
-                node="n1",
-                owner=UID,
-                deadline_s=20.0,
-                namespace="default",
-                content_uid=UID,
-                part=f"gpu-{index}",
-                layout=self.service.layout(index),
-                fence_token="",
-            )
-            for index in range(2)
-        ]
+        return [save_order(self.service.layout(index), part=f"gpu-{index}") for index in range(2)]
 
     def load_orders(self, saved: Outcome, **changes: Any) -> list[LoadOrder]:
-        fields: dict[str, Any] = {"attempt": 1, "node": "n1", "owner": UID, "deadline_s": 20.0}
         return [
-            LoadOrder(
-                order=f"load-{UID}-{part.part}",
-                artifact=ArtifactRef(
-                    namespace="default",
-                    content_uid=UID,
-                    generation=1,
-                    root_digest="sha256:" + "0" * 64,
-                ),
+            load_order(
                 part=part.part,
                 part_digest=part.digest,
                 device=part.device,
                 layout_id=part.layout.layout_id,
                 structure_hash=part.layout.structure_hash,
-                load_token="t",
-                **fields | changes,
+                **changes,
             )
             for part in saved.parts
         ]

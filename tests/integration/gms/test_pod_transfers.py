@@ -50,11 +50,11 @@ from snapshot_shared.errors import (
     StaleLayout,
 )
 from snapshot_shared.frames import MissingDevice, StatusReply, StatusRequest
-from snapshot_shared.orders import ArtifactRef, LoadOrder, PodRef, SaveOrder
+from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
 from snapshot_shared.volumes import GMS_VOLUME, folder_of
 from tests.support.gms_rig import MIB, TransferThreads, carried_out
 from tests.support.waiting import until
-from tests.support.weights import UID, flip
+from tests.support.weights import UID, flip, load_order, save_order
 
 PART = ("default", UID, "gen-1", "gpu-0")
 SHARD = "shard-0000.bin"
@@ -92,40 +92,18 @@ class Pod:
             assert "Traceback" not in said
 
     def save(self, **changes: Any) -> tuple[SaveOrder, Any]:
-        order = SaveOrder(
-            order=f"save-{UID}-gpu-0",
-            attempt=1,
-            node="n1",
-            owner=UID,
-            deadline_s=20.0,
-            namespace="default",
-            content_uid=UID,
-            part="gpu-0",
-            layout=self.service.layout(),
-            fence_token="",
-        )
+        order = save_order(self.service.layout())
         task = save_task(
             order, DEFAULT_OPTIONS, attempt=1, socket_dir="", root=str(self.root), deadline_s=20.0
         )
         return replace(order, **changes), task
 
     def load(self, saved: TransferDone) -> tuple[LoadOrder, Any]:
-        where = ArtifactRef(
-            namespace="default", content_uid=UID, generation=1, root_digest="sha256:" + "0" * 64
-        )
-        order = LoadOrder(
-            order=f"load-{UID}-gpu-0",
-            attempt=1,
-            node="n1",
-            owner=UID,
-            deadline_s=20.0,
-            artifact=where,
-            part="gpu-0",
+        order = load_order(
             part_digest=saved.digest,
             device=self.service.uuids[0],
             layout_id=saved.layout.layout_id,
             structure_hash=saved.layout.structure_hash,
-            load_token="t",
         )
         task = load_task(
             order,

@@ -26,7 +26,6 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.orders import (
     AbortOrder,
-    ArtifactRef,
     CommitOrder,
     DropOrder,
     LayoutRef,
@@ -39,6 +38,7 @@ from tests.support.artifact_keys import put_encryption
 from tests.support.gms_rig import GmsProgram
 from tests.support.nats_server import nats_server
 from tests.support.waiting import wait_until
+from tests.support.weights import load_order, save_order
 
 NOWHERE = "nats://127.0.0.1:9"
 PATIENCE_S = 20.0
@@ -246,26 +246,18 @@ def common(verb: str, owner: str, part: str = "-gpu-0") -> dict[str, Any]:
     }
 
 
-def load_order(owner: str, device: str = DEVICE) -> LoadOrder:
-    content = str(uuid.uuid4())
-    return LoadOrder(
-        artifact=ArtifactRef(
-            namespace="default",
-            content_uid=content,
-            generation=1,
-            root_digest="sha256:" + "0" * 64,
-        ),
-        part="gpu-0",
+def load_of_nothing(device: str = DEVICE) -> LoadOrder:
+    return load_order(
+        owner=str(uuid.uuid4()),
+        uid=str(uuid.uuid4()),
         part_digest="sha256:" + "0" * 64,
         device=device,
         layout_id="l",
         structure_hash="h",
-        load_token="t",
-        **common("load", owner),
     )
 
 
-def save_order(owner: str) -> SaveOrder:
+def save_of_nothing(owner: str) -> SaveOrder:
     layout = LayoutRef(
         device=DEVICE,
         incarnation="i",
@@ -274,25 +266,18 @@ def save_order(owner: str) -> SaveOrder:
         structure_hash="h",
         bytes=1,
     )
-    return SaveOrder(
-        namespace="default",
-        content_uid=owner,
-        part="gpu-0",
-        layout=layout,
-        fence_token="f",
-        **common("save", owner),
-    )
+    return save_order(layout, uid=owner, fence_token="f")
 
 
 async def test_a_load_of_what_is_not_there_fails_with_its_reason(operator: Operator) -> None:
-    report = await operator.carry_out(load_order(str(uuid.uuid4())))
+    report = await operator.carry_out(load_of_nothing())
     assert report.kind == "failed"
     assert report.failure is not None
     assert report.failure.reason == "ArtifactRootEmpty"
 
 
 async def test_an_order_for_a_device_that_is_not_here_fails_with_both(operator: Operator) -> None:
-    report = await operator.carry_out(load_order(str(uuid.uuid4()), device="GPU-z"))
+    report = await operator.carry_out(load_of_nothing("GPU-z"))
     assert report.failure is not None
     assert report.failure.reason == "UnknownDevice"
     assert report.failure.values["expected"] == [DEVICE]
@@ -313,7 +298,7 @@ async def test_a_commit_of_what_was_not_loaded_fails_and_a_drop_of_it_is_done(
 async def test_a_save_without_its_fence_fails_and_writes_nothing(
     operator: Operator, ordered: GmsProgram
 ) -> None:
-    save = save_order(str(uuid.uuid4()))
+    save = save_of_nothing(str(uuid.uuid4()))
     report = await operator.carry_out(save)
     assert report.failure is not None
     assert report.failure.reason == "NotFound"
@@ -325,7 +310,7 @@ async def test_an_abort_makes_sure_that_no_later_save_begins(operator: Operator)
     owner = str(uuid.uuid4())
     abort = AbortOrder(content_uid=owner, fence_token="f", **common("abort", owner, "-gms"))
     assert (await operator.carry_out(abort)).kind == "aborted"
-    save = save_order(owner)
+    save = save_of_nothing(owner)
     report = await operator.carry_out(save)
     assert report.kind == "rejected"
     assert report.failure is not None
