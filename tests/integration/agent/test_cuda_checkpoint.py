@@ -34,6 +34,11 @@ pytestmark = pytest.mark.waits
 HANGS_S = 2.0
 """How long a call that hangs is waited for, here."""
 
+ENDS_S = 12.0
+"""How long processes are let go of which one never runs; the others must run by then."""
+BUSY_S = 60.0
+"""How long is waited for what does not hang, on a machine that is busy."""
+
 SAME = {uuid: uuid for uuid in UUIDS}
 
 CALLER = """
@@ -66,8 +71,8 @@ def runs(node: CudaNode, worker: Worker) -> bool:
 
 
 def checkpointed(pids: list[int]) -> None:
-    cuda.lock_all(pids, 5)
-    cuda.checkpoint_all(pids, 10)
+    cuda.lock_all(pids, BUSY_S)
+    cuda.checkpoint_all(pids, BUSY_S, undo_s=BUSY_S)
 
 
 def caller(verb: str, pids: list[int]) -> subprocess.Popen[bytes]:
@@ -85,9 +90,9 @@ def test_all_processes_are_locked_before_any_is_checkpointed_and_restored_before
 ) -> None:
     checkpointed(tree.pids)
     assert node.states(tree.pids) == [State.CHECKPOINTED] * 2
-    cuda.restore_all(tree.pids, SAME, 10)
+    cuda.restore_all(tree.pids, SAME, BUSY_S)
     assert node.states(tree.pids) == [State.LOCKED] * 2
-    cuda.unlock_all(tree.pids)
+    cuda.unlock_all(tree.pids, BUSY_S)
     verbs = ["lock", "checkpoint", "restore", "unlock"]
     assert node.verbs() == [verb for verb in verbs for _ in tree.pids]
     assert runs(node, tree)
@@ -98,9 +103,9 @@ def test_a_worker_makes_no_call_of_cuda_from_its_lock_to_its_unlock(
 ) -> None:
     checkpointed(tree.pids)
     tree.ping("hello")
-    cuda.restore_all(tree.pids, SAME, 10)
+    cuda.restore_all(tree.pids, SAME, BUSY_S)
     assert not select.select([tree.process.stdout], [], [], 0.2)[0]
-    cuda.unlock_all(tree.pids)
+    cuda.unlock_all(tree.pids, BUSY_S)
     assert tree.answer() == "hello"
 
 
@@ -109,7 +114,7 @@ def test_a_lock_that_takes_too_long_leaves_all_processes_running(
 ) -> None:
     node.faults(f"lock {tree.pids[1]} busy")
     with pytest.raises(CudaRefused, match=rf"lock of process {tree.pids[1]}: .*NOT_READY"):
-        cuda.lock_all(tree.pids, 0.5)
+        cuda.lock_all(tree.pids, 0.5, grace_s=BUSY_S, undo_s=BUSY_S)
     assert [c.value for c in node.calls() if (c.what, c.verb) == ("begin", "lock")] == [500, 500]
     assert node.verbs() == ["lock", "unlock"]
     assert runs(node, tree)
@@ -118,16 +123,16 @@ def test_a_lock_that_takes_too_long_leaves_all_processes_running(
 def test_a_lock_without_a_timeout_is_never_asked_for(node: CudaNode, tree: Worker) -> None:
     node.faults("lock 0 busy")
     with pytest.raises(CudaRefused):
-        cuda.lock_all(tree.pids, 0)
+        cuda.lock_all(tree.pids, 0, undo_s=BUSY_S)
 
 
 def test_a_checkpoint_that_fails_with_one_process_leaves_all_running(
     node: CudaNode, tree: Worker
 ) -> None:
-    cuda.lock_all(tree.pids, 5)
+    cuda.lock_all(tree.pids, BUSY_S)
     node.faults(f"checkpoint {tree.pids[1]} error 801")
     with pytest.raises(CudaRefused, match="NOT_SUPPORTED") as caught:
-        cuda.checkpoint_all(tree.pids, 10)
+        cuda.checkpoint_all(tree.pids, BUSY_S, undo_s=BUSY_S)
     assert caught.value.values["refused"] == {str(tree.pids[1]): "CUDA_ERROR_NOT_SUPPORTED"}
     assert node.verbs()[-3:] == ["restore", "unlock", "unlock"]
     assert runs(node, tree)
@@ -140,13 +145,13 @@ def test_a_call_that_hangs_is_killed_and_all_processes_run_again_in_time(
     node.faults(f"lock {tree.pids[0]} {kind}")
     began = time.monotonic()
     with pytest.raises(CudaTimedOut, match="did not answer"):
-        cuda.lock_all(tree.pids, 0.1, grace_s=HANGS_S)
-    assert time.monotonic() - began < HANGS_S + cuda.UNDO_S
+        cuda.lock_all(tree.pids, 0.1, grace_s=HANGS_S, undo_s=BUSY_S)
+    assert time.monotonic() - began < HANGS_S + BUSY_S
     assert runs(node, tree)
     node.faults(f"checkpoint {tree.pids[0]} {kind}")
-    cuda.lock_all(tree.pids, 5)
+    cuda.lock_all(tree.pids, BUSY_S)
     with pytest.raises(CudaTimedOut):
-        cuda.checkpoint_all(tree.pids, HANGS_S)
+        cuda.checkpoint_all(tree.pids, HANGS_S, undo_s=BUSY_S)
     assert runs(node, tree)
 
 
@@ -173,9 +178,9 @@ def test_what_a_killed_caller_has_begun_goes_on_and_is_let_go(
     node: CudaNode, tree: Worker, verb: str, reached: State
 ) -> None:
     if verb != "lock":
-        cuda.lock_all(tree.pids, 5)
+        cuda.lock_all(tree.pids, BUSY_S)
     if verb == "restore":
-        cuda.checkpoint_all(tree.pids, 10)
+        cuda.checkpoint_all(tree.pids, BUSY_S, undo_s=BUSY_S)
     node.faults(f"{verb} 0 slow 1500")
     before = len(node.calls())
     process = caller(verb, tree.pids)
@@ -184,7 +189,7 @@ def test_what_a_killed_caller_has_begun_goes_on_and_is_let_go(
     process.wait()
     wait_until(lambda: node.states(tree.pids) == [reached] * 2)
     node.faults()
-    assert cuda.let_go(tree.pids) == LetGo(tree.pids, [], {})
+    assert cuda.let_go(tree.pids, BUSY_S) == LetGo(tree.pids, [], {})
     assert runs(node, tree)
 
 
@@ -192,13 +197,13 @@ def test_processes_in_different_states_are_let_go_and_once_more_is_no_harm(
     node: CudaNode, tree: Worker
 ) -> None:
     other, third = node.worker(2), node.worker(3)
-    cuda.lock_all([*tree.pids, *other.pids], 5)
-    cuda.checkpoint_all(tree.pids[:1], 10)
+    cuda.lock_all([*tree.pids, *other.pids], BUSY_S)
+    cuda.checkpoint_all(tree.pids[:1], BUSY_S, undo_s=BUSY_S)
     pids = [*tree.pids, *other.pids, *third.pids]
-    assert cuda.let_go(pids) == LetGo(pids, [], {})
+    assert cuda.let_go(pids, BUSY_S) == LetGo(pids, [], {})
     verbs = node.verbs()
     assert verbs[-4:] == ["restore", "unlock", "unlock", "unlock"]
-    assert cuda.let_go(pids) == LetGo(pids, [], {})
+    assert cuda.let_go(pids, BUSY_S) == LetGo(pids, [], {})
     assert node.verbs() == verbs
     assert all(runs(node, worker) for worker in (tree, other, third))
 
@@ -208,7 +213,7 @@ def test_a_process_that_ended_while_it_was_checkpointed_is_not_stuck(
 ) -> None:
     checkpointed(tree.pids)
     os.kill(tree.pids[1], signal.SIGKILL)
-    assert cuda.let_go(tree.pids) == LetGo(tree.pids[:1], tree.pids[1:], {})
+    assert cuda.let_go(tree.pids, BUSY_S) == LetGo(tree.pids[:1], tree.pids[1:], {})
 
 
 def test_a_restore_that_ran_out_of_memory_is_reported_and_the_others_run(
@@ -216,28 +221,28 @@ def test_a_restore_that_ran_out_of_memory_is_reported_and_the_others_run(
 ) -> None:
     checkpointed(tree.pids)
     node.faults(f"restore {tree.pids[0]} oom")
-    found = cuda.let_go(tree.pids)
+    found = cuda.let_go(tree.pids, BUSY_S)
     assert found.running == tree.pids[1:]
     assert found.stuck == {tree.pids[0]: "checkpointed, restore: CUDA_ERROR_OUT_OF_MEMORY"}
     node.faults()
-    assert "OPERATING_SYSTEM" in cuda.let_go(tree.pids).stuck[tree.pids[0]]
+    assert "OPERATING_SYSTEM" in cuda.let_go(tree.pids, BUSY_S).stuck[tree.pids[0]]
 
 
 def test_a_process_that_the_driver_gave_up_is_reported(node: CudaNode, tree: Worker) -> None:
-    cuda.lock_all(tree.pids, 5)
+    cuda.lock_all(tree.pids, BUSY_S)
     node.faults(f"checkpoint {tree.pids[0]} fail 719")
     with pytest.raises(CudaStuck, match=rf"process {tree.pids[0]} \(failed\)") as caught:
-        cuda.checkpoint_all(tree.pids, 10)
+        cuda.checkpoint_all(tree.pids, BUSY_S, undo_s=BUSY_S)
     assert isinstance(caught.value.__cause__, CudaRefused)
     assert node.states(tree.pids) == [State.FAILED, State.RUNNING]
 
 
 def test_an_unlock_that_fails_is_reported_and_the_others_run(node: CudaNode, tree: Worker) -> None:
-    cuda.lock_all(tree.pids, 5)
+    cuda.lock_all(tree.pids, BUSY_S)
     node.faults(f"unlock {tree.pids[1]} error 304")
     with pytest.raises(CudaRefused, match=f"unlock of process {tree.pids[1]}"):
-        cuda.unlock_all(tree.pids)
-    found = cuda.let_go(tree.pids)
+        cuda.unlock_all(tree.pids, BUSY_S)
+    found = cuda.let_go(tree.pids, BUSY_S)
     assert found.running == tree.pids[:1]
     assert found.stuck == {tree.pids[1]: "locked, unlock: CUDA_ERROR_OPERATING_SYSTEM"}
 
@@ -245,8 +250,8 @@ def test_an_unlock_that_fails_is_reported_and_the_others_run(node: CudaNode, tre
 def test_an_unlock_of_a_process_that_runs_already_is_no_failure(
     node: CudaNode, tree: Worker
 ) -> None:
-    cuda.lock_all(tree.pids[:1], 5)
-    cuda.unlock_all(tree.pids)
+    cuda.lock_all(tree.pids[:1], BUSY_S)
+    cuda.unlock_all(tree.pids, BUSY_S)
     assert runs(node, tree)
 
 
@@ -256,26 +261,26 @@ def test_a_restore_that_hangs_keeps_the_others_locked_only_while_there_is_time(
     checkpointed(tree.pids)
     node.faults(f"restore {tree.pids[0]} hang")
     began = time.monotonic()
-    found = cuda.let_go(tree.pids, 6)
-    assert time.monotonic() - began < 6 + 2
+    found = cuda.let_go(tree.pids, ENDS_S)
+    assert time.monotonic() - began < 2 * ENDS_S
     assert found.running == tree.pids[1:]
     assert list(found.stuck) == tree.pids[:1]
 
 
 def test_a_stopped_process_is_stuck_until_it_goes_on(node: CudaNode, tree: Worker) -> None:
-    cuda.lock_all(tree.pids, 5)
+    cuda.lock_all(tree.pids, BUSY_S)
     os.kill(tree.pids[1], signal.SIGSTOP)
-    found = cuda.let_go(tree.pids, 4)
+    found = cuda.let_go(tree.pids, ENDS_S)
     assert (found.running, list(found.stuck)) == (tree.pids[:1], tree.pids[1:])
     os.kill(tree.pids[1], signal.SIGCONT)
-    assert cuda.let_go(tree.pids) == LetGo(tree.pids, [], {})
+    assert cuda.let_go(tree.pids, BUSY_S) == LetGo(tree.pids, [], {})
 
 
 def test_a_restore_brings_processes_to_the_devices_of_its_map(node: CudaNode, tree: Worker) -> None:
     checkpointed(tree.pids)
     node.place(*UUIDS[2:])
-    cuda.restore_all(tree.pids, {UUIDS[0]: UUIDS[3], UUIDS[1]: UUIDS[2]}, 10)
-    cuda.unlock_all(tree.pids)
+    cuda.restore_all(tree.pids, {UUIDS[0]: UUIDS[3], UUIDS[1]: UUIDS[2]}, BUSY_S)
+    cuda.unlock_all(tree.pids, BUSY_S)
     assert [node.device(pid) for pid in tree.pids] == [1, 0]
     assert runs(node, tree)
 
@@ -290,15 +295,15 @@ def test_a_process_that_came_back_under_another_pid_goes_on_on_devices_of_its_no
     source.process.wait()
     node.place(*UUIDS[2:])
     assert cuda.processes(restored.pids) == restored.pids
-    cuda.restore_all(restored.pids, {UUIDS[0]: UUIDS[2]}, 10)
-    cuda.unlock_all(restored.pids)
+    cuda.restore_all(restored.pids, {UUIDS[0]: UUIDS[2]}, BUSY_S)
+    cuda.unlock_all(restored.pids, BUSY_S)
     assert node.device(restored.pids[0]) == 0
     assert runs(node, restored)
 
 
 def test_the_driver_gets_no_pairs_where_every_device_stays(node: CudaNode, tree: Worker) -> None:
     checkpointed(tree.pids)
-    cuda.restore_all(tree.pids, SAME, 10)
+    cuda.restore_all(tree.pids, SAME, BUSY_S)
     assert {c.value for c in node.calls() if (c.what, c.verb) == ("begin", "restore")} == {0}
 
 
@@ -315,7 +320,7 @@ def test_a_map_that_does_not_fit_is_refused_by_the_driver_and_processes_stay_che
     worker = node.worker(0)
     checkpointed(worker.pids)
     with pytest.raises(CudaRefused, match="INVALID_VALUE"):
-        cuda.restore_all(worker.pids, mapping, 10)
+        cuda.restore_all(worker.pids, mapping, BUSY_S)
     assert node.states(worker.pids) == [State.CHECKPOINTED]
 
 
@@ -323,7 +328,7 @@ def test_a_map_to_one_device_twice_is_refused_before_the_driver_is_asked(node: C
     worker = node.worker(0)
     checkpointed(worker.pids)
     with pytest.raises(InvalidInput, match="two devices go to one"):
-        cuda.restore_all(worker.pids, {UUIDS[0]: UUIDS[2], UUIDS[1]: UUIDS[2]}, 10)
+        cuda.restore_all(worker.pids, {UUIDS[0]: UUIDS[2], UUIDS[1]: UUIDS[2]}, BUSY_S)
     assert "restore" not in {call.verb for call in node.calls()}
 
 
@@ -331,7 +336,7 @@ def test_a_verb_that_the_state_does_not_allow_is_refused_without_effect(
     node: CudaNode, tree: Worker
 ) -> None:
     with pytest.raises(CudaRefused, match="ILLEGAL_STATE"):
-        cuda.restore_all(tree.pids, SAME, 10)
+        cuda.restore_all(tree.pids, SAME, BUSY_S)
     assert runs(node, tree)
 
 
@@ -340,11 +345,11 @@ def test_what_is_stuck_is_named_and_let_go_once_the_driver_does(
 ) -> None:
     checkpointed(tree.pids)
     node.faults(f"restore {tree.pids[0]} error 304")
-    error = rules.stuck(cuda.let_go(tree.pids, 10))
+    error = rules.stuck(cuda.let_go(tree.pids, BUSY_S))
     assert error is not None
     assert list(error.values["stuck"]) == [str(tree.pids[0])]
     node.faults()
-    assert cuda.let_go(tree.pids, 10) == LetGo(tree.pids, [], {})
+    assert cuda.let_go(tree.pids, BUSY_S) == LetGo(tree.pids, [], {})
     assert runs(node, tree)
 
 

@@ -22,7 +22,7 @@ from snapshot_agent.adapters.guards import MARGIN_S, Guards
 from snapshot_agent.domain import control
 from snapshot_agent.domain.control import Access
 from snapshot_agent.domain.driving import Release
-from snapshot_agent.ports import GuardSpec, Process
+from snapshot_agent.ports import GuardLink, GuardSpec, Process
 from snapshot_shared.errors import NoGuard, SourceExited
 from snapshot_shared.service import system_clocks
 from tests.support import forked
@@ -150,9 +150,15 @@ async def test_without_a_starter_no_guard_is_armed_and_it_is_said_where(tmp_path
         guarded.end()
 
 
+async def lost(link: GuardLink) -> None:
+    """Wait for the end of a guard."""
+    await link.lost()
+    link.close()
+
+
 async def freed(guarded: Guarded) -> None:
     """The worker runs, knows why, and nothing of the guard is left."""
-    await until(guarded.was_freed, "the release", within_s=10.0)
+    await until(guarded.was_freed, "the release", within_s=2 * PATIENCE_S)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     await until(lambda: not (guarded.control / control.QUIESCE).exists(), "the end of the request")
     await until(lambda: not guarded.running, "the end of the guard")
@@ -173,8 +179,7 @@ async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives
     guarded: Guarded,
 ) -> None:
     link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
-    await link.lost()
-    link.close()
+    await lost(link)
     await freed(guarded)
 
 
@@ -183,26 +188,23 @@ async def test_a_guard_frees_a_worker_that_is_frozen_for_longer_than_its_agent_s
 ) -> None:
     link = await guarded.guards.start(guarded.spec())
     link.thaw_by(system_clocks().monotonic() + 0.3 - MARGIN_S)
-    await link.lost()
-    link.close()
+    await lost(link)
     await freed(guarded)
 
 
 async def test_a_worker_that_is_not_frozen_any_more_is_held_on(guarded: Guarded) -> None:
+    began = system_clocks().monotonic()
     link = await guarded.guards.start(guarded.spec(deadline_s=2.0))
     link.thaw_by(system_clocks().monotonic() + 0.5 - MARGIN_S)
     link.thaw_by(math.inf)
-    began = system_clocks().monotonic()
-    await link.lost()
-    link.close()
+    await lost(link)
     assert system_clocks().monotonic() - began > 1.5
     await freed(guarded)
 
 
 async def test_what_a_guard_did_is_logged_with_order_attempt_and_span(guarded: Guarded) -> None:
     link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
-    await link.lost()
-    link.close()
+    await lost(link)
     (line,) = guarded.log
     assert line.pop("at").endswith("Z")
     assert line.pop("message").startswith(f"freed process {guarded.child.pid} ")
@@ -236,8 +238,7 @@ async def test_there_is_nothing_to_take_over_where_no_guard_is(guarded: Guarded)
     link = await guarded.guards.start(guarded.spec())
     (pid,) = guarded.running
     os.kill(pid, signal.SIGKILL)
-    await link.lost()
-    link.close()
+    await lost(link)
     assert len(guarded.sockets) == 1
     assert await guarded.guards.adopt(guarded.spec()) is None
     assert guarded.sockets == []
@@ -246,8 +247,7 @@ async def test_there_is_nothing_to_take_over_where_no_guard_is(guarded: Guarded)
 async def test_a_guard_ends_with_its_worker(guarded: Guarded) -> None:
     link = await guarded.guards.start(guarded.spec())
     guarded.child.kill()
-    await link.lost()
-    link.close()
+    await lost(link)
     assert guarded.running == []
     assert guarded.sockets == []
     assert not guarded.was_freed()
@@ -264,16 +264,14 @@ async def test_a_worker_that_is_gone_cannot_be_guarded(guarded: Guarded) -> None
 async def test_a_guard_that_gets_sigterm_frees_the_worker_first(guarded: Guarded) -> None:
     link = await guarded.guards.start(guarded.spec())
     os.kill(guarded.running[0], signal.SIGTERM)
-    await link.lost()
-    link.close()
+    await lost(link)
     await freed(guarded)
 
 
 async def test_a_guard_kills_the_worker_where_its_duty_says_so(guarded: Guarded) -> None:
     link = await guarded.guards.start(guarded.spec(deadline_s=0.2, on_failure="Kill"))
     assert await asyncio.to_thread(guarded.child.wait) == -signal.SIGKILL
-    await link.lost()
-    link.close()
+    await lost(link)
 
 
 def wrote(folder: Path, name: str) -> tuple[str, ...]:
@@ -284,20 +282,19 @@ def wrote(folder: Path, name: str) -> tuple[str, ...]:
 async def test_a_guard_runs_the_program_of_the_phase_before_the_worker_goes_on(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=1.0))
-    link.release_by(Release(wrote(guarded.folder, "older"), 5.0))
-    link.release_by(Release(wrote(guarded.folder, "unlocked"), 5.0))
-    await link.lost()
-    link.close()
+    link = await guarded.guards.start(guarded.spec(deadline_s=4.0))
+    link.release_by(Release(wrote(guarded.folder, "older"), PATIENCE_S))
+    link.release_by(Release(wrote(guarded.folder, "unlocked"), PATIENCE_S))
+    await lost(link)
     await freed(guarded)
     assert (guarded.folder / "unlocked").read_text() == "a word\nof two lines\n"
     assert not (guarded.folder / "older").exists()
 
 
 async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(guarded: Guarded) -> None:
-    release = Release(wrote(guarded.folder, "unlocked"), 5.0)
+    release = Release(wrote(guarded.folder, "unlocked"), PATIENCE_S)
     unfence = wrote(guarded.folder, "unfenced")
-    spec = guarded.spec(deadline_s=0.3)._replace(release=release, unfence=unfence)
+    spec = guarded.spec()._replace(release=release, unfence=unfence)
     link = await guarded.guards.start(spec)
     # The first that a guard reads may be that its agent is gone.
     link.close()
@@ -307,10 +304,9 @@ async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(guarded: Gu
 
 
 async def test_a_program_that_hangs_does_not_keep_a_worker_frozen(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
+    link = await guarded.guards.start(guarded.spec(deadline_s=4.0))
     link.release_by(Release(("/bin/sleep", "600"), 0.2))
-    await link.lost()
-    link.close()
+    await lost(link)
     await freed(guarded)
 
 
@@ -320,8 +316,7 @@ async def test_a_program_that_cannot_be_started_does_not_keep_a_worker_frozen(
 ) -> None:
     release = Release((program,), 5.0)
     link = await guarded.guards.start(guarded.spec(deadline_s=0.2)._replace(release=release))
-    await link.lost()
-    link.close()
+    await lost(link)
     await freed(guarded)
     os.kill(guarded.child.pid, signal.SIGSTOP)
     await guarded.guards.release(guarded.spec().process, release)
@@ -329,26 +324,24 @@ async def test_a_program_that_cannot_be_started_does_not_keep_a_worker_frozen(
 
 
 async def test_a_guard_ends_the_worker_in_a_phase_that_cannot_be_undone(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=1.0))
-    link.release_by(Release(wrote(guarded.folder, "asked"), 5.0, ends=True))
+    link = await guarded.guards.start(guarded.spec(deadline_s=4.0))
+    link.release_by(Release(wrote(guarded.folder, "asked"), PATIENCE_S, ends=True))
     assert await asyncio.to_thread(guarded.child.wait) == -signal.SIGKILL
-    await link.lost()
-    link.close()
+    await lost(link)
     assert (guarded.folder / "asked").exists()
 
 
 async def test_a_guard_stays_while_the_worker_is_replaced_and_frees_the_next_process(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=1.5))
-    link.release_by(Release(wrote(guarded.folder, "ended"), 5.0, ends=True, stays=True))
+    link = await guarded.guards.start(guarded.spec(deadline_s=6.0))
+    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
     await asyncio.sleep(0.2)
     guarded.end()
     guarded.begin()
     link.follow(guarded.spec().process)
     link.release_by(Release())
-    await link.lost()
-    link.close()
+    await lost(link)
     await freed(guarded)
     assert not (guarded.folder / "ended").exists()
 
@@ -357,12 +350,11 @@ async def test_a_guard_whose_worker_ended_while_it_was_replaced_does_what_was_le
     guarded: Guarded,
 ) -> None:
     link = await guarded.guards.start(guarded.spec())
-    link.release_by(Release(wrote(guarded.folder, "ended"), 5.0, ends=True, stays=True))
+    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
     await asyncio.sleep(0.2)
     guarded.end()
     os.kill(guarded.running[0], signal.SIGTERM)
-    await link.lost()
-    link.close()
+    await lost(link)
     assert (guarded.folder / "ended").exists()
     assert guarded.was_freed()
 
@@ -375,15 +367,14 @@ async def test_a_guard_that_reads_of_a_replacement_after_the_worker_has_ended_st
     # As on a busy machine: the message and the end of the worker are there at the same time.
     os.kill(guard, signal.SIGSTOP)
     await until(lambda: state_of(guard) == "T", "the stop of the guard")
-    link.release_by(Release(wrote(guarded.folder, "ended"), 5.0, ends=True, stays=True))
+    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
     guarded.end()
     await until(lambda: is_gone(guarded.child.pid), "the end of the worker")
     os.kill(guard, signal.SIGCONT)
     await asyncio.sleep(0.2)
     with contextlib.suppress(ProcessLookupError):
         os.kill(guard, signal.SIGTERM)
-    await link.lost()
-    link.close()
+    await lost(link)
     assert (guarded.folder / "ended").exists()
 
 
@@ -393,8 +384,7 @@ async def test_a_guard_writes_for_the_owner_and_with_the_mode_of_the_container(
     access = Access(uid=os.getuid(), gid=os.getgid(), file_mode=0o660)
     spec = guarded.spec(deadline_s=0.2)._replace(access=access)
     link = await guarded.guards.start(spec)
-    await link.lost()
-    link.close()
+    await lost(link)
     await freed(guarded)
     assert (guarded.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
 
@@ -404,8 +394,7 @@ async def test_a_worker_that_has_its_completion_is_thawed_and_nothing_else(
 ) -> None:
     (guarded.control / control.COMPLETE).write_bytes(control.body(4))
     link = await guarded.guards.start(guarded.spec(deadline_s=0.2, on_failure="Kill"))
-    await link.lost()
-    link.close()
+    await lost(link)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     assert not (guarded.control / control.ABORTED).exists()
 
@@ -457,8 +446,7 @@ async def test_a_spoilt_control_directory_does_not_keep_a_worker_frozen(
 ) -> None:
     spoil(guarded)
     link = await guarded.guards.start(guarded.spec(deadline_s=0.2))
-    await link.lost()
-    link.close()
+    await lost(link)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     assert not (guarded.folder / "victim").exists()
     assert guarded.sockets == []
