@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,21 +23,22 @@ What = str | Callable[[], str]
 
 def wait_until(holds: Callable[[], T], what: What = "", *, within_s: float = WITHIN_S) -> T:
     """Look again and again until the condition is true, and return its value."""
-    pause = threading.Event()
-    for _ in range(int(within_s / PAUSE_S)):
-        if found := holds():
-            return found
+    pause, end = threading.Event(), time.monotonic() + within_s
+    while not (found := holds()):
+        if time.monotonic() > end:
+            pytest.fail(_said(what, within_s))
         pause.wait(PAUSE_S)
-    pytest.fail(_said(what, within_s))
+    return found
 
 
 async def until(holds: Callable[[], T], what: What = "", *, within_s: float = WITHIN_S) -> T:
     """As `wait_until`, and let the event loop run between two looks."""
-    for _ in range(int(within_s / PAUSE_S)):
-        if found := holds():
-            return found
+    end = time.monotonic() + within_s
+    while not (found := holds()):
+        if time.monotonic() > end:
+            pytest.fail(_said(what, within_s))
         await asyncio.sleep(PAUSE_S)
-    pytest.fail(_said(what, within_s))
+    return found
 
 
 def _said(what: What, within_s: float) -> str:
