@@ -297,6 +297,8 @@ async def sleeper(tmp_path: Path) -> AsyncIterator[Sleeper]:
     launcher = LocalProcesses()
     spec = ProcessSpec(["sleep", "600"], {**os.environ, name: value}, tmp_path, places)
     process = await launcher.spawn(spec)
+    # Until the program has begun, its environment is empty.
+    await until(lambda: environment_of(process), "the program")
     yield Sleeper(launcher, process, places)
     procfs.send(procfs.Stat(process.pid, "", 0, 0, process.start), signal.SIGKILL)
     await launcher.ended(process)
