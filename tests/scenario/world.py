@@ -374,7 +374,7 @@ class World:
     def run(self) -> list[str]:
         """Live through it all; the broken rules."""
         asyncio.set_event_loop(None)
-        # A world is short, and all of it is in use.
+        # The collector would end what is forgotten at moments that no seed decides.
         gc.disable()
         try:
             self.loop.run_until_complete(self._main())
