@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Fixtures of all folders, as the contract of the store is kept by a cluster, too.
 from tests.cluster.target import definitions, kubeconfig, target  # noqa: F401
@@ -12,6 +13,10 @@ from tests.support.cuda_rig import CudaNode
 from tests.support.cuda_rig import cuda_node as node_of_cuda
 from tests.support.cuda_rig import library as compiled
 from tests.support.nats_server import nats_server
+
+# Examples compute, so the CPU time of their test limits them, and never the clock.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.hookimpl(wrapper=True)

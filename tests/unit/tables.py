@@ -6,7 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
+
 MOST_CHARS = 400
+WRONG = (Exception, pytest.fail.Exception)
+"""How a row fails: `pytest.raises` that nothing raises in is no Exception."""
 
 
 def each(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], Any]:
@@ -26,11 +30,11 @@ def each(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], A
             _fail(_errors(test, fields, table, given), len(table))
 
         async def run_async(**given: Any) -> None:
-            errors = []
+            errors: list[BaseException] = []
             for row in table:
                 try:
                     await test(**given, **dict(zip(fields, row, strict=True)))
-                except Exception as error:  # noqa: BLE001
+                except WRONG as error:
                     errors.append(_of_row(error, row))
             _fail(errors, len(table))
 
@@ -45,23 +49,23 @@ def each(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], A
 
 def _errors(
     test: Callable[..., Any], fields: tuple[str, ...], table: list[Any], given: dict[str, Any]
-) -> list[Exception]:
-    def errors() -> Iterator[Exception]:
+) -> list[BaseException]:
+    def errors() -> Iterator[BaseException]:
         for row in table:
             try:
                 test(**given, **dict(zip(fields, row, strict=True)))
-            except Exception as error:  # noqa: BLE001
+            except WRONG as error:
                 yield _of_row(error, row)
 
     return list(errors())
 
 
-def _of_row(error: Exception, row: Any) -> Exception:
+def _of_row(error: BaseException, row: Any) -> BaseException:
     error.add_note(f"in the row {row!r}"[:MOST_CHARS])
     return error
 
 
-def _fail(errors: list[Exception], rows: int) -> None:
+def _fail(errors: list[BaseException], rows: int) -> None:
     assert rows, "the table is empty"
     if errors:
-        raise ExceptionGroup(f"{len(errors)} of {rows} rows are wrong", errors)
+        raise BaseExceptionGroup(f"{len(errors)} of {rows} rows are wrong", errors)

@@ -25,6 +25,16 @@ def test_every_wrong_row_is_named_with_its_error_and_the_others_are_run_too() ->
     assert notes == [["in the row (1, True)"], ["in the row (3, True)"]]
 
 
+def test_a_row_in_which_nothing_is_raised_lets_the_others_run() -> None:
+    @each("number", ["1", "one", "2"])
+    def test(number: str) -> None:
+        with pytest.raises(ValueError, match="invalid literal"):
+            int(number)
+
+    with pytest.raises(BaseExceptionGroup, match="2 of 3 rows are wrong"):
+        test()
+
+
 def test_a_coroutine_runs_once_for_each_row_of_each_table() -> None:
     seen = []
 
