@@ -198,8 +198,8 @@ def test_a_save_whose_process_is_killed_goes_on_in_another_some_times(
             async for event in events:
                 if isinstance(event, TransferLeased) and len(killed) < kills:
                     for pid in children_of():
-                        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                        if b"gms.transfer_child" in command and pid not in killed:
+                        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                        if b"gms.transfer_child" in words and pid not in killed:
                             os.kill(pid, signal.SIGKILL)
                             killed.add(pid)
         return event
