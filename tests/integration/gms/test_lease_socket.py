@@ -925,3 +925,20 @@ def test_a_pinned_path_leads_to_the_socket_that_was_there_and_never_to_a_link(
             pass
         with pytest.raises(FileNotFoundError), pinned(tmp_path / "none"):
             pass
+
+
+def test_a_client_that_comes_as_the_service_ends_is_hung_up_on(
+    service: Any, tmp_path: Path
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    async def come_and_end() -> None:
+        lease = LeaseServer(tmp_path, LeaseSessions(service.gms))
+        lease.start()
+        lease.adopt(theirs)
+        await lease.close()
+
+    ours.settimeout(0)
+    with ours, theirs:
+        service.run(come_and_end())
+        assert ours.recv(1) == b""

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,6 +117,8 @@ class DeviceSockets:
         found = self._devices[device.uuid]
         listener = await in_thread(_listen, folder, found)
         serving = asyncio.create_task(self._serve(listener, found), name="device-memory")
+        # A task that is cancelled before its first step runs nothing of itself.
+        serving.add_done_callback(lambda _: listener.close())
         self._served[folder] = serving
 
     async def close(self, below: Path) -> None:
@@ -146,9 +149,14 @@ class DeviceSockets:
                 client = loop.create_task(serving, name="device-memory-client")
                 clients.add(client)
                 client.add_done_callback(clients.discard)
+                client.add_done_callback(partial(_close, sock))
         finally:
             listener.close()
             await end_all(*clients)
+
+
+def _close(sock: socket.socket, _: asyncio.Task[None]) -> None:
+    sock.close()
 
 
 def _listen(folder: Path, device: MemfdDevice) -> socket.socket:

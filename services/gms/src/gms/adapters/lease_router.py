@@ -67,6 +67,8 @@ class LeaseRouter:
         task = asyncio.get_running_loop().create_task(self._route(sock), name="lease")
         self._clients.add(task)
         task.add_done_callback(self._clients.discard)
+        # A task that is cancelled before its first step runs nothing of itself.
+        task.add_done_callback(lambda _: sock.close())
 
     async def _route(self, sock: socket.socket) -> None:
         with sock:

@@ -111,6 +111,8 @@ class LeaseServer:
         task = asyncio.get_running_loop().create_task(self._serve(sock), name="lease")
         self._clients.add(task)
         task.add_done_callback(self._clients.discard)
+        # A task that is cancelled before its first step runs nothing of itself.
+        task.add_done_callback(lambda _: sock.close())
 
     async def _serve(self, sock: socket.socket) -> None:
         process = _Process(self._policy)
