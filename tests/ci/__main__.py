@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,13 +95,15 @@ class Runner:
         )
 
     def _make(self, step: Step, *, repeated: bool) -> Ran:
-        options = f"-o cache_dir={ROOT}/.pytest_cache/{step.name}"
+        cache = ROOT / ".pytest_cache" / step.name
+        options = f"-o cache_dir={cache}"
         if repeated:
+            ungroup(cache / "v" / "cache" / "lastfailed")
             options += " --last-failed --last-failed-no-failures=none"
         words = step.words(self._landing)
         if self._proofs:
             words = [word for word in words if not word.startswith("FAULTS_")]
-        words += ["JOBS=1"] if repeated else []
+        words += ["JOBS=0"] if repeated else []
         log = LOGS / f"{step.name}{'.again' if repeated else ''}.log"
         self.say(f"{step.name} begins: make {' '.join(words)}")
         began = time.monotonic()
@@ -132,6 +136,18 @@ class Runner:
         with self._print:
             print(f"\n===== {ran.step.name}: {log.relative_to(ROOT)} =====\n{text}", flush=True)
         self.say(f"{ran.step.name} {ran.verdict} in {ran.seconds:.0f} s, CPU {ran.cpu_s:.0f} s")
+
+
+def ungroup(last_failed: Path) -> None:
+    """Remove the names of groups from what the cache of pytest says failed.
+
+    pytest-xdist adds `@GROUP` to the names of tests that share a process. By such a name a run
+    finds no test, so it would pass without the tests that failed.
+    """
+    if last_failed.exists():
+        failed = json.loads(last_failed.read_text("utf-8"))
+        names = {re.sub(r"@[^@\]]*$", "", name): True for name in failed}
+        last_failed.write_text(json.dumps(names), "utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

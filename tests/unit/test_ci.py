@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ci.__main__ import ungroup
 from tests.ci.steps import STEPS, TURNS, Landing, Lane, When, due, lacking, landing_of
 from tests.support.waiting import wait_until
 
@@ -99,6 +100,7 @@ RUN = """
 import sys
 from pathlib import Path
 from tests.ci import __main__ as ci
+from tests.ci.__main__ import ungroup
 from tests.ci.steps import Lane, Step
 ci.ROOT = Path(sys.argv[1])
 ci.LOGS = ci.ROOT / "logs"
@@ -135,6 +137,30 @@ def begin(folder: Path, other: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "from pathlib import Path\n"
+        "def test_passes(): Path('ran').touch()\n"
+        "@pytest.mark.xdist_group('one')\n"
+        "@pytest.mark.parametrize('who', ['a@b'])\n"
+        "def test_fails(who): raise AssertionError('still')\n"
+    )
+    cache = tmp_path / "cache"
+    run = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={cache}", "-p", "xdist"]
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+
+    def status(*options: str) -> int:
+        command = [*run, *options, "test_it.py"]
+        return subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode
+
+    assert status("-n", "1", "--dist", "loadgroup") == 1
+    (tmp_path / "ran").unlink()
+    ungroup(cache / "v/cache/lastfailed")
+    assert status("-n", "0", "--last-failed", "--last-failed-no-failures=none") == 1
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
