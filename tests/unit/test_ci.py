@@ -105,8 +105,8 @@ from tests.ci.steps import Lane, Step
 ci.ROOT = Path(sys.argv[1])
 ci.LOGS = ci.ROOT / "logs"
 ci.STEPS = (
-    Step("short", Lane.COMPUTES),
-    Step("other", Lane.WAITS, target=sys.argv[2]),
+    Step("short", Lane.REST),
+    Step("other", Lane.ROOT, target=sys.argv[2]),
 )
 sys.exit(ci.main(["--proofs"]))
 """
@@ -166,7 +166,7 @@ def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Pat
 @pytest.mark.parametrize(
     ("other", "status", "said"),
     [
-        ("short", 0, r"other +\d+ +\d+  waits     passed"),
+        ("short", 0, r"other +\d+ +\d+  root      passed"),
         ("fails", 1, r"failed: other"),
         ("races", 0, r"other failed once and passed when it was run again"),
     ],
@@ -178,7 +178,7 @@ def test_a_run_tells_how_each_step_ended(
         out, _ = running.communicate(timeout=60)
     assert running.returncode == status, out
     assert re.search(said, out), out
-    assert re.search(r"short +\d+ +\d+  computes  passed", out)
+    assert re.search(r"short +\d+ +\d+  rest      passed", out)
     assert "echo short ran" in out, "the log of each step is shown"
 
 
