@@ -3,8 +3,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# A machine may say so, and then each process of Python compiles what it imports again: half of the
-# time that a service needs to start.
+# If a machine sets this variable, each process of Python compiles its imports again, which is half of
+# the time that a service needs to start.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
@@ -35,7 +35,7 @@ MARKERS ?= not root and not gpu and not docker and not cluster and not process a
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
-# Nothing in these waits.
+# Few of these wait.
 FAST_IN_PARALLEL = -n $(or $(JOBS),auto) --dist loadgroup
 REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
@@ -147,7 +147,7 @@ format: $(STAMP) ## Rewrite the sources in the house format
 test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
 	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
 
-# Some of these have a target of their own.
+# The documents, the site and the wheels have targets of their own.
 test-slow: $(STAMP) ## The tests that `make test` leaves out because they take long
 	$(BIN)/pytest $(IN_PARALLEL) -m "slow and $(subst and not slow,,$(MARKERS))" tests --ignore=tests/docs \
 		--ignore=tests/integration/test_site.py --ignore=tests/integration/snapshotctl/test_wheels.py

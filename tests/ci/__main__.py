@@ -83,7 +83,7 @@ class Runner:
 
     def _run(self, step: Step) -> Ran:
         first = self._make(step, repeated=False)
-        if first.verdict == "passed" or self._stopping.is_set():
+        if first.verdict == "passed" or not step.runs_again or self._stopping.is_set():
             return first
         self.say(f"{step.name} failed; only the tests that failed are run again")
         again = self._make(step, repeated=True)
@@ -111,7 +111,7 @@ class Runner:
             process = subprocess.Popen(
                 ["make", "--no-print-directory", *words],
                 cwd=ROOT,
-                env=os.environ | {"PYTEST_ADDOPTS": options},
+                env=os.environ | ({"PYTEST_ADDOPTS": options} if step.runs_again else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

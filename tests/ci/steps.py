@@ -40,7 +40,9 @@ class When(Enum):
 class Step(NamedTuple):
     """A target of the Makefile with its variables.
 
-    `needs` names programs that the machine may lack: `cluster` or none.
+    `needs` names programs that the machine may lack: `cluster` or none. A step that `runs_again`
+    after a failure runs only the tests of pytest that failed. A step with other tests has no such
+    list, or fails again in the same way.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Step(NamedTuple):
     first seed, and `{turn}` the turn, from 1."""
 
     needs: str = ""
+    runs_again: bool = True
 
     def words(self, landing: Landing) -> list[str]:
         """Return the arguments of make."""
@@ -85,12 +88,17 @@ _FAULTS = {"FAULTS_EVERY": str(TURNS), "FAULTS_FIRST": "{turn}"}
 """Every fourth row of the fault tables: each row runs at every fourth landing."""
 
 STEPS = (
-    Step("check", Lane.REST),
+    Step("check", Lane.REST, runs_again=False),
     Step("test", Lane.REST),
-    Step("scenarios", Lane.REST, variables={"SEEDS": str(SEEDS), "FIRST": "{first}"}),
+    Step(
+        "scenarios",
+        Lane.REST,
+        variables={"SEEDS": str(SEEDS), "FIRST": "{first}"},
+        runs_again=False,
+    ),
     Step("e2e", Lane.REST),
     Step("docs-test", Lane.REST),
-    Step("cover", Lane.REST, When.FIRST),
+    Step("cover", Lane.REST, When.FIRST, runs_again=False),
     Step("contract-servers", Lane.REST, When.FIRST),
     Step("test-wheels", Lane.REST, When.SECOND),
     Step("test-site", Lane.REST, When.SECOND),
@@ -100,19 +108,20 @@ STEPS = (
         When.THIRD,
         target="mutants",
         variables={"SAMPLE": "40", "SEED": "{count}"},
+        runs_again=False,
     ),
     Step("flips", Lane.REST, When.THIRD),
     Step("test-slow", Lane.REST, When.FOURTH),
     Step("test-cluster", Lane.ROOT, variables=_FAULTS, needs="cluster"),
     Step("demo-cluster", Lane.ROOT, needs="cluster"),
     Step("test-process", Lane.ROOT, variables=_FAULTS),
-    Step("mutants", Lane.REST, When.PROOFS),
+    Step("mutants", Lane.REST, When.PROOFS, runs_again=False),
     Step("hostile", Lane.REST, When.PROOFS),
     Step("killed-clients", Lane.REST, When.PROOFS),
     Step("resume-saves", Lane.REST, When.PROOFS),
     Step("test-torch", Lane.REST, When.PROOFS),
     Step("test-gds", Lane.REST, When.PROOFS),
-    Step("chaos", Lane.REST, When.PROOFS),
+    Step("chaos", Lane.REST, When.PROOFS, runs_again=False),
     Step("test-page", Lane.ROOT, When.PROOFS, needs="cluster"),
 )
 

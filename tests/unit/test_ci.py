@@ -106,7 +106,7 @@ ci.ROOT = Path(sys.argv[1])
 ci.LOGS = ci.ROOT / "logs"
 ci.STEPS = (
     Step("short", Lane.REST),
-    Step("other", Lane.ROOT, target=sys.argv[2]),
+    Step("other", Lane.ROOT, target=sys.argv[2], runs_again=sys.argv[2] != "alone"),
 )
 sys.exit(ci.main(["--proofs"]))
 """
@@ -116,6 +116,8 @@ short:
 fails:
 \techo it never works; exit 3
 races:
+\ttest -e $(CURDIR)/raced || { touch $(CURDIR)/raced; exit 3; }
+alone:
 \ttest -e $(CURDIR)/raced || { touch $(CURDIR)/raced; exit 3; }
 hangs:
 \ttouch $(CURDIR)/begun; trap 'touch $(CURDIR)/cleaned; exit 1' INT; sleep 60 & wait
@@ -168,6 +170,7 @@ def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Pat
     [
         ("short", 0, r"other +\d+ +\d+  root      passed"),
         ("fails", 1, r"failed: other"),
+        ("alone", 1, r"failed: other"),
         ("races", 0, r"other failed once and passed when it was run again"),
     ],
 )
