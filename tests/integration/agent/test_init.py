@@ -79,6 +79,13 @@ class Container:
         wait_until(lambda: procfs.child_in(self.pid, inside), "the child was adopted")
         return inside
 
+    def ending(self, code: int) -> str:
+        """Return a script that exits with a code after `end`, so not before it was adopted."""
+        return f"until [ -e {self.folder}/end ]; do sleep 0.02; done; exit {code}"
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+
     def announce(self, inside: int) -> None:
         (self.folder / ".new").write_text(f"{inside}\n")
         (self.folder / ".new").rename(self.folder / "restored")
@@ -151,7 +158,8 @@ def test_the_probe_of_a_container_that_starts_cold_waits_until_its_worker_is_rea
     first = make("--", "sleep", "60", **given)
     for name in ("restore-complete", "ready-for-snapshot"):
         (tmp_path / name).touch()
-    first.announce(first.restore("sleep 0.1; exit 1"))
+    first.announce(first.restore(first.ending(1)))
+    first.end()
     assert first.ended() == 1
     again = make("--", "sh", "-c", f"{LOOP.replace('0.02', '0.05')}", **given)
     assert again.probe() == 1
@@ -183,7 +191,8 @@ def test_a_restored_process_that_a_signal_ends_gives_128_and_its_number(make: Ma
 
 def test_the_status_of_a_child_that_ended_before_it_was_announced_is_kept(make: Make) -> None:
     container = make()
-    inside = container.restore("sleep 0.3; exit 5")
+    inside = container.restore(container.ending(5))
+    container.end()
     wait_until(lambda: procfs.child_in(container.pid, inside) is None, "its end")
     container.announce(inside)
     assert container.ended() == 5
@@ -192,7 +201,8 @@ def test_the_status_of_a_child_that_ended_before_it_was_announced_is_kept(make: 
 def test_other_children_that_end_do_not_end_the_container(make: Make) -> None:
     container = make()
     container.announce(container.restore(f'trap "exit 3" TERM; {LOOP}'))
-    container.restore("sleep 0.1; exit 9")
+    container.restore(container.ending(9))
+    container.end()
     time.sleep(0.3)
     assert container.process.poll() is None
     os.kill(container.pid, signal.SIGTERM)
@@ -203,7 +213,8 @@ def test_a_container_that_is_started_again_after_a_restore_runs_its_own_command(
     make: Make, tmp_path: Path
 ) -> None:
     first = make("--", "sh", "-c", "pwd; echo ${SNAPSHOT_RESTORE_STANDBY:-none}")
-    first.announce(first.restore("sleep 0.1; exit 1"))
+    first.announce(first.restore(first.ending(1)))
+    first.end()
     assert first.ended() == 1
     again = make(
         "--",
@@ -217,7 +228,8 @@ def test_a_container_that_is_started_again_after_a_restore_runs_its_own_command(
 
 def test_one_with_no_command_says_so_when_it_is_started_again(make: Make) -> None:
     first = make()
-    first.announce(first.restore("sleep 0.1; exit 1"))
+    first.announce(first.restore(first.ending(1)))
+    first.end()
     first.ended()
     again = make()
     assert again.ended() == 1
