@@ -316,11 +316,8 @@ screenshots: $(STAMP) ## Take pictures of the page, wide and on a phone, light a
 
 ##@ Test
 
-docs-test: $(STAMP) ## Type the commands of every document
-	@log=$$(mktemp); trap 'rm -f $$log' EXIT; \
-	$(BIN)/pytest -m slow tests/docs -k "break-it" >$$log 2>&1 & longest=$$!; \
-	status=0; $(BIN)/pytest -m slow --durations=5 tests/docs -k "not break-it" || status=1; \
-	wait $$longest || status=1; cat $$log; exit $$status
+docs-test: $(STAMP) ## Type the commands of every document (TURN=1/4 of README.md and each fourth other)
+	@$(BIN)/pytest -n $(or $(JOBS),2) -m slow --durations=5 tests/docs
 
 ##@ Documents
 
@@ -360,7 +357,7 @@ test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in p
 test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, in its compatibility mode, on the fake driver
 	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k "gds or kvikio" tests/integration/gms
 
-test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (FAULTS_EVERY=3, REPEAT=3)
+test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (TURN=1/3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
 
 ##@ Packages
@@ -391,7 +388,7 @@ cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 
 ##@ Test
 
-test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (FAULTS_EVERY=3)
+test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (TURN=1/3)
 	@$(BIN)/pytest -q tests/unit/test_chart.py
 	@$(BIN)/pytest -s -m cluster --ignore=tests/cluster/test_page.py tests/cluster tests/contract
 

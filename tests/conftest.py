@@ -13,6 +13,7 @@ from tests.support.cuda_rig import CudaNode
 from tests.support.cuda_rig import cuda_node as node_of_cuda
 from tests.support.cuda_rig import library as compiled
 from tests.support.nats_server import nats_server
+from tests.support.turns import TURN, others
 
 # Examples compute, so the CPU time of their test limits them, and never the clock.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,6 +26,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     mark = item.get_closest_marker("cpu")
     with cpu_limit(mark.args[0] if mark else CPU_S):
         yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other turns, of those that other options have left."""
+    if left := {*others(items, TURN)}:
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

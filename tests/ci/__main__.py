@@ -102,7 +102,7 @@ class Runner:
             options += " --last-failed --last-failed-no-failures=none"
         words = step.words(self._landing)
         if self._proofs:
-            words = [word for word in words if not word.startswith("FAULTS_")]
+            words = [word for word in words if not word.startswith("TURN=")]
         words += ["JOBS=0"] if repeated else []
         log = LOGS / f"{step.name}{'.again' if repeated else ''}.log"
         self.say(f"{step.name} begins: make {' '.join(words)}")

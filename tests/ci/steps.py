@@ -84,8 +84,8 @@ class Landing(NamedTuple):
         return When(self.number % TURNS)
 
 
-_FAULTS = {"FAULTS_EVERY": str(TURNS), "FAULTS_FIRST": "{turn}"}
-"""Every fourth row of the fault tables: each row runs at every fourth landing."""
+_QUARTER = {"TURN": f"{{turn}}/{TURNS}"}
+"""Of the tests that take turns (tests/support/turns.py), those of this landing."""
 
 STEPS = (
     Step("check", Lane.REST, runs_again=False),
@@ -97,7 +97,7 @@ STEPS = (
         runs_again=False,
     ),
     Step("e2e", Lane.REST),
-    Step("docs-test", Lane.REST),
+    Step("docs-test", Lane.REST, variables=_QUARTER),
     Step("cover", Lane.REST, When.FIRST, runs_again=False),
     Step("contract-servers", Lane.REST, When.FIRST),
     Step("test-wheels", Lane.REST, When.SECOND),
@@ -112,9 +112,9 @@ STEPS = (
     ),
     Step("flips", Lane.REST, When.THIRD),
     Step("test-slow", Lane.REST, When.FOURTH),
-    Step("test-cluster", Lane.ROOT, variables=_FAULTS, needs="cluster"),
+    Step("test-cluster", Lane.ROOT, variables=_QUARTER, needs="cluster"),
     Step("demo-cluster", Lane.ROOT, needs="cluster"),
-    Step("test-process", Lane.ROOT, variables=_FAULTS),
+    Step("test-process", Lane.ROOT, variables=_QUARTER),
     Step("mutants", Lane.REST, When.PROOFS, runs_again=False),
     Step("hostile", Lane.REST, When.PROOFS),
     Step("killed-clients", Lane.REST, When.PROOFS),

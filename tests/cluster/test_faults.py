@@ -5,7 +5,6 @@ Each capture is of a worker in a pod of a real kubelet, by the agent of its node
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from functools import partial
@@ -16,12 +15,11 @@ import pytest
 from tests.cluster.captures import Captures, Crew, after_writes, first_of
 from tests.cluster.rig import Rig, polled, program
 from tests.support.nats_server import NatsServer
+from tests.support.turns import TURN
 
 pytestmark = pytest.mark.cluster
 
 NEVER = 1000
-EVERY, FIRST = (int(os.environ.get(name, "1")) for name in ("FAULTS_EVERY", "FAULTS_FIRST"))
-"""After which of the writes something fails: after every third one from the second, for example."""
 LEAST_WRITES = 15
 """Fewer writes of a capture and a restore are a mistake of the test."""
 
@@ -40,7 +38,7 @@ async def test_an_operator_killed_between_any_two_writes_goes_on_where_it_was(
     await captures.apply("llm-00")
     wanted = await captures.ended("llm-00")
     assert (wanted["jobs"], wanted["workers"], wanted["generations"]) == (1, 1, ["gen-1"])
-    number = FIRST
+    number = TURN.first
     while True:
         name = f"llm-{number:02}"
         reached = after_writes(rig, {number: operator.process.kill})
@@ -53,7 +51,7 @@ async def test_an_operator_killed_between_any_two_writes_goes_on_where_it_was(
         operator = await crew.start()
         await captures.reaches(name, wanted)
         await captures.end(name)
-        number += EVERY
+        number += TURN.every
     assert number > LEAST_WRITES
 
 
@@ -108,7 +106,7 @@ async def test_a_leader_paused_between_any_two_writes_does_no_harm_when_it_wakes
     await captures.apply("llm-00")
     wanted = await captures.ended("llm-00")
     await captures.end("llm-00")
-    number = FIRST
+    number = TURN.first
     while await paused(
         captures,
         crew,
@@ -117,7 +115,7 @@ async def test_a_leader_paused_between_any_two_writes_does_no_harm_when_it_wakes
         after=number,
         until=number + 2 if number % 2 else NEVER,
     ):
-        number += EVERY
+        number += TURN.every
     assert number > LEAST_WRITES
 
 
@@ -147,7 +145,7 @@ async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses
         await captures.apply("llm-00")
         wanted = await captures.ended("llm-00")
         await captures.end("llm-00")
-        number = FIRST
+        number = TURN.first
         while True:
             name = f"llm-{number:02}"
             reached = after_writes(rig, {number: partial(wipe, server)})
@@ -157,7 +155,7 @@ async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses
                 break
             await captures.reaches(name, wanted)
             await captures.end(name)
-            number += EVERY
+            number += TURN.every
     assert number > LEAST_WRITES
 
 

@@ -35,8 +35,14 @@ def test_every_block_of_commands_says_how_it_is_run() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    PLAYED,
-    ids=lambda page: str(page.relative_to(ROOT)),
+    [
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=() if page == ROOT / "README.md" else pytest.mark.turns,
+        )
+        for page in PLAYED
+    ],
 )
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -72,6 +78,7 @@ def _begin(story: list[Block], shell: Shell) -> None:
     assert said.code == 0, said.text
 
 
+@pytest.mark.turns
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_cluster_answers_as_the_page_of_questions_says(tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import AbortOrder, DumpOrder, Order, Report
 from tests.process.node import Container, Node, Pause, children_of, command_of, zombies_of
 from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone
+from tests.support.turns import TURN
 from tests.support.waiting import until
 
-EVERY, FIRST, REPEAT = (
-    int(os.environ.get(name, "1")) for name in ("FAULTS_EVERY", "FAULTS_FIRST", "FAULTS_REPEAT")
-)
-"""Which cases are run: with 3, 2 and 1 every third of them from the second on, once."""
+REPEAT = int(os.environ.get("FAULTS_REPEAT", "1"))
+"""How often each case runs."""
 
 COMPENSATED_S = 10.0
 """Within how many seconds a failure has to be undone."""
@@ -58,8 +57,8 @@ T = TypeVar("T")
 
 
 def thinned(cases: Sequence[T]) -> list[T]:
-    """Return the cases that are run, as often as they are."""
-    return [*cases[FIRST - 1 :: EVERY]] * REPEAT
+    """Return the cases of this turn, each as often as it runs."""
+    return TURN.of(cases) * REPEAT
 
 
 class Halted:

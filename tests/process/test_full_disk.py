@@ -13,9 +13,10 @@ import pytest
 import pytest_asyncio
 
 from snapshot_shared.orders import Report
-from tests.process.killing import EVERY, MIB, HaltedDump, prepared, thinned
+from tests.process.killing import MIB, HaltedDump, prepared, thinned
 from tests.process.node import Container, Node
 from tests.support.agent_rig import fresh_uid
+from tests.support.turns import TURN
 from tests.support.waiting import until
 
 pytestmark = [
@@ -97,4 +98,4 @@ async def test_a_disk_that_becomes_full_fails_a_dump_by_name_and_its_worker_goes
         assert str(disk.root) in report.failure.message
         assert report.failure.values["free"] < mmap.PAGESIZE
         assert report.failure.values["needed"] > 0
-    assert failed >= (OFFSETS - LAST) // TURNS // EVERY
+    assert failed >= (OFFSETS - LAST) // TURNS // TURN.every

@@ -1,0 +1,56 @@
+"""The part of a long table of tests that a run covers: `TURN=2/4` is each fourth row, from row 2.
+
+CI runs a part at each landing, and the next part at the next landing (tests/ci/steps.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+class Turn(NamedTuple):
+    """Every row of a table whose number is `first` modulo `every`; rows count from 1."""
+
+    first: int = 1
+    every: int = 1
+
+    def of(self, rows: Sequence[T]) -> list[T]:
+        """Return the rows of this turn."""
+        return [*rows[self.first - 1 :: self.every]]
+
+
+def turn_of(text: str) -> Turn:
+    """Read a turn; ValueError if it is not one."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ValueError(f"TURN is {text!r}: write 2/4 for the second of four turns")
+    return Turn(int(found[1]), int(found[2]))
+
+
+def turn_in(environment: Mapping[str, str]) -> Turn:
+    """Return the turn that `TURN` names; without it all rows."""
+    return turn_of(environment.get("TURN") or "1/1")
+
+
+TURN = turn_in(os.environ)
+
+
+def others(items: Sequence[pytest.Item], turn: Turn) -> list[pytest.Item]:
+    """Return the tests that run in another turn, of all that are marked `turns`.
+
+    What carries the mark is one row: a test with one of its parameters, or a whole module.
+    """
+    rows: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        for node, _ in item.iter_markers_with_node("turns"):
+            rows.setdefault(node.nodeid, []).append(item)
+            break
+    now = {*turn.of([*rows])}
+    return [item for row, tests in rows.items() if row not in now for item in tests]
