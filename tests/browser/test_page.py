@@ -17,14 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from snapshot_shared.errors import Failure
 from tests.support.browser import Browser, browser, complaints, missing, see_as, until, violations
 from tests.support.page_stories import POISON, be_busy, begin, break_things
-from tests.support.page_world import (
-    GIB,
-    PageWorld,
-    checkpoint,
-    device_uuid,
-    lose_node,
-    page_world,
-)
+from tests.support.page_world import GIB, PageWorld, checkpoint, device_uuid, lose_node, page_world
 
 WHY_NOT = missing()
 pytestmark = [
@@ -261,10 +254,7 @@ async def test_problems_fold_to_the_worst_so_that_the_open_object_is_on_the_scre
 ) -> None:
     await lose_node(tmp_path)
     shown = "[...document.querySelectorAll('#problems .rows > li')].filter(e => e.offsetHeight)"
-    async with (
-        page_world(tmp_path) as world,
-        opened(world, tmp_path, width=1440) as driver,
-    ):
+    async with page_world(tmp_path) as world, opened(world, tmp_path, width=1440) as driver:
         await break_things(world)
         await shows(driver, "Show 4 more")
         assert await rests(driver, f"{shown}.map(e => e.dataset.key)") == ["nodes/-/node-4"]
@@ -302,9 +292,7 @@ async def listed(driver: Browser, panel: str) -> list[str]:
     return found
 
 
-async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(
-    tmp_path: Path,
-) -> None:
+async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(tmp_path: Path) -> None:
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
         await break_things(world)

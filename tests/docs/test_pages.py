@@ -33,11 +33,7 @@ def test_every_block_of_commands_says_how_it_is_run() -> None:
     assert unknown == [], "say it in a comment above the block, as tests/docs/pages.py shows"
 
 
-@pytest.mark.parametrize(
-    "page",
-    PLAYED,
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("page", PLAYED, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_commands_of_a_page_work_in_their_order(page: Path, tmp_path: Path) -> None:

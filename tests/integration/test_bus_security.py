@@ -99,10 +99,7 @@ SENT: dict[str, tuple[str, Any]] = {
     "delete a stream": (f"{STREAM}.DELETE.ORDERS", None),
     "purge a stream": (f"{STREAM}.PURGE.ORDERS", None),
     "change a stream": (f"{STREAM}.UPDATE.ORDERS", {"name": "ORDERS", "max_msgs": 1}),
-    "copy a stream": (
-        f"{STREAM}.CREATE.COPY",
-        {"name": "COPY", "sources": [{"name": "ORDERS"}]},
-    ),
+    "copy a stream": (f"{STREAM}.CREATE.COPY", {"name": "COPY", "sources": [{"name": "ORDERS"}]}),
     "back a stream up": (f"{STREAM}.SNAPSHOT.ORDERS", {"deliver_subject": "_INBOX.x"}),
     "look at a stream": (f"{STREAM}.INFO.ORDERS", {"subjects_filter": ">"}),
     "list streams": (f"{STREAM}.NAMES", None),

@@ -143,9 +143,7 @@ async def test_an_order_is_accepted_carried_out_and_reported(desk: Desk) -> None
     assert desk.handler.log == ["tombstone", "remove"]
 
 
-async def test_a_good_order_after_poison_of_the_same_id_and_attempt_is_heard_of(
-    desk: Desk,
-) -> None:
+async def test_a_good_order_after_poison_of_the_same_id_and_attempt_is_heard_of(desk: Desk) -> None:
     async with desk.courier():
         await desk.send(encode_json(order(node="node-2")))
         assert [report.kind for report in await desk.reports("rejected")] == ["rejected"]

@@ -65,10 +65,7 @@ def test_a_page_with_two_places_is_refused_by_its_name() -> None:
         ("[a](../../deploy/helm/snapback/README.md)", "[a](../chart.md)"),
         ("![a](../images/page-busy.png)", "![a](../images/page-busy.png)"),
         ("[a](../../Makefile)", "[a](../source/Makefile.md)"),
-        (
-            "[a](../../deploy/observability)",
-            "[a](../source/deploy/observability/index.md)",
-        ),
+        ("[a](../../deploy/observability)", "[a](../source/deploy/observability/index.md)"),
         ("[a](https://nats.io/x)", "[a](https://nats.io/x)"),
         ("[a](mailto:a@b.example)", "[a](mailto:a@b.example)"),
     ],
@@ -108,8 +105,7 @@ def test_the_list_of_versions_has_the_form_that_the_selector_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "chosen"),
-    [(["0.1.0", "latest"], "latest"), (["0.9.0", "0.10.0"], "0.10.0")],
+    ("names", "chosen"), [(["0.1.0", "latest"], "latest"), (["0.9.0", "0.10.0"], "0.10.0")]
 )
 def test_a_reader_who_names_no_version_gets_the_newest(names: list[str], chosen: str) -> None:
     assert versions.default(names) == chosen

@@ -21,7 +21,7 @@ EXAMPLES = sorted(ROOT.glob("deploy/examples/*.py"))
 ALLOWED_SLEEPS = frozenset(
     {
         # What it calls is how vLLM lets its device go, with the level as argument.
-        "services/gms-client/src/snapback_client/vllm.py",
+        "services/gms-client/src/snapback_client/vllm.py"
     }
 )
 MAX_ALLOWED_SLEEPS = 2

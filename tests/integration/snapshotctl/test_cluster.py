@@ -73,7 +73,7 @@ def test_a_cluster_whose_processes_died_starts_again_on_its_state_and_goes_down_
     cli.ok("apply", "-f", "-", stdin=POD % ("waits", "nowhere"))
     run = cli.record()["run"]
     assert sorted(record["name"] for record in cli.record()["processes"]) == [
-        *("nats-server", "node-1-agent", "node-1-gms", "operator", "page"),
+        *("nats-server", "node-1-agent", "node-1-gms", "operator", "page")
     ]
     for record in cli.record()["processes"]:
         os.kill(record["pid"], signal.SIGKILL)

@@ -95,9 +95,7 @@ def _entries(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_an_interrupted_drain_aborts_what_is_under_way_and_says_what_to_do(
-    two_nodes: Cli,
-) -> None:
+def test_an_interrupted_drain_aborts_what_is_under_way_and_says_what_to_do(two_nodes: Cli) -> None:
     _start(two_nodes, "ada", "bob")
     two_nodes.ok("sim", "stall", "node-1", "--at", "copy-state")
     draining = two_nodes.start(*DRAIN, "--parallel", "1")

@@ -46,7 +46,7 @@ async def test_the_server_lets_in_users_with_a_key_and_no_others(cli: Cli, tmp_p
     out = cli.program("keys", "--folder", str(folder), "--node", "node-1", *where).out
     seeds = {Path(line.split()[-1]) for line in out.splitlines() if line.endswith("seed.nk")}
     assert {seed.parent.name for seed in seeds} == {
-        *("operator", "snapshotctl", "viewer", "agent-node-1", "gms-node-1"),
+        *("operator", "snapshotctl", "viewer", "agent-node-1", "gms-node-1")
     }
     assert {seed.stat().st_mode & 0o777 for seed in seeds} == {0o600}
     stranger = tmp_path / "stranger.nk"

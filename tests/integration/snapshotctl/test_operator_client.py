@@ -75,10 +75,7 @@ async def test_a_change_is_seen_before_and_after_the_server_restarts(tmp_path: P
 
 
 async def test_messages_about_other_objects_end_no_wait(nats_url: str) -> None:
-    async with (
-        connected(Server(nats_url, "--server")) as client,
-        client.watching(POD) as changes,
-    ):
+    async with connected(Server(nats_url, "--server")) as client, client.watching(POD) as changes:
         await client.bus.announce(subjects.event("pods", "default", "y"), b"{}")
         await client.bus.announce(subjects.event("pods", "elsewhere", "x"), b"{}")
         waiting = asyncio.create_task(changes.wait())

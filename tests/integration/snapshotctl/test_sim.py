@@ -129,9 +129,7 @@ def test_a_restart_of_what_runs_or_is_not_there_is_refused(one_node: Cli) -> Non
     assert (unknown.code, "it has node-1" in unknown.err) == (3, True)
 
 
-def test_a_part_that_died_is_named_and_is_started_again_where_it_was(
-    one_node: Cli,
-) -> None:
+def test_a_part_that_died_is_named_and_is_started_again_where_it_was(one_node: Cli) -> None:
     url = one_node.record()["url"]
     one_node.kill("operator")
     up = one_node.here("up")

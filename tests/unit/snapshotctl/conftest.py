@@ -24,10 +24,7 @@ class Run:
     """Runs commands one after another; `options` stand in front of the words of each."""
 
     def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        printed: pytest.CaptureFixture[str],
-        *options: str,
+        self, monkeypatch: pytest.MonkeyPatch, printed: pytest.CaptureFixture[str], *options: str
     ) -> None:
         self.monkeypatch = monkeypatch
         self.printed = printed

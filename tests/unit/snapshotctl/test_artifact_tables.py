@@ -7,13 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_shared.artifact import (
-    Facts,
-    FileEntry,
-    PartManifest,
-    RootManifest,
-    SavedLayout,
-)
+from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest, SavedLayout
 from snapshot_shared.compatibility import verdicts
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kubernetes import Node, NodeStatus

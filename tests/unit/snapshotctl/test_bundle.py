@@ -100,11 +100,7 @@ def test_settings_are_ours_and_name_no_secret() -> None:
         "AWS_SECRET_ACCESS_KEY": "aws",
     }
     found = bundle_files.settings(environment)
-    assert found == {
-        "NATS_NKEY": "<redacted>",
-        "NATS_PASSWORD": "<redacted>",
-        "SNAPBACK_NODE": "n",
-    }
+    assert found == {"NATS_NKEY": "<redacted>", "NATS_PASSWORD": "<redacted>", "SNAPBACK_NODE": "n"}
 
 
 def test_a_secret_that_one_object_shows_is_taken_out_of_every_file() -> None:

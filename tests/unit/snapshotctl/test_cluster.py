@@ -108,11 +108,7 @@ def test_every_user_has_a_key_and_a_list_and_no_other_user_gets_in() -> None:
 def test_every_service_gets_the_seed_of_its_own_user() -> None:
     programs = [plans.operator_program(SETTING), *plans.node_programs(SETTING, NODE)]
     seeds = [program.environment["SNAPBACK_NATS_CREDENTIALS"] for program in programs]
-    assert seeds == [
-        "/s/keys/operator.nk",
-        "/s/keys/gms-node-1.nk",
-        "/s/keys/agent-node-1.nk",
-    ]
+    assert seeds == ["/s/keys/operator.nk", "/s/keys/gms-node-1.nk", "/s/keys/agent-node-1.nk"]
 
 
 def test_a_node_has_a_helper_where_the_cluster_has_the_tools() -> None:

@@ -471,19 +471,13 @@ def test_the_identity_of_each_checkpoint_of_a_file_is_printed_without_a_server(
             ("tensorParallelSize: 1", "tensorParallelSize: -1, maxModelLen: x, seed: 1"),
             ["Size: -1 is less than", "maxModelLen: expected integer or null", "identity.seed: "],
         ),
-        (
-            ("identity: {model: m", "identities: {model: m"),
-            ["two.yaml:12: spec.identity: "],
-        ),
+        (("identity: {model: m", "identities: {model: m"), ["two.yaml:12: spec.identity: "]),
         (("v1alpha1", "v2"), ["two.yaml:1: apiVersion: ", "two.yaml:9: apiVersion: "]),
         (("DynamoCheckpoint", "Pod"), ["no DynamoCheckpoint"]),
     ],
 )
 def test_every_identity_that_is_wrong_is_refused_by_its_field_value_and_line(
-    run: Run,
-    tmp_path: Path,
-    change: tuple[str, str],
-    problems: list[str],
+    run: Run, tmp_path: Path, change: tuple[str, str], problems: list[str]
 ) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(CHECKPOINT.replace(*change))
@@ -540,11 +534,7 @@ def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_
     ],
 )
 def test_manifests_that_are_wrong_are_refused_by_every_field_and_line_without_a_server(
-    run: Run,
-    tmp_path: Path,
-    words: list[str],
-    change: tuple[str, str],
-    problems: list[str],
+    run: Run, tmp_path: Path, words: list[str], change: tuple[str, str], problems: list[str]
 ) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(MANIFESTS.replace(*change))

@@ -229,12 +229,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
             "snapshotctl orders",
         ),
         (
-            of(
-                streams=[
-                    stream("ORDERS", paused=frozenset({"agent-node-1"})),
-                    stream("REPORTS"),
-                ]
-            ),
+            of(streams=[stream("ORDERS", paused=frozenset({"agent-node-1"})), stream("REPORTS")]),
             "warn",
             "durable agent-node-1 of ORDERS is paused",
             "nats consumer resume ORDERS agent-node-1",

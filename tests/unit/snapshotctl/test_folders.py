@@ -94,9 +94,7 @@ def test_a_stopped_cluster_has_no_server(environment: dict[str, str]) -> None:
         where.find_server(None, None)
 
 
-def test_the_selected_context_comes_before_the_default_cluster(
-    environment: dict[str, str],
-) -> None:
+def test_the_selected_context_comes_before_the_default_cluster(environment: dict[str, str]) -> None:
     where = Folders(environment)
     _record(where, "default", "nats://127.0.0.1:9")
     _context(environment, "prod", "nats://prod:1", selected=True)

@@ -140,11 +140,7 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
         ([span("freeze")], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
         ([], [replace(progress(total=0), order=TRACED.order)], "copy-state"),
         # The last progress may be of a step that is over.
-        (
-            [span("freeze"), span("copy-state")],
-            [replace(progress(), order=TRACED.order)],
-            "thaw",
-        ),
+        ([span("freeze"), span("copy-state")], [replace(progress(), order=TRACED.order)], "thaw"),
         ([], [replace(progress(attempt=1), order=TRACED.order)], None),
     ],
 )

@@ -15,9 +15,7 @@ from tests.unit.tables import each
 
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
 META = {"name": "x", "namespace": "ns", "creationTimestamp": "1970-01-01T00:01:00Z"}
-POD_SPEC = {
-    "containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": 2}}}],
-}
+POD_SPEC = {"containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": 2}}}]}
 CONTENT = {
     "snapshotRef": {"namespace": "ns", "name": "snap", "uid": UID},
     "source": {"podRef": {"name": "w"}, "namespace": "ns", "nodeName": "node-1"},
