@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -19,6 +20,7 @@ from snapshotctl import commands
 from snapshotctl.cli import COMMANDS, app, hoisted
 from snapshotctl.domain.exits import Exit
 from tests.unit.snapshotctl.conftest import Run
+from tests.unit.tables import each
 
 ARTIFACTS = ["ls", "show", "verify", "diff", "gc"]
 SIM = ["crash", "stall", "fail", "restart"]
@@ -38,6 +40,7 @@ def test_the_help_of_every_command_has_an_example(run: Run) -> None:
     assert _help_without(run, examples) == []
     assert _help_without(run, [(name, "Examples:") for name in COMMANDS]) == []
     assert _help_without(run, [("sim", f"\n  {verb} ") for verb in SIM]) == []
+    assert _help_without(run, [("bundle", "-f, --file FILE.tar.gz")]) == []
 
 
 def test_the_list_of_commands_has_the_first_sentence_of_the_help_of_each() -> None:
@@ -102,11 +105,12 @@ def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
     assert {"x/README.txt", "x/versions.json", "x/doctor.txt"} <= names
 
 
-def _keep_a_cluster(states: Path, **fields: str) -> Path:
+def _keep_a_cluster(states: Path, **fields: Any) -> Path:
     """Write the record of a local cluster that does not run."""
     state = states / "kept"
     (state / "logs").mkdir(parents=True)
-    record = {"type": "snapback.v1.local_cluster", "name": "kept", "run": "r", "boot_id": "b"}
+    record: dict[str, Any] = {"type": "snapback.v1.local_cluster", "name": "kept"}
+    record |= {"run": "r", "boot_id": "b"}
     record |= {"state_dir": str(state), "socket_dir": str(state)} | fields
     (state / "cluster.json").write_text(json.dumps(record))
     return state
@@ -121,8 +125,20 @@ def test_the_log_of_a_service_is_shown_when_nothing_runs(run: Run, tmp_path: Pat
     said = run("--cluster", "kept", "logs", "operator", "-o", "json")
     first = json.loads(said.out.splitlines()[0])
     assert first == {"source": "operator", "line": "one"}
+    (state / "logs" / "node-1-agent.log").write_text("three\nfour\n")
+    for word in ("agent", "agent@node-1", "node-1-agent"):
+        assert run("--cluster", "kept", "logs", word, "--tail", "1").out == "four\n"
     said = run("--cluster", "kept", "logs", "page", exits=Exit.NOT_FOUND)
-    assert "name one of: operator" in said.err
+    assert "name one of: operator, agent@node-1" in said.err
+
+
+def test_a_program_of_a_cluster_that_is_down_is_not_started_alone(run: Run, tmp_path: Path) -> None:
+    nodes = [{"name": "node-1", "gpus": 1, "gpu_memory": 1024}]
+    _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", nodes=nodes)
+    for name in ("operator", "page", "nats-server", "node-1"):
+        said = run("sim", "restart", name, "--cluster", "kept", exits=Exit.REFUSED)
+        assert "'kept' is down" in said.err
+        assert "next: start all of it: snapshotctl up --cluster kept" in said.err
 
 
 def test_the_clusters_of_this_machine_are_listed_without_a_server(run: Run, tmp_path: Path) -> None:
@@ -175,9 +191,9 @@ def test_the_page_is_opened_where_there_is_a_display(
     assert opened.read_text() == "http://page.test/\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(run: Run, shell: str) -> None:
-    assert f"_SNAPSHOTCTL_COMPLETE=complete_{shell}" in run("completion", shell).out
+def test_the_script_of_a_shell_asks_by_the_variable_that_is_answered(run: Run) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert f"_SNAPSHOTCTL_COMPLETE=complete_{shell}" in run("completion", shell).out
 
 
 COMPLETED = {
@@ -219,11 +235,11 @@ def test_completion_offers_what_it_knows_and_without_a_server_says_nothing(
     assert wrong == {}
 
 
-@pytest.mark.parametrize("word", ["DeviceTooSmall", "DEVICETOOSMALL"])
-def test_a_reason_is_explained_without_a_server(run: Run, word: str) -> None:
-    said = run("explain", word)
-    assert said.out.startswith("DeviceTooSmall\n")
-    assert REASONS["DeviceTooSmall"].fix in said.out
+def test_a_reason_is_explained_without_a_server(run: Run) -> None:
+    for word in ("DeviceTooSmall", "DEVICETOOSMALL"):
+        said = run("explain", word)
+        assert said.out.startswith("DeviceTooSmall\n")
+        assert REASONS["DeviceTooSmall"].fix in said.out
 
 
 def test_what_a_reason_says_to_run_is_a_command_that_exists() -> None:
@@ -347,6 +363,11 @@ WRONG = [
     (["schema", "repot"], "did you mean report?"),
     (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
     (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),
+    ([], "Capture and restore:"),
+    (["bundle", "-o", "x.tar.gz"], "'x.tar.gz' is not one of"),
+    (["down", "--name", "a", "--cluster", "b"], "--name a and --cluster b are two clusters"),
+    (["restore", "x", "--own-operator", "--server", "a"], "--own-operator is for a Kubernetes clu"),
+    (["restore", "x", "--own-operator", "--server", "a"], "--context or --kubeconfig"),
 ]
 
 
@@ -358,10 +379,6 @@ def test_wrong_arguments_are_answered_with_the_right_ones(run: Run) -> None:
         if (said.code, said.out, is_right) != (Exit.USAGE, "", True):
             wrong[" ".join(words)] = said
     assert wrong == {}
-
-
-def test_nothing_at_all_is_answered_with_the_help(run: Run) -> None:
-    assert "Capture and restore:" in run(exits=Exit.USAGE).err
 
 
 NEED_A_SERVER = [
@@ -409,25 +426,22 @@ def test_without_a_server_every_command_says_how_to_start_one(run: Run) -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize("words", [["nodes"], ["wait", "pod/x"]])
-def test_a_server_that_does_not_answer_is_named_with_where_it_came_from(
-    run: Run, words: list[str]
+def test_a_server_that_does_not_answer_is_named_with_where_it_came_from(run: Run) -> None:
+    for words in (["nodes"], ["wait", "pod/x"]):
+        said = run(*words, "--server", "u:secret@127.0.0.1:1", exits=Exit.UNREACHABLE)
+        assert "nats://127.0.0.1:1 (from --server)" in said.err
+        assert "secret" not in said.err
+
+
+def test_each_file_that_is_named_is_read_and_one_that_is_wrong_is_named(
+    run: Run, tmp_path: Path
 ) -> None:
-    said = run(*words, "--server", "u:secret@127.0.0.1:1", exits=Exit.UNREACHABLE)
-    assert "nats://127.0.0.1:1 (from --server)" in said.err
-    assert "secret" not in said.err
-
-
-def test_a_file_that_is_not_there_is_a_wrong_argument(run: Run, tmp_path: Path) -> None:
-    assert (
-        "missing.yaml" in run("apply", "-f", str(tmp_path / "missing.yaml"), exits=Exit.USAGE).err
-    )
-
-
-def test_a_file_that_is_no_yaml_is_refused_with_its_line(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_text("a: 1\nb: [\n")
-    assert "bad.yaml:3" in run("apply", "-f", str(file), exits=Exit.REFUSED).err
+    good, bad, missing = (tmp_path / f"{name}.yaml" for name in ("good", "bad", "missing"))
+    good.write_text("{apiVersion: v1, kind: Pod, metadata: {name: w}, spec: {containers: []}}")
+    bad.write_text("a: 1\nb: [\n")
+    said = run("validate", "-f", str(bad), "-f", str(good), exits=Exit.REFUSED)
+    assert "bad.yaml:3" in said.err
+    assert "missing.yaml" in run("apply", "-f", str(missing), exits=Exit.USAGE).err
 
 
 CHECKPOINT = """\
@@ -460,33 +474,6 @@ def test_the_identity_of_each_checkpoint_of_a_file_is_printed_without_a_server(
     assert r'"extraParameters":{"a":"\u003cb\u003e"}' in values[1]["hashed"]
 
 
-@pytest.mark.parametrize(
-    ("change", "problems"),
-    [
-        (
-            ("backendFramework: vllm", "backendFramework: pod"),
-            ["two.yaml:5: spec.identity.backend"],
-        ),
-        (
-            ("tensorParallelSize: 1", "tensorParallelSize: -1, maxModelLen: x, seed: 1"),
-            ["Size: -1 is less than", "maxModelLen: expected integer or null", "identity.seed: "],
-        ),
-        (("identity: {model: m", "identities: {model: m"), ["two.yaml:12: spec.identity: "]),
-        (("v1alpha1", "v2"), ["two.yaml:1: apiVersion: ", "two.yaml:9: apiVersion: "]),
-        (("DynamoCheckpoint", "Pod"), ["no DynamoCheckpoint"]),
-    ],
-)
-def test_every_identity_that_is_wrong_is_refused_by_its_field_value_and_line(
-    run: Run, tmp_path: Path, change: tuple[str, str], problems: list[str]
-) -> None:
-    file = tmp_path / "two.yaml"
-    file.write_text(CHECKPOINT.replace(*change))
-    said = run("identity", "-f", str(file), exits=Exit.REFUSED)
-    assert [problem for problem in problems if problem not in said.err] == []
-    assert "next: correct the fields" in said.err
-    assert said.out == ""
-
-
 TEMPLATE = "podTemplateSpec: {spec: {containers: [{name: main, image: i, volumeMounts: [%s]}]}}"
 MANIFESTS = f"""\
 apiVersion: nvidia.com/v1alpha1
@@ -513,50 +500,58 @@ def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_
     assert (len(first["warnings"]), second["warnings"]) == (1, [])
 
 
-@pytest.mark.parametrize(
-    ("words", "change", "problems"),
+CONFIG_MAP = "apiVersion: v1\nkind: ConfigMap"
+
+
+@each(
+    ("words", "text", "problems"),
     [
         (
-            [],
-            ("model: m,", "model: 7, seed: 1,"),
+            ["identity"],
+            CHECKPOINT.replace("backendFramework: vllm", "backendFramework: pod"),
+            ["two.yaml:5: spec.identity.backend", "next: correct the fields"],
+        ),
+        (
+            ["identity"],
+            CHECKPOINT.replace("Size: 1", "Size: -1, maxModelLen: x, seed: 1"),
+            ["Size: -1 is less than", "maxModelLen: expected integer or null", "identity.seed: "],
+        ),
+        (
+            ["identity"],
+            CHECKPOINT.replace("identity: {model: m", "identities: {model: m"),
+            ["two.yaml:12: spec.identity: "],
+        ),
+        (
+            ["identity"],
+            CHECKPOINT.replace("v1alpha1", "v2"),
+            ["two.yaml:1: apiVersion: ", "two.yaml:9: apiVersion: "],
+        ),
+        (["identity"], CHECKPOINT.replace("DynamoCheckpoint", "Pod"), ["no DynamoCheckpoint"]),
+        (
+            ["validate"],
+            MANIFESTS.replace("model: m,", "model: 7, seed: 1,"),
             ["two.yaml:5: spec.identity.model: ", "two.yaml:5: spec.identity.seed: "],
         ),
         (
-            ["--standalone"],
-            ("name: main, ", "name: main, tty: true, "),
+            ["validate", "--standalone"],
+            MANIFESTS.replace("name: main, ", "name: main, tty: true, "),
             ["containers[0].tty: ", "containers[0].command: is required", "two.yaml:9: kind: "],
         ),
         (
-            [],
-            ("apiVersion: v1\nkind: ConfigMap", MANIFESTS.partition("---")[0]),
+            ["validate"],
+            MANIFESTS.replace(CONFIG_MAP, MANIFESTS.partition("---")[0]),
             ["two.yaml:10: metadata.name: llama appears twice"],
         ),
     ],
 )
-def test_manifests_that_are_wrong_are_refused_by_every_field_and_line_without_a_server(
-    run: Run, tmp_path: Path, words: list[str], change: tuple[str, str], problems: list[str]
+def test_what_is_wrong_in_a_file_is_refused_by_every_field_value_and_line(
+    run: Run, tmp_path: Path, words: list[str], text: str, problems: list[str]
 ) -> None:
     file = tmp_path / "two.yaml"
-    file.write_text(MANIFESTS.replace(*change))
-    said = run("validate", *words, "-f", str(file), exits=Exit.REFUSED)
+    file.write_text(text)
+    said = run(*words, "-f", str(file), exits=Exit.REFUSED)
     assert [problem for problem in problems if problem not in said.err] == []
     assert said.out == ""
-
-
-def test_a_cluster_that_is_not_there_cannot_be_ended(run: Run) -> None:
-    assert "none" in run("down", "--name", "none", exits=Exit.NOT_FOUND).err
-
-
-def test_the_version_is_shown(run: Run) -> None:
-    assert run("--version").out.startswith("snapshotctl ")
-
-
-def test_every_file_that_is_named_is_read(run: Run, tmp_path: Path) -> None:
-    good = tmp_path / "good.yaml"
-    good.write_text("{apiVersion: v1, kind: Pod, metadata: {name: w}, spec: {containers: []}}")
-    bad = tmp_path / "bad.yaml"
-    bad.write_text("kind: [")
-    assert "bad.yaml" in run("validate", "-f", str(bad), "-f", str(good), exits=Exit.REFUSED).err
 
 
 def test_a_full_disk_is_an_error_and_no_traceback() -> None:
@@ -601,22 +596,4 @@ def test_common_options_move_in_front_of_the_command() -> None:
 def test_a_local_cluster_is_named_by_one_option_for_all_commands(run: Run) -> None:
     for words in (["down", "--cluster", "none"], ["sim", "restart", "node-1", "--cluster", "none"]):
         assert "no local cluster 'none'" in run(*words, exits=Exit.NOT_FOUND).err
-    said = run("down", "--help")
-    assert "--name" not in said.out
-    assert (
-        "--name a and --cluster b are two clusters"
-        in run("down", "--name", "a", "--cluster", "b", exits=Exit.USAGE).err
-    )
-
-
-def test_the_file_of_a_bundle_is_no_form_of_the_result(run: Run) -> None:
-    said = run("bundle", "-o", "x.tar.gz", exits=Exit.USAGE)
-    assert "'x.tar.gz' is not one of" in said.err
-    assert "-f, --file FILE.tar.gz" in run("bundle", "--help").out
-
-
-def test_an_operator_of_its_own_needs_a_cluster_of_kubectl(run: Run) -> None:
-    words = ("restore", "llm", "--own-operator", "--server", "nats://127.0.0.1:1")
-    said = run(*words, exits=Exit.USAGE)
-    assert "--own-operator is for a Kubernetes cluster" in said.err
-    assert "--context or --kubeconfig" in said.err
+    assert "--name" not in run("down", "--help").out

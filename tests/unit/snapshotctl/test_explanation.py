@@ -15,7 +15,7 @@ from snapshot_shared.orders import Presence
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.views import explanation
 from snapshotctl.views.related import RelatedObjects
-from snapshotctl.views.state import object_state
+from snapshotctl.views.state import ObjectState, object_state
 from tests.support import builders
 from tests.support.builders import NOW, row
 from tests.support.objects import unready
@@ -140,18 +140,12 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
     ]
 
 
-def test_a_node_that_is_silent_and_a_deadline_that_has_passed_are_named() -> None:
+def test_a_silent_node_and_a_service_that_does_not_answer_are_named() -> None:
     late = builders.order("prepare", UID, at=NOW - 100)
     related = _related(builders.content(capture=Capture.PREPARING, orders=[late]))
-    lines = _now(related)
+    found, lines = object_state(related), _now(related)
     assert "its deadline has passed" in lines[-2]
     assert lines[-1].startswith("node-1 is silent")
-
-
-def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
-    open_ = builders.order("prepare", UID)
-    related = _related(builders.content(capture=Capture.PREPARING, orders=[open_]))
-    found = object_state(related)
     assert explanation.asked_services(related, found) == [("node-1", "agent")]
     assert _now(related, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
     assert explanation.advice(related, found, ["agent@node-1"]) == [
@@ -167,12 +161,21 @@ def test_what_waits_shows_its_reason_and_since_when() -> None:
     assert _now(related)[1].endswith("10s ago")
 
 
-def test_a_capture_between_two_orders_does_not_wait() -> None:
+def _going(value: Any) -> ObjectState:
+    meta = replace(value.metadata, deletion_timestamp=builders.STAMP)
+    return object_state(_related(replace(value, metadata=meta)))
+
+
+def test_a_capture_waits_unless_it_goes_on_between_two_orders_or_is_being_deleted() -> None:
     rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
-    related = _related(builders.content(capture=Capture.SEALING, conditions=rows))
-    assert object_state(related).word == "under way"
-    pending = _related(builders.content(conditions=rows))
-    assert object_state(pending).word == "waiting"
+    sealing = builders.content(capture=Capture.SEALING, conditions=rows)
+    assert object_state(_related(sealing)).word == "under way"
+    assert object_state(_related(builders.content(conditions=rows))).word == "waiting"
+    read = [row("Deleting", "False", "ReadersRegistered", "restored by x")]
+    found = _going(builders.content(capture=Capture.READY, conditions=read))
+    assert (found.word, found.reason) == ("going", "ReadersRegistered")
+    ended = builders.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
+    assert (object_state(_related(ended)).word, _going(ended).word) == ("failed", "going")
 
 
 def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
@@ -188,28 +191,11 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
     assert any("snapshotctl verify" in line for line in _advice(related))
 
 
-def test_what_failed_and_is_being_deleted_is_shown_as_going() -> None:
-    pod = builders.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
-    assert object_state(_related(pod)).word == "failed"
-    pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=builders.STAMP))
-    assert object_state(_related(pod)).word == "going"
-
-
 def test_what_is_well_needs_nothing() -> None:
     rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
     related = _related(builders.pod(phase="Running", conditions=rows))
     assert object_state(related).word == "fine"
     assert _advice(related) == ["Capture it: `snapshotctl checkpoint worker`."]
-
-
-def test_what_is_being_deleted_says_who_is_in_the_way() -> None:
-    going = builders.content(
-        capture=Capture.READY,
-        conditions=[row("Deleting", "False", "ReadersRegistered", "restored by x")],
-    )
-    going = replace(going, metadata=replace(going.metadata, deletion_timestamp=builders.STAMP))
-    found = object_state(_related(going))
-    assert (found.word, found.reason) == ("going", "ReadersRegistered")
 
 
 @pytest.mark.parametrize(
@@ -265,31 +251,37 @@ def test_a_log_line_matters_when_it_names_the_story_or_is_a_warning_of_its_node(
     assert [item.text for item in found] == ["not JSON, of x-1", "trouble", "about x-1"]
 
 
-def test_a_warning_about_the_order_of_another_object_is_not_of_this_one() -> None:
-    line = (
-        '{"at": "2026-01-01T00:00:02Z", "level": "WARNING", "message": "no program", '
-        '"order_id": "run-other"}'
-    )
-    lines = [("node-1-agent", line)]
-    since = "2026-01-01T00:00:00Z"
-    assert explanation.relevant_lines(lines, ["mine"], ["node-1-agent"], since) == []
-    # A node tells the troubles of everything on it.
-    assert len(explanation.relevant_lines(lines, [], ["node-1-agent"], since)) == 1
-
-
-def test_a_line_of_the_trace_matters_unless_it_is_of_the_order_of_another_object() -> None:
+def test_a_line_about_the_order_of_another_object_is_not_of_this_one() -> None:
+    warns = '{"at": "2", "level": "WARNING", "order_id": "o", "trace_id": "t-1"}'
     lines = [
         ("operator", '{"at": "1", "level": "INFO", "message": "applied", "trace_id": "t-1"}'),
-        ("node-1-agent", '{"at": "2", "level": "WARNING", "order_id": "o", "trace_id": "t-1"}'),
+        ("node-1-agent", warns),
     ]
-    found = explanation.relevant_lines(lines, ["mine"], ["node-1-agent"], "", traces=["t-1"])
-    assert [line.text for line in found] == ["applied"]
+
+    def found(names: list[str], traces: list[str]) -> list[str]:
+        of = explanation.relevant_lines(lines, names, ["node-1-agent"], "", traces=traces)
+        return [line.text for line in of]
+
+    assert found(["mine"], []) == []
+    assert found(["mine"], ["t-1"]) == ["applied"]
+    # A node tells the troubles of everything on it.
+    assert len(found([], [])) == 1
 
 
-def test_the_traceback_of_a_worker_keeps_its_indentation() -> None:
-    assert explanation.parse_log_line("main", '    raise OSError("no")').text == (
-        '    raise OSError("no")'
-    )
+@each(
+    ("line", "text"),
+    [
+        ('    raise OSError("no")', '    raise OSError("no")'),
+        (
+            '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}',
+            "it failed [OSError: no]",
+        ),
+    ],
+)
+def test_a_traceback_keeps_its_indentation_or_is_shown_by_its_last_line(
+    line: str, text: str
+) -> None:
+    assert explanation.parse_log_line("main", line).text == text
 
 
 def test_an_explanation_does_not_advise_to_read_itself() -> None:
@@ -307,11 +299,6 @@ def test_a_program_that_is_not_found_is_not_looked_for_among_objects() -> None:
     pod = builders.pod(phase="Failed", reason="NotFound", conditions=[failed])
     related = _related(pod)
     assert explanation.advice(related, object_state(related)) == ["install it there"]
-
-
-def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
-    raw = '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}'
-    assert explanation.parse_log_line("p", raw).text == "it failed [OSError: no]"
 
 
 def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another() -> None:
