@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from snapshot_shared.instruments import TABLE
-from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
 from tests.unit.test_readme_map import anchors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +166,3 @@ def test_the_collector_takes_what_the_services_send() -> None:
     for pipeline in pipelines.values():
         for kind, names in pipeline.items():
             assert set(names) <= set(found[kind])
-
-
-def test_each_metric_of_a_fault_is_in_the_table() -> None:
-    assert set(RECORDED_ELSEWHERE) <= set(TABLE)

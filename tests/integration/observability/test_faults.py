@@ -1,4 +1,4 @@
-"""What goes wrong is counted: each fault of `elsewhere.py`, brought about and read."""
+"""What goes wrong is counted: each fault of the table below, brought about and read."""
 
 from __future__ import annotations
 
@@ -26,12 +26,24 @@ from snapshot_shared.instruments import Instrument
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.telemetry import MAX_WAITING_SPANS, Telemetry
-from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
 from tests.integration.test_courier import NODE, OWNER, Desk, order
+from tests.support.collector import running_collector
 from tests.support.nats_server import running_nats_server
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
 from tests.support.waiting import until
+
+RECORDED_ELSEWHERE: dict[Instrument, str] = {
+    instruments.RECONNECTIONS: "test_a_connection_that_comes_back_is_counted",
+    instruments.SPANS_DROPPED: "test_spans_that_nobody_could_take_are_counted",
+    instruments.REPEATED: "test_a_repeated_order_is_counted_and_not_accepted_again",
+    instruments.DEAD_LETTERS: "test_a_dead_letter_is_counted_by_its_reason",
+    instruments.UNPUBLISHED: "test_an_order_that_waits_for_the_sweep_is_counted",
+    instruments.API_REQUEST_DURATION: "test_a_request_to_the_kubernetes_api_is_counted",
+    instruments.ADMISSION_DURATION: "test_an_admission_is_counted_by_its_webhook_and_outcome",
+    instruments.CLIENTS_REFUSED: "test_a_client_without_a_session_is_counted_by_its_reason",
+}
+"""Metrics that a good standalone run does not record, with the tests that do."""
 
 
 def scraped(name: str = "snap-agent") -> Metrics:
@@ -183,3 +195,31 @@ async def test_an_admission_is_counted_by_its_webhook_and_outcome() -> None:
     for outcome in ("denied", "failed"):
         labels = {"snapback_webhook": OBJECTS, "snapback_outcome": outcome}
         assert read(metrics, instruments.ADMISSION_DURATION, **labels) > 0
+
+
+def test_a_collector_that_is_down_stops_nothing() -> None:
+    telemetry = Telemetry("snap-agent", NODE, "0", otlp_endpoint="http://127.0.0.1:9")
+    with telemetry.span("dump"):
+        pass
+    assert [span.name for span in telemetry._outbox.records] == ["dump"]
+
+
+async def test_a_collector_that_never_answers_holds_up_neither_work_nor_the_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        metrics = Metrics("snap-agent", NODE, "0", otlp_endpoint=endpoint)
+        async with metrics.running():
+            for _ in range(5):
+                metrics._push()
+        assert metrics._sender is not None
+        assert metrics._sender._thread.is_alive()
+
+
+async def test_metrics_reach_the_collector_at_the_end_at_the_latest() -> None:
+    with running_collector() as collector:
+        metrics = Metrics("snap-agent", NODE, "0", otlp_endpoint=collector.endpoint)
+        async with metrics.running():
+            metrics.add(instruments.ACCEPTED, "dump")
+            metrics.observe(instruments.HELD, lambda: {(): 1})
+        names = collector.metrics["snap-agent"]
+        assert {"snapback.order.accepted", "snapback.worker.held", "process.cpu.time"} <= names
