@@ -1,21 +1,28 @@
-"""A local cluster as values: its processes, its record, what it leaves behind."""
+"""A local cluster as values: its processes, its record, its keys, what it leaves behind."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
-from snapshot_shared.permissions import users_of
+from snapshot_shared.nkey import public_key
+from snapshot_shared.permissions import User, users_of
+from snapshotctl.adapters.nkeys import admit
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import (
     ClusterPaths,
     ClusterRecord,
     Inventory,
+    NatsServer,
     NodeSpec,
     ProcessRecord,
     RunProcess,
 )
+from tests.unit.tables import each
 
 PATHS = ClusterPaths(Path("/s"), Path("/k"))
 SETTING = plans.ClusterSettings(
@@ -142,70 +149,45 @@ def test_the_operator_ends_first_and_the_bus_last() -> None:
     ]
 
 
-def _found(
-    *clusters: tuple[ClusterRecord, frozenset[int]],
-    owners: frozenset[str] = frozenset(),
-    processes: tuple[RunProcess, ...] = (),
-    sockets: tuple[tuple[Path, str], ...] = (),
-    supervised: frozenset[str] = frozenset(),
-) -> Inventory:
-    return Inventory(list(clusters), owners, list(processes), list(sockets), [], supervised)
+NOTHING = Inventory([], frozenset(), [], [], [])
+ALL, NONE = frozenset({1}), frozenset[int]()
+DEFAULT, DEMO = _record("default", "r"), _record("demo-1", "r")
+OWNED = _record("demo-1", "r", owner=9)
+NATS = [RunProcess(1, "r", "nats-server")]
+STRAY, FOLDER = [RunProcess(7, "gone", "worker.py")], [(Path("/tmp/snapback-x"), "gone")]
+PURGE = "snapshotctl down --cluster demo-1 --purge"
 
 
-def test_a_running_cluster_leaves_nothing() -> None:
-    found = _found(
-        (_record("default", "r"), frozenset({1})),
-        processes=(RunProcess(1, "r", "nats-server"),),
-        sockets=((Path("/k/r"), "r"),),
-    )
-    assert plans.leftovers(found) == []
-
-
-def test_a_process_of_no_known_cluster_is_left_over() -> None:
-    [line] = plans.leftovers(_found(processes=(RunProcess(7, "gone", "worker.py"),)))
-    assert "process 7" in line
-    assert "kill 7" in line
-
-
-def test_what_a_program_that_runs_has_started_is_not_left_over() -> None:
-    found = _found(
-        processes=(RunProcess(7, "chaos-1", "nats-server"),),
-        sockets=((Path("/tmp/snapback-x"), "chaos-1"),),
-        supervised=frozenset({"chaos-1"}),
-    )
-    assert plans.leftovers(found) == []
-
-
-def test_a_folder_of_sockets_of_no_known_cluster_is_left_over() -> None:
-    [line] = plans.leftovers(_found(sockets=((Path("/tmp/snapback-x"), "gone"),)))
-    assert "rm -r /tmp/snapback-x" in line
-
-
-def test_a_stopped_cluster_of_the_user_keeps_its_state() -> None:
-    assert plans.leftovers(_found((_record("default", "r"), frozenset()))) == []
-
-
-def test_the_state_of_a_demo_that_ended_is_left_over() -> None:
-    [line] = plans.leftovers(_found((_record("demo-1", "r"), frozenset())))
-    assert "snapshotctl down --cluster demo-1 --purge" in line
-
-
-def test_a_demo_under_way_leaves_nothing_even_while_nothing_of_it_runs_yet() -> None:
-    found = _found((_record("demo-1", "r", owner=9), frozenset()), owners=frozenset({"r"}))
-    assert plans.leftovers(found) == []
-
-
-def test_what_a_killed_demo_left_running_is_left_over() -> None:
-    found = _found(
-        (_record("demo-1", "r", owner=9), frozenset({1})),
-        processes=(RunProcess(1, "r", "nats-server"),),
-    )
-    assert len(plans.leftovers(found)) == 2
-
-
-def test_a_demo_that_was_kept_lives_as_long_as_its_processes() -> None:
-    kept = (_record("demo-1", "r"), frozenset({1}))
-    assert plans.leftovers(_found(kept, processes=(RunProcess(1, "r", "nats-server"),))) == []
+@each(
+    ("found", "left"),
+    [
+        # A running cluster, a stopped one of the user, a demo that was kept and runs.
+        (
+            {
+                "clusters": [(DEFAULT, ALL)],
+                "processes": NATS,
+                "socket_folders": [(Path("/k/r"), "r")],
+            },
+            [],
+        ),
+        ({"clusters": [(DEFAULT, NONE)]}, []),
+        ({"clusters": [(DEMO, ALL)], "processes": NATS}, []),
+        # A demo that is under way, also while nothing of it runs yet.
+        ({"clusters": [(OWNED, NONE)], "owners_alive": frozenset({"r"})}, []),
+        # What a program that runs has started.
+        ({"processes": STRAY, "socket_folders": FOLDER, "supervised": frozenset({"gone"})}, []),
+        # A process and a folder of sockets of no known cluster.
+        ({"processes": STRAY}, ["process 7 .*kill 7"]),
+        ({"socket_folders": FOLDER}, ["rm -r /tmp/snapback-x"]),
+        # The state of a demo that ended, and what a killed one left running.
+        ({"clusters": [(DEMO, NONE)]}, [PURGE]),
+        ({"clusters": [(OWNED, ALL)], "processes": NATS}, ["process 1 ", PURGE]),
+    ],
+)
+def test_what_nobody_will_end_is_left_over(found: dict[str, Any], left: list[str]) -> None:
+    lines = plans.leftovers(NOTHING._replace(**found))
+    assert len(lines) == len(left), lines
+    assert all(re.search(*pair) for pair in zip(left, lines, strict=True)), lines
 
 
 @pytest.mark.parametrize(
@@ -216,3 +198,34 @@ def test_the_processes_that_ended_are_named(
     alive: frozenset[int], expected: tuple[list[str], bool]
 ) -> None:
     assert plans.ended(_record("x", "r").processes, alive) == expected
+
+
+def test_a_seed_is_made_once_and_kept_from_others(tmp_path: Path) -> None:
+    seed = tmp_path / "state" / "keys" / "viewer.nk"
+    made = public_key(seed)
+    assert (made[0], len(made)) == ("U", 56)
+    seed.chmod(0o644)
+    assert public_key(seed) == made
+    assert (seed.stat().st_mode & 0o777, seed.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize("content", ["", "junk", "SU", "SU" + "a" * 56, "SA" + "A" * 56, "\0"])
+def test_what_is_no_seed_of_a_user_is_named_and_left_alone(tmp_path: Path, content: str) -> None:
+    seed = tmp_path / "operator.nk"
+    seed.write_text(content)
+    with pytest.raises(InvalidInput, match=r"operator\.nk"):
+        public_key(seed)
+    assert seed.read_text() == content
+
+
+def test_a_configuration_holds_public_halves_of_seeds_that_stay_the_same(tmp_path: Path) -> None:
+    server = NatsServer("x", "0.0.0.0:4222", tmp_path / "store", monitor="127.0.0.1:8222")
+    seeds = {User("operator"): tmp_path / "operator" / "seed.nk"}
+    configuration = tmp_path / "nats-server" / "nats.conf"
+    admit(configuration, server, seeds)
+    written = configuration.read_text()
+    assert public_key(seeds[User("operator")]) in written
+    assert seeds[User("operator")].read_text().strip() not in written
+    assert 'listen: "0.0.0.0:4222"\nhttp: "127.0.0.1:8222"\n' in written
+    admit(configuration, server, seeds)
+    assert configuration.read_text() == written

@@ -1,10 +1,19 @@
-"""What kubectl says, as exit codes and next steps of ours."""
+"""What kubectl is told to do, and what it says, as exit codes and next steps of ours."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import KINDS
+from snapshotctl.adapters.kubectl import Kubernetes
+from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.kubernetes import (
     NatsService,
     api_path,
@@ -12,7 +21,9 @@ from snapshotctl.domain.kubernetes import (
     operator_variables,
     problem_in,
 )
+from snapshotctl.domain.sources import ServiceNamed
 from snapshotctl.domain.targets import Target
+from tests.unit.snapshotctl.conftest import Run
 from tests.unit.tables import each
 
 FORBIDDEN = (
@@ -100,3 +111,190 @@ def test_an_object_is_found_where_the_api_server_has_it(
     kind: str, namespace: str | None, path: str
 ) -> None:
     assert api_path(Target(KINDS[kind], namespace, "x")) == path
+
+
+PROGRAM = """\
+#!{python} -IS
+import json, pathlib, sys
+folder = pathlib.Path(__file__).parent
+if "config" in sys.argv:
+    sys.exit(print((folder / "namespace").read_text(), end=""))
+with (folder / "calls").open("a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
+if "get" in sys.argv:
+    print((folder / "pods").read_text())
+elif "exec" in sys.argv:
+    print('{{"answer": "amber"}}')
+    sys.stderr.write((folder / "err").read_text())
+    sys.exit(int((folder / "code").read_text()))
+elif "apply" in sys.argv:
+    with (folder / "given").open("a") as given:
+        given.write(sys.stdin.read() + "\\n")
+    print((folder / "said").read_text(), end="")
+else:
+    print("a line")
+"""
+
+
+class Kubectl:
+    """A kubectl that writes down how it is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        program = folder / "kubectl"
+        program.write_text(PROGRAM.format(python=sys.executable))
+        program.chmod(0o755)
+        (folder / "code").write_text("0")
+        (folder / "err").write_text("")
+        (folder / "namespace").write_text("")
+        self.pods()
+
+    def pods(self, *names: str) -> None:
+        items = [
+            {"metadata": {"namespace": "sys", "name": name}, "spec": {"nodeName": f"on-{name}"}}
+            for name in names
+        ]
+        (self.folder / "pods").write_text(json.dumps({"items": items}))
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """Those that reach the cluster."""
+        return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+    @property
+    def given(self) -> list[str]:
+        """What each `apply` was given."""
+        return (self.folder / "given").read_text().splitlines()
+
+
+@pytest.fixture
+def kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kubectl:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SNAPBACK_PAGE_URL", raising=False)
+    return Kubectl(tmp_path)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return Run(monkeypatch, capfd, "--context", "there")
+
+
+def test_the_log_of_a_pod_is_shown_by_kubectl(run: Run, kubectl: Kubectl) -> None:
+    assert run("logs", "w", "-n", "ns", "-f", "--tail", "5").out == "a line\n"
+    assert run("logs", "pod/w", "-c", "main").out == "a line\n"
+    to = ["--context", "there", "logs", "w", "--namespace"]
+    assert kubectl.calls == [
+        [*to, "ns", "--all-containers", "--prefix", "--follow", "--tail=5"],
+        [*to, "default", "--container=main", "--tail=-1"],
+    ]
+
+
+def test_what_names_no_namespace_is_in_that_of_the_context(run: Run, kubectl: Kubectl) -> None:
+    (kubectl.folder / "namespace").write_text("team-a")
+    (kubectl.folder / "said").write_text("thing.nvidia.com/x created (server dry run)\n")
+    run("logs", "w")
+    run("logs", "w", "-n", "default")
+    assert [call[call.index("--namespace") + 1] for call in kubectl.calls] == ["team-a", "default"]
+    document = msgspec.Raw(json.dumps({"kind": "Thing", "metadata": {"name": "x"}}).encode())
+    Kubernetes(None, "there").apply([document], "", dry_run=True)
+    [item] = json.loads(kubectl.given[-1])["items"]
+    assert item["metadata"]["namespace"] == "team-a"
+
+
+def test_all_pods_of_a_service_that_is_there_twice_are_shown(run: Run, kubectl: Kubectl) -> None:
+    kubectl.pods("operator-a", "operator-b")
+    run("logs", "operator")
+    *_, shown = kubectl.calls
+    assert any("component=operator" in word for word in shown if word.startswith("--selector="))
+    assert "--prefix" in shown
+
+
+def test_the_log_of_a_service_is_that_of_its_container(run: Run, kubectl: Kubectl) -> None:
+    kubectl.pods("snapback-node-x")
+    assert run("logs", "agent@n", "--tail", "1").out == "a line\n"
+    looked, shown = kubectl.calls
+    assert "--field-selector=status.phase!=Pending,spec.nodeName=n" in looked
+    assert any("app.kubernetes.io/component=node" in word for word in looked)
+    assert shown[2:] == ["logs", "snapback-node-x", "--namespace", "sys", *shown[6:]]
+    assert shown[6:] == ["--container=agent", "--tail=1"]
+
+
+def test_a_service_of_kubernetes_that_is_missing_or_of_several_nodes_is_asked_for(
+    kubectl: Kubectl,
+) -> None:
+    with pytest.raises(NotFound, match="no pod of operator"):
+        Kubernetes(None, "there").log_of(ServiceNamed("operator"))
+    kubectl.pods("a", "b")
+    with pytest.raises(WrongArguments) as refused:
+        Kubernetes(None, "there").log_of(ServiceNamed("gms"))
+    assert refused.value.next_step == "name gms@on-a or gms@on-b"
+
+
+def test_a_program_runs_in_the_container_and_its_exit_code_is_that_of_the_command(
+    run: Run, kubectl: Kubectl
+) -> None:
+    (kubectl.folder / "code").write_text("7")
+    assert "amber" in run("exec", "w", "-c", "main", "--", "ls", "-l", exits=7).out
+    [call] = kubectl.calls
+    assert call[2:] == [
+        *("exec", "w", "--namespace", "default", "--stdin"),
+        *("--container=main", "--", "ls", "-l"),
+    ]
+
+
+def test_a_worker_is_asked_by_a_program_in_its_container(run: Run, kubectl: Kubectl) -> None:
+    answer = json.loads(run("ask", "w", "Who am I?", "-o", "json").out)
+    assert answer == {"pod": "w", "namespace": "default", "answer": {"answer": "amber"}}
+    [call] = kubectl.calls
+    *_, python, _, source, asked = call
+    assert python == "python3"
+    assert "def main(" in source
+    question = {"op": "ask", "prompt": "Who am I?"}
+    assert json.loads(json.loads(asked)["line"]) == question
+    (kubectl.folder / "code").write_text("1")
+    said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
+    assert "pod w gave no answer: exit code 1" in said.err
+
+
+def test_why_a_worker_gave_no_answer_is_what_the_program_said_and_not_how_kubectl_ended(
+    run: Run, kubectl: Kubectl
+) -> None:
+    (kubectl.folder / "code").write_text("1")
+    (kubectl.folder / "err").write_text("x.sock: refused\ncommand terminated with exit code 1\n")
+    said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
+    assert "pod w gave no answer: x.sock: refused\n" in said.err
+
+
+def test_the_chart_has_no_page_to_open(run: Run, kubectl: Kubectl) -> None:
+    assert "docs/page.md" in run("open", exits=Exit.NOT_FOUND).err
+
+
+def test_what_is_there_keeps_its_trace_so_that_it_may_be_unchanged(kubectl: Kubectl) -> None:
+    (kubectl.folder / "said").write_text("thing.nvidia.com/x configured (server dry run)\n")
+    trace = {"nvidia.com/traceparent": "00-live"}
+    there = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x", "annotations": trace}}
+    (kubectl.folder / "pods").write_text(json.dumps(there))
+    given = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x"}, "spec": {}}
+    Kubernetes(None, "there").apply([msgspec.Raw(json.dumps(given).encode())], "new", dry_run=True)
+    first, last = (json.loads(text)["items"][0]["metadata"] for text in kubectl.given)
+    assert first["annotations"] == {"nvidia.com/traceparent": "new"}
+    assert last["annotations"] == trace
+
+
+def test_a_dry_run_asks_the_api_server_and_stores_nothing(kubectl: Kubectl) -> None:
+    said = ["created", "configured", "unchanged"]
+    lines = [f"thing.nvidia.com/x{n} {word} (server dry run)\n" for n, word in enumerate(said)]
+    (kubectl.folder / "said").write_text("".join(lines))
+    documents = [
+        msgspec.Raw(json.dumps({"kind": "Snapshot", "metadata": {"name": f"x{n}"}}).encode())
+        for n in range(len(said))
+    ]
+    found = Kubernetes(None, "there").apply(documents, "", dry_run=True)
+    assert [(item.name, item.action) for item in found] == [
+        ("x0", "created"),
+        ("x1", "configured"),
+        ("x2", "unchanged"),
+    ]
+    assert {call[2] for call in kubectl.calls} == {"apply", "get"}
+    for call in (kubectl.calls[0], kubectl.calls[-1]):
+        assert call[2:] == ["apply", "--filename", "-", "--dry-run=server"]
