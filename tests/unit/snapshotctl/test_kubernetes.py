@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from snapshotctl.domain.kubernetes import (
 )
 from snapshotctl.domain.sources import ServiceNamed
 from snapshotctl.domain.targets import Target
+from snapshotctl.views.installation import Asked
 from tests.unit.snapshotctl.conftest import Run
 from tests.unit.tables import each
 
@@ -121,7 +123,23 @@ if "config" in sys.argv:
     sys.exit(print((folder / "namespace").read_text(), end=""))
 with (folder / "calls").open("a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
-if "get" in sys.argv:
+if "get" in sys.argv and (folder / "objects").exists():
+    objects = json.loads((folder / "objects").read_text())
+    _, _, _, kind, *rest = sys.argv[1:]
+    rest = [word for word in rest if word not in ("--output=json", "--ignore-not-found")]
+    if rest[:1] == ["--namespace"] and kind == "pods":
+        if rest[1] == "secret":
+            sys.exit("Error from server (Forbidden): pods is forbidden: User ada cannot list pods")
+        named = [[rest[1], name] for name in rest[2:]]
+        found = [each for each in objects["pods"] if list(each["metadata"].values()) in named]
+        if len(named) == 1:
+            sys.exit(print(json.dumps(found[0]) if found else ""))
+    elif kind.startswith("snapshotrestores"):
+        found = objects["restores"]
+    else:
+        found = objects["workloads"] if "--all-namespaces" in rest else []
+    print(json.dumps({{"items": found}}))
+elif "get" in sys.argv:
     print((folder / "pods").read_text())
 elif "exec" in sys.argv:
     print('{{"answer": "amber"}}')
@@ -298,3 +316,55 @@ def test_a_dry_run_asks_the_api_server_and_stores_nothing(kubectl: Kubectl) -> N
     assert {call[2] for call in kubectl.calls} == {"apply", "get"}
     for call in (kubectl.calls[0], kubectl.calls[-1]):
         assert call[2:] == ["apply", "--filename", "-", "--dry-run=server"]
+
+
+# Which pods the doctor asks for.
+
+
+def named(kind: str, namespace: str, name: str, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "metadata": {"namespace": namespace, "name": name}, **more}
+
+
+def restore(namespace: str, pod: str, driver: str = "criu") -> dict[str, Any]:
+    reference = {"name": pod, "uid": pod}
+    return named(
+        "SnapshotRestore",
+        namespace,
+        f"restore-{pod}",
+        spec={"podRef": reference},
+        status={"state": "Restored", "driver": driver},
+    )
+
+
+def seen(kubectl: Kubectl, *restores: dict[str, Any]) -> Any:
+    labels = {"app.kubernetes.io/component": "node"}
+    node = named("DaemonSet", "snapback", "snapback-node")
+    node["metadata"]["labels"] = labels
+    node["spec"] = {"template": {"spec": {"containers": []}}}
+    pods = [named("Pod", space, name) for space in ("a", "b") for name in ("one", "two", "three")]
+    objects = {"workloads": [node], "restores": restores, "pods": pods}
+    (kubectl.folder / "objects").write_text(json.dumps(objects))
+    return Kubernetes(None, "there").installation()
+
+
+def test_the_pods_of_processes_that_were_brought_back_are_read(kubectl: Kubectl) -> None:
+    found = seen(
+        kubectl,
+        restore("b", "one"),
+        restore("a", "one"),
+        restore("a", "gone"),
+        restore("a", "two", "criu+cuda"),
+        restore("a", "three", "cooperative"),
+    )
+    assert len(found.restores.items) == 5
+    pods = [tuple(each["metadata"].values()) for each in found.clones.items]
+    assert pods == [("a", "one"), ("a", "two"), ("b", "one")]
+
+
+def test_without_such_a_process_no_pods_are_read(kubectl: Kubectl) -> None:
+    assert seen(kubectl, restore("a", "three", "cooperative")).clones == Asked([])
+
+
+def test_pods_that_may_not_be_read_are_no_pods(kubectl: Kubectl) -> None:
+    failure = seen(kubectl, restore("secret", "one")).clones.failure
+    assert failure.reason == "NotPermitted"
