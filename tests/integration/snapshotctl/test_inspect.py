@@ -87,6 +87,7 @@ def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running:
     running.ok("apply", "-f", "-", stdin=_pod("misfit", gpus=2, source="warm"))
     waited = running.run("wait", "pod/misfit", "--timeout", "30s")
     assert (waited.code, waited.err.count("Next:"), waited.err.count("next:")) == (1, 0, 1)
+    assert "cannot come true" in waited.err
     assert "next: give the pod as many nvidia.com/gpu as the source had; see why: " in waited.err
     _has(
         running.ok("explain", "misfit").out,
@@ -138,9 +139,7 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
     here = _pod("hanging", gpus=0).replace("spec:\n", "spec:\n  nodeName: node-2\n", 1)
     running.ok("apply", "-f", "-", stdin=here)
     running.ok("wait", "pod/hanging", "--for", "condition=PodScheduled")
-    with running.start("events", "hanging", "--follow") as follower:
-        read_until(follower, "run accepted by agent@node-2")
-        assert interrupt(follower).code == 130
+    running.until(lambda lines: [o for o in lines if o["state"] != "queued"], "orders", "node-2")
     _has(
         running.ok("explain", "hanging").out,
         "pod/hanging is under way: Starting",
@@ -156,13 +155,6 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
         "1 order not answered: run-",
     )
     running.ok("delete", "pod", "hanging")
-
-
-def test_an_object_that_does_not_exist_has_no_story(running: Cli) -> None:
-    for command in ("explain", "watch", "events"):
-        missing = running.run(command, "missing")
-        assert (missing.code, "no dynamocheckpoint/missing" in missing.err) == (3, True)
-    assert running.run("describe", "pod", "missing").code == 3
 
 
 def test_everything_that_is_known_is_described_with_the_events_at_the_end(running: Cli) -> None:
@@ -227,23 +219,6 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
     assert (first["kind"], first["action"]) == ("Snapshot", "created")
     assert (last["state"], last["object"]) == ("fine", f"snapshot/{first['name']}")
     running.ok("delete", "pod", pod)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_path: Path) -> None:
-    file = tmp_path / "pod.yaml"
-    file.write_text(_pod("stranger").replace("name: main", "name: other"))
-    before = _pods(running)
-    for words, code, answer in (
-        (["restore", "nothing"], 3, "no checkpoint or snapshot is called nothing"),
-        (["restore", "warm", "--container", "x"], 2, "warm holds container main, not x"),
-        (["restore", "warm", "--manifest", str(file)], 2, "the pod has other"),
-        (["checkpoint", "missing"], 3, "missing does not exist"),
-        (["checkpoint", "--manifest", str(file), "--container", "x"], 2, "has other"),
-    ):
-        refused = running.run(*words)
-        assert (refused.code, answer in refused.err) == (code, True), refused
-    # Pods of other tests may be on their way out.
-    assert _pods(running) <= before
 
 
 def test_a_restore_is_an_object_that_can_be_looked_at_in_every_way(running: Cli) -> None:

@@ -39,23 +39,6 @@ async def _ended(record: ProcessRecord) -> None:
         handle.close()
 
 
-def test_a_save_that_fails_fails_the_checkpoint_with_its_reason_and_frees_the_worker(
-    one_node: Cli,
-) -> None:
-    armed = one_node.ok("sim", "fail", "node-1", "--at", "write")
-    assert "gms of node-1" in armed.out
-    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
-    waited = one_node.run("wait", CHECKPOINT, "--timeout", "60s")
-    assert (waited.code, "InjectedFault: save: step write failed" in waited.err) == (1, True)
-    assert one_node.ok("get", CHECKPOINT, "-o", "json").value()["status"]["phase"] == "Failed"
-    assert _is_free(one_node)
-    # Once means once: the next capture of the same worker's kind succeeds.
-    one_node.ok("delete", CHECKPOINT)
-    one_node.ok("wait", CHECKPOINT, "--for", "delete", "--timeout", "60s")
-    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
-    one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
-
-
 def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is_restarted(
     one_node: Cli,
 ) -> None:
@@ -82,19 +65,6 @@ def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is
     assert _is_free(one_node)
 
 
-def test_a_capture_whose_agent_crashed_before_the_root_manifest_is_sealed_by_the_next_agent(
-    one_node: Cli,
-) -> None:
-    agent = one_node.process("node-1-agent")
-    one_node.ok("sim", "crash", "node-1", "--at", "write-root")
-    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
-    asyncio.run(_ended(agent))
-    assert list((one_node.state() / "artifacts").rglob("root.json")) == []
-    one_node.ok("sim", "restart", "node-1", "--service", "agent")
-    one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
-    assert len(list((one_node.state() / "artifacts").rglob("root.json"))) == 1
-
-
 def test_what_is_armed_is_shown_and_can_be_disarmed(one_node: Cli) -> None:
     one_node.ok("sim", "stall", "node-1", "--at", "quiesce")
     armed = one_node.ok("sim", "fail", "node-1", "--at", "gate", "-o", "json").value()
@@ -106,20 +76,10 @@ def test_what_is_armed_is_shown_and_can_be_disarmed(one_node: Cli) -> None:
     left = one_node.ok("sim", "crash", "node-1", "--at", "thaw", "-o", "json").value()
     assert [f["step"] for f in left["armed"]] == ["thaw"]
     one_node.ok("sim", "crash", "node-1", "--clear")
+    assert "gms of node-1" in one_node.ok("sim", "fail", "node-1", "--at", "write").out
     one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
-    one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
-
-
-def test_a_gpu_memory_service_that_crashed_in_a_save_can_be_restarted(one_node: Cli) -> None:
-    gms = one_node.process("node-1-gms")
-    one_node.ok("sim", "crash", "node-1", "--at", "write")
-    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
-    asyncio.run(_ended(gms))
-    assert one_node.ok("sim", "restart", "node-1").out.startswith("node-1-gms answers again.")
-    # A new GPU memory service knows nothing of the fence that the capture had put up.
     waited = one_node.run("wait", CHECKPOINT, "--timeout", "60s")
-    assert (waited.code, "no fence with this token" in waited.err) == (1, True)
-    assert _status(one_node)["captures"] == []
+    assert (waited.code, "InjectedFault: save: step write failed" in waited.err) == (1, True)
 
 
 def test_a_restart_of_what_runs_or_is_not_there_is_refused(one_node: Cli) -> None:
