@@ -95,8 +95,10 @@ def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-show")
+    state = _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", url="nats://127.0.0.1:1")
+    (state / "logs" / "operator.log").write_text("one\n")
     path = tmp_path / "x.tar.gz"
-    shown = json.loads(run("bundle", "--file", str(path), "-o", "json").out)
+    shown = json.loads(run("--cluster", "kept", "bundle", "-f", str(path), "-o", "json").out)
     assert [found["what"] for found in shown["missing"]] == ["everything of the cluster"]
     with tarfile.open(path) as archive:
         names = {entry.name for entry in archive.getmembers()}
@@ -104,7 +106,7 @@ def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
         assert settings is not None
         assert json.load(settings)["SNAPBACK_SECRET_TOKEN"] == "<redacted>"
     assert names == {f"x/{member['name']}" for member in shown["members"]}
-    assert {"x/README.txt", "x/versions.json", "x/doctor.txt"} <= names
+    assert {"x/README.txt", "x/versions.json", "x/doctor.txt", "x/logs/operator.log"} <= names
 
 
 def _keep_a_cluster(states: Path, **fields: Any) -> Path:
