@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from snapshot_shared.instruments import TABLE
-from tests.unit.test_readme_map import anchors
+from tests.unit.test_words import anchors
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "observability"

@@ -270,35 +270,27 @@ async def test_a_worker_learns_and_a_restored_one_answers_byte_for_byte_as_its_s
 
 
 @pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("program", ["worker.py", "worker_template.py"])
 async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
-    place: Place, programs: Path, is_late: bool
+    place: Place, programs: Path, program: str, is_late: bool
 ) -> None:
     environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1", WARMUP_SECONDS="0.1")
-    # What one before it has said is taken back.
-    place.say("restored", 1)
+    serves = program == "worker.py"
+    if serves:
+        # What one before it has said is taken back.
+        place.say("restored", 1)
     if not is_late:
         place.say("restore-failed", 2)
-    async with process([str(programs / "worker.py")], environment):
-        await place.withdrawn("restored")
-        place.say("restore-failed", 2)
-        await place.said("ready-for-snapshot")
-        assert (await place.said("restored"))["attempt"] == 2
-        assert len(await _talk(place)) == len(ASKED)
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-async def test_the_template_starts_cold_when_its_restore_fails_or_has_failed(
-    place: Place, programs: Path, is_late: bool
-) -> None:
-    if not is_late:
-        place.say("restore-failed", 2)
-    environment = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
-    async with process([str(programs / "worker_template.py")], environment) as worker:
-        if is_late:
+    async with process([str(programs / program)], environment) as worker:
+        if serves:
+            await place.withdrawn("restored")
+        elif is_late:
             await until(lambda: _has_watch(worker.pid), within_s=PATIENCE_S)
-            place.say("restore-failed", 2)
-        assert (await place.said("restored"))["attempt"] == 2
+        place.say("restore-failed", 2)
         await place.said("ready-for-snapshot")
+        assert (await place.said("restored"))["attempt"] == 2
+        if serves:
+            assert len(await _talk(place)) == len(ASKED)
 
 
 async def test_the_template_is_captured_twice_and_restored(place: Place, programs: Path) -> None:
