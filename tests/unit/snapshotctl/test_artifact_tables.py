@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest, SavedLayout
 from snapshot_shared.codec import digest, encode_json
@@ -14,11 +14,11 @@ from snapshot_shared.compatibility import verdicts
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kubernetes import Node, NodeStatus
-from snapshot_shared.orders import LayoutRef, PartResult, PodRef, Presence, PresenceDevice
+from snapshot_shared.orders import PartResult, PodRef
 from snapshotctl.adapters.artifact_files import manifests_of
 from snapshotctl.views import artifact_tables
 from snapshotctl.views.artifact_tables import CapturedArtifact, Manifests
-from tests.support import builders
+from tests.support import builders, objects
 from tests.support.builders import NOW, row
 from tests.unit.tables import each
 
@@ -32,35 +32,23 @@ def _file(*chunks: str, size: int | None = None, name: str = "shard", chunk: int
     return FileEntry(name=name, size=total, chunk_bytes=chunk, chunks=digests)
 
 
+OF_CONTENT: dict[str, Any] = {"namespace": "default", "content_uid": UID, "generation": 1}
+
+
 def _part(*files: FileEntry, part: str = "gpu-0", structure: str = "s") -> PartManifest:
-    layout = LayoutRef(
-        device="d", incarnation="i", generation=1, layout_id="l", structure_hash=structure, bytes=1
-    )
-    return PartManifest(
-        kind="gms",
-        part=part,
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        order=f"save-{UID}-{part}",
-        bytes=sum(file.size for file in files),
-        files=list(files),
-        layout=SavedLayout(source=layout, allocations=[]),
-    )
+    layout = SavedLayout(source=builders.layout(structure_hash=structure), allocations=[])
+    order, size = f"save-{UID}-{part}", sum(file.size for file in files)
+    of_part: dict[str, Any] = {"part": part, "order": order, "bytes": size, "files": [*files]}
+    return PartManifest(kind="gms", layout=layout, **of_part, **OF_CONTENT)
+
+
+def _root(**facts: Any) -> RootManifest:
+    source = PodRef(namespace="default", name="w", uid=UID)
+    return RootManifest(source=source, bytes=1, parts=[], facts=Facts(**facts), **OF_CONTENT)
 
 
 def _manifests(*parts: PartManifest, **facts: Any) -> Manifests:
-    source = PodRef(namespace="default", name="w", uid=UID)
-    root = RootManifest(
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        source=source,
-        bytes=1,
-        parts=[],
-        facts=Facts(**facts),
-    )
-    return Manifests(root, parts)
+    return Manifests(_root(**facts), parts)
 
 
 @each(
@@ -85,39 +73,47 @@ def test_the_bytes_that_differ_are_those_of_the_chunks_that_differ(
 
 
 def test_a_file_in_a_stripe_root_is_shown_with_its_name() -> None:
-    files = (_file("1", name="a"), msgspec.structs.replace(_file("2", name="b"), stripe="disk1"))
+    files = (_file("1", name="a"), replace(_file("2", name="b"), stripe="disk1"))
     table = artifact_tables.files_table(_manifests(_part(*files)))
     assert [row[1] for row in table.rows] == ["a", "disk1:b"]
 
 
-def test_facts_that_differ_have_both_values() -> None:
-    left, right = _manifests(arch="x86_64", devices=2), _manifests(arch="aarch64", devices=2)
-    assert artifact_tables.difference(left, right).facts == {"arch": ("x86_64", "aarch64")}
-
-
-def test_of_instructions_those_are_shown_that_one_processor_alone_has() -> None:
-    left, right = _manifests(cpu=["avx2", "fma", "sse2"]), _manifests(cpu=["sse2", "vaes"])
-    assert artifact_tables.difference(left, right).facts == {"cpu": ("avx2 fma", "vaes")}
-    assert artifact_tables.difference(left, _manifests(cpu=["fma", "sse2"])).facts == {
-        "cpu": ("avx2", "-")
-    }
+@each(
+    ("left", "right", "differing"),
+    [
+        (
+            {"arch": "x86_64", "devices": 2},
+            {"arch": "aarch64", "devices": 2},
+            {"arch": ("x86_64", "aarch64")},
+        ),
+        # Of instructions, those that one processor alone has.
+        (
+            {"cpu": ["avx2", "fma", "sse2"]},
+            {"cpu": ["sse2", "vaes"]},
+            {"cpu": ("avx2 fma", "vaes")},
+        ),
+        ({"cpu": ["avx2", "fma", "sse2"]}, {"cpu": ["fma", "sse2"]}, {"cpu": ("avx2", "-")}),
+    ],
+)
+def test_facts_that_differ_have_both_values(
+    left: dict[str, Any], right: dict[str, Any], differing: dict[str, tuple[str, str]]
+) -> None:
+    found = artifact_tables.difference(_manifests(**left), _manifests(**right))
+    assert found.facts == differing
 
 
 def test_a_node_is_compared_by_the_devices_and_the_driver_of_the_source_where_it_has_them() -> None:
     devices = [
-        PresenceDevice(index=n, uuid=f"GPU-{n}", product=product, capacity_bytes=1)
-        for n, product in enumerate(["L4", "H100", "H100"])
+        builders.device(index=n, product=product) for n, product in enumerate(["L4", *["H100"] * 2])
     ]
-    seen = Presence(
-        node="n", boot_id="b", version="1", devices=devices, drivers=["cooperative", "criu"], at=0.0
-    )
+    seen = replace(objects.presence("n"), devices=devices, drivers=["cooperative", "criu"])
     of = artifact_tables.facts_of_node
     source = Facts(driver="criu", device_product="H100", devices=2)
     found = of(Facts(arch="x86_64"), seen, source)
     assert found == Facts(arch="x86_64", driver="criu", device_product="H100", devices=2)
     other = of(Facts(), seen, Facts(driver="respawn", device_product="A100", devices=1))
     assert (other.driver, other.device_product) == ("cooperative, criu", "L4")
-    bare = msgspec.structs.replace(seen, devices=[])
+    bare = replace(seen, devices=[])
     assert of(Facts(), bare, source).device_product == "none"
 
 
@@ -170,35 +166,16 @@ def test_the_list_says_whether_an_artifact_was_verified(status: dict[str, Any], 
     assert found[0].folder == f"/data/default/{held.metadata.uid}/gen-1"
 
 
-def _artifact(root: Path) -> CapturedArtifact:
+def _artifact(folder: Path) -> CapturedArtifact:
     """Write an artifact of one part, and return its content."""
-    uid = builders.content().metadata.uid
-    file = FileEntry(name="state", size=10, chunk_bytes=4096, chunks=["a" * 32])
-    part = encode_json(
-        PartManifest(
-            kind="process",
-            part="process",
-            namespace="default",
-            content_uid=uid,
-            generation=1,
-            order=f"dump-{uid}",
-            bytes=10,
-            files=[file],
-        )
-    )
-    source = PodRef(namespace="default", name="w", uid=uid)
-    whole = encode_json(
-        RootManifest(
-            namespace="default", content_uid=uid, generation=1, source=source, bytes=10, parts=[]
-        )
-    )
-    folder = root / "default" / uid / "gen-1"
-    (folder / "process").mkdir(parents=True)
-    (folder / "root.json").write_bytes(whole)
-    (folder / "process" / "part.json").write_bytes(part)
-    parts = [PartResult(part="process", bytes=10, digest=digest(part))]
-    committed = builders.committed(root_digest=digest(whole), parts=parts)
-    return CapturedArtifact(builders.content(committed=committed), None, str(root))
+    part, root = encode_json(_part(_file("a", name="state"))), encode_json(_root())
+    place = folder / "default" / UID / "gen-1"
+    (place / "gpu-0").mkdir(parents=True)
+    (place / "root.json").write_bytes(root)
+    (place / "gpu-0" / "part.json").write_bytes(part)
+    parts = [PartResult(part="gpu-0", bytes=10, digest=digest(part))]
+    committed = builders.committed(root_digest=digest(root), parts=parts)
+    return CapturedArtifact(builders.content(committed=committed), None, str(folder))
 
 
 def test_the_manifests_that_were_committed_are_read(tmp_path: Path) -> None:
@@ -207,7 +184,7 @@ def test_the_manifests_that_were_committed_are_read(tmp_path: Path) -> None:
     assert [file.name for part in found.parts for file in part.files] == ["state"]
 
 
-@pytest.mark.parametrize("name", ["root.json", "process/part.json"])
+@pytest.mark.parametrize("name", ["root.json", "gpu-0/part.json"])
 def test_a_manifest_that_was_changed_or_removed_is_no_artifact(tmp_path: Path, name: str) -> None:
     artifact = _artifact(tmp_path)
     [path] = tmp_path.rglob(name)

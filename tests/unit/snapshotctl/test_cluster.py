@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
@@ -25,22 +26,15 @@ from snapshotctl.domain.cluster import (
 from tests.unit.tables import each
 
 PATHS = ClusterPaths(Path("/s"), Path("/k"))
-SETTING = plans.ClusterSettings(
-    "/py",
-    PATHS,
-    "run1",
-    "nats://127.0.0.1:1",
-    Path("/work"),
-    {
-        "PATH": "/bin",
-        "SNAPBACK_RUN": "outer",
-        "SNAPBACK_NODE": "outer",
-        "SNAPBACK_OTLP_ENDPOINT": "http://otlp",
-        "SNAPBACK_KEEP_COUNT": "3",
-        "SNAPBACK_DEVICE_HUGE_PAGES": "1",
-        "SNAPBACK_PROCESS_PER_DEVICE": "1",
-    },
-)
+HANDED_ON = {
+    "SNAPBACK_OTLP_ENDPOINT": "http://otlp",
+    "SNAPBACK_KEEP_COUNT": "3",
+    "SNAPBACK_DEVICE_HUGE_PAGES": "1",
+    "SNAPBACK_PROCESS_PER_DEVICE": "1",
+}
+OUTER = {"PATH": "/bin", "SNAPBACK_RUN": "outer", "SNAPBACK_NODE": "outer"}
+URL = "nats://127.0.0.1:1"
+SETTING = plans.ClusterSettings("/py", PATHS, "run1", URL, Path("/work"), OUTER | HANDED_ON)
 KEYS = [(user, f"U{n}") for n, user in enumerate(users_of([NodeName("node-1")]))]
 NODE = NodeSpec(name="node-1", gpus=2, gpu_memory=1024)
 
@@ -65,57 +59,34 @@ def test_every_process_carries_the_run_and_none_the_settings_of_another() -> Non
     programs = [plans.operator_program(SETTING), *plans.node_programs(SETTING, NODE)]
     assert [program.name for program in programs] == ["operator", "node-1-gms", "node-1-agent"]
     for program in programs:
-        assert program.environment["SNAPBACK_RUN"] == "run1"
-        assert program.environment.get("SNAPBACK_SIM") == (
-            None if program.name == plans.OPERATOR else "1"
-        )
-        assert program.environment["SNAPBACK_OTLP_ENDPOINT"] == "http://otlp"
-        assert program.environment["SNAPBACK_KEEP_COUNT"] == "3"
-        assert program.environment["SNAPBACK_DEVICE_HUGE_PAGES"] == "1"
-        assert program.environment["SNAPBACK_PROCESS_PER_DEVICE"] == "1"
-        assert program.environment.get("SNAPBACK_NODE") in (None, "node-1")
-
-
-def test_services_have_states_of_their_own_and_nodes_share_the_artifacts() -> None:
-    programs = [
-        plans.operator_program(SETTING),
-        *plans.node_programs(SETTING, NODE),
-        *plans.node_programs(SETTING, NodeSpec(name="node-2", gpus=1, gpu_memory=1)),
-    ]
+        found = program.environment
+        assert found["SNAPBACK_RUN"] == "run1"
+        assert found.get("SNAPBACK_SIM") == (None if program.name == plans.OPERATOR else "1")
+        assert found.items() >= HANDED_ON.items()
+        assert found.get("SNAPBACK_NODE") in (None, "node-1")
+    seeds = [program.environment["SNAPBACK_NATS_CREDENTIALS"] for program in programs]
+    assert seeds == [f"/s/keys/{name}.nk" for name in ("operator", "gms-node-1", "agent-node-1")]
+    programs += plans.node_programs(SETTING, NodeSpec(name="node-2", gpus=1, gpu_memory=1))
     states = [program.environment["SNAPBACK_STATE_DIR"] for program in programs]
     assert len(set(states)) == len(states)
     roots = {program.environment.get("SNAPBACK_ARTIFACT_ROOT") for program in programs[1:]}
     assert roots == {"/s/artifacts"}
 
 
-def test_the_bus_syncs_every_write_and_listens_on_loopback_alone() -> None:
+def test_the_bus_syncs_every_write_listens_on_loopback_and_lets_in_users_with_a_key_alone() -> None:
     text = plans.nats_configuration(plans.local_nats("x", PATHS), KEYS)
     assert "sync_interval: always" in text
     assert 'listen: "127.0.0.1:-1"' in text
     assert "http" not in text
-
-
-def test_a_path_cannot_break_out_of_the_configuration() -> None:
-    text = plans.nats_configuration(
-        plans.local_nats("x", ClusterPaths(Path('/a" b\n}'), Path("/k"))), KEYS
-    )
-    assert r'"/a\" b\n}/nats/store"' in text
-
-
-def test_every_user_has_a_key_and_a_list_and_no_other_user_gets_in() -> None:
-    text = plans.nats_configuration(plans.local_nats("x", PATHS), KEYS)
     accounts = json.loads(text.partition("accounts: ")[2])
     users = [user for account in accounts.values() for user in account["users"]]
     assert {user["nkey"] for user in users} == {key for _, key in KEYS}
     assert all(user["permissions"]["publish"]["allow"] for user in users)
     assert all(user["permissions"]["subscribe"]["allow"] for user in users)
     assert "no_auth_user" not in text
-
-
-def test_every_service_gets_the_seed_of_its_own_user() -> None:
-    programs = [plans.operator_program(SETTING), *plans.node_programs(SETTING, NODE)]
-    seeds = [program.environment["SNAPBACK_NATS_CREDENTIALS"] for program in programs]
-    assert seeds == ["/s/keys/operator.nk", "/s/keys/gms-node-1.nk", "/s/keys/agent-node-1.nk"]
+    # Nor can a path break out of it.
+    odd = plans.local_nats("x", ClusterPaths(Path('/a" b\n}'), Path("/k")))
+    assert r'"/a\" b\n}/nats/store"' in plans.nats_configuration(odd, KEYS)
 
 
 def test_a_node_has_a_helper_where_the_cluster_has_the_tools() -> None:
@@ -135,12 +106,8 @@ def test_a_node_has_a_helper_where_the_cluster_has_the_tools() -> None:
 def test_the_operator_ends_first_and_the_bus_last() -> None:
     names = ["nats-server", "operator", "node-1-gms", "node-1-agent", "node-2-gms", "node-2-agent"]
     names.append("node-2-helper")
-    record = _record("x", "r")
     processes = [_process(name, pid) for pid, name in enumerate(names, 1)]
-    record = ClusterRecord(
-        **{field: getattr(record, field) for field in record.__struct_fields__}
-        | {"processes": processes}
-    )
+    record = replace(_record("x", "r"), processes=processes)
     assert [[p.name for p in group] for group in plans.stop_order(record)] == [
         ["operator"],
         ["node-1-agent", "node-2-agent"],

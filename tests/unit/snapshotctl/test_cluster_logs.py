@@ -94,7 +94,7 @@ async def test_the_last_lines_of_a_log_are_shown(
     assert await _lines(LogFile("x", tmp_path, ("log",)), tail) == expected
 
 
-async def test_what_is_written_later_follows_and_a_log_that_begins_anew_is_read_anew(
+async def test_a_log_that_begins_anew_is_read_anew_and_what_is_no_plain_file_is_named(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "log"
@@ -107,6 +107,10 @@ async def test_what_is_written_later_follows_and_a_log_that_begins_anew_is_read_
         later = asyncio.ensure_future(anext(lines))
         path.write_text("new\n")
         assert await later == ("x", "new")
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    with pytest.raises(NotFound, match="the log of x cannot be read"):
+        await _lines(log, None)
 
 
 async def test_the_logs_of_a_pod_are_followed_until_it_is_deleted(tmp_path: Path) -> None:
@@ -121,12 +125,6 @@ async def test_the_logs_of_a_pod_are_followed_until_it_is_deleted(tmp_path: Path
         assert await anext(lines) == ("main", "half")
         shutil.rmtree(tmp_path / "side")
         assert [line async for line in lines] == [("side", "half")]
-
-
-async def test_a_log_that_is_no_plain_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "log").symlink_to("/etc/passwd")
-    with pytest.raises(NotFound, match="the log of x cannot be read"):
-        await _lines(LogFile("x", tmp_path, ("log",)), None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,16 +14,10 @@ from tests.support import builders, check_trace
 from tests.unit.tables import each
 
 
-def _span(span_id: str, parent: str, start_ms: int, end_ms: int, **more: object) -> SpanRecord:
-    fields = {"name": span_id, "service": "s", "node": "n", **more}
-    return SpanRecord(
-        trace_id="t" * 32,
-        span_id=span_id,
-        parent_id=parent,
-        start_ns=start_ms * 1_000_000,
-        end_ns=end_ms * 1_000_000,
-        **fields,  # type: ignore[arg-type]
-    )
+def _span(span_id: str, parent: str, start_ms: int, end_ms: int, **more: Any) -> SpanRecord:
+    times = {"start_ns": start_ms * 1_000_000, "end_ns": end_ms * 1_000_000}
+    ids = {"trace_id": "t" * 32, "span_id": span_id, "parent_id": parent}
+    return builders.span(**{"name": span_id, **ids, **times, **more})
 
 
 def test_parents_come_first_and_siblings_by_their_start() -> None:
@@ -40,14 +35,10 @@ def test_parents_come_first_and_siblings_by_their_start() -> None:
     ]
 
 
-def test_times_count_from_the_begin_of_the_trace() -> None:
-    found = layout([_span("root", "", 1000, 1500), _span("child", "root", 1100, 1200)])
+def test_times_count_from_the_begin_of_the_trace_and_what_came_twice_is_drawn_once() -> None:
+    found = layout([_span("root", "", 1000, 1500), _span("child", "root", 1100, 1200)] * 2)
     assert [(bar.start_s, bar.duration_s) for bar in found.bars] == [(0.0, 0.5), (0.1, 0.1)]
     assert found.total_s == 0.5
-
-
-def test_a_span_that_came_twice_is_drawn_once() -> None:
-    assert len(layout([_span("a", "", 0, 1)] * 2).bars) == 1
 
 
 def test_a_span_whose_parent_has_not_ended_is_drawn_and_named() -> None:
@@ -56,16 +47,13 @@ def test_a_span_whose_parent_has_not_ended_is_drawn_and_named() -> None:
     assert any("its parent has not ended" in line for line in trace.lines(found, 100))
 
 
-def test_spans_that_are_each_others_parents_end_no_command() -> None:
-    found = layout([_span("a", "b", 0, 1), _span("b", "a", 0, 1)])
-    assert trace.lines(found, 100) == []
-
-
 def test_bars_stand_where_the_spans_are() -> None:
     spans = [_span("root", "", 0, 100), _span("second half", "root", 50, 100)]
     root, half = trace.lines(layout(spans), 120)
     assert abs(root.count("█") - 2 * half.count("█")) <= 1
     assert half.index("█") - root.index("█") == root.count("█") - half.count("█")
+    spans = [_span("root", "", 0, 100_000), _span("blink", "root", 50_000, 50_001)]
+    assert trace.EDGE in trace.lines(layout(spans), 100)[1]
 
 
 def test_a_pause_longer_than_all_the_work_is_left_out_of_the_bars_and_named() -> None:
@@ -84,11 +72,6 @@ def test_a_pause_that_is_part_of_the_story_keeps_its_place() -> None:
     found = layout(spans)
     assert (found.pauses, found.drawn_s) == ([], 10.0)
     assert [bar.drawn_s for bar in found.bars] == [0.0, 5.0]
-
-
-def test_a_span_too_short_for_a_bar_is_still_seen() -> None:
-    spans = [_span("root", "", 0, 100_000), _span("blink", "root", 50_000, 50_001)]
-    assert trace.EDGE in trace.lines(layout(spans), 100)[1]
 
 
 def test_no_line_is_wider_than_the_terminal() -> None:
@@ -113,8 +96,9 @@ def test_errors_and_links_stand_below() -> None:
     assert lines[1:] == ["  failed: r: boom", f"  linked to trace {'a' * 32}"]
 
 
-def test_an_empty_trace_has_no_lines() -> None:
-    assert trace.lines(layout([]), 80) == []
+def test_an_empty_trace_and_spans_that_are_each_others_parents_have_no_lines() -> None:
+    for spans in ([], [_span("a", "b", 0, 1), _span("b", "a", 0, 1)]):
+        assert trace.lines(layout(spans), 80) == []
 
 
 def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_shown() -> None:
