@@ -351,27 +351,45 @@ def test_without_a_service_both_are_meant() -> None:
 # Numbers, as people write and read them.
 
 
+SIZES = {
+    "1024": 1024,
+    "4GiB": 4 * 1024**3,
+    "512 MiB": 512 * 1024**2,
+    "1.5kB": 1500,
+    "2G": 2 * 10**9,
+}
+
+
 @each(
-    ("read", "text", "value"),
+    ("function", "table"),
     [
-        (formats.parse_duration, "90s", 90),
-        (formats.parse_duration, "5m", 300),
-        (formats.parse_duration, "1h30m", 5400),
-        (formats.parse_duration, "250ms", 0.25),
-        (formats.parse_duration, "1.5s", 1.5),
-        (formats.parse_duration, "7d", 604_800),
-        (formats.parse_size, "1024", 1024),
-        (formats.parse_size, "4GiB", 4 * 1024**3),
-        (formats.parse_size, "4Gi", 4 * 1024**3),
-        (formats.parse_size, "512 MiB", 512 * 1024**2),
-        (formats.parse_size, "1.5kB", 1500),
-        (formats.parse_size, "2G", 2 * 10**9),
+        (
+            formats.parse_duration,
+            {"90s": 90, "5m": 300, "1h30m": 5400, "250ms": 0.25, "1.5s": 1.5, "7d": 604_800},
+        ),
+        (formats.parse_size, {**SIZES, "4Gi": 4 * 1024**3}),
+        (
+            formats.size,
+            {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 5 * 1024**5: "5120 TiB"},
+        ),
+        (formats.size, {268_435_456: "256 MiB"}),
+        (formats.span_time, {0.0004: "0.4 ms", 0.012: "12 ms", 1.239: "1.24 s", 125.4: "2m 05s"}),
+        (formats.age, {-3: "0s", 59: "59s", 192: "3m12s", 3600: "60m", 7200: "2h", 400_000: "4d"}),
     ],
 )
-def test_a_duration_is_read_in_seconds_and_a_size_in_bytes(
-    read: Any, text: str, value: float
+def test_numbers_are_read_and_written_with_their_units(
+    function: Any, table: dict[Any, Any]
 ) -> None:
-    assert read(text) == pytest.approx(value)
+    assert {given: function(given) for given in table} == table
+
+
+def test_a_rate_needs_time_and_an_age_a_time_with_a_zone() -> None:
+    assert formats.rate(2_500_000_000, 1.0) == "2.5 GB/s"
+    assert formats.rate(500, 1.0) == "500 B/s"
+    assert {formats.rate(10, seconds) for seconds in (0.0, -1.0)} == {"-"}
+    assert formats.age_of("1970-01-01T00:01:00Z", 100) == "40s"
+    times = ("", "yesterday", "1970-01-01T00:01:00")
+    assert {formats.age_of(text, 100) for text in times} == {"-"}
 
 
 @each("text", ["", "5", "m", "5x", "5m ", "-5m", "0s", "8d", "1h2", "\u0665m"])
@@ -385,41 +403,6 @@ def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(WrongArguments):
         formats.parse_size(text)
-
-
-@each(
-    ("shown", "text"),
-    [
-        (formats.size(0), "0 B"),
-        (formats.size(1023), "1023 B"),
-        (formats.size(1024), "1 KiB"),
-        (formats.size(1536), "1.5 KiB"),
-        (formats.size(268_435_456), "256 MiB"),
-        (formats.size(5 * 1024**5), "5120 TiB"),
-        (formats.rate(2_500_000_000, 1.0), "2.5 GB/s"),
-        (formats.rate(500, 1.0), "500 B/s"),
-        (formats.rate(10, 0.0), "-"),
-        (formats.rate(10, -1.0), "-"),
-        (formats.span_time(0.0004), "0.4 ms"),
-        (formats.span_time(0.012), "12 ms"),
-        (formats.span_time(1.239), "1.24 s"),
-        (formats.span_time(125.4), "2m 05s"),
-        (formats.age(-3), "0s"),
-        (formats.age(59), "59s"),
-        (formats.age(192), "3m12s"),
-        (formats.age(3600), "60m"),
-        (formats.age(7200), "2h"),
-        (formats.age(400_000), "4d"),
-        (formats.age_of("1970-01-01T00:01:00Z", 100), "40s"),
-        (formats.age_of("", 100), "-"),
-        (formats.age_of("yesterday", 100), "-"),
-        (formats.age_of("1970-01-01T00:01:00", 100), "-"),
-    ],
-)
-def test_a_size_a_rate_a_time_and_an_age_are_written_with_their_units(
-    shown: str, text: str
-) -> None:
-    assert shown == text
 
 
 def test_text_of_others_stays_on_its_line_and_sends_nothing_to_the_terminal() -> None:
@@ -452,16 +435,17 @@ def test_a_line_is_broken_between_words_and_never_in_a_command(text: str, lines:
 # With which code a command exits.
 
 
+REFUSALS = (
+    *(errors.InvalidManifest, errors.InvalidName, errors.AlreadyExists, errors.Forbidden),
+    *(errors.Conflict, errors.RequestExpired),
+)
+
+
 @each(
     ("error", "code"),
     [
         (errors.NotFound("x"), Exit.NOT_FOUND),
-        (errors.InvalidManifest("x"), Exit.REFUSED),
-        (errors.InvalidName("x"), Exit.REFUSED),
-        (errors.AlreadyExists("x"), Exit.REFUSED),
-        (errors.Forbidden("x"), Exit.REFUSED),
-        (errors.Conflict("x"), Exit.REFUSED),
-        (errors.RequestExpired("x"), Exit.REFUSED),
+        *((error("x"), Exit.REFUSED) for error in REFUSALS),
         (errors.BusUnavailable("x"), Exit.UNREACHABLE),
         (errors.DeadlineExceeded("x"), Exit.TIMEOUT),
         (errors.SourceExited("x"), Exit.FAILED),
