@@ -30,12 +30,13 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import restore_name
-from snapshot_shared.orders import DeadLetter, Progress
+from snapshot_shared.orders import DeadLetter, Progress, Report
 from snapshot_shared.spans import SpanRecord, message_attributes
 from tests.support import builders
 from tests.support.builders import report
 from tests.support.objects import checkpoint_document, restore_document
 from tests.support.operator_world import World, world_of
+from tests.unit.tables import each
 
 OWNER = "00000000-0000-0000-0000-000000000001"
 CHECKPOINT = "dynamocheckpoints/default/llm"
@@ -175,14 +176,6 @@ async def test_a_checkpoint_leads_to_the_pods_that_its_job_owns(captured: World)
     assert [entry.kind for entry in found] == kinds
 
 
-async def test_the_reader_of_an_artifact_is_shown_as_the_pod_that_is_restored(
-    captured: World,
-) -> None:
-    await captured.apply(restore_document(node="node-2"))
-    [row] = rows(await facts_of(captured), "artifacts")
-    assert row["readers"] == ["default/restored"]
-
-
 async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own(captured: World) -> None:
     await captured.apply(restore_document(node="node-2"))
     del captured.present["node-2"]
@@ -233,12 +226,13 @@ async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:
     assert (len(found["rows"]), found["all"]) == (MAX_OBJECTS, MAX_OBJECTS + 50)
 
 
-async def test_an_artifact_has_its_size_generation_and_verdict(captured: World) -> None:
+async def test_an_artifact_has_its_size_generation_verdict_and_readers(captured: World) -> None:
     [row] = rows(await facts_of(captured), "artifacts")
     assert (row["generation"], row["parts"], row["verdict"]) == (1, 3, "Committed")
-    assert row["size"] == 2058
-    assert row["snapshot"] == "default/llm"
-    assert row["readers"] == []
+    assert (row["size"], row["snapshot"], row["readers"]) == (2058, "default/llm", [])
+    await captured.apply(restore_document(node="node-2"))
+    [row] = rows(await facts_of(captured), "artifacts")
+    assert row["readers"] == ["default/restored"]
 
 
 async def test_a_failed_capture_is_one_problem_with_its_next_step() -> None:
@@ -368,52 +362,42 @@ async def test_of_many_captures_the_newest_are_listed_and_all_are_counted(captur
 # The flow of orders.
 
 
-def test_a_report_is_never_drawn_before_its_order_whatever_its_clock_says() -> None:
-    item = order("prepare")
-    found = flow(
-        [item], [report(item, "prepared", n=2, at=1.0), report(item, "accepted", n=1, at=0.5)], {}
-    )
-    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
-    assert [arrow["at"] for arrow in found["arrows"]] == [0.0, 0.0]
+PREPARE = order("prepare")
+DONE = report(PREPARE, "prepared", n=2, at=101.0)
 
 
-def test_an_acceptance_is_shown_until_something_comes_of_it() -> None:
-    item = order("prepare")
-    found = flow([item], [report(item, "accepted", n=1, at=101.0)], {})
-    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "accepted"]
-
-
-def test_a_report_that_came_twice_is_one_arrow_and_that_of_another_attempt_is_none() -> None:
-    item = order("prepare")
-    one = report(item, "prepared", n=2, at=101.0)
-    other = report(replace(item, attempt=2), "prepared", n=2, at=101.0)
-    found = flow([item], [one, one, other], {})
-    assert len(found["arrows"]) == 2
-
-
-def test_what_the_stream_has_lost_is_drawn_from_the_store() -> None:
-    item = order("prepare")
-    item = replace(item, state="prepared", final=report(item, "prepared", n=2, at=101.0))
-    found = flow([item], [], {})
-    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
-    assert found["bars"][0]["end"] == 1
+@each(
+    ("item", "reports", "arrows"),
+    [
+        # A report is never drawn before its order, whatever its clock says.
+        (PREPARE, [replace(DONE, at=1.0)], [("prepare", 0.0), ("prepared", 0.0)]),
+        # An acceptance is shown until something comes of it.
+        (PREPARE, [replace(DONE, kind="accepted", n=1)], [("prepare", 0.0), ("accepted", 1.0)]),
+        (
+            PREPARE,
+            [DONE, replace(DONE, kind="accepted", n=1)],
+            [("prepare", 0.0), ("prepared", 1.0)],
+        ),
+        # One that came twice is one arrow, and that of another attempt is none.
+        (PREPARE, [DONE, DONE, replace(DONE, attempt=2)], [("prepare", 0.0), ("prepared", 1.0)]),
+        # What the stream has lost is drawn from the store.
+        (replace(PREPARE, state="prepared", final=DONE), [], [("prepare", 0.0), ("prepared", 1.0)]),
+    ],
+)
+def test_an_order_and_what_came_of_it_are_arrows(
+    item: OrderStatus, reports: list[Report], arrows: list[tuple[str, float]]
+) -> None:
+    found = flow([item], reports, {})
+    assert [(arrow["label"], arrow["at"]) for arrow in found["arrows"]] == arrows
+    assert item.final is None or found["bars"][0]["end"] == 1
 
 
 def test_work_under_way_has_no_end_and_shows_how_far_it_is() -> None:
     item = order("save", "gpu-0")
     found = flow([item], [], {item.order: progress(item, 1, 4)})
     assert found["lanes"] == ["operator", "gms node-1"]
-    assert found["bars"] == [
-        {
-            "lane": 1,
-            "start": 0,
-            "label": "save gpu-0",
-            "state": "busy",
-            "done": 1,
-            "total": 4,
-            "step": "write",
-        }
-    ]
+    shown = {"lane": 1, "start": 0, "label": "save gpu-0", "state": "busy", "step": "write"}
+    assert found["bars"] == [{**shown, "done": 1, "total": 4}]
 
 
 def test_an_order_that_its_node_has_not_accepted_waits_and_is_not_under_way() -> None:
@@ -422,10 +406,8 @@ def test_an_order_that_its_node_has_not_accepted_waits_and_is_not_under_way() ->
 
 
 def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
-    item = order("prepare", attempt=2)
-    failed = report(
-        item, "failed", n=1, at=101.0, failure=Failure(reason="NotEligible", message="x")
-    )
+    item, failure = order("prepare", attempt=2), Failure(reason="NotEligible", message="x")
+    failed = report(item, "failed", n=1, at=101.0, failure=failure)
     found = flow([replace(item, state="failed", final=failed)], [], {})
     assert [arrow["state"] for arrow in found["arrows"]] == ["bad", "bad"]
     assert found["arrows"][0]["label"] == "prepare #2"
@@ -433,46 +415,26 @@ def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
     assert flow([order("prepare", state="lost")], [], {})["bars"][0]["state"] == "bad"
 
 
-def test_a_waterfall_gives_seconds_from_the_first_span() -> None:
-    base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
-    spans = [
-        SpanRecord(span_id="a", name="capture", start_ns=10**9, end_ns=3 * 10**9, **base),
-        SpanRecord(
-            span_id="b", parent_id="a", name="dump", start_ns=2 * 10**9, end_ns=3 * 10**9, **base
-        ),
-    ]
-    found = waterfall(spans)
+def test_a_waterfall_gives_seconds_from_the_first_span_without_a_longer_pause() -> None:
+    def lasting(name: str, start_s: int, end_s: int, parent: str = "") -> SpanRecord:
+        times = {"start_ns": start_s * 10**9, "end_ns": end_s * 10**9}
+        return builders.span(span_id=name, name=name, parent_id=parent, **times)
+
+    found = waterfall([lasting("capture", 1, 3), lasting("dump", 2, 3, parent="capture")])
     assert (found["total"], found["all"]) == (2.0, 2)
-    assert [(bar["name"], bar["depth"], bar["start"]) for bar in found["bars"]] == [
-        ("capture", 0, 0.0),
-        ("dump", 1, 1.0),
-    ]
+    bars = [(bar["name"], bar["depth"], bar["start"]) for bar in found["bars"]]
+    assert bars == [("capture", 0, 0.0), ("dump", 1, 1.0)]
+    found = waterfall([lasting("capture", 0, 1), lasting("verify", 91, 92)])
+    assert (found["total"], found["paused"]) == (2.0, 90.0)
+    assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]
 
 
 def test_a_message_in_a_waterfall_has_its_verb_and_no_placeholder() -> None:
-    attributes = message_attributes(
-        "publish", "snap.order.{node}.gms.save-{owner}", client="x", order="", attempt=1
-    ) | {"snapback.verb": "save"}
-    span = builders.span(
-        trace_id="t",
-        span_id="a",
-        service="snap-operator",
-        node="operator",
-        name="publish snap.order.{node}.gms.save-{owner}",
-        attributes=attributes,
-    )
+    subject = "snap.order.{node}.gms.save-{owner}"
+    attributes = message_attributes("publish", subject, client="x", order="", attempt=1)
+    attributes |= {"snapback.verb": "save"}
+    span = builders.span(name=f"publish {subject}", attributes=attributes)
     assert [bar["name"] for bar in waterfall([span])["bars"]] == ["publish save"]
-
-
-def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
-    base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
-    spans = [
-        SpanRecord(span_id="a", name="capture", start_ns=0, end_ns=10**9, **base),
-        SpanRecord(span_id="b", name="verify", start_ns=91 * 10**9, end_ns=92 * 10**9, **base),
-    ]
-    found = waterfall(spans)
-    assert (found["total"], found["paused"]) == (2.0, 90.0)
-    assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]
 
 
 async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None:

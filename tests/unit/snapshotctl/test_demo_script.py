@@ -48,7 +48,7 @@ ELSEWHERE = functools.partial(demo_engines.engine_of, is_started_here=False)
     [
         (demo_script.with_variables, (BARE, {"SIZE_MIB": "64"}), "SIZE_MIB"),
         (demo_engines.variables, (TEXT, 512, "2s"), "--warm-up 2s is not one of full, short"),
-        *((demo_engines.check_size, (TEXT, size), "") for size in (0, 15, -1, 10**9)),
+        *((demo_engines.check_size, (TEXT, size), "--size-mib") for size in (0, 15, -1, 10**9)),
         (demo_engines.check_size, (ONNX, 64), "--size-mib 64: .* leave --size-mib"),
         (demo_engines.engine_of, ("vllm",), "--engine vllm is not one of text, onnx"),
         (ELSEWHERE, ("onnx",), "--engine onnx is not for --on"),

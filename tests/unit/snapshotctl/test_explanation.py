@@ -37,6 +37,10 @@ def _related(*members: AnyObject) -> RelatedObjects:
     return RelatedObjects(members[0], members)
 
 
+def _headline(related: RelatedObjects) -> str:
+    return explanation.headline(related, object_state(related))
+
+
 def _advice(related: RelatedObjects) -> list[str]:
     return explanation.advice(related, object_state(related))
 
@@ -49,17 +53,13 @@ def _now(related: RelatedObjects, **more: Any) -> list[str]:
 def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:
     failed = [row("Failed", "True", "DeviceTooSmall", "m")]
     restore = builders.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
+    assert explanation.asked(restore) == "restore container main of pod worker from snap"
     pod = builders.pod(source="snap", phase="Failed", conditions=failed)
     for related in (_related(pod, restore), _related(restore, pod)):
         found = object_state(related)
         assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
         assert _now(related)[1:3] == ["needed: 9", "capacity: 4"]
         assert _advice(related)[0] == "choose a larger node"
-
-
-def test_a_restore_says_what_it_restores_from_what() -> None:
-    restore = builders.restore("llm")
-    assert explanation.asked(restore) == "restore container main of pod worker from llm"
 
 
 def test_a_pod_says_what_its_restore_waits_for_before_what_it_says_itself() -> None:
@@ -81,7 +81,7 @@ def test_a_pod_of_a_silent_node_is_neither_well_nor_failed() -> None:
     )
     found = object_state(related)
     assert (found.word, found.reason) == ("unknown", "NodeSilent")
-    assert explanation.headline(related, found) == "pod/worker may or may not run: NodeSilent"
+    assert _headline(related) == "pod/worker may or may not run: NodeSilent"
     assert _now(related) == [shown]
     assert any("snapshotctl nodes" in line for line in _advice(related))
 
@@ -108,10 +108,7 @@ def test_a_snapshot_fails_for_the_reason_of_its_capture_with_its_values() -> Non
         builders.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows),
     )
     assert object_state(related).values == {"needed": 9, "capacity": 4}
-    assert (
-        explanation.headline(related, object_state(related))
-        == "snapshot/snap has failed: DeviceTooSmall"
-    )
+    assert _headline(related) == "snapshot/snap has failed: DeviceTooSmall"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +156,7 @@ def test_a_silent_node_and_a_service_that_does_not_answer_are_named() -> None:
 def test_what_waits_shows_its_reason_and_since_when() -> None:
     rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
     related = _related(builders.pod(conditions=rows))
-    assert explanation.headline(related, object_state(related)) == "pod/worker waits: Unschedulable"
+    assert _headline(related) == "pod/worker waits: Unschedulable"
     assert _now(related)[0] == "node-1 has 0 of 1 GPUs free"
     assert _now(related)[1].endswith("10s ago")
 
@@ -188,9 +185,7 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
     ]
     done = builders.committed()
     related = _related(builders.content(capture=Capture.READY, committed=done, conditions=rows))
-    assert explanation.headline(related, object_state(related)).endswith(
-        "is damaged: ArtifactCorrupt"
-    )
+    assert _headline(related).endswith("is damaged: ArtifactCorrupt")
     assert any("snapshotctl verify" in line for line in _advice(related))
 
 
@@ -201,21 +196,15 @@ def test_what_is_well_needs_nothing() -> None:
     assert _advice(related) == ["Capture it: `snapshotctl checkpoint worker`."]
 
 
-@pytest.mark.parametrize(
-    ("rows", "headline"),
-    [
-        ([row("Ready", "True", "AgentPresent")], "node/n is well: AgentPresent"),
-        ([row("Ready", "False", "PresenceMissing")], "node/n is not there: PresenceMissing"),
-        (
-            [row("Ready", "False", "PresenceMissing"), row("Lost", "True", "PresenceMissing")],
-            "node/n is lost: PresenceMissing",
-        ),
-    ],
-)
-def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
-    node = Node(metadata=builders.meta("node", "n"), status=NodeStatus(conditions=rows))
-    related = _related(node)
-    assert explanation.headline(related, object_state(related)) == headline
+def test_a_node_is_there_or_not_or_lost() -> None:
+    there, absent = row("Ready", "True", "AgentPresent"), row("Ready", "False", "PresenceMissing")
+    for rows, headline in (
+        ([there], "node/n is well: AgentPresent"),
+        ([absent], "node/n is not there: PresenceMissing"),
+        ([absent, row("Lost", "True", "PresenceMissing")], "node/n is lost: PresenceMissing"),
+    ):
+        node = Node(metadata=builders.meta("node", "n"), status=NodeStatus(conditions=rows))
+        assert _headline(_related(node)) == headline
 
 
 @each(
@@ -312,7 +301,7 @@ def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another(
     assert "it cannot use the process driver criu: CRIU did not dump. Next: use CRIU 4.2" in lines
 
 
-def test_what_was_captured_says_what_it_has_cost() -> None:
+def test_what_was_captured_or_restored_says_what_it_has_cost() -> None:
     content = builders.content(
         attempt=1,
         committed=builders.committed(bytes=2**30),
@@ -323,11 +312,13 @@ def test_what_was_captured_says_what_it_has_cost() -> None:
     cost = "captured 1 GiB in 4.00 s (268 MB/s); worker paused for 100 ms"
     assert cost in _now(_related(content))
     assert cost in _now(_related(builders.snapshot(), content))
-
-
-def test_a_restored_pod_says_how_long_that_took() -> None:
     restore = builders.restore(state=Restore.RESTORED, attempt=1, restored_seconds=1.24)
     assert "restored in 1.24 s" in _now(_related(builders.pod(source="snap"), restore))
+
+
+def _rows(section: Section) -> list[tuple[str, ...]]:
+    assert section.table is not None
+    return section.table.rows
 
 
 def _sections(value: AnyObject, *readers: str) -> dict[str, Section]:
@@ -347,15 +338,12 @@ def test_a_content_has_parts_readers_orders_and_obligations() -> None:
         conditions=[row("Ready", "True", "Captured", "generation 1")],
     )
     found = _sections(value, "default: pod/reader")
-    assert found["Conditions:"].table is not None
-    assert found["Conditions:"].table.rows == [("Ready", "True", "Captured", "10s", "generation 1")]
-    assert found["Parts:"].table is not None
-    assert [row[:3] for row in found["Parts:"].table.rows] == [
+    assert _rows(found["Conditions:"]) == [("Ready", "True", "Captured", "10s", "generation 1")]
+    assert [row[:3] for row in _rows(found["Parts:"])] == [
         ("process", "10 B", builders.DIGEST),
         ("gpu-0", "-", "not staged"),
     ]
-    assert found["Orders:"].table is not None
-    [order] = found["Orders:"].table.rows
+    [order] = _rows(found["Orders:"])
     assert order[1:4] == ("1", "agent@node-1", "failed")
     assert order[5:] == ("2.00 s", "NoSpace: full")
     assert found["Readers:"].lines == ("default: pod/reader",)
@@ -372,8 +360,7 @@ def test_a_restore_has_its_state_and_orders_and_a_pod_shows_those_of_its_own() -
     found = _sections(restore)
     assert "source:          snap" in found["Spec:"].lines
     assert "state:           Restoring" in found["Status:"].lines
-    assert found["Orders:"].table is not None
-    assert [row[0] for row in found["Orders:"].table.rows] == [load.order]
+    assert [row[0] for row in _rows(found["Orders:"])] == [load.order]
     pod = builders.pod(source="snap", phase="Running")
     shown = {section.title: section for section in describe.sections(pod, [], NOW, restore)}
     assert f"name:            {restore.metadata.name}" in shown["Restore:"].lines

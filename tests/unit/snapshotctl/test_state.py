@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from msgspec.structs import replace
 
 from snapshot_operator.core import ordering
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import DeviceRef, PartResult, Progress, VectorEntry
 from snapshot_shared.transitions import Restore
@@ -23,11 +25,22 @@ UID = derived_uid("content", "snap")
 POD = derived_uid("pod", "worker")
 
 
+RUN = builders.ended(order("run", POD, at=NOW - 20), "started")
+LOST: dict[str, Any] = {
+    "conditions": [row("Ready", "False", "NodeLost", "node node-1 was deleted")],
+    "phase": "Failed",
+    "reason": "NodeLost",
+}
+
+
+def _phases(*members: AnyObject) -> list[state.TimedPhase]:
+    return state.phases(RelatedObjects(members[0], members))
+
+
 def test_an_order_begins_a_phase_and_its_report_ends_it() -> None:
     done = builders.ended(order("prepare", UID), "prepared")
     open_ = order("save", UID, part="gpu-0", at=NOW)
-    value = builders.content(orders=[open_, done])
-    first, second = state.phases(RelatedObjects(value, [value]))
+    first, second = _phases(builders.content(orders=[open_, done]))
     assert (first.name, first.ended - first.began) == ("prepare: quiet and fenced", 2.0)
     assert first.line().endswith("2.00 s  done")
     assert (second.name, second.where, second.ended) == ("save gpu-0", "gms@node-1", 0.0)
@@ -38,56 +51,35 @@ def test_a_phase_that_failed_says_why_and_a_later_attempt_says_which() -> None:
     failure = Failure(reason="NoSpace", message="full")
     failed = builders.ended(replace(order("seal", UID), attempt=2), "failed", failure)
     lost = replace(order("dump", UID, at=NOW), state="lost", ended_at=time_of(NOW + 1))
-    value = builders.content(orders=[failed, lost])
-    first, second = state.phases(RelatedObjects(value, [value]))
+    first, second = _phases(builders.content(orders=[failed, lost]))
     assert first.line().endswith("seal (attempt 2)               2.00 s  failed: NoSpace: full")
     assert second.failure == "NodeLost"
 
 
-def test_a_worker_warms_up_until_it_is_ready() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "started")
-    starting = builders.pod(orders=[run])
-    assert [phase.ended for phase in state.phases(RelatedObjects(starting, [starting]))] == [
-        NOW - 18,
-        0.0,
-    ]
-    ready = builders.pod(orders=[run], conditions=[row("Ready", "True", "WorkerReady")])
-    _, warm = state.phases(RelatedObjects(ready, [ready]))
+def test_a_worker_warms_up_until_it_is_ready_or_ends() -> None:
+    starting = _phases(builders.pod(orders=[RUN]))
+    assert [phase.ended for phase in starting] == [NOW - 18, 0.0]
+    rows = [row("Ready", "True", "WorkerReady")]
+    _, warm = _phases(builders.pod(orders=[RUN], conditions=rows))
     assert (warm.name, warm.ended) == (state.WARM, NOW - 10)
-    restored = builders.pod(source="snap", orders=[run])
-    assert len(state.phases(RelatedObjects(restored, [restored]))) == 1
-
-
-def test_the_loss_of_a_node_is_no_failure_of_a_warm_up_that_was_captured() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "started")
-    rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
-    lost = builders.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
-    prepare = builders.ended(order("prepare", UID, at=NOW - 14), "prepared")
-    captured = builders.content(orders=[prepare])
-    phases = state.phases(RelatedObjects(captured, [captured, lost]))
-    assert [(p.ended - p.began, p.failure) for p in phases if p.name == state.WARM] == [(4.0, "")]
-
-
-def test_a_worker_that_was_warm_when_its_node_was_lost_did_not_fail_to_start() -> None:
-    run = replace(builders.ended(order("run", POD, at=NOW - 20), "started"), state="ready")
-    rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
-    lost = builders.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
-    assert [phase.failure for phase in state.phases(RelatedObjects(lost, [lost]))] == [""]
-
-
-def test_a_worker_that_was_stopped_after_a_restore_had_failed_did_not_fail_to_start() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "exited", exit_code=143, message="143")
-    pod = builders.pod(source="snap", orders=[run], phase="Failed", reason="InjectedFault")
-    [phase] = state.phases(RelatedObjects(pod, [pod]))
-    assert phase.line().endswith("2.00 s  done")
-
-
-def test_a_worker_that_ends_before_it_is_warm_fails_its_warm_up() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "started")
+    assert len(_phases(builders.pod(source="snap", orders=[RUN]))) == 1
     rows = [row("Ready", "False", "ContainerExited", "exit 1")]
-    ended = builders.pod(orders=[run], conditions=rows, phase="Failed", message="exit 1")
-    _, warm = state.phases(RelatedObjects(ended, [ended]))
+    _, warm = _phases(builders.pod(orders=[RUN], conditions=rows, phase="Failed", message="exit 1"))
     assert (warm.name, warm.failure) == (state.WARM, "exit 1")
+
+
+def test_a_worker_that_was_lost_or_stopped_once_it_was_warm_did_not_fail_to_start() -> None:
+    prepare = builders.ended(order("prepare", UID, at=NOW - 14), "prepared")
+    captured, lost = builders.content(orders=[prepare]), builders.pod(orders=[RUN], **LOST)
+    warm_ups = [phase for phase in _phases(captured, lost) if phase.name == state.WARM]
+    assert [(phase.ended - phase.began, phase.failure) for phase in warm_ups] == [(4.0, "")]
+    warm = builders.pod(orders=[replace(RUN, state="ready")], **LOST)
+    assert [phase.failure for phase in _phases(warm)] == [""]
+    run = builders.ended(order("run", POD, at=NOW - 20), "exited", exit_code=143, message="143")
+    # A restore had failed before it was stopped.
+    stopped = builders.pod(source="snap", orders=[run], phase="Failed", reason="InjectedFault")
+    [phase] = _phases(stopped)
+    assert phase.line().endswith("2.00 s  done")
 
 
 def test_the_parts_of_a_capture_are_those_of_its_plan_until_they_are_staged() -> None:
