@@ -223,7 +223,14 @@ async def test_a_lost_connection_is_shown_and_found_again(tmp_path: Path) -> Non
             await shows(driver, "node-1")
 
 
-async def test_an_empty_cluster_says_what_to_type_and_a_command_is_copied(tmp_path: Path) -> None:
+MANY = """const rows = Array.from({length: 200}, (_, n) =>
+    ({key: `k${n}`, name: `llm-${n}`, kind: 'Pod', state: 'ok', phase: 'Running', rev: ''}));
+    view.objects = {rows, all: 300}; search('llm-7')"""
+
+
+async def test_an_empty_cluster_says_what_to_type_and_a_search_how_much_it_has_searched(
+    tmp_path: Path,
+) -> None:
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
         await shows(driver, "snapshotctl up --nodes 2")
         await shows(driver, "snapshotctl apply -f deploy/examples/checkpoint.yaml")
@@ -241,6 +248,14 @@ async def test_an_empty_cluster_says_what_to_type_and_a_command_is_copied(tmp_pa
         read = "navigator.clipboard.readText().then(arguments[0], e => arguments[0](String(e)))"
         text = await at(driver.execute_async_script, read)
         assert text == "nats --context snapback-default kv watch snap_nodes"
+        # Axe sees a contrast that is too low.
+        assert await at(violations, driver) == []
+        await at(driver.execute_script, "document.querySelector('#sums').style.color = '#ddd'")
+        assert ["color-contrast" in rule for rule in await at(violations, driver)] == [True]
+        # A search says how much it has searched.
+        await at(driver.execute_script, MANY)
+        words = await rests(driver, "document.querySelector('#matches').textContent")
+        assert words.endswith("Only the first 200 of 300 objects were searched.")
 
 
 async def test_who_wants_no_motion_gets_none(tmp_path: Path) -> None:
@@ -514,16 +529,6 @@ async def test_the_orders_of_the_open_object_move_on_without_an_event(tmp_path: 
         await holds(driver, f"{left} < {before}", "the open order takes a larger share")
 
 
-async def test_a_search_says_how_much_it_has_searched(tmp_path: Path) -> None:
-    script = """const rows = Array.from({length: 200}, (_, n) =>
-        ({key: `k${n}`, name: `llm-${n}`, kind: 'Pod', state: 'ok', phase: 'Running', rev: ''}));
-        view.objects = {rows, all: 300}; search('llm-7')"""
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
-        await at(driver.execute_script, script)
-        words = await rests(driver, "document.querySelector('#matches').textContent")
-        assert words.endswith("Only the first 200 of 300 objects were searched.")
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 async def test_axe_finds_nothing_in_any_state(tmp_path: Path, width: int, dark: bool) -> None:
@@ -552,10 +557,3 @@ async def test_axe_finds_nothing_in_any_state(tmp_path: Path, width: int, dark: 
         await shows(driver, "Nothing matches")
         found["search without a result"] = await at(violations, driver)
     assert {state: rules for state, rules in found.items() if rules} == {}
-
-
-async def test_axe_sees_a_contrast_that_is_too_low(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
-        assert await at(violations, driver) == []
-        await at(driver.execute_script, "document.querySelector('#sums').style.color = '#ddd'")
-        assert ["color-contrast" in rule for rule in await at(violations, driver)] == [True]

@@ -386,7 +386,7 @@ async def test_a_node_that_was_paused_stays_so_when_its_agent_binds_again(world:
     assert json.loads(found.data)["paused"]
 
 
-async def test_nobody_gets_in_without_a_key_that_the_server_knows(
+async def test_nobody_gets_in_without_a_key_that_the_server_knows_or_that_can_be_read(
     world: World, tmp_path: Path
 ) -> None:
     stranger = tmp_path / "stranger.nk"
@@ -397,9 +397,6 @@ async def test_nobody_gets_in_without_a_key_that_the_server_knows(
                 patiently=False
             )
         assert "stranger" in refused.value.message
-
-
-async def test_a_seed_that_cannot_be_used_is_named(world: World, tmp_path: Path) -> None:
     broken = tmp_path / "broken.nk"
     for content in (None, "", "SUA", "nonsense", "SU" + "a" * 56):
         if content is not None:

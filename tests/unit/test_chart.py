@@ -416,12 +416,9 @@ def test_helm_refuses_a_value_that_the_schema_does_not_know() -> None:
         rendered("--set", "simulatoin.enabled=true")
 
 
-def test_the_version_of_the_chart_is_that_of_the_product() -> None:
+def test_the_version_and_the_definitions_of_the_chart_are_those_of_the_product() -> None:
     found = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
     assert found["version"] == found["appVersion"] == VERSION
-
-
-def test_the_definitions_of_the_chart_are_those_of_the_kinds() -> None:
     files = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in FILES}
     assert files == {each["metadata"]["name"] for each in definitions()}
 
@@ -430,10 +427,6 @@ FILES = sorted((helm.CHART / "crds").iterdir())
 
 
 VALIDATOR = jsonschema.validators.validator_for(SCHEMA)(SCHEMA)
-
-
-def test_the_schema_takes_the_defaults() -> None:
-    jsonschema.validate(VALUES, SCHEMA)
 
 
 def leaves(schema: Any, path: str = "") -> Iterator[str]:
@@ -505,8 +498,9 @@ def is_bounded(schema: dict[str, Any]) -> bool:
             return kind == "boolean"
 
 
-def test_every_value_has_a_type_and_a_bound() -> None:
+def test_the_schema_takes_the_defaults_and_every_value_has_a_type_and_a_bound() -> None:
     assert [path for path, schema in ALL if not is_bounded(schema)] == []
+    jsonschema.validate(VALUES, SCHEMA)
 
 
 def test_the_alerts_are_those_of_the_file_with_the_address_of_the_runbooks() -> None:

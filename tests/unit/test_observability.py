@@ -141,16 +141,13 @@ def test_alerts_fire_when_they_should_and_not_before(words: tuple[str, Path]) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prometheus_reads_the_rules_and_every_service() -> None:
+def test_prometheus_and_the_collector_read_what_the_services_have() -> None:
     found = document("prometheus.yml")
     assert all((FOLDER / name).exists() for name in found["rule_files"])
     (job,) = found["scrape_configs"]
     targets = {target for group in job["static_configs"] for target in group["targets"]}
     services = ("operator", "page", "agent-1", "gms-1", "agent-2", "gms-2")
     assert targets == {f"{name}:9090" for name in services}
-
-
-def test_the_collector_takes_what_the_services_send() -> None:
     found = document("otel-collector.yaml")
     assert found["receivers"]["otlp"]["protocols"] == {"http": {"endpoint": "0.0.0.0:4318"}}
     pipelines = found["service"]["pipelines"]

@@ -257,7 +257,7 @@ def test_make_help_lists_every_target_once_below_a_title() -> None:
     assert sorted(listed) == sorted(set(named) - {"moved"})
 
 
-def test_no_source_waits_by_sleeping() -> None:
+def test_no_source_waits_by_sleeping_but_for_the_few_that_are_listed() -> None:
     offenders = [
         f"{_name(file)}:{line}"
         for file in _with("sleep")
@@ -265,9 +265,6 @@ def test_no_source_waits_by_sleeping() -> None:
         for line in _sleeps(_parse(file))
     ]
     assert offenders == []
-
-
-def test_the_list_of_allowed_sleeps_is_short_and_holds_only_files_that_sleep() -> None:
     assert len(ALLOWED_SLEEPS) <= MAX_ALLOWED_SLEEPS
     assert [name for name in ALLOWED_SLEEPS if not _sleeps(_parse(ROOT / name))] == []
 

@@ -172,19 +172,6 @@ def test_everything_that_is_known_is_described_with_the_events_at_the_end(runnin
     assert "seal sealed by agent@node-1" in " ".join(item["what"] for item in found["events"])
 
 
-def test_events_are_one_object_a_line_and_nothing_is_lost_with_the_object(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("shortlived", '["sleep", "1000"]', gpus=0))
-    running.ok("wait", "pod/shortlived", "--for", "condition=PodScheduled")
-    uid = running.ok("get", "pod/shortlived", "-o", "json").value()["metadata"]["uid"]
-    running.ok("delete", "pod/shortlived")
-    running.ok("wait", "pod/shortlived", "--for", "delete", "--timeout", "60s")
-    kept = [line for line in _lines(running.ok("events", "-o", "json")) if uid in str(line)]
-    assert {line["object"] for line in kept} == {f"(gone) {uid}"}
-    assert "stop stopped by agent@node-1" in {line["what"] for line in kept}
-    times = [line["time"] for line in kept]
-    assert times == sorted(times)
-
-
 def test_events_are_followed_as_they_happen_until_an_interrupt(running: Cli) -> None:
     with running.start("events", "--follow", "-o", "json") as follower:
         read_until(follower, "dynamocheckpoint/warm")

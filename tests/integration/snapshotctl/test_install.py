@@ -44,13 +44,18 @@ def of_operator(keys: Path, root: Path) -> list[str]:
     return [*words, "--root", str(root)]
 
 
-def test_a_node_gets_its_own_keys_and_no_others(cli: Cli, keys: Path, tmp_path: Path) -> None:
+def test_a_node_gets_its_own_keys_and_no_others_and_nobody_else_can_read_them(
+    cli: Cli, keys: Path, tmp_path: Path
+) -> None:
     cli.run(*of_node(keys, tmp_path / "root"))
     found = {path.name for path in (tmp_path / "root/etc/snapback").glob("*.nk")}
     assert found == {"agent-node-1.nk", "gms-node-1.nk"}
     cli.run(*of_operator(keys, tmp_path / "operator"))
     found = {path.name for path in (tmp_path / "operator/etc/snapback").glob("*.nk")}
     assert found == {"operator.nk", "viewer.nk", "snapshotctl.nk"}
+    cli.run(*of_operator(keys, tmp_path))
+    for path in (tmp_path / "etc/snapback").iterdir():
+        assert not path.stat().st_mode & 0o007, path
 
 
 def test_settings_that_were_changed_are_kept_and_units_are_replaced(
@@ -68,12 +73,6 @@ def test_settings_that_were_changed_are_kept_and_units_are_replaced(
     assert (what["gms.env"], what["snapback-gms.service"]) == ("kept", "replaced")
     assert what["agent.env"] == "unchanged"
     assert (settings.read_bytes(), unit.read_text()) == (changed, written)
-
-
-def test_no_file_with_a_key_can_be_read_by_others(cli: Cli, keys: Path, tmp_path: Path) -> None:
-    cli.run(*of_operator(keys, tmp_path))
-    for path in (tmp_path / "etc/snapback").iterdir():
-        assert not path.stat().st_mode & 0o007, path
 
 
 def test_a_node_without_its_keys_says_how_they_are_made(cli: Cli, tmp_path: Path) -> None:

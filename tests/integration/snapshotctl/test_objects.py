@@ -53,15 +53,12 @@ def test_an_image_that_is_not_used_is_named_with_its_line(running: Cli) -> None:
     assert said.err.startswith("warning: stdin:9: spec.containers[0].image: is not used: ")
 
 
-def test_objects_are_listed_as_a_table(running: Cli) -> None:
+def test_objects_are_listed_as_a_table_and_that_there_are_none_is_said(running: Cli) -> None:
     running.ok("apply", "-f", "-", stdin=_pod("listed"))
     head, *rows = running.ok("get", "pods").out.splitlines()
     assert head.split() == ["NAME", "READY", "STATUS", "NODE", "GPUS", "RESTORE-FROM", "AGE"]
     assert any(row.startswith("listed ") for row in rows)
     assert running.ok("get", "pods", "-A").out.startswith("NAMESPACE")
-
-
-def test_a_kind_without_objects_says_so(running: Cli) -> None:
     empty = running.ok("get", "snapshots", "-n", "elsewhere")
     assert (empty.out, empty.err) == ("", "no snapshots in namespace elsewhere\n")
     assert running.ok("get", "snapshots", "-o", "json").value() == []
@@ -96,13 +93,10 @@ def test_a_bare_name_that_nothing_has_is_not_taken_for_deleted(running: Cli) -> 
     assert "next: name the kind where it may be gone already, as in pod/misspelt" in misspelt.err
 
 
-def test_waiting_ends_when_time_runs_out(running: Cli) -> None:
+def test_waiting_ends_when_time_runs_out_or_by_an_interrupt(running: Cli) -> None:
     running.ok("apply", "-f", "-", stdin=_pod("slow"))
     late = running.run("wait", "pod/slow", "--timeout", "500ms")
     assert (late.code, "not within 0.5 s" in late.err) == (6, True)
-
-
-def test_waiting_can_be_interrupted(running: Cli) -> None:
     running.ok("apply", "-f", "-", stdin=_pod("endless"))
     process = running.start("--server", running.record()["url"], "wait", "pod/endless")
     follower = running.start("wait", "pod/endless", "--for", "condition=PodScheduled")

@@ -93,11 +93,15 @@ def test_a_capture_whose_orders_are_forgotten_is_one_bar() -> None:
     assert bars(found) == [("all", 0.0, 4.0, "ok")]
 
 
-def test_a_run_ends_at_the_latest_when_its_object_is_deleted() -> None:
+def test_a_run_ends_with_its_orders_or_when_its_object_is_deleted_if_they_are_known() -> None:
     found = content(ended("prepare", "prepared", 0.0, 1.0))
     deleted = replace(found.metadata, deletion_timestamp="1970-01-12T13:46:40Z")
     for value, length in ((found, None), (replace(found, metadata=deleted), 1.0)):
         assert run(value)["length"] == length
+    over = run(content(capture=Capture.READY))
+    assert (over["over"], over["length"], over["phases"]) == (True, None, [])
+    under_way = run(content(ended("prepare", "prepared", 0.0, 1.0)))
+    assert (under_way["over"], under_way["length"]) == (False, None)
 
 
 def test_what_has_not_begun_and_an_artifact_that_was_imported_have_no_run() -> None:
@@ -110,13 +114,6 @@ def test_what_has_not_begun_and_an_artifact_that_was_imported_have_no_run() -> N
     imported = replace(found, spec=replace(found.spec, source=source))
     assert started_at(imported) is None
     assert run_of(imported) is None
-
-
-def test_a_run_that_is_over_has_no_length_where_none_of_its_orders_is_known() -> None:
-    over = run(content(capture=Capture.READY))
-    assert (over["over"], over["length"], over["phases"]) == (True, None, [])
-    under_way = run(content(ended("prepare", "prepared", 0.0, 1.0)))
-    assert (under_way["over"], under_way["length"]) == (False, None)
 
 
 @pytest.mark.parametrize(

@@ -392,15 +392,12 @@ def test_an_order_and_what_came_of_it_are_arrows(
     assert item.final is None or found["bars"][0]["end"] == 1
 
 
-def test_work_under_way_has_no_end_and_shows_how_far_it_is() -> None:
+def test_work_under_way_has_no_end_and_what_its_node_has_not_accepted_waits() -> None:
     item = order("save", "gpu-0")
     found = flow([item], [], {item.order: progress(item, 1, 4)})
     assert found["lanes"] == ["operator", "gms node-1"]
     shown = {"lane": 1, "start": 0, "label": "save gpu-0", "state": "busy", "step": "write"}
     assert found["bars"] == [{**shown, "done": 1, "total": 4}]
-
-
-def test_an_order_that_its_node_has_not_accepted_waits_and_is_not_under_way() -> None:
     assert flow([order("stop", state="ordered")], [], {})["bars"][0]["state"] == "waiting"
     assert flow([order("stop", state="accepted")], [], {})["bars"][0]["state"] == "busy"
 

@@ -128,16 +128,15 @@ def test_a_verdict_shows_both_values_and_of_many_words_those_that_are_missing() 
     assert ("architecture", "-", "-", "unknown") in table.rows
 
 
-def test_the_same_bytes_are_no_difference_and_another_structure_is_one() -> None:
+def test_another_structure_is_a_difference_and_a_part_that_only_one_has_differs_as_a_whole() -> (
+    None
+):
     one = _manifests(_part(_file("a")))
     assert artifact_tables.difference(one, one).is_none
     other = _manifests(_part(_file("a"), structure="t"))
     found = artifact_tables.difference(one, other)
     assert not found.is_none
     assert found.parts[0].structure == "differs: 0 and 0 allocations"
-
-
-def test_a_part_that_only_one_has_differs_as_a_whole() -> None:
     left = _manifests(_part(_file("a")), _part(_file("b"), part="gpu-1"))
     right = _manifests(_part(_file("a")))
     found = artifact_tables.difference(left, right).parts[1]
@@ -178,10 +177,16 @@ def _artifact(folder: Path) -> CapturedArtifact:
     return CapturedArtifact(builders.content(committed=committed), None, str(folder))
 
 
-def test_the_manifests_that_were_committed_are_read(tmp_path: Path) -> None:
+def test_the_manifests_that_were_committed_are_read_if_they_are_on_this_machine(
+    tmp_path: Path,
+) -> None:
     found = manifests_of(_artifact(tmp_path))
     assert found is not None
     assert [file.name for part in found.parts for file in part.files] == ["state"]
+    artifact = _artifact(tmp_path / "there")
+    assert manifests_of(artifact._replace(root=str(tmp_path / "missing"))) is None
+    assert manifests_of(artifact._replace(root=str(tmp_path))) is None
+    assert manifests_of(artifact._replace(root="")) is None
 
 
 @pytest.mark.parametrize("name", ["root.json", "gpu-0/part.json"])
@@ -194,10 +199,3 @@ def test_a_manifest_that_was_changed_or_removed_is_no_artifact(tmp_path: Path, n
     path.unlink()
     with pytest.raises(ArtifactCorrupt, match="is gone"):
         manifests_of(artifact)
-
-
-def test_an_artifact_of_another_machine_cannot_be_read_here(tmp_path: Path) -> None:
-    artifact = _artifact(tmp_path / "there")
-    assert manifests_of(artifact._replace(root=str(tmp_path / "missing"))) is None
-    assert manifests_of(artifact._replace(root=str(tmp_path))) is None
-    assert manifests_of(artifact._replace(root="")) is None

@@ -42,6 +42,8 @@ def test_no_value_of_an_environment_variable_and_no_secret_argument_stays() -> N
     assert redacted(saver)["envs"][0] == {"name": "A", "value": "<redacted>"}
     shown = ["serve", "--api-key", "<redacted>", "--size=3", "--token=<redacted>"]
     assert container["command"] == shown
+    assert bundle_files.secrets_in(POD) == {"hf_third", "sk-first", "sk-second"}
+    assert bundle_files.secrets_in({"name": "TOKEN", "value": "short"}) == frozenset()
 
 
 def test_a_secret_in_a_line_for_a_shell_and_one_in_an_annotation_do_not_stay() -> None:
@@ -54,11 +56,6 @@ def test_a_secret_in_a_line_for_a_shell_and_one_in_an_annotation_do_not_stay() -
         "annotations": {"example.com/password": "<redacted>", "example.com/team": "red"},
     }
     assert bundle_files.secrets_in(value) == {"hf_one; serve --api-key sk-two", "pw-three"}
-
-
-def test_secrets_are_known_by_the_names_of_their_variables_and_options() -> None:
-    assert bundle_files.secrets_in(POD) == {"hf_third", "sk-first", "sk-second"}
-    assert bundle_files.secrets_in({"name": "TOKEN", "value": "short"}) == frozenset()
 
 
 @each(

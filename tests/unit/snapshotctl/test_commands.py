@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -269,119 +270,104 @@ def test_the_help_lists_every_command_and_every_exit_code(run: Run) -> None:
     assert [code.value for code in Exit if f" {code.value}  " not in said.out] == []
 
 
-WRONG = [
-    (["gett"], "'get'"),
-    (["get"], "KIND [NAME]"),
-    (["get", "nothing/x"], "dynamocheckpoints"),
-    (["get", "pod/x", "-l", "a=b"], "exclude each other"),
-    (["get", "pods", "-l", "a>b"], "app in (llm, asr)"),
-    (["get", "No_Name"], "No_Name"),
-    (["get", "pods", "--nonsense"], "--nonsense"),
-    (["-o", "xml", "nodes"], "'yaml'"),
-    (["get", "pods", "-o", "xml"], "'yaml'"),
-    (["get", "pod", "x", "-A"], "exclude each other"),
-    (["apply"], "--filename"),
-    (["identity"], "--filename"),
-    (["validate"], "--filename"),
-    (["checkpoint", "x", "--framework", "pod"], "'trtllm'"),
-    (["delete", "pods"], "a name is missing"),
-    (["wait", "pod/x", "--for", "Ready"], "condition=Ready"),
-    (["wait", "pod/x", "--timeout", "soon"], "5m"),
-    (["up", "--nodes", "0"], "between 1 and"),
-    (["up", "--gpu-memory", "much"], "4GiB"),
-    (["up", "--name", "../x"], "lower-case"),
-    (["demo", "--size-mib", "1"], "between"),
-    (["up", "--gpu-memory", "100"], "100 B is not between 4 MiB and 1024 TiB"),
-    (["get", "pods", "-o", "name"], "'--output' / '-o': 'name' is not one of"),
-    (["logs"], "POD|SERVICE"),
-    (["logs", "x", "--tail", "-1"], "-1"),
-    (["logs", "operator", "-c", "main"], "--container is for a pod"),
-    (["logs", "saver@node-1"], "gms@NODE"),
-    (["exec", "x"], "exec x -- env"),
-    (["exec", "node/x", "--", "env"], "a Node has no process"),
-    (["ask", "x"], "the question is missing"),
-    (["ask", "x", "hello", "--as", "shout"], "ask, chat, raw or a /PATH"),
-    (["ask", "x", "a\nb", "--as", "raw"], "one line"),
-    (["ask", "x", "hello", "--to", "99999"], "between 1 and 65535"),
-    (["ask", "x", "hello", "--to", "../y"], "--to worker.sock or --to 8000"),
-    (["ask", "x", "hello", "--timeout", "soon"], "5m"),
-    (["demo", "--on", "."], "SNAPBACK_RUN"),
-    (["keys", "--folder", "x"], "--node"),
-    (["keys", "--folder", "x", "--node", "a/b"], "'a/b'"),
-    (["trace"], "NAME"),
-    (["verify"], "NAME"),
-    (["verify", "pod/x"], "a Pod holds no artifact"),
-    (["verify", "x", "--timeout", "soon"], "5m"),
-    (["explain"], "NAME|REASON"),
-    (["explain", "DeviceToSmall"], "did you mean DeviceTooSmall"),
-    (["explain", "Xyzzy"], "docs/troubleshooting.md"),
-    (["explain", "x_y"], "x_y"),
-    (["describe", "pods"], "a name is missing"),
-    (["describe", "thing", "x"], "dynamocheckpoints"),
-    (["events", "x", "-A"], "exclude each other"),
-    (["events", "-n", "No_Space"], "No_Space"),
-    (["watch"], "NAME"),
-    (["watch", "x", "--timeout", "soon"], "5m"),
-    (["artifacts"], "show"),
-    (["artifacts", "show", "pod/x"], "a Pod holds no artifact"),
-    (["artifacts", "diff", "x"], "with another one, or with a node"),
-    (["artifacts", "diff", "x", "y", "--node", "n"], "diff x B, or --node NODE"),
-    (["checkpoint"], "--manifest FILE"),
-    (["checkpoint", "x", "--manifest", "y.yaml"], "either"),
-    (["checkpoint", "x", "--checkpoint-id", "No_Name"], "No_Name"),
-    (["checkpoint", "--manifest", "missing.yaml"], "missing.yaml"),
-    (["restore"], "is missing"),
-    (["restore", "a", "--checkpoint-id", "b"], "once"),
-    (["sim"], "restart"),
-    (["sim", "crash"], "snapshotctl sim crash node-1 --at copy-state"),
-    (["sim", "crash", "node-1"], "--at STEP is missing"),
-    (["sim", "crash", "node-1", "--at", "melt"], "dump: freeze, copy-state, thaw, stage"),
-    (["sim", "fail", "node-1", "--at", "check"], "--verb load (gms) or --verb place (agent)"),
-    (["sim", "fail", "node-1", "--at", "write", "--service", "agent"], "the agent has no step"),
-    (["sim", "fail", "node-1", "--at", "write", "--verb", "copy"], "'copy'"),
-    (["sim", "stall", "node-1", "--at", "gate", "--service", "nats"], "agent, gms"),
-    (["sim", "stall", "node-1", "--at", "gate", "--clear"], "exclude"),
-    (["sim", "restart", "node-1", "--service", "nats"], "agent, gms"),
-    (["orders", "a", "b"], "a node, or show ORDER"),
-    (["orders", "show"], "snapshotctl orders --all"),
-    (["orders", "show", "a", "b"], "found 3 words"),
-    (["dead"], "requeue"),
-    (["dead", "show"], "snapshotctl dead show 3"),
-    (["dead", "show", "x"], "snapshotctl dead show 3"),
-    (["dead", "requeue", "0"], "greater than or equal to 1"),
-    (["cordon"], "snapshotctl cordon node-1"),
-    (["uncordon"], "snapshotctl uncordon node-1"),
-    (["abort"], "NAME"),
-    (["abort", "pod/x"], "snapshotctl delete pod x"),
-    (["abort", "srestore/x"], "snapshotctl delete pod POD"),
-    (["abort", "node/x"], "a Node has no capture"),
-    (["abort", "x", "--timeout", "soon"], "5m"),
-    (["bundle", "--file", "cluster.yaml"], "ends with .tar.gz"),
-    (["bundle", "--reports", "-1"], "snapshotctl bundle --file report.tar.gz"),
-    (["completion", "tcsh"], "'fish'"),
-    (["cordon", "Node_1"], "'Node_1' must match"),
-    (["orders", "Node_1"], "'Node_1' must match"),
-    (["dead", "ls", "Node_1"], "'Node_1' must match"),
-    (["orders", "show", "dump-me"], "<verb>-<uid>"),
-    (["doctor", "--server", "http://x"], "nats://127.0.0.1:4222"),
-    (["schema", "repot"], "did you mean report?"),
-    (["get", "pods", "--server", "http://x"], "nats://127.0.0.1:4222"),
-    (["get", "pods", "--server", "a:1,u:pw@b:x"], "'b:x' is not the address"),
-    ([], "Capture and restore:"),
-    (["bundle", "-o", "x.tar.gz"], "'x.tar.gz' is not one of"),
-    (["down", "--name", "a", "--cluster", "b"], "--name a and --cluster b are two clusters"),
-    (["restore", "x", "--own-operator", "--server", "a"], "--own-operator is for a Kubernetes clu"),
-    (["restore", "x", "--own-operator", "--server", "a"], "--context or --kubeconfig"),
-]
+WRONG = {
+    "'get'": "gett",
+    "KIND [NAME]": "get",
+    "dynamocheckpoints": "get nothing/x; describe thing x",
+    "exclude each other": "get pod/x -l a=b; get pod x -A; events x -A",
+    "app in (llm, asr)": "get pods -l 'a>b'",
+    "No_Name": "get No_Name; checkpoint x --checkpoint-id No_Name",
+    "--nonsense": "get pods --nonsense",
+    "'yaml'": "-o xml nodes; get pods -o xml",
+    "--filename": "apply; identity; validate",
+    "'trtllm'": "checkpoint x --framework pod",
+    "a name is missing": "delete pods; describe pods",
+    "condition=Ready": "wait pod/x --for Ready",
+    "5m": (
+        "wait pod/x --timeout soon; ask x hello --timeout soon; verify x --timeout soon; "
+        "watch x --timeout soon; abort x --timeout soon"
+    ),
+    "between 1 and": "up --nodes 0",
+    "4GiB": "up --gpu-memory much",
+    "lower-case": "up --name ../x",
+    "between": "demo --size-mib 1",
+    "100 B is not between 4 MiB and 1024 TiB": "up --gpu-memory 100",
+    "'--output' / '-o': 'name' is not one of": "get pods -o name",
+    "POD|SERVICE": "logs",
+    "-1": "logs x --tail -1",
+    "--container is for a pod": "logs operator -c main",
+    "gms@NODE": "logs saver@node-1",
+    "exec x -- env": "exec x",
+    "a Node has no process": "exec node/x -- env",
+    "the question is missing": "ask x",
+    "ask, chat, raw or a /PATH": "ask x hello --as shout",
+    "one line": "ask x 'a\nb' --as raw",
+    "between 1 and 65535": "ask x hello --to 99999",
+    "--to worker.sock or --to 8000": "ask x hello --to ../y",
+    "SNAPBACK_RUN": "demo --on .",
+    "--node": "keys --folder x",
+    "'a/b'": "keys --folder x --node a/b",
+    "NAME": "trace; verify; watch; abort",
+    "a Pod holds no artifact": "verify pod/x; artifacts show pod/x",
+    "NAME|REASON": "explain",
+    "did you mean DeviceTooSmall": "explain DeviceToSmall",
+    "docs/troubleshooting.md": "explain Xyzzy",
+    "x_y": "explain x_y",
+    "No_Space": "events -n No_Space",
+    "show": "artifacts",
+    "with another one, or with a node": "artifacts diff x",
+    "diff x B, or --node NODE": "artifacts diff x y --node n",
+    "--manifest FILE": "checkpoint",
+    "either": "checkpoint x --manifest y.yaml",
+    "missing.yaml": "checkpoint --manifest missing.yaml",
+    "is missing": "restore",
+    "once": "restore a --checkpoint-id b",
+    "restart": "sim",
+    "snapshotctl sim crash node-1 --at copy-state": "sim crash",
+    "--at STEP is missing": "sim crash node-1",
+    "dump: freeze, copy-state, thaw, stage": "sim crash node-1 --at melt",
+    "--verb load (gms) or --verb place (agent)": "sim fail node-1 --at check",
+    "the agent has no step": "sim fail node-1 --at write --service agent",
+    "'copy'": "sim fail node-1 --at write --verb copy",
+    "agent, gms": "sim stall node-1 --at gate --service nats; sim restart node-1 --service nats",
+    "exclude": "sim stall node-1 --at gate --clear",
+    "a node, or show ORDER": "orders a b",
+    "snapshotctl orders --all": "orders show",
+    "found 3 words": "orders show a b",
+    "requeue": "dead",
+    "snapshotctl dead show 3": "dead show; dead show x",
+    "greater than or equal to 1": "dead requeue 0",
+    "snapshotctl cordon node-1": "cordon",
+    "kubectl drain node-1": "drain node-1",
+    "snapshotctl uncordon node-1": "uncordon",
+    "snapshotctl delete pod x": "abort pod/x",
+    "snapshotctl delete pod POD": "abort srestore/x",
+    "a Node has no capture": "abort node/x",
+    "ends with .tar.gz": "bundle --file cluster.yaml",
+    "snapshotctl bundle --file report.tar.gz": "bundle --reports -1",
+    "'fish'": "completion tcsh",
+    "'Node_1' must match": "cordon Node_1; orders Node_1; dead ls Node_1",
+    "<verb>-<uid>": "orders show dump-me",
+    "nats://127.0.0.1:4222": "doctor --server http://x; get pods --server http://x",
+    "did you mean report?": "schema repot",
+    "'b:x' is not the address": "get pods --server a:1,u:pw@b:x",
+    "Capture and restore:": "",
+    "'x.tar.gz' is not one of": "bundle -o x.tar.gz",
+    "--name a and --cluster b are two clusters": "down --name a --cluster b",
+    "--own-operator is for a Kubernetes clu": "restore x --own-operator --server a",
+    "--context or --kubeconfig": "restore x --own-operator --server a",
+}
+"""Words of an answer, and the commands that it is given to."""
 
 
 def test_wrong_arguments_are_answered_with_the_right_ones(run: Run) -> None:
     wrong = {}
-    for words, answer in WRONG:
-        said = run(*words, exits=None)
-        is_right = answer in said.err and "Traceback" not in said.err
-        if (said.code, said.out, is_right) != (Exit.USAGE, "", True):
-            wrong[" ".join(words)] = said
+    for answer, typed in WRONG.items():
+        for command in typed.split("; "):
+            said = run(*shlex.split(command), exits=None)
+            is_right = answer in said.err and "Traceback" not in said.err
+            if (said.code, said.out, is_right) != (Exit.USAGE, "", True):
+                wrong[command] = said
     assert wrong == {}
 
 
@@ -545,30 +531,27 @@ def test_a_full_disk_is_an_error_and_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
-OPTIONS = [
-    (["get", "pods", "-o", "json"], ["-o", "json", "get", "pods"]),
-    (["get", "-ojson", "pods"], ["-ojson", "get", "pods"]),
-    (["trace", "x", "--output=yaml"], ["--output=yaml", "trace", "x"]),
-    (
-        ["get", "pods", "--server", "a", "--cluster", "b"],
-        ["--server", "a", "--cluster", "b", "get", "pods"],
-    ),
-    (["--server", "a", "get"], ["--server", "a", "get"]),
-    (["restore", "x", "--own-operator"], ["--own-operator", "restore", "x"]),
-    (["get", "--", "-o", "json"], ["get", "--", "-o", "json"]),
-    (["get", "pods", "-o"], ["-o", "get", "pods"]),
-    (["get", "-o=json", "pods", "-n=a"], ["-o", "json", "get", "pods", "-n", "a"]),
-    (["-n", "a", "get", "pods"], ["get", "pods", "-n", "a"]),
-    (["-n", "a", "exec", "w", "--", "-n"], ["exec", "w", "-n", "a", "--", "-n"]),
-    (["up", "--name", "x"], ["up", "--name", "x"]),
-    (["up", "--cluster", "x"], ["--cluster", "x", "up"]),
-    (["bundle", "-f", "x.tar.gz", "-o", "json"], ["-o", "json", "bundle", "-f", "x.tar.gz"]),
-    ([], []),
-]
+OPTIONS = {
+    "get pods -o json": "-o json get pods",
+    "get -ojson pods": "-ojson get pods",
+    "trace x --output=yaml": "--output=yaml trace x",
+    "get pods --server a --cluster b": "--server a --cluster b get pods",
+    "--server a get": "--server a get",
+    "restore x --own-operator": "--own-operator restore x",
+    "get -- -o json": "get -- -o json",
+    "get pods -o": "-o get pods",
+    "get -o=json pods -n=a": "-o json get pods -n a",
+    "-n a get pods": "get pods -n a",
+    "-n a exec w -- -n": "exec w -n a -- -n",
+    "up --name x": "up --name x",
+    "up --cluster x": "--cluster x up",
+    "bundle -f x.tar.gz -o json": "-o json bundle -f x.tar.gz",
+    "": "",
+}
 
 
 def test_common_options_move_in_front_of_the_command() -> None:
-    moved = [(words, hoisted(words)) for words, _ in OPTIONS]
+    moved = {command: shlex.join(hoisted(shlex.split(command))) for command in OPTIONS}
     assert moved == OPTIONS
 
 
@@ -596,47 +579,24 @@ for words in json.loads(sys.argv[1]) + [[name, "--help"] for name in COMMANDS]:
     print("imported:", json.dumps([words, code, sorted(sys.modules)]))
 """
 
-Steps = list[tuple[list[str], int, set[str]]]
 
-
-@pytest.fixture(scope="module")
-def steps() -> Steps:
-    """What one process runs one after another: its words, its exit code, the modules after it."""
+def test_a_command_imports_nothing_slow_that_it_does_not_need() -> None:
     first = (("--version",), ("--help",), *WITHOUT_A_SERVER)
-    shown = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(first)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    words = [sys.executable, "-c", PROGRAM, json.dumps(first)]
+    shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     lines = [line for line in shown.splitlines() if line.startswith("imported: ")]
     rows = [json.loads(line.partition(" ")[2]) for line in lines]
     assert len(rows) == len(first) + len(COMMANDS)
-    return [(words, code, set(modules)) for words, code, modules in rows]
-
-
-def test_the_version_and_the_help_import_no_command_and_nothing_slow(steps: Steps) -> None:
-    for words, code, imported in steps[:2]:
-        assert (words, code) in ((["--version"], 0), (["--help"], 0))
+    assert [(words, code) for words, code, _ in rows if code] == []
+    imports = [set(modules) for _, _, modules in rows]
+    client = "snapshotctl.adapters.operator_client"
+    # The version and the help import no command.
+    for imported in imports[:2]:
         assert "typer" in imported
         assert imported & UNUSED == set()
         assert not [name for name in imported if name.startswith("snapshotctl.commands")]
-
-
-def test_a_command_without_a_server_imports_no_client(steps: Steps) -> None:
-    for words, code, imported in steps[2:4]:
-        assert (code, words[0] in ("identity", "explain")) == (0, True)
-        assert f"snapshotctl.commands.{words[0]}" in imported
-        assert imported & SLOW == set()
-        assert "snapshotctl.adapters.operator_client" not in imported
-
-
-def test_the_help_of_no_command_imports_anything_slow(steps: Steps) -> None:
-    slow = {
-        words[0]: found
-        for words, _, imported in steps
-        if (found := imported & {*SLOW, "snapshotctl.adapters.operator_client"})
-    }
-    assert slow == {}
-    assert [words for words, code, _ in steps if code != 0] == []
-    assert {f"snapshotctl.commands.{name}" for name in COMMANDS} <= steps[-1][2]
+    # A command without a server, and the help of every command, import no client.
+    for (name, *_), imported in zip(WITHOUT_A_SERVER, imports[2:4], strict=True):
+        assert f"snapshotctl.commands.{name}" in imported
+    assert [imported & {*SLOW, client} for imported in imports if imported & {*SLOW, client}] == []
+    assert {f"snapshotctl.commands.{name}" for name in COMMANDS} <= imports[-1]

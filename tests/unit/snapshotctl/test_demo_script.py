@@ -71,13 +71,10 @@ def test_options_of_the_demo_have_their_defaults() -> None:
     assert [criu_host.check_driver(name) for name in ("cooperative", "criu")] == [False, True]
 
 
-def test_a_worker_is_captured_once_it_was_asked_and_has_learned() -> None:
+def test_the_checkpoint_waits_for_all_questions_and_the_refused_pod_has_another_node() -> None:
     containers = _example(TEXT.checkpoint)["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
     values = {each["name"]: each["value"] for each in containers[0]["env"]}
     assert int(values["WARMUP_REQUESTS"]) == 1 + len(TEXT.said)
-
-
-def test_the_refused_pod_differs_in_name_and_node_only() -> None:
     before = _example(TEXT.restore)
     after = demo_script.moved_to(before, "x", "node-small")
     assert parse(after).metadata.name == "x"

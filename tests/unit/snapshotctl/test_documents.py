@@ -131,16 +131,13 @@ def test_a_problem_of_what_was_not_read_from_a_file_has_the_name_of_that() -> No
     assert documents.Document("the pod", {}).placed("kind: wrong") == "the pod: kind: wrong"
 
 
-def test_a_namespace_is_that_of_documents_that_name_none() -> None:
+def test_a_namespace_is_that_of_documents_that_name_none_and_another_is_refused() -> None:
     text = (
         b"kind: Pod\nmetadata: {name: a}\n---\nkind: Pod\nmetadata: {name: b, namespace: team}\n"
         b"---\nkind: SnapshotContent\nmetadata: {name: c}\n"
     )
     found = [in_namespace(document, "team").value["metadata"] for document in load(text, "f")]
     assert [meta.get("namespace") for meta in found] == ["team", "team", None]
-
-
-def test_a_document_of_another_namespace_is_refused_with_its_line() -> None:
     [document] = load(b"kind: Pod\nmetadata:\n  namespace: other\n", "f.yaml")
     with pytest.raises(InvalidManifest, match=r"f\.yaml:3: metadata\.namespace: it is 'other'"):
         in_namespace(document, "team")

@@ -56,15 +56,12 @@ def judged(*pods: Pod) -> list[tuple[str, str]]:
     return [(each.pod.metadata.name, each.why) for each in draining.candidates(pods, "node-1")]
 
 
-def test_a_pod_of_the_node_is_captured_if_its_label_says_so() -> None:
+def test_a_pod_of_the_node_is_captured_if_its_label_says_so_and_it_has_not_ended() -> None:
     other = worker("b", labels={CAPTURE_ON_DRAIN: "false"})
     assert judged(other, worker("a"), worker("c", node="node-2")) == [
         ("a", ""),
         ("b", "it has no label nvidia.com/capture-on-drain=true"),
     ]
-
-
-def test_a_pod_of_the_node_itself_that_is_going_or_has_ended_is_no_concern() -> None:
     going = worker(deletion_timestamp="2026-01-01T00:00:00Z")
     of_node = [worker(labels={}, **owned(kind)) for kind in ("DaemonSet", "Node")]
     assert judged(going, *of_node, worker(labels={}, phase="Succeeded")) == []

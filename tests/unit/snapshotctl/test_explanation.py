@@ -189,11 +189,15 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
     assert any("snapshotctl verify" in line for line in _advice(related))
 
 
-def test_what_is_well_needs_nothing() -> None:
+def test_what_is_well_or_no_object_needs_nothing_that_explains_objects() -> None:
     rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
     related = _related(builders.pod(phase="Running", conditions=rows))
     assert object_state(related).word == "fine"
     assert _advice(related) == ["Capture it: `snapshotctl checkpoint worker`."]
+    failed = row("Failed", "True", "NotFound", "no program 'x' on node-1. Next: install it there")
+    pod = builders.pod(phase="Failed", reason="NotFound", conditions=[failed])
+    related = _related(pod)
+    assert explanation.advice(related, object_state(related)) == ["install it there"]
 
 
 def test_a_node_is_there_or_not_or_lost() -> None:
@@ -284,13 +288,6 @@ def test_an_explanation_does_not_advise_to_read_itself() -> None:
     assert explanation.pointing_up(starts, pod) == "The text above shows which order failed first."
     other = "See `snapshotctl explain pod/worker-2`."
     assert explanation.pointing_up(other, pod) == other
-
-
-def test_a_program_that_is_not_found_is_not_looked_for_among_objects() -> None:
-    failed = row("Failed", "True", "NotFound", "no program 'x' on node-1. Next: install it there")
-    pod = builders.pod(phase="Failed", reason="NotFound", conditions=[failed])
-    related = _related(pod)
-    assert explanation.advice(related, object_state(related)) == ["install it there"]
 
 
 def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another() -> None:

@@ -103,10 +103,13 @@ def of_node(**changes: Any) -> list[Finding]:
     return of(nodes=[SEEN._replace(**changes)])
 
 
-def test_a_cluster_that_is_well_has_nothing_but_ok() -> None:
+def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_it() -> None:
     everything = found()
     assert [finding for finding in everything if finding.level != "ok"] == []
     assert summary(everything) == f"{len(everything)} ok, 0 warn, 0 fail"
+    fenced = of_node(gms=gms(fence=FenceStatus(phase="saving", ends_in_s=9.0)))
+    [shown] = [f for f in fenced if "fenced for a capture: node-1-gpu0" in f.what]
+    assert shown.level == "ok"
 
 
 @each(
@@ -258,12 +261,6 @@ def test_a_node_without_nvidias_driver_is_well_and_says_what_it_captures_with() 
         "node-1 captures and restores processes with CRIU 4.2"
     ]
     assert [finding for finding in findings if finding.level != "ok"] == []
-
-
-def test_a_fence_of_a_capture_is_shown_and_is_no_trouble() -> None:
-    fenced = of_node(gms=gms(fence=FenceStatus(phase="saving", ends_in_s=9.0)))
-    [shown] = [f for f in fenced if "fenced for a capture: node-1-gpu0" in f.what]
-    assert shown.level == "ok"
 
 
 def test_a_finding_is_one_line_that_ends_with_its_fix() -> None:

@@ -347,7 +347,9 @@ def seen(kubectl: Kubectl, *restores: dict[str, Any]) -> Any:
     return Kubernetes(None, "there").installation()
 
 
-def test_the_pods_of_processes_that_were_brought_back_are_read(kubectl: Kubectl) -> None:
+def test_the_pods_of_processes_that_were_brought_back_are_read_if_they_may_be(
+    kubectl: Kubectl,
+) -> None:
     found = seen(
         kubectl,
         restore("b", "one"),
@@ -359,12 +361,6 @@ def test_the_pods_of_processes_that_were_brought_back_are_read(kubectl: Kubectl)
     assert len(found.restores.items) == 5
     pods = [tuple(each["metadata"].values()) for each in found.clones.items]
     assert pods == [("a", "one"), ("a", "two"), ("b", "one")]
-
-
-def test_without_such_a_process_no_pods_are_read(kubectl: Kubectl) -> None:
     assert seen(kubectl, restore("a", "three", "cooperative")).clones == Asked([])
-
-
-def test_pods_that_may_not_be_read_are_no_pods(kubectl: Kubectl) -> None:
     failure = seen(kubectl, restore("secret", "one")).clones.failure
     assert failure.reason == "NotPermitted"

@@ -175,12 +175,6 @@ def test_a_late_or_repeated_message_moves_nothing_and_the_manifest_has_the_last_
     assert board.update(_save(60), 2.0) is None
 
 
-def test_a_part_of_unknown_size_says_so() -> None:
-    planned = _board().plan("process", 0, 0.0)
-    assert planned is not None
-    assert planned.line() == "process: 0 B, size not known yet"
-
-
 def test_messages_of_other_objects_and_phases_are_ignored_and_a_part_needs_no_plan() -> None:
     board = _board()
     assert board.update(_save(1, OTHER), 0.0) is None
@@ -189,12 +183,15 @@ def test_messages_of_other_objects_and_phases_are_ignored_and_a_part_needs_no_pl
     assert board.update(_progress(f"dump-{UID}", "process", 0), 0.0) is not None
 
 
-def test_the_line_says_how_fast_it_goes() -> None:
+def test_the_line_says_how_fast_it_goes_or_that_the_size_is_unknown() -> None:
     board = _board()
     board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 0, 4_000_000_000), 1.0)
     moved = board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 2_000_000_000, 4_000_000_000), 2.0)
     assert moved is not None
     assert moved.line() == "gpu-0: 1.86 GiB of 3.73 GiB, 2 GB/s, 1 s left"
+    planned = _board().plan("process", 0, 0.0)
+    assert planned is not None
+    assert planned.line() == "process: 0 B, size not known yet"
 
 
 def test_a_verification_is_one_part_whose_messages_count_all_parts_together() -> None:

@@ -140,17 +140,11 @@ def test_a_cordoned_node_and_unknown_artifacts_below_its_root_stand_in_its_statu
         assert _shown(tables.table_of(KINDS["Node"], [node], now=100.0))["STATUS"] == status
 
 
-def test_all_kinds_have_a_layout() -> None:
+def test_all_kinds_have_a_layout_with_a_namespace_on_request_and_cells_that_keep_it() -> None:
     for kind in KINDS.values():
         assert tables.table_of(kind, [], now=0.0).columns[0] == "NAME"
-
-
-def test_the_namespace_is_a_column_when_all_are_shown() -> None:
     found = tables.table_of(KINDS["Pod"], [_object("Pod", {})], now=0.0, with_namespace=True)
     assert _shown(found)["NAMESPACE"] == "ns"
-
-
-def test_a_cell_cannot_break_the_table() -> None:
     pod = _object("Pod", {"reason": "a\nb\x1b[0m"})
     assert "Pending (a b [0m)" in tables.table_of(KINDS["Pod"], [pod], now=0.0).rows[0]
 

@@ -24,10 +24,14 @@ def _terminal(output: OutputFormat = "table") -> tuple[Terminal, io.StringIO, io
     return Terminal(output, out, err), out, err
 
 
-def test_a_table_is_aligned_and_plain_when_no_terminal_reads_it() -> None:
+def test_a_table_is_aligned_and_plain_when_no_terminal_reads_it_and_wide_is_one() -> None:
     terminal, out, _ = _terminal()
     terminal.table(Table(("NAME", "AGE"), [("a", "1s"), ("long-name", "2s")]))
     assert out.getvalue() == "NAME        AGE\na           1s\nlong-name   2s\n"
+    terminal, out, _ = _terminal("wide")
+    assert (terminal.wants_table, terminal.wants_wide) == (True, True)
+    terminal.line("x")
+    assert out.getvalue() == "x\n"
 
 
 def test_a_line_is_printed_as_it_is_and_on_a_terminal_what_a_worker_wrote() -> None:
@@ -199,13 +203,6 @@ def test_there_is_colour_on_a_terminal_unless_it_is_not_wanted(
     terminal, _, piped = _terminal()
     terminal.failure(Failure(reason="X", message="wrong"))
     assert piped.getvalue() == "error: wrong\n"
-
-
-def test_a_wide_result_is_a_table() -> None:
-    terminal, out, _ = _terminal("wide")
-    assert (terminal.wants_table, terminal.wants_wide) == (True, True)
-    terminal.line("x")
-    assert out.getvalue() == "x\n"
 
 
 def test_what_is_under_way_is_a_line_now_and_then_when_no_terminal_reads() -> None:

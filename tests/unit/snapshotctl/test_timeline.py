@@ -39,11 +39,13 @@ def _texts(*objects: AnyObject, reports: list[object] = []) -> list[str]:  # noq
     return [item.text for item in timeline.timeline(objects, reports, [], names)]  # type: ignore[arg-type]
 
 
-def test_a_report_of_both_the_store_and_the_stream_is_one_event() -> None:
+def test_a_report_of_both_the_store_and_the_stream_is_one_event_also_of_what_is_gone() -> None:
     item = builders.ended(SEAL, "sealed")
     assert item.final is not None
     shown = _texts(builders.content(orders=[item]), reports=[item.final])
     assert [line for line in shown if "sealed" in line] == ["seal sealed by agent@node-1"]
+    found = timeline.timeline([], [report(SEAL, "accepted")], [], {})
+    assert [item.object for item in found] == [f"(gone) {UID}"]
 
 
 def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
@@ -74,11 +76,6 @@ def test_the_end_of_a_worker_is_not_told_at_the_time_at_which_it_was_made_unread
     shown = _texts(builders.pod(orders=[run], conditions=rows))
     assert not [line for line in shown if "Ready is False" in line]
     assert shown[-1].startswith("run exited by agent@node-1")
-
-
-def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() -> None:
-    found = timeline.timeline([], [report(SEAL, "accepted")], [], {})
-    assert [item.object for item in found] == [f"(gone) {UID}"]
 
 
 def test_a_failure_a_later_attempt_and_an_exit_code_are_shown() -> None:
@@ -173,13 +170,15 @@ def test_the_story_of_a_restored_pod_leads_to_its_restore_and_what_that_reads() 
     assert _linked(named, named) == ["pod/worker", "snapshotcontent/c"]
 
 
-def test_the_story_of_a_restore_ends_at_what_it_reads() -> None:
+def test_the_stories_of_a_restore_and_of_a_snapshot_end_at_what_they_read() -> None:
     target, restore = builders.pod(source="snap"), builders.restore("snap")
     snapshot = builders.snapshot(bound_snapshot_content_name="c")
     for root in (target, restore):
         assert _linked(snapshot, root) == ["snapshotcontent/c"]
         assert _linked(builders.content(), root) == []
     assert _linked(target, snapshot) == []
+    root = builders.snapshot(bound_snapshot_content_name="c")
+    assert [str(link) for link in related.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
 
 
 def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture() -> None:
@@ -242,21 +241,13 @@ def test_the_only_try_of_a_job_is_named_by_the_snapshot_and_others_are_looked_fo
     assert _linked(_job(failed=failed), root) == links
 
 
-def test_the_story_of_a_snapshot_leads_to_its_pod_and_its_content() -> None:
-    root = builders.snapshot(bound_snapshot_content_name="c")
-    assert [str(link) for link in related.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
-
-
-def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
+def test_a_change_belongs_to_an_object_and_to_what_owns_it_or_is_named_by_its_label() -> None:
     uid, owner = derived_uid("x", "1"), derived_uid("x", "2")
     target = Target(KINDS["Pod"], "default", "worker")
     news = ObjectChanged("ADDED", target, uid, frozenset({owner}))
     assert news.concerns({uid})
     assert news.concerns({owner})
     assert not news.concerns({derived_uid("x", "3")})
-
-
-def test_a_content_belongs_to_the_snapshot_that_its_label_names() -> None:
     snapshot = derived_uid("snapshot", "snap")
     meta = replace(builders.content().metadata, labels={"nvidia.com/snapshot-uid": snapshot})
     assert related.owners_of(meta) == {snapshot}

@@ -56,7 +56,7 @@ def test_bars_stand_where_the_spans_are() -> None:
     assert trace.EDGE in trace.lines(layout(spans), 100)[1]
 
 
-def test_a_pause_longer_than_all_the_work_is_left_out_of_the_bars_and_named() -> None:
+def test_a_pause_is_left_out_of_the_bars_and_named_if_it_is_longer_than_all_the_work() -> None:
     capture, verify = _span("capture", "", 0, 8_000), _span("verify", "", 600_000, 608_000)
     found = layout([capture, verify])
     assert found.total_s == 608.0
@@ -65,9 +65,6 @@ def test_a_pause_longer_than_all_the_work_is_left_out_of_the_bars_and_named() ->
     assert first.count("█") == second.count("█") > 10
     assert "10m 00s" in second
     assert "after 8.00 s nothing was done for 9m 52s" in remark
-
-
-def test_a_pause_that_is_part_of_the_story_keeps_its_place() -> None:
     spans = [_span("run", "", 0, 1_000), _span("capture", "", 5_000, 10_000)]
     found = layout(spans)
     assert (found.pauses, found.drawn_s) == ([], 10.0)
@@ -90,13 +87,10 @@ def test_a_restore_names_the_trace_of_the_capture_that_it_is_from() -> None:
     assert len(trace.lines(layout([_span("restoration", "", 0, 1, links=[own])]), 90)) == 1
 
 
-def test_errors_and_links_stand_below() -> None:
+def test_errors_and_links_stand_below_and_without_spans_nothing() -> None:
     link = f"00-{'a' * 32}-{'b' * 16}-01"
     lines = trace.lines(layout([_span("r", "", 0, 1, error="boom", links=[link])]), 90)
     assert lines[1:] == ["  failed: r: boom", f"  linked to trace {'a' * 32}"]
-
-
-def test_an_empty_trace_and_spans_that_are_each_others_parents_have_no_lines() -> None:
     for spans in ([], [_span("a", "b", 0, 1), _span("b", "a", 0, 1)]):
         assert trace.lines(layout(spans), 80) == []
 

@@ -64,22 +64,16 @@ def test_a_goal_is_met_open_or_lost(goal: object, found: AnyObject | None, expec
     assert isinstance(judge(goal, found), expected)  # type: ignore[arg-type]
 
 
-def test_the_failure_of_a_restore_is_the_reason_why_a_pod_never_becomes_ready() -> None:
-    shown = "8 bytes are needed, a device has 4"
-    restored = row("nvidia.com/Restored", "False", "DeviceTooSmall", shown)
-    verdict = judge(READY, pod(conditions=[restored]))
-    assert verdict == Never(f"DeviceTooSmall: {shown}")
-
-
-def test_a_restore_that_failed_never_becomes_ready_and_one_that_is_dropped_still_may() -> None:
+def test_what_has_failed_or_ended_never_becomes_ready_and_what_is_dropped_still_may() -> None:
     failure = Failure(reason="NodeLost", message="node-1 is gone")
     failed = builders.restore(state=Restore.FAILED, failure=failure)
     assert judge(READY, failed) == Never("NodeLost: node-1 is gone")
     dropping = builders.restore(state=Restore.DROPPING, failure=failure)
     assert isinstance(judge(READY, dropping), Open)
-
-
-def test_a_pod_that_has_run_to_its_end_never_becomes_ready() -> None:
+    shown = "8 bytes are needed, a device has 4"
+    restored = row("nvidia.com/Restored", "False", "DeviceTooSmall", shown)
+    verdict = judge(READY, pod(conditions=[restored]))
+    assert verdict == Never(f"DeviceTooSmall: {shown}")
     ended = pod(phase="Succeeded", conditions=[row("Ready", "False", "Because")])
     assert isinstance(judge(READY, ended), Never)
     assert isinstance(judge(ConditionIs("Ready", "False"), ended), Met)
