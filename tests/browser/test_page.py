@@ -228,7 +228,7 @@ MANY = """const rows = Array.from({length: 200}, (_, n) =>
     view.objects = {rows, all: 300}; search('llm-7')"""
 
 
-async def test_an_empty_cluster_says_what_to_type_and_a_search_how_much_it_has_searched(
+async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(
     tmp_path: Path,
 ) -> None:
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:

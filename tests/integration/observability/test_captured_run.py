@@ -85,7 +85,7 @@ async def _play(cluster: LiveCluster, collector: Collector) -> Run:
                 ),
                 "the failure",
             )
-        logs = _logs(cluster)
+        logs = "\n".join(Path(found.log).read_text() for found in cluster.record.processes)
     finally:
         if not logs:
             print(cluster.logs())
@@ -93,10 +93,6 @@ async def _play(cluster: LiveCluster, collector: Collector) -> Run:
     assert left == []
     lines = [json.loads(line) for line in logs.splitlines() if line.startswith("{")]
     return Run(collector, exposed, spans, lines)
-
-
-def _logs(cluster: LiveCluster) -> str:
-    return "\n".join(Path(found.log).read_text() for found in cluster.record.processes)
 
 
 async def _exposed_with_objects(cluster: LiveCluster) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.domain.exits import Exit
-from tests.integration.snapshotctl.conftest import Cli, Ended, interrupt, read_until
+from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
 
 pytestmark = pytest.mark.waits
 
@@ -49,14 +49,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     found.ok(*CAPTURE, "--checkpoint-id", "warm", stdin=_pod("source"))
     yield found
     found.purge()
-
-
-def _lines(ended: Ended) -> list[dict[str, str]]:
-    return [json.loads(line) for line in ended.out.splitlines()]
-
-
-def _pods(cli: Cli) -> set[str]:
-    return {pod["metadata"]["name"] for pod in cli.ok("get", "pods", "-o", "json").value()}
 
 
 def _has(text: str, *wanted: str) -> None:
@@ -202,7 +194,8 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
         r"^ +captured .* in .*/s\); worker paused for [\d.]+ m?s$", taken, re.MULTILINE
     )
     assert "unchanged" in running.ok("checkpoint", pod, "--checkpoint-id", "second").out
-    first, *_, last = _lines(running.ok("checkpoint", pod, "-o", "json"))
+    lines = running.ok("checkpoint", pod, "-o", "json").out.splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
     assert (first["kind"], first["action"]) == ("Snapshot", "created")
     assert (last["state"], last["object"]) == ("fine", f"snapshot/{first['name']}")
     running.ok("delete", "pod", pod)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from snapshot_shared.permissions import User
 from snapshotctl.domain.units import Service, files_of
 from tests.integration.snapshotctl.conftest import Cli
 from tests.support.nats_server import nats_server_binary
+from tests.support.ports import free_port
 from tests.support.systemctl import environment_of, words_of
 
 URL = "nats://10.0.0.1:4222"
@@ -141,12 +141,6 @@ def _bus(url: str, seed: Path) -> Bus:
     return Bus(url, user.name, credentials=str(seed), inbox=user.inbox)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @contextlib.contextmanager
 def _server(configuration: Path) -> Iterator[None]:
     words = [str(nats_server_binary()), "-c", str(configuration)]
@@ -159,7 +153,7 @@ def _server(configuration: Path) -> Iterator[None]:
 
 async def test_the_server_lets_in_users_with_a_key_and_no_others(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "keys"
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     url = f"nats://{address}"
     where = ("--listen", address, "--store", str(tmp_path / "store"))
     out = cli.program("keys", "--folder", str(folder), "--node", "node-1", *where).out

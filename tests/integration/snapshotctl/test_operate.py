@@ -76,7 +76,8 @@ def test_the_orders_of_a_node_that_does_not_exist_are_not_found(one_node: Cli) -
 def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: Cli) -> None:
     one_node.ok("sim", "stall", "node-1", "--at", "copy-state")
     one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
-    _until(one_node, "dump", "working: copy-state")
+    dumping = ("dump", "working: copy-state")
+    one_node.until(lambda lines: dumping in [(o["verb"], o["state"]) for o in lines], "orders")
     ended = one_node.ok("abort", "demo-llm", "--timeout", "60s")
     assert " Aborted: the capture was aborted by " in ended.out
     checkpoint = one_node.ok("get", CHECKPOINT, "-o", "json").value()
@@ -89,11 +90,6 @@ def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: C
     one_node.ok("delete", CHECKPOINT)
     one_node.ok("wait", CHECKPOINT, "--for", "delete", "--timeout", "60s")
     assert list((one_node.state() / "artifacts").rglob("part.json")) == []
-
-
-def _until(cli: Cli, verb: str, state: str) -> None:
-    """Return when an order of a verb stands somewhere."""
-    cli.until(lambda lines: (verb, state) in [(o["verb"], o["state"]) for o in lines], "orders")
 
 
 def test_a_dead_message_is_listed_shown_and_its_order_sent_again(one_node: Cli) -> None:
@@ -120,7 +116,8 @@ def test_a_dead_message_is_listed_shown_and_its_order_sent_again(one_node: Cli) 
     life = one_node.ok("orders", "show", line["order"], "-o", "json").value()
     assert life["dead"] == [message["number"]]
     assert life["payload"]["attempt"] == 1
-    _until_started(one_node, line["order"])
+    show = ("orders", "show", line["order"])
+    one_node.until(lambda life: life["state"].startswith("answered: started"), *show)
     refused = one_node.run("dead", "requeue", number)
     assert (refused.code, "is not wanted any more" in refused.err) == (4, True)
     assert one_node.run("dead", "requeue", "77").code == 3
@@ -135,10 +132,6 @@ def _dead_after(cli: Cli, before: set[int]) -> dict[str, Any]:
     """Wait for one more dead letter."""
     [found] = cli.until(lambda dead: [d for d in dead if d["number"] not in before], "dead", "ls")
     return found  # type: ignore[no-any-return]
-
-
-def _until_started(cli: Cli, order: str) -> None:
-    cli.until(lambda life: life["state"].startswith("answered: started"), "orders", "show", order)
 
 
 SECRET = "hf_0123456789abcdef"

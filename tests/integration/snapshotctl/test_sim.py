@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from snapshot_shared import subjects
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import check_node
 from snapshotctl.adapters import processes
-from snapshotctl.domain.cluster import ProcessRecord
 from tests.integration.snapshotctl.conftest import CHECKPOINT, Cli, example
 from tests.support.agent_rig import state_of
+from tests.support.waiting import wait_until
 
 
 def _workers(cli: Cli) -> list[int]:
     return [member.pid for member in cli.members() if "worker.py" in member.command]
-
-
-def _status(cli: Cli) -> dict[str, Any]:
-    """Ask the agent what it holds."""
-    subject = subjects.rpc(check_node("node-1"), "agent", "status")
-    return decode_json(cli.on_bus(lambda bus: bus.request(subject, b"")), dict)
-
-
-def _is_free(cli: Cli) -> bool:
-    [pid] = _workers(cli)
-    assert state_of(pid) != "T"
-    assert _status(cli)["captures"] == []
-    [pod] = cli.pods().values()
-    assert b"error" not in cli.said_by(pod)
-    return True
-
-
-async def _ended(record: ProcessRecord) -> None:
-    if handle := processes.opened(record):
-        await asyncio.wait_for(handle.ended(), 30.0)
-        handle.close()
 
 
 def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is_restarted(
@@ -45,7 +21,7 @@ def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is
     agent = one_node.process("node-1-agent")
     one_node.ok("sim", "crash", "node-1", "--at", "copy-state")
     one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
-    asyncio.run(_ended(agent))
+    wait_until(lambda: not processes.is_alive(agent), "the crash")
     [worker] = _workers(one_node)
     unserved = one_node.run("sim", "fail", "node-1", "--at", "thaw")
     assert (unserved.code, "sim restart node-1" in unserved.err) == (3, True)
@@ -62,7 +38,12 @@ def test_an_agent_that_is_crashed_while_the_worker_is_frozen_recovers_when_it_is
     assert "AgentRestarted" in waited.err
     assert "dump, step copy-state" in waited.err
     assert _workers(one_node) == [worker]
-    assert _is_free(one_node)
+    assert state_of(worker) != "T"
+    subject = subjects.rpc(check_node("node-1"), "agent", "status")
+    held = decode_json(one_node.on_bus(lambda bus: bus.request(subject, b"")), dict)
+    assert held["captures"] == []
+    [pod] = one_node.pods().values()
+    assert b"error" not in one_node.said_by(pod)
 
 
 def test_what_is_armed_is_shown_and_can_be_disarmed(one_node: Cli) -> None:
