@@ -154,9 +154,7 @@ async def test_a_row_that_changes_keeps_the_focus(tmp_path: Path) -> None:
         assert await rests(driver, "document.activeElement.textContent") == "llm"
 
 
-async def test_a_phone_shows_everything_without_sideways_scrolling_and_large_enough_to_touch(
-    tmp_path: Path,
-) -> None:
+async def test_a_phone_shows_all_large_enough_without_sideways_scrolling(tmp_path: Path) -> None:
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path, width=360) as driver:
         await break_things(world)
@@ -228,9 +226,7 @@ MANY = """const rows = Array.from({length: 200}, (_, n) =>
     view.objects = {rows, all: 300}; search('llm-7')"""
 
 
-async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(
-    tmp_path: Path,
-) -> None:
+async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(tmp_path: Path) -> None:
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
         await shows(driver, "snapshotctl up --nodes 2")
         await shows(driver, "snapshotctl apply -f deploy/examples/checkpoint.yaml")

@@ -386,7 +386,7 @@ async def test_a_node_that_was_paused_stays_so_when_its_agent_binds_again(world:
     assert json.loads(found.data)["paused"]
 
 
-async def test_nobody_gets_in_without_a_key_that_the_server_knows_or_that_can_be_read(
+async def test_nobody_gets_in_without_a_key_that_the_server_knows(
     world: World, tmp_path: Path
 ) -> None:
     stranger = tmp_path / "stranger.nk"

@@ -115,9 +115,7 @@ def test_the_search_finds_every_page_by_its_words(root: Path) -> None:
     assert not [place for place in words if place.startswith("source/")]
 
 
-def test_nothing_is_fetched_from_elsewhere_by_a_page_or_a_style(
-    names: dict[Path, Names], root: Path
-) -> None:
+def test_nothing_is_fetched_from_elsewhere(names: dict[Path, Names], root: Path) -> None:
     for path, found in names.items():
         assert [url for url in found.fetched if urlsplit(url).netloc] == [], path
     styles = list((root / "latest").rglob("*.css"))

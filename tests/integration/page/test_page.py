@@ -248,7 +248,7 @@ async def test_a_reader_that_comes_back_gets_what_has_changed_since_and_a_progra
         assert response.status == 404
 
 
-async def test_the_page_runs_its_own_script_alone_and_gives_no_data_to_another_site(
+async def test_the_page_runs_its_script_alone_and_gives_nothing_to_another_site(
     light: aiohttp.ClientSession,
 ) -> None:
     async with light.get("/") as response:

@@ -44,7 +44,7 @@ def of_operator(keys: Path, root: Path) -> list[str]:
     return [*words, "--root", str(root)]
 
 
-def test_a_node_gets_its_own_keys_and_no_others_and_nobody_else_can_read_them(
+def test_a_node_gets_its_keys_alone_and_others_cannot_read_them(
     cli: Cli, keys: Path, tmp_path: Path
 ) -> None:
     cli.run(*of_node(keys, tmp_path / "root"))

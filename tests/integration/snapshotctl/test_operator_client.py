@@ -165,7 +165,7 @@ def _screen() -> Terminal:
     return Terminal("json", io.StringIO(), io.StringIO())
 
 
-async def test_a_request_is_carried_out_unless_its_client_has_given_up(
+async def test_a_request_in_time_is_carried_out_and_a_late_one_is_not(
     served: Bus, world: World
 ) -> None:
     client = OperatorClient(served, Server("", "test"), lambda: world.now - 60)

@@ -256,10 +256,7 @@ def _context(**fields: str) -> Server:
         ({"url": "nats://a:1", "token": "t"}, {"url": "nats://t@a:1"}),
         ({"url": "nats://a:1", "nkey": "/k"}, {"credentials": "/k"}),
         ({"inbox_prefix": "_INBOX.viewer"}, {"inbox": "_INBOX.viewer"}),
-        (
-            {"url": "nats://a:1", "user": "u", "password": "p@ss"},
-            {"url": "nats://u:p%40ss@a:1"},
-        ),
+        ({"url": "nats://a:1", "user": "u", "password": "p@ss"}, {"url": "nats://u:p%40ss@a:1"}),
     ],
 )
 def test_a_context_gives_the_first_of_its_servers_with_the_login(

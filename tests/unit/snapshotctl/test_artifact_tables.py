@@ -177,9 +177,7 @@ def _artifact(folder: Path) -> CapturedArtifact:
     return CapturedArtifact(builders.content(committed=committed), None, str(folder))
 
 
-def test_the_manifests_that_were_committed_are_read_if_they_are_on_this_machine(
-    tmp_path: Path,
-) -> None:
+def test_the_committed_manifests_are_read_if_they_are_on_this_machine(tmp_path: Path) -> None:
     found = manifests_of(_artifact(tmp_path))
     assert found is not None
     assert [file.name for part in found.parts for file in part.files] == ["state"]

@@ -398,9 +398,7 @@ def test_a_server_that_does_not_answer_is_named_with_where_it_came_from(run: Run
         assert "secret" not in said.err
 
 
-def test_each_file_that_is_named_is_read_and_one_that_is_wrong_is_named(
-    run: Run, tmp_path: Path
-) -> None:
+def test_each_named_file_is_read_and_a_wrong_one_is_refused(run: Run, tmp_path: Path) -> None:
     good, bad, missing = (tmp_path / f"{name}.yaml" for name in ("good", "bad", "missing"))
     good.write_text("{apiVersion: v1, kind: Pod, metadata: {name: w}, spec: {containers: []}}")
     bad.write_text("a: 1\nb: [\n")

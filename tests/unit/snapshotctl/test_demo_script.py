@@ -55,9 +55,7 @@ ELSEWHERE = functools.partial(demo_engines.engine_of, is_started_here=False)
         (criu_host.check_driver, ("podman",), "--driver podman is not one of cooperative, criu"),
     ],
 )
-def test_what_the_demo_has_not_is_refused_with_what_it_has(
-    call: Any, words: tuple[Any, ...], refusal: str
-) -> None:
+def test_what_the_demo_has_not_is_refused(call: Any, words: tuple[Any, ...], refusal: str) -> None:
     with pytest.raises((DemoFailed, WrongArguments), match=refusal):
         call(*words)
 

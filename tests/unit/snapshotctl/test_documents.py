@@ -59,9 +59,7 @@ def _bomb(level: str) -> str:
         ("a: 1\nb: [1\nc: 2\n", "f.yaml:3"),
     ],
 )
-def test_what_is_over_a_limit_or_hostile_is_refused_before_it_is_expanded(
-    text: str, problem: str
-) -> None:
+def test_what_is_over_a_limit_is_refused_before_it_is_expanded(text: str, problem: str) -> None:
     assert problem in _problem(text)
 
 

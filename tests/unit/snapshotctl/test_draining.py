@@ -8,13 +8,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import (
-    HOSTNAME_LABEL,
-    Container,
-    Pod,
-    PodSpec,
-    PodStatus,
-)
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Container, Pod, PodSpec, PodStatus
 from snapshot_shared.objects.meta import OwnerReference
 from snapshot_shared.objects.snapback import (
     CAPTURE_ON_DRAIN,

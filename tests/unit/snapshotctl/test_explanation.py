@@ -274,9 +274,7 @@ def test_a_line_about_the_order_of_another_object_is_not_of_this_one() -> None:
         ),
     ],
 )
-def test_a_traceback_keeps_its_indentation_or_is_shown_by_its_last_line(
-    line: str, text: str
-) -> None:
+def test_a_traceback_keeps_its_indentation_or_is_its_last_line(line: str, text: str) -> None:
     assert explanation.parse_log_line("main", line).text == text
 
 

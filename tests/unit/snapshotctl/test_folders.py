@@ -49,9 +49,7 @@ def test_a_folder_that_no_service_would_take_is_refused_by_name(
     assert repr(value) in refused.value.message
 
 
-def test_the_selected_context_comes_before_the_default_cluster_which_has_a_record(
-    environment: dict[str, str],
-) -> None:
+def test_the_selected_context_comes_before_the_default_cluster(environment: dict[str, str]) -> None:
     where = Folders(environment)
     record = _record(where, "default", "nats://127.0.0.1:9")
     assert where.find_server(None, None).url == record.url
@@ -61,9 +59,7 @@ def test_the_selected_context_comes_before_the_default_cluster_which_has_a_recor
     assert where.find_server(None, "default").url == record.url
 
 
-def test_a_cluster_that_is_stopped_or_not_there_says_how_it_is_started(
-    environment: dict[str, str],
-) -> None:
+def test_a_cluster_that_is_not_there_says_how_it_is_started(environment: dict[str, str]) -> None:
     where = Folders(environment)
     _record(where, "default", "")
     for name, command in ((None, "snapshotctl up"), ("big", "snapshotctl up --cluster big")):

@@ -347,9 +347,7 @@ def seen(kubectl: Kubectl, *restores: dict[str, Any]) -> Any:
     return Kubernetes(None, "there").installation()
 
 
-def test_the_pods_of_processes_that_were_brought_back_are_read_if_they_may_be(
-    kubectl: Kubectl,
-) -> None:
+def test_the_pods_of_restored_processes_are_read_if_they_may_be(kubectl: Kubectl) -> None:
     found = seen(
         kubectl,
         restore("b", "one"),

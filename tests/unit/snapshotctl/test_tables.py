@@ -81,11 +81,7 @@ def _shown(table: Table) -> dict[str, str]:
             {"capture": "Ready", "conditions": [QUARANTINED]},
             {"CAPTURE": "Ready (Quarantined)"},
         ),
-        (
-            "Snapshot",
-            {"conditions": [READY]},
-            {"POD": "w", "READY": "True", "CONTENT": "-"},
-        ),
+        ("Snapshot", {"conditions": [READY]}, {"POD": "w", "READY": "True", "CONTENT": "-"}),
         (
             "SnapshotContent",
             {"capture": "Ready", "attempt": 2, "committed": None},

@@ -11,14 +11,7 @@ from snapshot_operator.core.restore import restore_for
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import (
-    Job,
-    JobSpec,
-    JobStatus,
-    Node,
-    Pod,
-    PodTemplateSpec,
-)
+from snapshot_shared.objects.kubernetes import Job, JobSpec, JobStatus, Node, Pod, PodTemplateSpec
 from snapshot_shared.objects.meta import OwnerReference, time_of
 from snapshot_shared.objects.snapback import DynamoCheckpoint
 from snapshot_shared.spans import SpanRecord

@@ -50,11 +50,7 @@ def test_what_is_no_goal_is_answered_with_goals(text: str) -> None:
         (ConditionIs("ready"), pod(conditions=[row("Ready", "True", "Because")]), Met),
         (ConditionIs("Failed"), pod(conditions=[row("Failed", "True", "Because")]), Met),
         (ConditionIs("Failed"), pod(), Open),
-        (
-            ConditionIs("Ready", "False"),
-            pod(conditions=[row("Ready", "False", "Because")]),
-            Met,
-        ),
+        (ConditionIs("Ready", "False"), pod(conditions=[row("Ready", "False", "Because")]), Met),
         (ConditionIs("Ready", "False"), pod(phase="Failed"), Open),
         (Gone(), None, Met),
         (Gone(), pod(phase="Failed"), Open),
