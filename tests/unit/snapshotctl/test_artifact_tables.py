@@ -178,10 +178,10 @@ def _artifact(folder: Path) -> CapturedArtifact:
 
 
 def test_the_committed_manifests_are_read_if_they_are_on_this_machine(tmp_path: Path) -> None:
-    found = manifests_of(_artifact(tmp_path))
+    artifact = _artifact(tmp_path / "there")
+    found = manifests_of(artifact)
     assert found is not None
     assert [file.name for part in found.parts for file in part.files] == ["state"]
-    artifact = _artifact(tmp_path / "there")
     assert manifests_of(artifact._replace(root=str(tmp_path / "missing"))) is None
     assert manifests_of(artifact._replace(root=str(tmp_path))) is None
     assert manifests_of(artifact._replace(root="")) is None

@@ -55,7 +55,7 @@ def presence(**changes: Any) -> Presence:
 
 
 def gms(*, devices: int = 1, fence: FenceStatus | None = None) -> StatusReply:
-    sizes = {"capacity": GIB, "used": 0, "free": GIB, "retired": 0}
+    sizes: dict[str, Any] = {"capacity": GIB, "used": 0, "free": GIB, "retired": 0}
     device = DeviceStatus(
         uuid="GPU-0", index=0, product="p", endpoint="node-1-gpu0", domains=[], fence=fence, **sizes
     )
