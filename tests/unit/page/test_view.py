@@ -10,22 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.presence import node_absent
+from snapshot_page.domain import view
 from snapshot_page.domain.details import details, flow, waterfall
-from snapshot_page.domain.view import (
-    DEAD_SHOWN_S,
-    MAX_OBJECTS,
-    MAX_RUNS,
-    Entry,
-    Facts,
-    by_owner,
-    entry_of,
-    family,
-    problems,
-    revision,
-    sections,
-    traced,
-    without_progress,
-)
+from snapshot_page.domain.view import MAX_RUNS, Entry, Facts, entry_of, problems, sections
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
@@ -146,9 +133,9 @@ async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore(
     restored: World,
 ) -> None:
     facts = await facts_of(restored)
-    led_to = by_owner(facts.entries.values())
-    entry = traced(facts.entries[RESTORED], led_to)
-    values = [restored.cluster.by_uid(one.uid) for one in family(entry, led_to)]
+    led_to = view.by_owner(facts.entries.values())
+    entry = view.traced(facts.entries[RESTORED], led_to)
+    values = [restored.cluster.by_uid(one.uid) for one in view.family(entry, led_to)]
     restore = await restored.restore("restored")
     assert values == [await restored.get("Pod", "restored"), restore]
     found = details(entry, [value for value in values if value], [], [], {})
@@ -171,7 +158,7 @@ async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore(
 
 async def test_a_checkpoint_leads_to_the_pods_that_its_job_owns(captured: World) -> None:
     facts = await facts_of(captured)
-    found = family(facts.entries[CHECKPOINT], by_owner(facts.entries.values()))
+    found = view.family(facts.entries[CHECKPOINT], view.by_owner(facts.entries.values()))
     kinds = ["DynamoCheckpoint", "Snapshot", "SnapshotContent", "Job", "Pod"]
     assert [entry.kind for entry in found] == kinds
 
@@ -218,12 +205,12 @@ async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:
     await world.apply(checkpoint_document())
     [one] = [e for e in map(entry_of, await world.everything()) if e.kind == "DynamoCheckpoint"]
     entries: dict[str, Entry] = {}
-    for number in range(MAX_OBJECTS + 50):
+    for number in range(view.MAX_OBJECTS + 50):
         key = f"dynamocheckpoints/default/llm-{number}"
         meta = replace(one.value.metadata, name=f"llm-{number}", uid=str(number))
         entries[key] = replace(one, key=key, value=replace(one.value, metadata=meta))
     found = sections(Facts(entries=entries))["objects"]
-    assert (len(found["rows"]), found["all"]) == (MAX_OBJECTS, MAX_OBJECTS + 50)
+    assert (len(found["rows"]), found["all"]) == (view.MAX_OBJECTS, view.MAX_OBJECTS + 50)
 
 
 async def test_an_artifact_has_its_size_generation_verdict_and_readers(captured: World) -> None:
@@ -300,7 +287,9 @@ def test_a_dead_message_is_a_problem_for_a_day_and_its_payload_is_never_shown() 
         failure=Failure(reason="Poison", message="bad"),
         payload=b"secret",
     )
-    facts = Facts(entries={}, dead={"snap.dead.node-1": (3, newest)}, now=1000.0 + DEAD_SHOWN_S)
+    facts = Facts(
+        entries={}, dead={"snap.dead.node-1": (3, newest)}, now=1000.0 + view.DEAD_SHOWN_S
+    )
     [problem] = problems([], facts)
     assert problem["what"] == "3 dead letters on node-1, the newest for its agent"
     assert "secret" not in json.dumps(problem)
@@ -320,16 +309,16 @@ async def test_a_revision_changes_with_the_object_what_it_led_to_and_every_messa
     captured: World,
 ) -> None:
     facts = await facts_of(captured)
-    led_to = by_owner(facts.entries.values())
-    entry = traced(facts.entries[CHECKPOINT], led_to)
-    before = revision(entry, facts, led_to)
+    led_to = view.by_owner(facts.entries.values())
+    entry = view.traced(facts.entries[CHECKPOINT], led_to)
+    before = view.revision(entry, facts, led_to)
     content = (await captured.content()).metadata.uid
-    reports = revision(entry, replace(facts, marks={content: 1}), led_to)
-    spans = revision(entry, replace(facts, marks={entry.trace: 1}), led_to)
-    moved = revision(entry, replace(facts, marks={f"{content}/progress": 1}), led_to)
+    reports = view.revision(entry, replace(facts, marks={content: 1}), led_to)
+    spans = view.revision(entry, replace(facts, marks={entry.trace: 1}), led_to)
+    moved = view.revision(entry, replace(facts, marks={f"{content}/progress": 1}), led_to)
     assert len({before, reports, spans, moved}) == 4
-    assert without_progress(before) == without_progress(moved)
-    assert without_progress(before) != without_progress(reports)
+    assert view.without_progress(before) == view.without_progress(moved)
+    assert view.without_progress(before) != view.without_progress(reports)
 
 
 async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
@@ -451,11 +440,11 @@ async def test_the_details_say_what_a_capture_and_a_restore_have_cost(captured: 
         for item in captured.open():
             await captured.answer_well(item)
     facts = await facts_of(captured)
-    led_to = by_owner(facts.entries.values())
+    led_to = view.by_owner(facts.entries.values())
 
     def told(key: str) -> list[str]:
         entry = facts.entries[key]
-        values = [one.value for one in family(entry, led_to)]
+        values = [one.value for one in view.family(entry, led_to)]
         return details(entry, values, [], [], {})["figures"]  # type: ignore[no-any-return]
 
     [capture], [restore] = told(CHECKPOINT), told(RESTORED)

@@ -14,18 +14,9 @@ from snapshot_shared.nkey import public_key
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import admit
 from snapshotctl.domain import cluster as plans
-from snapshotctl.domain.cluster import (
-    ClusterPaths,
-    ClusterRecord,
-    Inventory,
-    NatsServer,
-    NodeSpec,
-    ProcessRecord,
-    RunProcess,
-)
 from tests.unit.tables import each
 
-PATHS = ClusterPaths(Path("/s"), Path("/k"))
+PATHS = plans.ClusterPaths(Path("/s"), Path("/k"))
 HANDED_ON = {
     "SNAPBACK_OTLP_ENDPOINT": "http://otlp",
     "SNAPBACK_KEEP_COUNT": "3",
@@ -36,15 +27,15 @@ OUTER = {"PATH": "/bin", "SNAPBACK_RUN": "outer", "SNAPBACK_NODE": "outer"}
 URL = "nats://127.0.0.1:1"
 SETTING = plans.ClusterSettings("/py", PATHS, "run1", URL, Path("/work"), OUTER | HANDED_ON)
 KEYS = [(user, f"U{n}") for n, user in enumerate(users_of([NodeName("node-1")]))]
-NODE = NodeSpec(name="node-1", gpus=2, gpu_memory=1024)
+NODE = plans.NodeSpec(name="node-1", gpus=2, gpu_memory=1024)
 
 
-def _process(name: str, pid: int) -> ProcessRecord:
-    return ProcessRecord(name=name, pid=pid, started=pid * 10)
+def _process(name: str, pid: int) -> plans.ProcessRecord:
+    return plans.ProcessRecord(name=name, pid=pid, started=pid * 10)
 
 
-def _record(name: str, run: str, *, owner: int | None = None) -> ClusterRecord:
-    return ClusterRecord(
+def _record(name: str, run: str, *, owner: int | None = None) -> plans.ClusterRecord:
+    return plans.ClusterRecord(
         name=name,
         run=run,
         boot_id="b",
@@ -66,7 +57,7 @@ def test_every_process_carries_the_run_and_none_the_settings_of_another() -> Non
         assert found.get("SNAPBACK_NODE") in (None, "node-1")
     seeds = [program.environment["SNAPBACK_NATS_CREDENTIALS"] for program in programs]
     assert seeds == [f"/s/keys/{name}.nk" for name in ("operator", "gms-node-1", "agent-node-1")]
-    programs += plans.node_programs(SETTING, NodeSpec(name="node-2", gpus=1, gpu_memory=1))
+    programs += plans.node_programs(SETTING, plans.NodeSpec(name="node-2", gpus=1, gpu_memory=1))
     states = [program.environment["SNAPBACK_STATE_DIR"] for program in programs]
     assert len(set(states)) == len(states)
     roots = {program.environment.get("SNAPBACK_ARTIFACT_ROOT") for program in programs[1:]}
@@ -85,7 +76,7 @@ def test_the_bus_syncs_every_write_listens_on_loopback_and_lets_in_users_with_a_
     assert all(user["permissions"]["subscribe"]["allow"] for user in users)
     assert "no_auth_user" not in text
     # Nor can a path break out of it.
-    odd = plans.local_nats("x", ClusterPaths(Path('/a" b\n}'), Path("/k")))
+    odd = plans.local_nats("x", plans.ClusterPaths(Path('/a" b\n}'), Path("/k")))
     assert r'"/a\" b\n}/nats/store"' in plans.nats_configuration(odd, KEYS)
 
 
@@ -116,12 +107,12 @@ def test_the_operator_ends_first_and_the_bus_last() -> None:
     ]
 
 
-NOTHING = Inventory([], frozenset(), [], [], [])
+NOTHING = plans.Inventory([], frozenset(), [], [], [])
 ALL, NONE = frozenset({1}), frozenset[int]()
 DEFAULT, DEMO = _record("default", "r"), _record("demo-1", "r")
 OWNED = _record("demo-1", "r", owner=9)
-NATS = [RunProcess(1, "r", "nats-server")]
-STRAY, FOLDER = [RunProcess(7, "gone", "worker.py")], [(Path("/tmp/snapback-x"), "gone")]
+NATS = [plans.RunProcess(1, "r", "nats-server")]
+STRAY, FOLDER = [plans.RunProcess(7, "gone", "worker.py")], [(Path("/tmp/snapback-x"), "gone")]
 PURGE = "snapshotctl down --cluster demo-1 --purge"
 
 
@@ -186,7 +177,7 @@ def test_what_is_no_seed_of_a_user_is_named_and_left_alone(tmp_path: Path, conte
 
 
 def test_a_configuration_holds_public_halves_of_seeds_that_stay_the_same(tmp_path: Path) -> None:
-    server = NatsServer("x", "0.0.0.0:4222", tmp_path / "store", monitor="127.0.0.1:8222")
+    server = plans.NatsServer("x", "0.0.0.0:4222", tmp_path / "store", monitor="127.0.0.1:8222")
     seeds = {User("operator"): tmp_path / "operator" / "seed.nk"}
     configuration = tmp_path / "nats-server" / "nats.conf"
     admit(configuration, server, seeds)

@@ -16,14 +16,8 @@ from pathlib import Path
 import pytest
 
 from snapshot_shared.errors import NotFound
-from snapshotctl.adapters import asking
-from snapshotctl.adapters.cluster_logs import (
-    TAIL_BYTES,
-    WORKER_LINES,
-    ClusterLogs,
-    LogFile,
-    lines_of,
-)
+from snapshotctl.adapters import asking, cluster_logs
+from snapshotctl.adapters.cluster_logs import ClusterLogs, LogFile, lines_of
 from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
 
 
@@ -42,10 +36,12 @@ def pod(tmp_path: Path) -> Path:
 
 
 def test_the_last_lines_of_each_container_are_read(record: ClusterRecord, pod: Path) -> None:
-    (pod / "main/log").write_bytes(b"x" * TAIL_BYTES + b"".join(b"\n%d" % n for n in range(20)))
+    (pod / "main/log").write_bytes(
+        b"x" * cluster_logs.TAIL_BYTES + b"".join(b"\n%d" % n for n in range(20))
+    )
     (pod / "side").mkdir()
     (pod / "side/log").write_text("one\n")
-    last = [("main", str(n)) for n in range(20 - WORKER_LINES, 20)]
+    last = [("main", str(n)) for n in range(20 - cluster_logs.WORKER_LINES, 20)]
     assert ClusterLogs(record).worker("node-1", "uid") == [*last, ("side", "one")]
     assert ClusterLogs(record).worker("node-1", "unknown") == []
 

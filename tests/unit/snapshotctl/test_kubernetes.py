@@ -14,14 +14,8 @@ import pytest
 from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import KINDS
 from snapshotctl.adapters.kubectl import Kubernetes
+from snapshotctl.domain import kubernetes
 from snapshotctl.domain.exits import Exit, WrongArguments
-from snapshotctl.domain.kubernetes import (
-    NatsService,
-    api_path,
-    nats_services,
-    operator_variables,
-    problem_in,
-)
 from snapshotctl.domain.sources import ServiceNamed
 from snapshotctl.domain.targets import Target
 from snapshotctl.views.installation import Asked
@@ -59,14 +53,14 @@ FORBIDDEN = (
 def test_an_error_of_kubectl_has_its_exit_code_and_next_step(
     said: str, kind: str, step: str
 ) -> None:
-    problem = problem_in(said)
+    problem = kubernetes.problem_in(said)
     assert problem.kind == kind
     assert step in problem.next_step
     assert problem.message in said.removeprefix("error: ")
 
 
 def test_silence_is_a_refusal_that_says_so() -> None:
-    assert problem_in("\n").message == "kubectl failed, and does not say why"
+    assert kubernetes.problem_in("\n").message == "kubectl failed, and does not say why"
 
 
 def test_the_service_of_the_server_is_taken_and_not_that_of_its_pods() -> None:
@@ -74,7 +68,7 @@ def test_the_service_of_the_server_is_taken_and_not_that_of_its_pods() -> None:
         return {"metadata": {"namespace": "s", "name": name}, "spec": {"clusterIP": address}}
 
     items = [service("a-nats", "10.0.0.7"), service("a-nats-headless", "None")]
-    assert nats_services({"items": items}) == [NatsService("s", "a-nats")]
+    assert kubernetes.nats_services({"items": items}) == [kubernetes.NatsService("s", "a-nats")]
 
 
 def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> None:
@@ -97,8 +91,8 @@ def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> N
         "PATH": "/bin",
     }
     items = [deployment("a-operator", **kept, **of_pod), deployment("b-operator", SNAPBACK_X="1")]
-    assert operator_variables({"items": items}, "a-operator") == kept
-    assert operator_variables({"items": []}, "a-operator") == {}
+    assert kubernetes.operator_variables({"items": items}, "a-operator") == kept
+    assert kubernetes.operator_variables({"items": []}, "a-operator") == {}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +106,7 @@ def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> N
 def test_an_object_is_found_where_the_api_server_has_it(
     kind: str, namespace: str | None, path: str
 ) -> None:
-    assert api_path(Target(KINDS[kind], namespace, "x")) == path
+    assert kubernetes.api_path(Target(KINDS[kind], namespace, "x")) == path
 
 
 PROGRAM = """\
