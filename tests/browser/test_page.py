@@ -17,14 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from snapshot_shared.errors import Failure
 from tests.support.browser import Browser, browser, complaints, missing, see_as, until, violations
 from tests.support.page_stories import POISON, be_busy, begin, break_things
-from tests.support.page_world import (
-    GIB,
-    PageWorld,
-    checkpoint,
-    device_uuid,
-    lose_node,
-    page_world,
-)
+from tests.support.page_world import GIB, PageWorld, checkpoint, device_uuid, lose_node, page_world
 
 WHY_NOT = missing()
 pytestmark = [
@@ -34,6 +27,7 @@ pytestmark = [
 ]
 
 MARKUP = "<img src=x onerror=document.title='owned'><script>alert(1)</script>"
+UNFOLD = "document.querySelectorAll('details').forEach(e => { e.open = true; })"
 LIVE = "return document.querySelector('#live').textContent === 'live'"
 
 
@@ -55,7 +49,11 @@ async def at(work: Callable[..., Any], *words: Any) -> Any:
 
 
 async def shows(driver: Browser, text: str) -> None:
-    await at(until, driver, f"return document.body.innerText.includes({text!r})", repr(text))
+    await holds(driver, f"document.body.innerText.includes({text!r})", repr(text))
+
+
+async def holds(driver: Browser, condition: str, what: str) -> None:
+    await at(until, driver, f"return {condition}", what)
 
 
 async def rests(driver: Browser, script: str) -> Any:
@@ -78,24 +76,15 @@ def hold(driver: Browser, path: str) -> str:
             return str(address)
 
 
-async def test_an_empty_cluster_says_what_to_type(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
-        await shows(driver, "snapshotctl up --nodes 2")
-        await shows(driver, "snapshotctl apply -f deploy/examples/checkpoint.yaml")
-        assert await rests(driver, "document.querySelector('#problems').hidden")
-        assert await rests(driver, "document.querySelector('#detail').hidden")
-
-
 async def test_a_capture_is_followed_while_it_goes_on(tmp_path: Path) -> None:
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
         await be_busy(world)
         await shows(driver, "save 2 parts: write on node-3")
         await shows(driver, "68 GiB of 80 GiB, 2 sessions")
         await shows(driver, "DynamoCheckpoint llama-70b")
-        await at(
-            until,
+        await holds(
             driver,
-            "return document.querySelector('#flow').textContent.includes('save gpu-1: write 4')",
+            "document.querySelector('#flow').textContent.includes('save gpu-1: write 4')",
             "the picture",
         )
         lanes = "[...document.querySelectorAll('#flow .head')].map(e => e.textContent)"
@@ -141,7 +130,7 @@ async def test_the_keyboard_opens_an_object_and_comes_back_from_it(tmp_path: Pat
         assert await rests(driver, found) == ["solid", True]
         title = "document.activeElement.id === 'detail-title'"
         await press(driver, Keys.ENTER)
-        await at(until, driver, f"return {title}", "the focus goes to the details")
+        await holds(driver, title, "the focus goes to the details")
         assert "/mistral-7b" in await rests(driver, "location.hash")
         # A change of the view leaves the focus where it is.
         world.nodes["node-1"].used = [20 * GIB, 20 * GIB]
@@ -161,11 +150,11 @@ async def test_a_row_that_changes_keeps_the_focus(tmp_path: Path) -> None:
         await at(driver.execute_script, "document.querySelector('#objects a').focus()")
         await world.capture(GIB)
         phase = "document.querySelector('#objects .state').textContent"
-        await at(until, driver, f"return {phase} === 'Ready'", "the checkpoint is Ready")
+        await holds(driver, f"{phase} === 'Ready'", "the checkpoint is Ready")
         assert await rests(driver, "document.activeElement.textContent") == "llm"
 
 
-async def test_a_phone_shows_everything_without_sideways_scrolling(tmp_path: Path) -> None:
+async def test_a_phone_shows_all_large_enough_without_sideways_scrolling(tmp_path: Path) -> None:
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path, width=360) as driver:
         await break_things(world)
@@ -173,11 +162,17 @@ async def test_a_phone_shows_everything_without_sideways_scrolling(tmp_path: Pat
         await at(driver.execute_script, "document.querySelector('#fold').click()")
         await shows(driver, "A dead letter on node-2")
         await shows(driver, "Orders and reports")
+        await at(driver.execute_script, UNFOLD)
         assert await rests(driver, "document.documentElement.scrollWidth") == 360
         wide = """[...document.querySelectorAll('main *')].filter(e =>
             e.getBoundingClientRect().right > 361 && !e.closest('.scroll, code, .cut')
         ).map(e => e.className || e.tagName)"""
         assert await rests(driver, wide) == []
+        small = """[...document.querySelectorAll('a, button, summary, input')].filter(e => {
+            const box = e.getBoundingClientRect();
+            return box.width && !e.matches('.skip') && (box.width < 24 || box.height < 24);
+        }).map(e => `${e.tagName} ${e.textContent} ${e.offsetHeight}`)"""
+        assert await rests(driver, small) == []
 
 
 async def test_markup_from_the_cluster_is_shown_as_text(tmp_path: Path) -> None:
@@ -199,11 +194,8 @@ async def test_markup_from_the_cluster_is_shown_as_text(tmp_path: Path) -> None:
         await shows(driver, f"GMS {MARKUP}")
         await shows(driver, f"GPU 0 {MARKUP}")
         await shows(driver, "team=<b>bold</b>")
-        await at(
-            until,
-            driver,
-            f"return document.querySelector('#spans').textContent.includes({MARKUP!r})",
-            "the span",
+        await holds(
+            driver, f"document.querySelector('#spans').textContent.includes({MARKUP!r})", "the span"
         )
         assert (
             await rests(
@@ -229,8 +221,17 @@ async def test_a_lost_connection_is_shown_and_found_again(tmp_path: Path) -> Non
             await shows(driver, "node-1")
 
 
-async def test_a_command_is_copied(tmp_path: Path) -> None:
+MANY = """const rows = Array.from({length: 200}, (_, n) =>
+    ({key: `k${n}`, name: `llm-${n}`, kind: 'Pod', state: 'ok', phase: 'Running', rev: ''}));
+    view.objects = {rows, all: 300}; search('llm-7')"""
+
+
+async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(tmp_path: Path) -> None:
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        await shows(driver, "snapshotctl up --nodes 2")
+        await shows(driver, "snapshotctl apply -f deploy/examples/checkpoint.yaml")
+        assert await rests(driver, "document.querySelector('#problems').hidden")
+        assert await rests(driver, "document.querySelector('#detail').hidden")
         await at(
             driver.execute_cdp_cmd,
             "Browser.grantPermissions",
@@ -243,6 +244,14 @@ async def test_a_command_is_copied(tmp_path: Path) -> None:
         read = "navigator.clipboard.readText().then(arguments[0], e => arguments[0](String(e)))"
         text = await at(driver.execute_async_script, read)
         assert text == "nats --context snapback-default kv watch snap_nodes"
+        # Axe sees a contrast that is too low.
+        assert await at(violations, driver) == []
+        await at(driver.execute_script, "document.querySelector('#sums').style.color = '#ddd'")
+        assert ["color-contrast" in rule for rule in await at(violations, driver)] == [True]
+        # A search says how much it has searched.
+        await at(driver.execute_script, MANY)
+        words = await rests(driver, "document.querySelector('#matches').textContent")
+        assert words.endswith("Only the first 200 of 300 objects were searched.")
 
 
 async def test_who_wants_no_motion_gets_none(tmp_path: Path) -> None:
@@ -252,7 +261,7 @@ async def test_who_wants_no_motion_gets_none(tmp_path: Path) -> None:
         await at(driver.execute_cdp_cmd, "Emulation.setEmulatedMedia", {"features": [still]})
         await be_busy(world)
         await shows(driver, "DynamoCheckpoint llama-70b")
-        await at(until, driver, "return document.querySelector('.pulse') !== null", "the picture")
+        await holds(driver, "document.querySelector('.pulse') !== null", "the picture")
         assert await rests(driver, "document.getAnimations().length") == 0
 
 
@@ -261,10 +270,10 @@ async def test_problems_fold_to_the_worst_so_that_the_open_object_is_on_the_scre
 ) -> None:
     await lose_node(tmp_path)
     shown = "[...document.querySelectorAll('#problems .rows > li')].filter(e => e.offsetHeight)"
-    async with (
-        page_world(tmp_path) as world,
-        opened(world, tmp_path, width=1440) as driver,
-    ):
+    async with page_world(tmp_path) as world, opened(world, tmp_path, width=1440) as driver:
+        # One small problem is not folded.
+        await shows(driver, "start the agent of node-4 again")
+        assert await rests(driver, "document.querySelector('#fold').hidden")
         await break_things(world)
         await shows(driver, "Show 4 more")
         assert await rests(driver, f"{shown}.map(e => e.dataset.key)") == ["nodes/-/node-4"]
@@ -287,13 +296,6 @@ async def test_problems_fold_to_the_worst_so_that_the_open_object_is_on_the_scre
         assert await rests(driver, f"{shown}.length") == 1
 
 
-async def test_one_small_problem_is_not_folded(tmp_path: Path) -> None:
-    await lose_node(tmp_path)
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
-        await shows(driver, "start the agent of node-4 again")
-        assert await rests(driver, "document.querySelector('#fold').hidden")
-
-
 NAMES = "[...document.querySelectorAll('#{} [data-spot=name]')].map(e => e.textContent)"
 
 
@@ -302,13 +304,11 @@ async def listed(driver: Browser, panel: str) -> list[str]:
     return found
 
 
-async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(
-    tmp_path: Path,
-) -> None:
+async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(tmp_path: Path) -> None:
     await lose_node(tmp_path)
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
         await break_things(world)
-        await at(until, driver, "return document.title === '(5) Snapback'", "five problems")
+        await holds(driver, "document.title === '(5) Snapback'", "five problems")
         await press(driver, "/")
         assert await rests(driver, "document.activeElement.id") == "query"
         # A model, of which only the checkpoint knows, finds what was captured and its artifact.
@@ -364,15 +364,8 @@ async def test_a_search_is_in_the_address_and_can_be_passed_on(tmp_path: Path) -
         assert await rests(driver, "location.search") == "?q=node-1"
         assert await listed(driver, "nodes") == ["node-1"]
         await at(driver.back)
-        await at(
-            until, driver, "return document.querySelectorAll('#nodes .node').length === 2", "2"
-        )
-
-
-async def test_a_search_without_a_result_says_so_and_how_to_clear_it(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
-        await begin(world)
-        await shows(driver, "mistral-7b-1")
+        await holds(driver, "document.querySelectorAll('#nodes .node').length === 2", "2")
+        # A search without a result says so, and how to clear it.
         await press(driver, "/")
         await press(driver, MARKUP)
         await shows(driver, f"Nothing matches “{MARKUP}”. Escape in the search field, or Clear")
@@ -427,11 +420,8 @@ async def test_captures_and_restores_are_bars_on_one_axis_that_a_table_tells_in_
     async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
         world.pace_s = 0.5
         await be_busy(world)
-        await at(
-            until,
-            driver,
-            "return document.querySelectorAll('#runs tbody tr').length === 3",
-            "three runs",
+        await holds(
+            driver, "document.querySelectorAll('#runs tbody tr').length === 3", "three runs"
         )
         rows = "[...document.querySelectorAll('#runs tbody tr')]"
         assert await listed(driver, "runs") == ["llama-70b", "mistral-7b-1", "mistral-7b"]
@@ -454,7 +444,7 @@ async def test_captures_and_restores_are_bars_on_one_axis_that_a_table_tells_in_
         steps = (
             "[...document.querySelectorAll('#timeline tbody tr')].map(e => e.cells[0].innerText)"
         )
-        await at(until, driver, f"return {steps}.length === 4", "its orders")
+        await holds(driver, f"{steps}.length === 4", "its orders")
         assert [text.split("\n")[0] for text in await rests(driver, steps)] == [
             "prepare",
             "dump",
@@ -493,7 +483,7 @@ async def test_a_run_is_opened_by_a_click_during_which_the_axis_moves_on(tmp_pat
         for name in ("mistral-7b", "llama-70b"):
             address = await at(hold, driver, f"//*[@id='runs']//a[.='{name}']")
             await at(driver.execute_script, f"{drawn}.dataset.old = ''")
-            await at(until, driver, f"return !('old' in {drawn}.dataset)", "the axis moves on")
+            await holds(driver, f"!('old' in {drawn}.dataset)", "the axis moves on")
             await at(ActionChains(driver).release().perform)
             assert await rests(driver, "location.href") == address
 
@@ -512,10 +502,7 @@ async def test_a_long_run_under_way_leaves_those_that_ended_a_third_of_the_axis(
         # It has the whole axis where nothing has ended.
         await give_runs(driver, long)
         assert await shares(driver) == [pytest.approx(1, rel=0.02)]
-
-
-async def test_a_run_of_unknown_length_has_no_figure(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+        # A run of unknown length has no figure.
         open_run = {"name": "open", "length": None, "phases": write(None), "over": False, "at": 6}
         await give_runs(driver, {"name": "forgotten", "length": None, "phases": []}, open_run)
         took = "[...document.querySelectorAll('#runs td.took')].map(e => e.textContent)"
@@ -535,17 +522,7 @@ async def test_the_orders_of_the_open_object_move_on_without_an_event(tmp_path: 
         await at(driver.execute_script, script, run)
         left = "parseFloat(document.querySelector('#timeline .pulse').style.left)"
         before = await rests(driver, left)
-        await at(until, driver, f"return {left} < {before}", "the open order takes a larger share")
-
-
-async def test_a_search_says_how_much_it_has_searched(tmp_path: Path) -> None:
-    script = """const rows = Array.from({length: 200}, (_, n) =>
-        ({key: `k${n}`, name: `llm-${n}`, kind: 'Pod', state: 'ok', phase: 'Running', rev: ''}));
-        view.objects = {rows, all: 300}; search('llm-7')"""
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
-        await at(driver.execute_script, script)
-        words = await rests(driver, "document.querySelector('#matches').textContent")
-        assert words.endswith("Only the first 200 of 300 objects were searched.")
+        await holds(driver, f"{left} < {before}", "the open order takes a larger share")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -559,14 +536,13 @@ async def test_axe_finds_nothing_in_any_state(tmp_path: Path, width: int, dark: 
     ):
         found["empty"] = await at(violations, driver)
         await be_busy(world)
-        await at(until, driver, "return document.querySelectorAll('#timeline tr').length > 3", "it")
+        await holds(driver, "document.querySelectorAll('#timeline tr').length > 3", "it")
         found["busy, an open object"] = await at(violations, driver)
         for name in ("node-1", "node-2"):
             await world.dead_message(name, "snap.order.x", POISON)
         await shows(driver, "Show 2 more")
         found["problems folded"] = await at(violations, driver)
-        everything = "document.querySelectorAll('details').forEach(e => { e.open = true; })"
-        await at(driver.execute_script, f"{everything}; document.querySelector('#fold').click()")
+        await at(driver.execute_script, f"{UNFOLD}; document.querySelector('#fold').click()")
         await shows(driver, "A dead letter on node-2")
         found["everything unfolded"] = await at(violations, driver)
         await press(driver, "/")
@@ -577,28 +553,3 @@ async def test_axe_finds_nothing_in_any_state(tmp_path: Path, width: int, dark: 
         await shows(driver, "Nothing matches")
         found["search without a result"] = await at(violations, driver)
     assert {state: rules for state, rules in found.items() if rules} == {}
-
-
-async def test_axe_sees_a_contrast_that_is_too_low(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
-        assert await at(violations, driver) == []
-        await at(driver.execute_script, "document.querySelector('#sums').style.color = '#ddd'")
-        assert ["color-contrast" in rule for rule in await at(violations, driver)] == [True]
-
-
-async def test_whatever_can_be_touched_on_a_phone_is_24_pixels_high_and_wide(
-    tmp_path: Path,
-) -> None:
-    await lose_node(tmp_path)
-    async with page_world(tmp_path) as world, opened(world, tmp_path, width=390) as driver:
-        await break_things(world)
-        await at(until, driver, "return document.title === '(5) Snapback'", "five problems")
-        await shows(driver, "Orders and reports")
-        everything = "document.querySelectorAll('details').forEach(e => { e.open = true; })"
-        await at(driver.execute_script, everything)
-        small = """[...document.querySelectorAll('a, button, summary, input')].filter(e => {
-            const box = e.getBoundingClientRect();
-            return box.width && !e.matches('.skip') && (box.width < 24 || box.height < 24);
-        }).map(e => `${e.tagName} ${e.textContent} ${e.offsetHeight}`)"""
-        assert await rests(driver, small) == []
-        assert await rests(driver, "document.documentElement.scrollWidth") == 390

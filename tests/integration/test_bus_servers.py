@@ -1,18 +1,29 @@
-"""A bus of several servers: any of them is a way in, and one without a leader is waited for."""
+"""A bus of several servers, and what people see of ours with the tools of NATS alone."""
+
+from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import nats
 import pytest
+from nats.aio.client import Client
 
+from snapshot_operator.api.answering import answering
 from snapshot_shared import subjects
+from snapshot_shared.api import GetReply, GetRequest
 from snapshot_shared.bus import Bus
-from snapshot_shared.errors import BusUnavailable
+from snapshot_shared.errors import BusUnavailable, NotFound
 from snapshot_shared.tasks import end_all
 from tests.chaos.machines import SERVERS, machines
 from tests.support.nats_server import running_nats_server
 from tests.support.waiting import until
 
+T = TypeVar("T", bound=Bus)
 ALONE = (
     "--name=alone",
     "--cluster_name=alone",
@@ -22,25 +33,28 @@ ALONE = (
 """A member of a cluster whose other members never come, so that JetStream has no leader."""
 
 
-async def test_a_server_that_is_away_is_passed_over(nats_url: str) -> None:
-    bus = Bus(f"nats://127.0.0.1:1,{nats_url}", "test")
+@contextlib.asynccontextmanager
+async def connected(bus: T) -> AsyncIterator[T]:
     await bus.connect()
     try:
-        await bus.ensure_assets()
-        assert await bus.subjects_in(subjects.ORDERS, ">") == {}
+        yield bus
     finally:
         await bus.close()
 
 
+async def test_a_server_that_is_away_is_passed_over(nats_url: str) -> None:
+    async with connected(Bus(f"nats://127.0.0.1:1,{nats_url}", "test")) as bus:
+        await bus.ensure_assets()
+        assert await bus.subjects_in(subjects.ORDERS, ">") == {}
+
+
 async def test_jetstream_without_a_leader_is_unavailable_and_no_defect(tmp_path: Path) -> None:
-    async with running_nats_server(tmp_path / "nats", arguments=ALONE) as server:
-        bus = Bus(server.url, "test")
-        await bus.connect()
-        try:
-            with pytest.raises(BusUnavailable):
-                await bus.ensure_assets()
-        finally:
-            await bus.close()
+    async with (
+        running_nats_server(tmp_path / "nats", arguments=ALONE) as server,
+        connected(Bus(server.url, "test")) as bus,
+    ):
+        with pytest.raises(BusUnavailable):
+            await bus.ensure_assets()
 
 
 async def test_a_consumer_goes_on_at_once_when_its_leader_changes() -> None:
@@ -102,30 +116,92 @@ async def test_assets_that_could_not_be_ensured_are_ensured_again_soon(nats_url:
                 raise BusUnavailable("no leader")
             await super().ensure_assets()
 
-    bus = Electing(nats_url, "test")
-    await bus.connect()
-    keeping = asyncio.ensure_future(bus.keep_assets())
-    try:
-        await until(lambda: bus.tries == 2, "the second try", within_s=5.0)
-        await _stored(bus, "snap.order.n.agent.stop-1")
-    finally:
-        await end_all(keeping)
-        await bus.close()
+    async with connected(Electing(nats_url, "test")) as bus:
+        keeping = asyncio.ensure_future(bus.keep_assets())
+        try:
+            await until(lambda: bus.tries == 2, "the second try", within_s=5.0)
+            await _stored(bus, "snap.order.n.agent.stop-1")
+        finally:
+            await end_all(keeping)
 
 
 async def test_who_listens_hears_on_a_connection_that_was_built_again(nats_url: str) -> None:
-    bus, other = Bus(nats_url, "test"), Bus(nats_url, "other")
-    await bus.connect()
-    await other.connect()
-    try:
-        async with bus.listening("snap.event.>") as heard, asyncio.timeout(10.0):
-            again = bus.reconnections()
-            # As nats-py does it when the server says that a user is revoked or too much was sent.
-            await bus.client.close()
-            await again.wait()
-            await bus.client.flush()
-            await other.announce("snap.event.pods.default.x", b"news")
-            assert (await heard.get()).data == b"news"
-    finally:
-        await bus.close()
-        await other.close()
+    async with (
+        connected(Bus(nats_url, "test")) as bus,
+        connected(Bus(nats_url, "other")) as other,
+        bus.listening("snap.event.>") as heard,
+        asyncio.timeout(10.0),
+    ):
+        again = bus.reconnections()
+        # As nats-py does it when the server says that a user is revoked or too much was sent.
+        await bus.client.close()
+        await again.wait()
+        await bus.client.flush()
+        await other.announce("snap.event.pods.default.x", b"news")
+        assert (await heard.get()).data == b"news"
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    async with connected(Bus(nats_url, "test")) as found:
+        await found.ensure_assets()
+        yield found
+
+
+@pytest.fixture
+async def person(nats_url: str) -> AsyncIterator[Client]:
+    client = await nats.connect(nats_url)
+    yield client
+    await client.close()
+
+
+async def test_streams_buckets_and_consumers_say_what_they_are_for(
+    bus: Bus, person: Client
+) -> None:
+    stream = person.jetstream()
+    for info in await stream.streams_info():
+        assert info.config.description, info.config.name
+    values = await stream.key_value(subjects.NODES_BUCKET)
+    assert "node" in ((await values.status()).stream_info.config.description or "")
+    deliveries = bus.consume(subjects.ORDERS, "agent-node-1", "snap.order.node-1.agent.*")
+    waiting = asyncio.ensure_future(anext(deliveries))
+    await stream.publish("snap.order.node-1.agent.stop-1", b"{}")
+    await (await waiting).ack()
+    consumer = await stream.consumer_info(subjects.ORDERS, "agent-node-1")
+    assert consumer.config.description == ("ORDERS for agent-node-1: snap.order.node-1.agent.*")
+
+
+async def test_a_description_that_is_missing_is_added(bus: Bus, person: Client) -> None:
+    manager = person.jetstream()
+    config = (await manager.stream_info(subjects.DEAD)).config
+    await manager.update_stream(config.evolve(description=""))
+    await bus.ensure_assets()
+    assert (await manager.stream_info(subjects.DEAD)).config.description
+
+
+async def _get(request: GetRequest) -> GetReply:
+    if request.name:
+        raise NotFound(f"Pod {request.name} does not\nexist in Köln", next_step="look again")
+    return GetReply()
+
+
+async def test_a_failed_answer_has_the_headers_of_an_error_and_is_counted(
+    bus: Bus, person: Client
+) -> None:
+    endpoints = {subjects.api("get"): answering(GetRequest, GetReply, _get)}
+    await bus.serve("snap-operator", "1.2.3", {"node": "operator"}, endpoints)
+    good = await person.request("snap.api.get", b'{"kind": "Pod"}')
+    assert (good.headers, json.loads(good.data)) == (None, {"items": []})
+    bad = await person.request("snap.api.get", b'{"kind": "Pod", "name": "x"}')
+    assert json.loads(bad.data)["failure"]["next_step"] == "look again"
+    headers: Mapping[str, str] = bad.headers or {}
+    assert headers["Nats-Service-Error-Code"] == "404"
+    assert headers["Nats-Service-Error"] == "NotFound: Pod x does not exist in K?ln"
+    noise = await person.request("snap.api.get", b"noise")
+    assert (noise.headers or {})["Nats-Service-Error-Code"] == "400"
+    stats = json.loads((await person.request("$SRV.STATS.snap-operator", b"")).data)
+    [endpoint] = stats["endpoints"]
+    assert (endpoint["name"], endpoint["num_requests"], endpoint["num_errors"]) == ("get", 3, 2)
+    assert endpoint["last_error"].startswith("400:InvalidMessage")
+    info = json.loads((await person.request("$SRV.INFO.snap-operator", b"")).data)
+    assert "snap.api.VERB" in info["description"]

@@ -17,14 +17,15 @@ from snapshot_shared.bus import Bus, streams
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier, OrderContext
-from snapshot_shared.errors import BusUnavailable, NoSpace
+from snapshot_shared.errors import BusUnavailable, Failure, NoSpace
 from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.journal import Journal
-from snapshot_shared.ledger import Accepted
+from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.order_book import OrderBook
 from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
+from tests.support.builders import accepted
 from tests.support.nats_server import running_nats_server
 from tests.support.waiting import until
 
@@ -35,17 +36,9 @@ NOW = 2_000_000_000.0
 
 
 def order(**changes: Any) -> DeleteOrder:
-    base = DeleteOrder(
-        order=ORDER,
-        attempt=1,
-        node=NODE,
-        owner=OWNER,
-        deadline_s=20.0,
-        namespace="default",
-        content_uid=OWNER,
-        generation=1,
-    )
-    return msgspec.structs.replace(base, **changes)
+    whose: dict[str, Any] = {"order": ORDER, "attempt": 1, "node": NODE, "owner": OWNER}
+    what = {"namespace": "default", "content_uid": OWNER, "generation": 1, "deadline_s": 20.0}
+    return DeleteOrder(**{**whose, **what, **changes})
 
 
 class Deleting:
@@ -77,21 +70,23 @@ class Deleting:
 class Desk:
     """A bus with its reports and dead letters, and couriers to start and stop."""
 
-    def __init__(self, bus: Bus, folder: Path) -> None:
+    def __init__(self, bus: Bus, folder: Path, metrics: Metrics = OFF) -> None:
         self.bus = bus
         self.folder = folder
+        self.metrics = metrics
         self.handler = Deleting()
 
     @asynccontextmanager
     async def courier(self) -> AsyncIterator[Courier]:
-        journal = Journal.open(self.folder, wall=lambda: NOW)
-        telemetry = Telemetry("snap-agent", NODE, "0")
+        metrics = self.metrics
+        journal = Journal.open(self.folder, wall=lambda: NOW, metrics=metrics)
+        telemetry = Telemetry("snap-agent", NODE, "0", metrics=metrics)
         clocks = Clocks(asyncio.get_running_loop().time, lambda: NOW, "boot")
         courier = Courier(
-            OrderBook(node=NODE, service="agent", journal=journal, clocks=clocks),
+            OrderBook(node=NODE, service="agent", journal=journal, clocks=clocks, metrics=metrics),
             self.bus,
             telemetry=telemetry,
-            runner=Runner(journal, telemetry),
+            runner=Runner(journal, telemetry, metrics=metrics),
             handlers={DeleteOrder: self.handler},
         )
         task = asyncio.create_task(courier.serve())
@@ -124,6 +119,12 @@ class Desk:
             raise AssertionError(f"no {until} in {kinds}; done: {self.handler.log}") from None
         return found
 
+    async def failure(self, until: str = "failed") -> Failure:
+        """Return why the order of the next report of this kind has failed."""
+        found = (await self.reports(until))[-1].failure
+        assert found is not None
+        return found
+
 
 @pytest.fixture
 async def desk(nats_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
@@ -133,19 +134,7 @@ async def desk(nats_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
     await bus.close()
 
 
-async def test_an_order_is_accepted_carried_out_and_reported(desk: Desk) -> None:
-    async with desk.courier():
-        await desk.send(order())
-        found = await desk.reports("deleted")
-    assert [report.kind for report in found] == ["accepted", "deleted"]
-    assert [report.n for report in found] == [1, 2]
-    assert found[-1].bytes == 7
-    assert desk.handler.log == ["tombstone", "remove"]
-
-
-async def test_a_good_order_after_poison_of_the_same_id_and_attempt_is_heard_of(
-    desk: Desk,
-) -> None:
+async def test_a_good_order_after_poison_of_the_same_id_and_attempt_is_heard_of(desk: Desk) -> None:
     async with desk.courier():
         await desk.send(encode_json(order(node="node-2")))
         assert [report.kind for report in await desk.reports("rejected")] == ["rejected"]
@@ -208,25 +197,21 @@ async def test_an_order_of_an_unknown_version_is_rejected_naming_both_and_so_is_
 ) -> None:
     async with desk.courier():
         await desk.send(order(schema=2))
-        (first,) = await desk.reports("rejected")
+        first = await desk.failure("rejected")
     async with desk.courier() as upgraded:
         upgraded.schemas = (1, 2)
         await desk.send(order(schema=2))
-        (again,) = await desk.reports("rejected")
-    assert first.failure is not None
-    assert (first.failure.reason, first.failure.retryable) == ("UnsupportedVersion", True)
-    assert first.failure.values == {"found": 2, "supported": [1]}
-    assert again == first
-    assert desk.handler.log == []
-
-
-async def test_a_version_is_named_where_its_order_does_not_even_decode(desk: Desk) -> None:
+        assert await desk.failure("rejected") == first
     async with desk.courier():
+        # An order that does not even decode.
         await desk.send(encode_json({"type": "snapback.v2.move_order", "attempt": 3, "schema": 2}))
         (found,) = await desk.reports("rejected")
+    assert (first.reason, first.retryable) == ("UnsupportedVersion", True)
+    assert first.values == {"found": 2, "supported": [1]}
     assert found.attempt == 3
     assert found.failure is not None
-    assert found.failure.values == {"found": 2, "supported": [1]}
+    assert found.failure.values == first.values
+    assert desk.handler.log == []
 
 
 async def test_what_a_newer_build_accepted_and_this_one_cannot_read_ends_by_name(
@@ -236,17 +221,8 @@ async def test_what_a_newer_build_accepted_and_this_one_cannot_read_ends_by_name
     for number, fields in ((1, {"schema": 2}), (2, {"type": "snapback.v1.move_order"})):
         name = order_id("delete", OWNER, f"gen-{number}")
         document = {**msgspec.to_builtins(order(order=name, generation=number)), **fields}
-        await journal.append(
-            Accepted(
-                order=name,
-                attempt=1,
-                payload=msgspec.Raw(encode_json(document)),
-                boot_id="boot",
-                monotonic=0.0,
-                wall=NOW,
-                deadline_s=60.0,
-            )
-        )
+        payload = msgspec.Raw(encode_json(document))
+        await journal.append(accepted(order=name, payload=payload, boot_id="boot", wall=NOW))
     journal.close()
     async with desk.courier():
         found = [*await desk.reports("failed"), *await desk.reports("failed")]
@@ -258,11 +234,14 @@ async def test_what_a_newer_build_accepted_and_this_one_cannot_read_ends_by_name
 
 async def test_a_repeat_is_answered_from_the_record_and_does_nothing_again(desk: Desk) -> None:
     async with desk.courier():
-        await desk.send(order())
-        await desk.reports("deleted")
-        await desk.send(order())
-        again = await desk.reports("deleted")
-    assert [report.kind for report in again] == ["accepted", "deleted"]
+        for _ in range(2):
+            await desk.send(order())
+            found = await desk.reports("deleted")
+            assert [(report.kind, report.n) for report in found] == [
+                ("accepted", 1),
+                ("deleted", 2),
+            ]
+            assert found[-1].bytes == 7
     assert desk.handler.log == ["tombstone", "remove"]
 
 
@@ -299,10 +278,8 @@ async def test_a_refusal_that_cannot_be_published_is_made_when_the_order_comes_a
             await desk.send(order(attempt=1))
             await asyncio.sleep(0.5)
             await bus.ensure_assets()
-            (found,) = await desk.reports("rejected")
+            assert (await desk.failure("rejected")).reason == "Superseded"
         await bus.close()
-    assert found.failure is not None
-    assert found.failure.reason == "Superseded"
 
 
 async def test_a_higher_attempt_is_carried_out_and_not_answered_for_the_lower(desk: Desk) -> None:
@@ -334,45 +311,27 @@ async def test_a_failed_step_undoes_the_begun_ones_newest_first_and_names_the_re
     desk: Desk,
 ) -> None:
     handler = desk.handler
-    handler.table = lambda _: [
-        handler.step("tombstone"),
-        handler.step("remove", NoSpace("no space", needed=2, free=1)),
-    ]
+    full = NoSpace("no space", needed=2, free=1)
+    handler.table = lambda _: [handler.step("tombstone"), handler.step("remove", full)]
     async with desk.courier():
         await desk.send(order())
-        found = await desk.reports("failed")
+        failure = await desk.failure()
     assert handler.log == ["tombstone", "remove", "undo remove", "undo tombstone"]
-    failure = found[-1].failure
-    assert failure is not None
     assert (failure.reason, failure.values) == ("NoSpace", {"needed": 2, "free": 1})
 
 
-async def test_a_step_that_never_ends_fails_at_its_deadline_by_name(desk: Desk) -> None:
-    async def hang() -> None:
-        await asyncio.Event().wait()
-
+@pytest.mark.parametrize(("of_step", "of_order"), [(0.05, 20.0), (60.0, 0.2)])
+async def test_a_step_that_never_ends_fails_by_name_at_its_deadline_or_that_of_its_order(
+    desk: Desk, of_step: float, of_order: float
+) -> None:
     handler = desk.handler
-    handler.table = lambda _: [handler.step("tombstone"), Step("remove", hang, deadline_s=0.05)]
+    hangs = Step("remove", asyncio.Event().wait, deadline_s=of_step)
+    handler.table = lambda _: [handler.step("tombstone"), hangs]
     async with desk.courier():
-        await desk.send(order())
-        found = await desk.reports("failed")
-    failure = found[-1].failure
-    assert failure is not None
+        await desk.send(order(deadline_s=of_order))
+        failure = await desk.failure()
     assert (failure.reason, failure.values["step"]) == ("DeadlineExceeded", "remove")
     assert handler.log[-1] == "undo tombstone"
-
-
-async def test_the_budget_of_the_order_bounds_every_step(desk: Desk) -> None:
-    async def hang() -> None:
-        await asyncio.Event().wait()
-
-    handler = desk.handler
-    handler.table = lambda _: [handler.step("tombstone"), Step("remove", hang, deadline_s=60.0)]
-    async with desk.courier():
-        await desk.send(order(deadline_s=0.2))
-        found = await desk.reports("failed")
-    assert found[-1].failure is not None
-    assert found[-1].failure.reason == "DeadlineExceeded"
 
 
 async def test_a_service_that_ends_within_a_replayable_step_runs_it_again(desk: Desk) -> None:
@@ -383,14 +342,11 @@ async def test_a_service_that_ends_within_a_replayable_step_runs_it_again(desk: 
         blocked.set()
         await asyncio.Event().wait()
 
-    journal = Journal.open(desk.folder, wall=lambda: NOW)
-    journal.close()
     handler.table = lambda _: [handler.step("tombstone"), Step("remove", hang, deadline_s=60.0)]
     await _crash_while(desk, blocked)
     handler.table = handler.good
     async with desk.courier():
-        found = await desk.reports("deleted")
-    assert found[-1].kind == "deleted"
+        await desk.reports("deleted")
     assert handler.log[-2:] == ["tombstone", "remove"]
 
 
@@ -410,9 +366,7 @@ async def test_a_step_that_must_not_run_twice_ends_as_outcome_unknown(desk: Desk
     handler.table = table
     await _crash_while(desk, blocked)
     async with desk.courier():
-        found = await desk.reports("failed")
-    assert found[-1].failure is not None
-    assert found[-1].failure.reason == "OutcomeUnknown"
+        assert (await desk.failure()).reason == "OutcomeUnknown"
     assert handler.log.count("began") == 1
 
 

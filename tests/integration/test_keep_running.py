@@ -20,13 +20,6 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def test_a_service_that_is_killed_is_started_again_until_it_is_told_to_stop() -> None:
-    with _start("echo began; kill -KILL $$") as process:
-        assert [_line(process) for _ in range(3)] == ["began\n"] * 3
-        process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
-
-
 def test_a_service_that_is_told_to_stop_ends_in_its_own_way() -> None:
     service = "trap 'echo ended; exit 3' TERM; echo began; while :; do sleep 0.1; done"
     with _start(service) as process:
@@ -36,6 +29,10 @@ def test_a_service_that_is_told_to_stop_ends_in_its_own_way() -> None:
         assert process.wait(PATIENCE_S) == 3
 
 
-def test_a_service_that_ends_by_itself_is_not_started_again() -> None:
+def test_a_service_that_is_killed_is_started_again_and_one_that_ends_by_itself_is_not() -> None:
     with _start("exit 1") as process:
         assert process.wait(PATIENCE_S) == 1
+    with _start("echo began; kill -KILL $$") as process:
+        assert [_line(process) for _ in range(3)] == ["began\n"] * 3
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)

@@ -115,12 +115,9 @@ def test_the_search_finds_every_page_by_its_words(root: Path) -> None:
     assert not [place for place in words if place.startswith("source/")]
 
 
-def test_no_page_fetches_anything_from_elsewhere(names: dict[Path, Names]) -> None:
+def test_nothing_is_fetched_from_elsewhere(names: dict[Path, Names], root: Path) -> None:
     for path, found in names.items():
         assert [url for url in found.fetched if urlsplit(url).netloc] == [], path
-
-
-def test_no_style_fetches_anything_from_elsewhere(root: Path) -> None:
     styles = list((root / "latest").rglob("*.css"))
     assert styles
     for path in styles:

@@ -26,9 +26,6 @@ from snapshot_shared.settings import load
 from tests.cluster import programs
 from tests.support import helm
 
-needs_helm = pytest.mark.skipif(
-    helm.find() is None, reason=f"helm is missing: {programs.NEXT_STEP}"
-)
 SCHEMA = json.loads((helm.CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((helm.CHART / "values.yaml").read_text())
 SIMULATED = ("--set", "simulation.enabled=true")
@@ -42,6 +39,13 @@ HELPER = ("--set", "node.helper.enabled=true")
 OWN_NATS = ("--set", "nats.url=nats://nats.example:4222")
 
 
+def rendered(*words: str, **more: Any) -> list[Any]:
+    """Render the chart, or skip the test where helm is not."""
+    if helm.find() is None:
+        pytest.skip(f"helm is missing: {programs.NEXT_STEP}")
+    return helm.rendered(*words, **more)
+
+
 def found(documents: list[Any], kind: str, name: str) -> Any:
     [one] = [
         each
@@ -49,6 +53,21 @@ def found(documents: list[Any], kind: str, name: str) -> Any:
         if each["kind"] == kind and each["metadata"]["name"] == f"snapback-{name}"
     ]
     return one
+
+
+def pod_of_nodes(documents: list[Any], name: str = "node") -> Any:
+    return found(documents, "DaemonSet", name)["spec"]["template"]["spec"]
+
+
+def volume_of(pod: Any, name: str) -> Any:
+    [volume] = [each for each in pod["volumes"] if each["name"] == name]
+    return volume
+
+
+def mounts_of(pod: Any) -> list[tuple[str, Any]]:
+    """Return each mount with the name of its container."""
+    each = (*pod.get("initContainers", ()), *pod["containers"])
+    return [(found["name"], mount) for found in each for mount in found["volumeMounts"]]
 
 
 def containers(documents: list[Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -73,17 +92,16 @@ def environment(documents: list[Any], name: str) -> dict[str, str]:
     }
 
 
-@needs_helm
 def test_the_chart_has_no_flaw_that_helm_lint_finds() -> None:
+    assert rendered(*SIMULATED, *HELPER)
     helm.run("lint", "--strict", str(helm.CHART), *SIMULATED, *HELPER)
 
 
-@needs_helm
 @pytest.mark.parametrize("words", [(), SIMULATED, OWN_NATS])
 def test_no_container_has_more_than_it_needs(words: tuple[str, ...]) -> None:
-    rendered = list(containers(helm.rendered(*words)))
-    assert len(rendered) >= 4
-    for name, container, pod in rendered:
+    there = list(containers(rendered(*words)))
+    assert len(there) >= 4
+    for name, container, pod in there:
         context = pod["securityContext"] | container["securityContext"]
         assert context["readOnlyRootFilesystem"], name
         assert not context["allowPrivilegeEscalation"], name
@@ -97,9 +115,8 @@ def test_no_container_has_more_than_it_needs(words: tuple[str, ...]) -> None:
             assert not any("hostPath" in volume for volume in pod["volumes"]), name
 
 
-@needs_helm
 def test_the_operator_has_the_rights_of_its_table_and_no_others() -> None:
-    documents = helm.rendered()
+    documents = rendered()
     role = found(documents, "ClusterRole", "operator")
     assert role["rules"] == rbac.cluster_role()["rules"]
     within = found(documents, "Role", "operator")
@@ -111,14 +128,13 @@ def test_the_operator_has_the_rights_of_its_table_and_no_others() -> None:
         ]
 
 
-@needs_helm
 @pytest.mark.parametrize("release", ["snapback", "other"])
 @pytest.mark.parametrize("url", ["", "https://198.51.100.7:9443"])
 def test_the_webhooks_are_those_that_the_operator_serves_by_the_names_of_the_release(
     release: str, url: str
 ) -> None:
     words = ("--set", f"webhooks.enabled=true,webhooks.url={url}")
-    documents = helm.rendered(*words, release=release)
+    documents = rendered(*words, release=release)
     name = "snapback" if release == "snapback" else "other-snapback"
     given = environment(documents, f"{name}-operator/operator")
     settings = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
@@ -136,9 +152,8 @@ def test_the_webhooks_are_those_that_the_operator_serves_by_the_names_of_the_rel
     assert service in {each["metadata"]["name"] for each in documents if each["kind"] == "Service"}
 
 
-@needs_helm
 def test_the_nodes_have_no_rights_without_simulation_and_the_agent_never_has_a_token() -> None:
-    bare, simulated = helm.rendered(), helm.rendered(*SIMULATED)
+    bare, simulated = rendered(), rendered(*SIMULATED)
 
     def bound(documents: list[Any]) -> set[str]:
         return {
@@ -150,22 +165,16 @@ def test_the_nodes_have_no_rights_without_simulation_and_the_agent_never_has_a_t
 
     assert bound(bare) == set()
     assert bound(simulated) == {"snapback-simulation"}
-    pod = found(simulated, "DaemonSet", "node")["spec"]["template"]["spec"]
+    pod = pod_of_nodes(simulated)
     assert pod["automountServiceAccountToken"] is False
-    with_token = {
-        container["name"]
-        for container in (*pod["initContainers"], *pod["containers"])
-        if any(mount["name"] == "token" for mount in container["volumeMounts"])
-    }
-    assert with_token == {"gms"}
+    assert {name for name, mount in mounts_of(pod) if mount["name"] == "token"} == {"gms"}
 
 
-@needs_helm
 def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alone() -> None:
-    documents = helm.rendered(*HELPER)
+    documents = rendered(*HELPER)
     for name in ("node", "node-keys"):
-        pod = found(documents, "DaemonSet", name)["spec"]["template"]["spec"]
-        assert not any("secret" in volume for volume in pod["volumes"])
+        volumes = pod_of_nodes(documents, name)["volumes"]
+        assert not any("secret" in volume for volume in volumes)
     volumes = {volume["name"]: volume for volume in pod_of_nodes(documents)["volumes"]}
     for container in pod_of_nodes(documents)["containers"]:
         mounts = {
@@ -178,13 +187,8 @@ def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alo
         assert all(mount["readOnly"] for mount in mounts.values())
 
 
-def pod_of_nodes(documents: list[Any]) -> Any:
-    return found(documents, "DaemonSet", "node")["spec"]["template"]["spec"]
-
-
-@needs_helm
 def test_what_makes_keys_is_a_hook_that_may_touch_the_secrets_of_its_program_alone() -> None:
-    documents = helm.rendered()
+    documents = rendered()
     names = ("snapback-keys", "snapback-node-keys")
     hooks = [each for each in documents if each["metadata"]["name"] in names]
     assert {each["kind"] for each in hooks} == {
@@ -215,9 +219,8 @@ def test_what_makes_keys_is_a_hook_that_may_touch_the_secrets_of_its_program_alo
     ]
 
 
-@needs_helm
 def test_images_with_the_cuda_bindings_are_named_where_they_are_asked_for() -> None:
-    documents = helm.rendered("--set", "image.cuda=true", *HELPER)
+    documents = rendered("--set", "image.cuda=true", *HELPER)
     images = {name: container["image"] for name, container, _ in containers(documents)}
     assert images["snapback-node/gms"] == f"snapback/gms:{VERSION}-cuda"
     assert images["snapback-node/helper"] == f"snapback/snapshot-agent:{VERSION}-cuda"
@@ -226,9 +229,8 @@ def test_images_with_the_cuda_bindings_are_named_where_they_are_asked_for() -> N
     assert given["SNAPBACK_GMS_IMAGE"] == f"snapback/gms:{VERSION}-cuda"
 
 
-@needs_helm
 def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
-    documents = helm.rendered(*SIMULATED, "--set-string", "operator.env.SNAPBACK_KEEP_COUNT=5")
+    documents = rendered(*SIMULATED, "--set-string", "operator.env.SNAPBACK_KEEP_COUNT=5")
     # The image names it.
     given = environment(documents, "snapback-operator/operator")
     operator = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
@@ -248,15 +250,14 @@ def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
     assert agent.http_address != gms.http_address
     assert (gms.gms_device, gms.devices, gms.device_bytes) == ("simulated", 2, 2**30)
     assert gms.kubelet_plugin == "auto"
-    without = load(GmsSettings, environment(helm.rendered(), "snapback-node/gms"))
+    without = load(GmsSettings, environment(rendered(), "snapback-node/gms"))
     assert (without.gms_device, without.kubelet_plugin) == ("cuda", "off")
 
 
-@needs_helm
 def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside() -> None:
     words = (*SIMULATED, "--set", "kubelet.dir=/data/kubelet,simulation.cdiDir=/etc/cdi")
-    documents = helm.rendered(*words)
-    pod = found(documents, "DaemonSet", "node")["spec"]["template"]["spec"]
+    documents = rendered(*words)
+    pod = pod_of_nodes(documents)
     paths = {
         each["name"]: each["hostPath"]["path"] for each in pod["volumes"] if "hostPath" in each
     }
@@ -273,18 +274,16 @@ def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside
     assert paths["pods"] == "/data/kubelet/pods"
 
 
-@needs_helm
 def test_no_node_has_a_helper_or_its_folders_unless_it_is_asked_for() -> None:
-    pod = pod_of_nodes(helm.rendered())
+    pod = pod_of_nodes(rendered())
     assert [each["name"] for each in pod["containers"]] == ["agent", "guards", "gms"]
     text = json.dumps(pod)
     assert not [word for word in ("helper", "/host/cgroup", "containerd") if word in text]
 
 
-@needs_helm
 def test_the_helper_has_a_listed_set_of_capabilities_and_neither_keys_nor_a_token() -> None:
     words = ("--set", "node.helper.extraCapabilities={SYS_RAWIO}", *SIMULATED, *HELPER)
-    pod = pod_of_nodes(helm.rendered(*words))
+    pod = pod_of_nodes(rendered(*words))
     [helper] = [each for each in pod["containers"] if each["name"] == "helper"]
     context = pod["securityContext"] | helper["securityContext"]
     assert context["runAsUser"] == 0
@@ -303,18 +302,16 @@ def test_the_helper_has_a_listed_set_of_capabilities_and_neither_keys_nor_a_toke
     assert mounts["/var/lib/snapback/artifacts"]["readOnly"]
 
 
-@needs_helm
 def test_the_helper_is_shown_the_gpus_of_its_node_where_they_are_real() -> None:
     name = "snapback-node/helper"
     shown = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    assert shown.items() <= environment(helm.rendered(*HELPER), name).items()
-    assert not shown.keys() & environment(helm.rendered(*SIMULATED, *HELPER), name).keys()
+    assert shown.items() <= environment(rendered(*HELPER), name).items()
+    assert not shown.keys() & environment(rendered(*SIMULATED, *HELPER), name).keys()
 
 
-@needs_helm
 def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has() -> None:
     words = ("--set", "node.runtimeDir=/data/containerd,node.cgroupDir=/cgroup", *HELPER)
-    documents = helm.rendered(*words)
+    documents = rendered(*words)
     pod = pod_of_nodes(documents)
     containers = {each["name"]: each for each in pod["containers"]}
     volumes = {each["name"]: each for each in pod["volumes"]}
@@ -339,45 +336,35 @@ def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has()
     assert "readOnly" not in cgroup
 
 
-@needs_helm
 def test_criu_has_a_scratch_folder_that_the_helper_reads_and_the_agent_writes() -> None:
     words = ("--set", "node.scratch.use=always,node.scratch.medium=Memory", *HELPER)
-    documents = helm.rendered(*words, "--set", "node.scratch.sizeLimit=8Gi")
+    documents = rendered(*words, "--set", "node.scratch.sizeLimit=8Gi")
     given = [environment(documents, f"snapback-node/{name}") for name in ("agent", "helper")]
     agent, helper = load(AgentSettings, given[0]), load(HelperSettings, given[1])
     assert agent.scratch_dir == helper.scratch_dir
     assert agent.scratch == "always"
     pod = pod_of_nodes(documents)
     mounts = {
-        container["name"]: mount.get("readOnly", False)
-        for container in pod["containers"]
-        for mount in container["volumeMounts"]
+        name: mount.get("readOnly", False)
+        for name, mount in mounts_of(pod)
         if mount["mountPath"] == str(agent.scratch_dir)
     }
     assert mounts == {"agent": False, "helper": True}
-    [volume] = [each for each in pod["volumes"] if each["name"] == "scratch"]
-    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
-    [volume] = [
-        each
-        for each in pod_of_nodes(helm.rendered(*HELPER))["volumes"]
-        if each["name"] == "scratch"
-    ]
-    assert volume["emptyDir"] == {}
+    assert volume_of(pod, "scratch")["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert volume_of(pod_of_nodes(rendered(*HELPER)), "scratch")["emptyDir"] == {}
 
 
-@needs_helm
 def test_the_keys_of_artifacts_are_those_of_the_agent_and_of_gms_alone() -> None:
-    bare = load(AgentSettings, environment(helm.rendered(), "snapback-node/agent"))
+    bare = load(AgentSettings, environment(rendered(), "snapback-node/agent"))
     assert (bare.artifact_keys, bare.require_signature) == (None, False)
     words = ("--set", "storage.keys.secret=ours,storage.keys.requireSignature=true", *HELPER)
-    documents = helm.rendered(*words)
+    documents = rendered(*words)
     agent = load(AgentSettings, environment(documents, "snapback-node/agent"))
     assert agent.require_signature
     pod = pod_of_nodes(documents)
     mounts = [
-        (container["name"], mount["mountPath"], mount["readOnly"])
-        for container in pod["containers"]
-        for mount in container["volumeMounts"]
+        (name, mount["mountPath"], mount["readOnly"])
+        for name, mount in mounts_of(pod)
         if mount["name"] == "artifact-keys"
     ]
     gms = load(GmsSettings, environment(documents, "snapback-node/gms"))
@@ -385,15 +372,14 @@ def test_the_keys_of_artifacts_are_those_of_the_agent_and_of_gms_alone() -> None
     assert mounts == [(name, str(agent.artifact_keys), True) for name in ("agent", "gms")]
     assert gms.require_signature
     assert not gms.encrypt_memory
-    encrypting = helm.rendered(*words, "--set", "storage.keys.encryptMemory=true")
+    encrypting = rendered(*words, "--set", "storage.keys.encryptMemory=true")
     assert load(GmsSettings, environment(encrypting, "snapback-node/gms")).encrypt_memory
-    [volume] = [each for each in pod["volumes"] if each["name"] == "artifact-keys"]
-    assert volume["secret"] == {"secretName": "ours", "defaultMode": 0o400}
+    secret = volume_of(pod, "artifact-keys")["secret"]
+    assert secret == {"secretName": "ours", "defaultMode": 0o400}
 
 
-@needs_helm
 def test_with_a_nats_of_the_readers_the_chart_makes_keys_for_it_and_runs_none() -> None:
-    documents = helm.rendered(*OWN_NATS)
+    documents = rendered(*OWN_NATS)
     names = {f"{each['kind']}/{each['metadata']['name']}" for each in documents}
     assert not [each for each in names if each.startswith(("StatefulSet/", "ConfigMap/"))]
     assert "Service/snapback-nats" not in names
@@ -403,26 +389,20 @@ def test_with_a_nats_of_the_readers_the_chart_makes_keys_for_it_and_runs_none() 
         assert given["SNAPBACK_NATS_URL"] == "nats://nats.example:4222"
 
 
-@needs_helm
 def test_a_claim_takes_the_place_of_the_folder_of_the_node_and_of_the_servers_memory() -> None:
     words = ("--set", "storage.claim=artifacts,nats.storage.claim=true")
-    documents = helm.rendered(*words)
-    pod = found(documents, "DaemonSet", "node")["spec"]["template"]["spec"]
-    [volume] = [each for each in pod["volumes"] if each["name"] == "artifacts"]
+    documents = rendered(*words)
+    volume = volume_of(pod_of_nodes(documents), "artifacts")
     assert volume == {"name": "artifacts", "persistentVolumeClaim": {"claimName": "artifacts"}}
     server = found(documents, "StatefulSet", "nats")["spec"]
     assert "state" not in {each["name"] for each in server["template"]["spec"]["volumes"]}
     assert server["volumeClaimTemplates"][0]["metadata"]["name"] == "state"
 
 
-@needs_helm
 def test_two_releases_share_no_name_but_those_of_the_device_class_and_the_webhooks() -> None:
     names = [
-        {(each["kind"], each["metadata"]["name"]) for each in documents}
-        for documents in (
-            helm.rendered(*SIMULATED, release="a"),
-            helm.rendered(*SIMULATED, release="b"),
-        )
+        {(each["kind"], each["metadata"]["name"]) for each in rendered(*SIMULATED, release=name)}
+        for name in ("a", "b")
     ]
     assert names[0] & names[1] == {
         ("DeviceClass", "gpu.nvidia.com"),
@@ -431,18 +411,14 @@ def test_two_releases_share_no_name_but_those_of_the_device_class_and_the_webhoo
     }
 
 
-@needs_helm
 def test_helm_refuses_a_value_that_the_schema_does_not_know() -> None:
     with pytest.raises(helm.HelmError, match="simulatoin"):
-        helm.rendered("--set", "simulatoin.enabled=true")
+        rendered("--set", "simulatoin.enabled=true")
 
 
-def test_the_version_of_the_chart_is_that_of_the_product() -> None:
+def test_the_version_and_the_definitions_of_the_chart_are_those_of_the_product() -> None:
     found = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
     assert found["version"] == found["appVersion"] == VERSION
-
-
-def test_the_definitions_of_the_chart_are_those_of_the_kinds() -> None:
     files = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in FILES}
     assert files == {each["metadata"]["name"] for each in definitions()}
 
@@ -451,10 +427,6 @@ FILES = sorted((helm.CHART / "crds").iterdir())
 
 
 VALIDATOR = jsonschema.validators.validator_for(SCHEMA)(SCHEMA)
-
-
-def test_the_schema_takes_the_defaults() -> None:
-    jsonschema.validate(VALUES, SCHEMA)
 
 
 def leaves(schema: Any, path: str = "") -> Iterator[str]:
@@ -526,23 +498,22 @@ def is_bounded(schema: dict[str, Any]) -> bool:
             return kind == "boolean"
 
 
-def test_every_value_has_a_type_and_a_bound() -> None:
+def test_the_schema_takes_the_defaults_and_every_value_has_a_type_and_a_bound() -> None:
     assert [path for path, schema in ALL if not is_bounded(schema)] == []
+    jsonschema.validate(VALUES, SCHEMA)
 
 
-@needs_helm
 def test_the_alerts_are_those_of_the_file_with_the_address_of_the_runbooks() -> None:
     page = "https://docs.example.com/latest/runbooks.html"
     on = ("--set", f"monitoring.enabled=true,monitoring.runbooks={page}")
-    [rule] = [each for each in helm.rendered(*on) if each["kind"] == "PrometheusRule"]
+    [rule] = [each for each in rendered(*on) if each["kind"] == "PrometheusRule"]
     alerts = (programs.REPOSITORY / "deploy/observability/alerts.yml").read_text()
     assert rule["spec"] == yaml.safe_load(alerts.replace("docs/runbooks.md", page))
 
 
-@needs_helm
 def test_prometheus_is_led_to_every_port_with_metrics() -> None:
     words = ("--set", "monitoring.enabled=true,monitoring.labels.release=prometheus")
-    documents = helm.rendered(*words)
+    documents = rendered(*words)
     [monitor] = [each for each in documents if each["kind"] == "PodMonitor"]
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     serving = {
@@ -559,7 +530,6 @@ def test_prometheus_is_led_to_every_port_with_metrics() -> None:
         assert wanted <= labels.items()
 
 
-@needs_helm
 def test_nothing_of_the_prometheus_operator_is_made_unless_it_is_asked_for() -> None:
-    kinds = {each["kind"] for each in helm.rendered()}
+    kinds = {each["kind"] for each in rendered()}
     assert not kinds & {"PrometheusRule", "PodMonitor"}

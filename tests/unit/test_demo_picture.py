@@ -55,10 +55,11 @@ def story() -> list[str]:
     ]
 
 
-def test_the_picture_has_the_lines_that_the_demo_prints() -> None:
+def test_the_picture_of_the_readme_has_the_lines_that_the_demo_prints() -> None:
     """Else take it again: make demo-picture."""
     shown = demo_picture.lines_of(demo_picture.PICTURE.read_text())
     assert masked(shown) == masked(story())
+    assert "(docs/images/demo.svg)" in (ROOT / "README.md").read_text()
 
 
 def test_a_picture_has_the_lines_that_it_was_made_of_and_no_address_of_a_font() -> None:
@@ -67,7 +68,3 @@ def test_a_picture_has_the_lines_that_it_was_made_of_and_no_address_of_a_font() 
     shown = demo_picture.lines_of(made)
     assert shown == ["$ snapshotctl demo", "1/5 Start & go", "    <a> -> b  c"]
     assert re.findall(r"url\((?!#)", made) == []
-
-
-def test_readme_shows_the_picture() -> None:
-    assert "(docs/images/demo.svg)" in (ROOT / "README.md").read_text()

@@ -38,14 +38,11 @@ def test_every_package_has_digests_and_no_index_is_named(lock: Path) -> None:
     assert re.findall(r"https?://|--index|--find-links", lock.read_text("utf-8")) == []
 
 
-def test_what_checks_run_on_is_what_people_run() -> None:
+def test_what_checks_and_the_images_with_cuda_run_on_is_what_people_run() -> None:
     runtime, development = pins(RUNTIME), pins(DEVELOPMENT)
     both = runtime.keys() & development.keys()
     assert {name: development[name] for name in both} == {name: runtime[name] for name in both}
     assert not {"coverage", "mypy", "pytest", "ruff", "selenium"} & runtime.keys()
-
-
-def test_what_the_images_with_cuda_add_is_what_the_tests_run_on() -> None:
     everything, added = pins(DEVELOPMENT), pins(CUDA)
     assert set(added) == {"cuda-bindings", "cuda-pathfinder"}
     assert {name: everything[name] for name in added} == added

@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from snapshot_shared.instruments import TABLE
-from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
-from tests.unit.test_readme_map import anchors
+from tests.unit.test_words import anchors
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "observability"
@@ -95,11 +94,6 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_the_name_of_an_alert_is_used_once() -> None:
-    names = [rule["alert"] for rule in alerts()]
-    assert sorted(names) == sorted(set(names))
-
-
 def test_an_alert_says_what_it_means_and_where_to_read_on() -> None:
     known = anchors(ROOT / "docs/runbooks.md")
     wrong = [
@@ -128,11 +122,8 @@ def test_what_an_alert_shows_is_a_label_that_its_expression_keeps() -> None:
     assert wrong == {}
 
 
-def test_each_alert_has_a_section_of_the_runbooks_and_each_section_an_alert() -> None:
-    assert set(SECTIONS) == {rule["alert"] for rule in alerts()}
-
-
-def test_a_runbook_says_what_is_lost_what_to_type_and_how_to_mend_it() -> None:
+def test_each_alert_has_a_runbook_that_says_what_is_lost_what_to_type_and_how_to_mend_it() -> None:
+    assert sorted(SECTIONS) == sorted(rule["alert"] for rule in alerts())
     order = re.compile(r"\*\*Costs\*\*.*?```sh.*?\*\*To mend it\*\*", re.DOTALL)
     assert [name for name, section in SECTIONS.items() if not order.search(section)] == []
 
@@ -150,16 +141,13 @@ def test_alerts_fire_when_they_should_and_not_before(words: tuple[str, Path]) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prometheus_reads_the_rules_and_every_service() -> None:
+def test_prometheus_and_the_collector_read_what_the_services_have() -> None:
     found = document("prometheus.yml")
     assert all((FOLDER / name).exists() for name in found["rule_files"])
     (job,) = found["scrape_configs"]
     targets = {target for group in job["static_configs"] for target in group["targets"]}
     services = ("operator", "page", "agent-1", "gms-1", "agent-2", "gms-2")
     assert targets == {f"{name}:9090" for name in services}
-
-
-def test_the_collector_takes_what_the_services_send() -> None:
     found = document("otel-collector.yaml")
     assert found["receivers"]["otlp"]["protocols"] == {"http": {"endpoint": "0.0.0.0:4318"}}
     pipelines = found["service"]["pipelines"]
@@ -167,7 +155,3 @@ def test_the_collector_takes_what_the_services_send() -> None:
     for pipeline in pipelines.values():
         for kind, names in pipeline.items():
             assert set(names) <= set(found[kind])
-
-
-def test_each_metric_of_a_fault_is_in_the_table() -> None:
-    assert set(RECORDED_ELSEWHERE) <= set(TABLE)

@@ -41,16 +41,10 @@ def test_the_map_and_the_navigation_have_the_same_pages() -> None:
             assert f"- [{page.title}](" in written
 
 
-def test_every_document_of_docs_is_a_page() -> None:
+def test_every_document_has_one_place_or_is_refused_by_its_name() -> None:
     assert set(DOCS.rglob("*.md")) <= set(PLACES)
-
-
-def test_a_page_without_a_place_is_refused_by_its_name() -> None:
     with pytest.raises(LookupError, match=r"docs/lost\.md has no place.*docs/contents\.py"):
         contents.check([], {DOCS / "lost.md"})
-
-
-def test_a_page_with_two_places_is_refused_by_its_name() -> None:
     with pytest.raises(LookupError, match=r"docs/concepts\.md is twice"):
         contents.check([DOCS / "concepts.md", DOCS / "concepts.md"], set())
 
@@ -65,10 +59,7 @@ def test_a_page_with_two_places_is_refused_by_its_name() -> None:
         ("[a](../../deploy/helm/snapback/README.md)", "[a](../chart.md)"),
         ("![a](../images/page-busy.png)", "![a](../images/page-busy.png)"),
         ("[a](../../Makefile)", "[a](../source/Makefile.md)"),
-        (
-            "[a](../../deploy/observability)",
-            "[a](../source/deploy/observability/index.md)",
-        ),
+        ("[a](../../deploy/observability)", "[a](../source/deploy/observability/index.md)"),
         ("[a](https://nats.io/x)", "[a](https://nats.io/x)"),
         ("[a](mailto:a@b.example)", "[a](mailto:a@b.example)"),
     ],
@@ -77,15 +68,11 @@ def test_a_link_leads_to_the_same_place_in_the_site(link: str, there: str) -> No
     assert moved(f"See {link}.\n") == f"See {there}.\n"
 
 
-@pytest.mark.parametrize("fence", ["```", "~~~", "````"])
-def test_code_is_left_as_it_is(fence: str) -> None:
-    text = f"{fence}sh\necho '[a](nowhere)'\n{fence}\n"
-    assert moved(text) == text
-
-
-def test_a_bar_in_code_of_a_table_loses_the_escape_that_only_a_repository_needs() -> None:
-    row = r"| `a\|b` | c\|d |"
-    assert moved(row) == r"| `a|b` | c\|d |"
+def test_code_is_left_as_it_is_but_for_an_escape_that_only_a_repository_needs() -> None:
+    for fence in ("```", "~~~", "````"):
+        text = f"{fence}sh\necho '[a](nowhere)'\n{fence}\n"
+        assert moved(text) == text
+    assert moved(r"| `a\|b` | c\|d |") == r"| `a|b` | c\|d |"
     assert moved(r"`a\|b` in a line") == r"`a\|b` in a line"
 
 
@@ -97,23 +84,14 @@ def test_a_link_to_nothing_names_the_page_and_the_target(target: str) -> None:
 
 def test_versions_are_listed_newest_first_and_what_is_unreleased_before_all() -> None:
     names = ["0.9.0", "0.10.0", "latest", "0.10.0rc2", "0.10.0rc10", "0.2.1"]
-    listed = [each["version"] for each in json.loads(versions.listed(names))]
-    assert listed == ["latest", "0.10.0", "0.10.0rc10", "0.10.0rc2", "0.9.0", "0.2.1"]
-
-
-def test_the_list_of_versions_has_the_form_that_the_selector_reads() -> None:
-    assert json.loads(versions.listed(["0.1.0"])) == [
-        {"version": "0.1.0", "title": "0.1.0", "aliases": []}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [(["0.1.0", "latest"], "latest"), (["0.9.0", "0.10.0"], "0.10.0")],
-)
-def test_a_reader_who_names_no_version_gets_the_newest(names: list[str], chosen: str) -> None:
-    assert versions.default(names) == chosen
-    assert f'content="0; url={chosen}/index.html"' in versions.entrance(chosen)
+    listed = ["latest", "0.10.0", "0.10.0rc10", "0.10.0rc2", "0.9.0", "0.2.1"]
+    # The form that the selector reads.
+    shown = [{"version": name, "title": name, "aliases": []} for name in listed]
+    assert json.loads(versions.listed(names)) == shown
+    # A reader who names none gets the newest.
+    for some, chosen in ((["0.1.0", "latest"], "latest"), (["0.9.0", "0.10.0"], "0.10.0")):
+        assert versions.default(some) == chosen
+        assert f'content="0; url={chosen}/index.html"' in versions.entrance(chosen)
 
 
 @each("name", ["", "..", "0.1/../..", "v0.1.0", "main", ".new-1"])

@@ -1,12 +1,73 @@
-"""One word for one thing: the glossary holds, in the code and in the documents."""
+"""The documents tell the truth about where things are, and have one word for one thing."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+
+
+def test_the_readme_is_short_and_every_place_in_its_table_exists() -> None:
+    assert len(README.splitlines()) <= 150
+    places = re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", README, re.MULTILINE)
+    assert places
+    assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Give the names that the headings of a page have as the ends of links."""
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        number = 0
+        while (name := f"{slug}-{number}" if number else slug) in found:
+            number += 1
+        found.add(name)
+    return found
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+            place = (page.parent / target) if target else page
+            if not place.exists() or (anchor and anchor not in anchors(place)):
+                wrong.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert wrong == []
+
+
+def test_the_index_names_every_document() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"README.md"} <= set(re.findall(r"\]\(([^)#]+)\)", index))
+
+
+def test_every_make_target_that_a_page_names_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", makefile, re.MULTILINE))
+    pattern = re.compile(r"(?:`|^)make ([a-z0-9-]+)", re.MULTILINE)
+    wrong = {
+        f"{page.relative_to(ROOT)}: make {target}"
+        for page in PAGES
+        for target in pattern.findall(page.read_text(encoding="utf-8"))
+        if target not in targets
+    }
+    assert wrong == set()
+
+
 GLOSSARY = ROOT / "docs/glossary.md"
 READ = ("shared/src/**/*.py", "services/*/src/**/*.py", "docs/**/*.md", "deploy/**/*", "*.md")
 RELEASED = {

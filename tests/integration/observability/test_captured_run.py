@@ -21,7 +21,7 @@ from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import Place, all_names
 from snapshotctl.views.related import trace_of
-from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
+from tests.integration.observability.test_faults import RECORDED_ELSEWHERE
 from tests.support.check_trace import MIN_COVERED, covered
 from tests.support.collector import Collector, running_collector
 from tests.support.live_cluster import LiveCluster, checkpoint, find, pod
@@ -85,7 +85,7 @@ async def _play(cluster: LiveCluster, collector: Collector) -> Run:
                 ),
                 "the failure",
             )
-        logs = _logs(cluster)
+        logs = "\n".join(Path(found.log).read_text() for found in cluster.record.processes)
     finally:
         if not logs:
             print(cluster.logs())
@@ -93,10 +93,6 @@ async def _play(cluster: LiveCluster, collector: Collector) -> Run:
     assert left == []
     lines = [json.loads(line) for line in logs.splitlines() if line.startswith("{")]
     return Run(collector, exposed, spans, lines)
-
-
-def _logs(cluster: LiveCluster) -> str:
-    return "\n".join(Path(found.log).read_text() for found in cluster.record.processes)
 
 
 async def _exposed_with_objects(cluster: LiveCluster) -> dict[str, str]:
@@ -132,16 +128,10 @@ def _families(run: Run) -> set[str]:
     return found - {"target_info", "target"}
 
 
-def test_every_service_exposes_metrics(run: Run) -> None:
-    assert len(run.exposed) == 6
-
-
-def test_what_is_exposed_is_in_the_table(run: Run) -> None:
-    assert _families(run) <= {instrument.prometheus for instrument in TABLE}
-
-
 def test_what_is_in_the_table_is_recorded_in_a_run_or_by_the_test_of_its_fault(run: Run) -> None:
+    assert len(run.exposed) == 6
     families = _families(run)
+    assert families <= {instrument.prometheus for instrument in TABLE}
     silent = {found.name for found in TABLE if found.prometheus not in families}
     assert silent == {instrument.name for instrument in RECORDED_ELSEWHERE}
 

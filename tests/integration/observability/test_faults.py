@@ -1,11 +1,10 @@
-"""What goes wrong is counted: each fault of `elsewhere.py`, brought about and read."""
+"""What goes wrong is counted: each fault of the table below, brought about and read."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -20,30 +19,31 @@ from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from snapshot_operator.kube.admission import Admission
 from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH
-from snapshot_shared import instruments, subjects
+from snapshot_shared import instruments
 from snapshot_shared.bus import Bus
-from snapshot_shared.clocks import Clocks
-from snapshot_shared.codec import encode_json
-from snapshot_shared.courier import Courier, OrderContext
 from snapshot_shared.errors import NotFound
-from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.instruments import Instrument
-from snapshot_shared.journal import Journal
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import Metrics
-from snapshot_shared.order_book import OrderBook
-from snapshot_shared.orders import DeleteOrder
-from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import MAX_WAITING_SPANS, Telemetry
-from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
+from tests.integration.test_courier import NODE, OWNER, Desk, order
+from tests.support.collector import running_collector
 from tests.support.nats_server import running_nats_server
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import World
 from tests.support.waiting import until
 
-NODE = NodeName("node-1")
-OWNER = Uid("00000000-0000-0000-0000-000000000001")
-ORDER = order_id("delete", OWNER, "gen-1")
+RECORDED_ELSEWHERE: dict[Instrument, str] = {
+    instruments.RECONNECTIONS: "test_a_connection_that_comes_back_is_counted",
+    instruments.SPANS_DROPPED: "test_spans_that_nobody_could_take_are_counted",
+    instruments.REPEATED: "test_a_repeated_order_is_counted_and_not_accepted_again",
+    instruments.DEAD_LETTERS: "test_a_dead_letter_is_counted_by_its_reason",
+    instruments.UNPUBLISHED: "test_an_order_that_waits_for_the_sweep_is_counted",
+    instruments.API_REQUEST_DURATION: "test_a_request_to_the_kubernetes_api_is_counted",
+    instruments.ADMISSION_DURATION: "test_an_admission_is_counted_by_its_webhook_and_outcome",
+    instruments.CLIENTS_REFUSED: "test_a_client_without_a_session_is_counted_by_its_reason",
+}
+"""Metrics that a good standalone run does not record, with the tests that do."""
 
 
 def scraped(name: str = "snap-agent") -> Metrics:
@@ -60,79 +60,35 @@ def read(metrics: Metrics, instrument: Instrument, **labels: str) -> float:
     )
 
 
-def order(node: str = NODE) -> bytes:
-    return encode_json(
-        DeleteOrder(
-            order=ORDER,
-            attempt=1,
-            node=node,
-            owner=OWNER,
-            deadline_s=20.0,
-            namespace="default",
-            content_uid=OWNER,
-            generation=1,
-        )
-    )
-
-
-@asynccontextmanager
-async def courier(nats_url: str, folder: Path, metrics: Metrics) -> AsyncIterator[Bus]:
-    """A service that deletes nothing, and the bus that it is on."""
+@pytest.fixture
+async def desk(nats_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
+    """A service that deletes nothing and counts what it does."""
+    metrics = scraped()
     bus = await Bus(nats_url, "test", metrics=metrics).connect()
     await bus.ensure_assets()
-    journal = Journal.open(folder, wall=lambda: 0.0, metrics=metrics)
-    telemetry = Telemetry("snap-agent", NODE, "0", metrics=metrics)
-
-    async def nothing() -> None:
-        pass
-
-    async def delete(_order: DeleteOrder, context: OrderContext) -> dict[str, object]:
-        table = [Step(name, nothing, 5.0) for name in ("tombstone", "remove")]
-        await context.steps("delete", table)
-        return {}
-
-    clocks = Clocks(asyncio.get_running_loop().time, lambda: 2e9, "boot")
-    book = OrderBook(node=NODE, service="agent", journal=journal, clocks=clocks, metrics=metrics)
-    service = Courier(
-        book,
-        bus,
-        telemetry=telemetry,
-        runner=Runner(journal, telemetry, metrics=metrics),
-        handlers={DeleteOrder: delete},
-    )
-    task = asyncio.create_task(service.serve())
-    try:
-        yield bus
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await book.drain()
-        await bus.close()
-        journal.close()
+    yield Desk(bus, tmp_path / "journal", metrics)
+    await bus.close()
 
 
 def test_each_fault_has_its_test() -> None:
     assert set(RECORDED_ELSEWHERE.values()) <= set(globals())
 
 
-async def test_a_dead_letter_is_counted_by_its_reason(nats_url: str, tmp_path: Path) -> None:
-    metrics = scraped()
-    async with courier(nats_url, tmp_path / "journal", metrics) as bus:
-        await bus.publish(subjects.order(NODE, "agent", OrderId(ORDER)), order(node="node-2"))
-        await until(lambda: read(metrics, instruments.DEAD_LETTERS) > 0)
-    assert read(metrics, instruments.DEAD_LETTERS, error_type="WrongNode") == 1
-    assert read(metrics, instruments.ACCEPTED) == 0
+async def test_a_dead_letter_is_counted_by_its_reason(desk: Desk) -> None:
+    async with desk.courier():
+        await desk.send(order(node="node-2"))
+        await until(lambda: read(desk.metrics, instruments.DEAD_LETTERS) > 0)
+    assert read(desk.metrics, instruments.DEAD_LETTERS, error_type="WrongNode") == 1
+    assert read(desk.metrics, instruments.ACCEPTED) == 0
 
 
-async def test_a_repeated_order_is_counted_and_not_accepted_again(
-    nats_url: str, tmp_path: Path
-) -> None:
-    metrics = scraped()
-    async with courier(nats_url, tmp_path / "journal", metrics) as bus:
-        await bus.publish(subjects.order(NODE, "agent", OrderId(ORDER)), order())
+async def test_a_repeated_order_is_counted_and_not_accepted_again(desk: Desk) -> None:
+    metrics = desk.metrics
+    async with desk.courier():
+        await desk.send(order())
         await until(lambda: read(metrics, instruments.FINISHED) == 1)
         # The stream keeps one message a subject: only now is the second one a repeat.
-        await bus.publish(subjects.order(NODE, "agent", OrderId(ORDER)), order())
+        await desk.send(order())
         await until(lambda: read(metrics, instruments.REPEATED, snapback_verb="delete") == 1)
     assert read(metrics, instruments.ACCEPTED, snapback_verb="delete") == 1
     assert read(metrics, instruments.FINISHED, snapback_outcome="done") == 1
@@ -239,3 +195,31 @@ async def test_an_admission_is_counted_by_its_webhook_and_outcome() -> None:
     for outcome in ("denied", "failed"):
         labels = {"snapback_webhook": OBJECTS, "snapback_outcome": outcome}
         assert read(metrics, instruments.ADMISSION_DURATION, **labels) > 0
+
+
+def test_a_collector_that_is_down_stops_nothing() -> None:
+    telemetry = Telemetry("snap-agent", NODE, "0", otlp_endpoint="http://127.0.0.1:9")
+    with telemetry.span("dump"):
+        pass
+    assert [span.name for span in telemetry._outbox.records] == ["dump"]
+
+
+async def test_a_collector_that_never_answers_holds_up_neither_work_nor_the_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        metrics = Metrics("snap-agent", NODE, "0", otlp_endpoint=endpoint)
+        async with metrics.running():
+            for _ in range(5):
+                metrics._push()
+        assert metrics._sender is not None
+        assert metrics._sender._thread.is_alive()
+
+
+async def test_metrics_reach_the_collector_at_the_end_at_the_latest() -> None:
+    with running_collector() as collector:
+        metrics = Metrics("snap-agent", NODE, "0", otlp_endpoint=collector.endpoint)
+        async with metrics.running():
+            metrics.add(instruments.ACCEPTED, "dump")
+            metrics.observe(instruments.HELD, lambda: {(): 1})
+        names = collector.metrics["snap-agent"]
+        assert {"snapback.order.accepted", "snapback.worker.held", "process.cpu.time"} <= names

@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 from msgspec.structs import replace
 
 from snapshot_operator.api.objects import Api
@@ -203,18 +202,11 @@ async def test_the_details_have_orders_reports_and_spans_and_no_spec_or_value_of
     async with http.get(f"/api/objects/{CHECKPOINT}") as response:
         found = await response.json()
     labels = [(arrow["label"], arrow.get("of")) for arrow in found["flow"]["arrows"]]
-    assert labels.index(("prepare", None)) < labels.index(("prepared", "prepare"))
-    assert labels.index(("prepared", "prepare")) < labels.index(("dump", None))
     assert ("leased", "save gpu-0") in labels
     assert found["flow"]["lanes"] == ["operator", "agent node-3", "gms node-3"]
-    bars = {bar["label"]: bar for bar in found["flow"]["bars"]}
-    assert bars["save gpu-0"]["step"] == "write"
-    assert "end" not in bars["save gpu-0"]
-    assert bars["dump"]["state"] == "ok"
     assert {"freeze", "order dump"} <= {bar["name"] for bar in found["waterfall"]["bars"]}
-    parts = {part["part"]: part for part in found["parts"]}
-    assert parts["process"]["state"] == "ok"
-    assert 0 < parts["gpu-1"]["done"] < parts["gpu-1"]["total"]
+    [part] = [part for part in found["parts"] if part["part"] == "gpu-1"]
+    assert 0 < part["done"] < part["total"]
 
     await world.dead_message("node-1", "snap.order.x", Failure(reason="Poison", message="bad"))
     async with reading(http) as stream:
@@ -256,7 +248,9 @@ async def test_a_reader_that_comes_back_gets_what_has_changed_since_and_a_progra
         assert response.status == 404
 
 
-async def test_the_page_runs_nothing_but_its_own_script(light: aiohttp.ClientSession) -> None:
+async def test_the_page_runs_its_script_alone_and_gives_nothing_to_another_site(
+    light: aiohttp.ClientSession,
+) -> None:
     async with light.get("/") as response:
         html = await response.text()
         policy = response.headers["Content-Security-Policy"]
@@ -267,27 +261,24 @@ async def test_the_page_runs_nothing_but_its_own_script(light: aiohttp.ClientSes
     asked = re.findall(r"https?://(?!www\.w3\.org/2000/svg)", html)
     assert asked == []
     assert "Access-Control-Allow-Origin" not in response.headers
+    headers = {"Sec-Fetch-Site": "cross-site"}
+    for path in ("/events", "/api/state"):
+        async with light.get(path, headers=headers) as response:
+            assert response.status == 403
+    async with light.get("/", headers=headers) as response:
+        assert response.status == 200
 
 
 async def test_a_name_that_was_rebound_to_the_page_is_refused(light: aiohttp.ClientSession) -> None:
-    answered = {}
-    for host in ("evil.example", "127.0.0.1.evil.example:80", "", "localhost.x"):
-        for path in ("/", "/events", "/api/state"):
+    ours = ("localhost:1", "127.0.0.1", "[::1]:80", "10.0.0.7:90", "Ops.example")
+    others = ("evil.example", "127.0.0.1.evil.example:80", "", "localhost.x")
+    wrong = {}
+    for host in (*ours, *others):
+        for path in ("/",) if host in ours else ("/", "/events", "/api/state"):
             async with light.get(path, headers={"Host": host}) as response:
-                if response.status not in (400, 421):
-                    answered[host, path] = response.status
-    assert answered == {}
-
-
-async def test_addresses_localhost_and_known_names_are_answered(
-    light: aiohttp.ClientSession,
-) -> None:
-    refused = {}
-    for host in ("localhost:1", "127.0.0.1", "[::1]:80", "10.0.0.7:90", "Ops.example"):
-        async with light.get("/", headers={"Host": host}) as response:
-            if response.status != 200:
-                refused[host] = response.status
-    assert refused == {}
+                if response.status not in ((200,) if host in ours else (400, 421)):
+                    wrong[host, path] = response.status
+    assert wrong == {}
 
 
 async def test_nothing_but_reading_is_answered(light: aiohttp.ClientSession) -> None:
@@ -299,15 +290,6 @@ async def test_nothing_but_reading_is_answered(light: aiohttp.ClientSession) -> 
                     answered[method, path] = response.status
     assert answered == {}
     async with light.head("/") as response:
-        assert response.status == 200
-
-
-async def test_the_data_is_not_given_to_another_site(light: aiohttp.ClientSession) -> None:
-    headers = {"Sec-Fetch-Site": "cross-site"}
-    for path in ("/events", "/api/state"):
-        async with light.get(path, headers=headers) as response:
-            assert response.status == 403
-    async with light.get("/", headers=headers) as response:
         assert response.status == 200
 
 
@@ -507,12 +489,3 @@ async def test_a_bus_that_is_gone_is_a_problem_and_what_changed_meanwhile_is_sho
         await server.start_async()
         await stream.until(lambda s: s["problems"]["all"] == 0)
         await stream.until(lambda s: s["objects"]["all"] == 1)
-
-
-async def test_an_address_in_use_says_what_to_do(served: Served) -> None:
-    from snapshot_shared.errors import AddressInUse
-
-    routes: list[web.AbstractRouteDef] = []
-    with pytest.raises(AddressInUse, match="cannot listen on"):
-        async with http_port(served.url.removeprefix("http://"), str, routes):
-            pass

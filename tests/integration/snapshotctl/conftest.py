@@ -31,7 +31,6 @@ from snapshot_shared.permissions import User
 from snapshotctl.adapters import processes, worker_socket
 from snapshotctl.domain.cluster import ProcessRecord
 from snapshotctl.main import main
-from tests.integration.snapshotctl.place import node, place  # noqa: F401
 from tests.support.waiting import wait_until
 
 T = TypeVar("T")

@@ -118,14 +118,9 @@ def test_a_process_is_not_of_the_pod_that_its_environment_names(talking: Cli) ->
     posing = talking.start("exec", "talker", "--", "sh", "-c", command)
     read_until(posing, "ghost")
     refused = talking.run("exec", "ghost", "--", "true")
-    interrupt(posing)
+    # It ends with the command.
+    assert interrupt(posing).code == 130
     assert (refused.code, "no process of pod ghost" in refused.err) == (3, True)
-
-
-def test_a_program_ends_with_the_command(talking: Cli) -> None:
-    running = talking.start("exec", "talker", "--", "sh", "-c", "echo $$; exec sleep 1000")
-    read_until(running, "\n")
-    assert interrupt(running).code == 130
 
 
 SNAPSHOTCTL = (sys.executable, "-m", "snapshotctl")
@@ -198,9 +193,13 @@ class Terminal:
         os.close(self._far)
 
 
+def executed(cli: Cli, *program: str) -> contextlib.closing[Terminal]:
+    """Run a program beside the worker, from a terminal."""
+    return contextlib.closing(Terminal(cli, *SNAPSHOTCTL, "exec", "talker", "--", *program))
+
+
 def test_what_is_typed_at_a_terminal_is_for_the_program_alone(talking: Cli) -> None:
-    words = (*SNAPSHOTCTL, "exec", "talker", "--", "python3", "-c", AT_TERMINAL)
-    with contextlib.closing(Terminal(talking, *words)) as terminal:
+    with executed(talking, "python3", "-c", AT_TERMINAL) as terminal:
         terminal.until("ready")
         terminal.type("\x03")
         terminal.until("SIGINT")
@@ -210,37 +209,16 @@ def test_what_is_typed_at_a_terminal_is_for_the_program_alone(talking: Cli) -> N
         assert terminal.ended() == (7, terminal.attributes)
 
 
-def test_ctrl_c_at_a_terminal_ends_a_program_that_does_not_expect_it(talking: Cli) -> None:
-    words = (
-        *SNAPSHOTCTL,
-        "exec",
-        "talker",
-        "--",
-        "sh",
-        "-c",
-        "stty raw isig; echo ready; exec sleep 1000",
-    )
-    with contextlib.closing(Terminal(talking, *words)) as terminal:
-        terminal.until("ready")
-        terminal.type("\x03")
-        assert terminal.ended() == (130, terminal.attributes)
-
-
-def test_another_signal_ends_the_program_at_a_terminal_too(talking: Cli) -> None:
-    words = (
-        *SNAPSHOTCTL,
-        "exec",
-        "talker",
-        "--",
-        "sh",
-        "-c",
-        "stty raw; echo ready $$; exec sleep 1000",
-    )
-    with contextlib.closing(Terminal(talking, *words)) as terminal:
-        pid = int(terminal.until("\n").split()[1])
-        terminal.process.terminate()
-        assert terminal.ended() == (130, terminal.attributes)
-        assert not Path(f"/proc/{pid}").exists()
+def test_ctrl_c_or_another_signal_ends_a_program_that_does_not_expect_it(talking: Cli) -> None:
+    for mode in ("raw isig", "raw"):
+        with executed(talking, "sh", "-c", f"stty {mode}; echo is $$; exec sleep 1000") as terminal:
+            pid = int(terminal.until("\n").split()[1])
+            if mode == "raw isig":
+                terminal.type("\x03")
+            else:
+                terminal.process.terminate()
+            assert terminal.ended() == (130, terminal.attributes)
+            assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_command_in_the_background_leaves_the_terminal_to_the_shell(

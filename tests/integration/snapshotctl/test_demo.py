@@ -215,10 +215,3 @@ def test_an_answer_that_differs_after_the_restore_ends_the_demo(tmp_path: Path) 
     assert failed.code == 1
     assert "3 answers differ after the restore" in failed.err
     cli.purge()
-
-
-def test_too_little_memory_is_named_before_anything_starts(cli: Cli) -> None:
-    refused = cli.here("demo", "--size-mib", "1000000")
-    assert refused.code == 1
-    assert re.search(r"memory: .* available, .* needed: free memory", refused.err)
-    assert _demos(cli) == []

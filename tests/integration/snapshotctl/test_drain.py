@@ -95,9 +95,7 @@ def _entries(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_an_interrupted_drain_aborts_what_is_under_way_and_says_what_to_do(
-    two_nodes: Cli,
-) -> None:
+def test_an_interrupted_drain_aborts_what_is_under_way_and_says_what_to_do(two_nodes: Cli) -> None:
     _start(two_nodes, "ada", "bob")
     two_nodes.ok("sim", "stall", "node-1", "--at", "copy-state")
     draining = two_nodes.start(*DRAIN, "--parallel", "1")
@@ -111,11 +109,3 @@ def test_an_interrupted_drain_aborts_what_is_under_way_and_says_what_to_do(
     two_nodes.ok("sim", "stall", "node-1", "--clear")
     two_nodes.ok(*DRAIN, "--timeout", "2m")
     assert {pod["status"]["nodeName"] for pod in two_nodes.pods().values()} == {"node-2"}
-
-
-def test_a_drain_without_capture_is_kubectls(two_nodes: Cli) -> None:
-    refused = two_nodes.run("drain", "node-1")
-    assert (refused.code, "kubectl drain node-1" in refused.err) == (2, True)
-    missing = two_nodes.run("drain", "node-9", "--capture")
-    assert (missing.code, "snapshotctl get nodes" in missing.err) == (3, True)
-    assert two_nodes.ok("nodes").out.count("SchedulingDisabled") == 0

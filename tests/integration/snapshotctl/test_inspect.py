@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.domain.exits import Exit
-from tests.integration.snapshotctl.conftest import Cli, Ended, interrupt, read_until
+from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
 
 pytestmark = pytest.mark.waits
 
@@ -51,14 +51,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     found.purge()
 
 
-def _lines(ended: Ended) -> list[dict[str, str]]:
-    return [json.loads(line) for line in ended.out.splitlines()]
-
-
-def _pods(cli: Cli) -> set[str]:
-    return {pod["metadata"]["name"] for pod in cli.ok("get", "pods", "-o", "json").value()}
-
-
 def _has(text: str, *wanted: str) -> None:
     """Each of these texts stands in the output, one after another."""
     at = 0
@@ -87,6 +79,7 @@ def test_a_refused_restore_is_explained_with_both_values_and_what_to_do(running:
     running.ok("apply", "-f", "-", stdin=_pod("misfit", gpus=2, source="warm"))
     waited = running.run("wait", "pod/misfit", "--timeout", "30s")
     assert (waited.code, waited.err.count("Next:"), waited.err.count("next:")) == (1, 0, 1)
+    assert "cannot come true" in waited.err
     assert "next: give the pod as many nvidia.com/gpu as the source had; see why: " in waited.err
     _has(
         running.ok("explain", "misfit").out,
@@ -138,9 +131,7 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
     here = _pod("hanging", gpus=0).replace("spec:\n", "spec:\n  nodeName: node-2\n", 1)
     running.ok("apply", "-f", "-", stdin=here)
     running.ok("wait", "pod/hanging", "--for", "condition=PodScheduled")
-    with running.start("events", "hanging", "--follow") as follower:
-        read_until(follower, "run accepted by agent@node-2")
-        assert interrupt(follower).code == 130
+    running.until(lambda lines: [o for o in lines if o["state"] != "queued"], "orders", "node-2")
     _has(
         running.ok("explain", "hanging").out,
         "pod/hanging is under way: Starting",
@@ -158,13 +149,6 @@ def test_what_hangs_is_explained_with_who_is_waited_for(running: Cli) -> None:
     running.ok("delete", "pod", "hanging")
 
 
-def test_an_object_that_does_not_exist_has_no_story(running: Cli) -> None:
-    for command in ("explain", "watch", "events"):
-        missing = running.run(command, "missing")
-        assert (missing.code, "no dynamocheckpoint/missing" in missing.err) == (3, True)
-    assert running.run("describe", "pod", "missing").code == 3
-
-
 def test_everything_that_is_known_is_described_with_the_events_at_the_end(running: Cli) -> None:
     [content] = [
         item["metadata"]["name"]
@@ -178,19 +162,6 @@ def test_everything_that_is_known_is_described_with_the_events_at_the_end(runnin
     found = running.ok("describe", f"snapcontent/{content}", "-o", "json").value()
     assert found["object"]["status"]["capture"] == "Ready"
     assert "seal sealed by agent@node-1" in " ".join(item["what"] for item in found["events"])
-
-
-def test_events_are_one_object_a_line_and_nothing_is_lost_with_the_object(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("shortlived", '["sleep", "1000"]', gpus=0))
-    running.ok("wait", "pod/shortlived", "--for", "condition=PodScheduled")
-    uid = running.ok("get", "pod/shortlived", "-o", "json").value()["metadata"]["uid"]
-    running.ok("delete", "pod/shortlived")
-    running.ok("wait", "pod/shortlived", "--for", "delete", "--timeout", "60s")
-    kept = [line for line in _lines(running.ok("events", "-o", "json")) if uid in str(line)]
-    assert {line["object"] for line in kept} == {f"(gone) {uid}"}
-    assert "stop stopped by agent@node-1" in {line["what"] for line in kept}
-    times = [line["time"] for line in kept]
-    assert times == sorted(times)
 
 
 def test_events_are_followed_as_they_happen_until_an_interrupt(running: Cli) -> None:
@@ -223,27 +194,11 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
         r"^ +captured .* in .*/s\); worker paused for [\d.]+ m?s$", taken, re.MULTILINE
     )
     assert "unchanged" in running.ok("checkpoint", pod, "--checkpoint-id", "second").out
-    first, *_, last = _lines(running.ok("checkpoint", pod, "-o", "json"))
+    lines = running.ok("checkpoint", pod, "-o", "json").out.splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
     assert (first["kind"], first["action"]) == ("Snapshot", "created")
     assert (last["state"], last["object"]) == ("fine", f"snapshot/{first['name']}")
     running.ok("delete", "pod", pod)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_made(running: Cli, tmp_path: Path) -> None:
-    file = tmp_path / "pod.yaml"
-    file.write_text(_pod("stranger").replace("name: main", "name: other"))
-    before = _pods(running)
-    for words, code, answer in (
-        (["restore", "nothing"], 3, "no checkpoint or snapshot is called nothing"),
-        (["restore", "warm", "--container", "x"], 2, "warm holds container main, not x"),
-        (["restore", "warm", "--manifest", str(file)], 2, "the pod has other"),
-        (["checkpoint", "missing"], 3, "missing does not exist"),
-        (["checkpoint", "--manifest", str(file), "--container", "x"], 2, "has other"),
-    ):
-        refused = running.run(*words)
-        assert (refused.code, answer in refused.err) == (code, True), refused
-    # Pods of other tests may be on their way out.
-    assert _pods(running) <= before
 
 
 def test_a_restore_is_an_object_that_can_be_looked_at_in_every_way(running: Cli) -> None:

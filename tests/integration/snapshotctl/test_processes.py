@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from snapshotctl.adapters import inotify, processes
 from snapshotctl.domain.cluster import ProcessRecord
+from tests.support.waiting import until
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 WAIT = "print('ready', flush=True); import signal; signal.pause()"
@@ -28,41 +28,27 @@ def run_id() -> Iterator[str]:
 
 
 async def _started(run_id: str, tmp_path: Path, program: str = WAIT) -> ProcessRecord:
+    """Start a program and return once it has said something."""
     log = tmp_path / f"{uuid.uuid4().hex}.log"
     log.touch()
     environment = {**os.environ, "SNAPBACK_RUN": run_id}
-    async with asyncio.timeout(20):
-        async with inotify.watching(tmp_path) as changes:
-            found = processes.spawn("x", [sys.executable, "-c", program], environment, log)
-            assert found.started
-        _ = changes
-        read = await asyncio.create_subprocess_exec(
-            "tail", "-n", "+1", "-F", str(log), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        assert read.stdout is not None
-        await read.stdout.readline()
-        read.kill()
-        await read.wait()
+    found = processes.spawn("x", [sys.executable, "-c", program], environment, log)
+    assert found.started
+    await until(log.read_text, "its first line")
     return found
 
 
-async def test_a_process_has_a_session_and_a_log_of_its_own(run_id: str, tmp_path: Path) -> None:
-    record = await _started(run_id, tmp_path, f"print('hello', flush=True); {WAIT}")
-    assert os.getsid(record.pid) == record.pid
-    assert Path(record.log).read_text().startswith("hello\n")
-
-
-async def test_the_members_of_a_run_are_found_by_their_environment(
+async def test_a_process_of_a_run_has_a_session_and_a_log_and_is_found_by_its_environment(
     run_id: str, tmp_path: Path
 ) -> None:
     record = await _started(run_id, tmp_path)
-    assert [member.pid for member in processes.members(run_id)] == [record.pid]
+    assert os.getsid(record.pid) == record.pid
+    assert Path(record.log).read_text() == "ready\n"
+    members = processes.members(run_id)
+    assert [member.pid for member in members] == [record.pid]
     assert processes.environment_of(record.pid)["SNAPBACK_RUN"] == run_id
-
-
-async def test_a_run_is_supervised_while_what_started_it_lives(run_id: str, tmp_path: Path) -> None:
-    await _started(run_id, tmp_path)
-    assert processes.supervised(processes.members(run_id)) == {run_id}
+    # What started it lives.
+    assert processes.supervised(members) == {run_id}
 
 
 async def test_a_run_whose_starter_ended_is_not_supervised(run_id: str, tmp_path: Path) -> None:
@@ -98,30 +84,16 @@ async def test_we_and_our_parents_are_no_members(run_id: str) -> None:
     assert await child.wait() == 0
 
 
-async def test_a_process_that_listens_to_sigterm_ends_at_once(run_id: str, tmp_path: Path) -> None:
-    record = await _started(run_id, tmp_path)
+@pytest.mark.parametrize(("ignores", "grace_s"), [("", 60), (STUBBORN, 0.2)])
+async def test_a_process_ends_by_sigterm_at_once_or_is_killed_after_the_grace(
+    run_id: str, tmp_path: Path, ignores: str, grace_s: float
+) -> None:
+    record = await _started(run_id, tmp_path, ignores + WAIT)
     handle = processes.opened(record)
     assert handle is not None
     async with asyncio.timeout(10):
-        await processes.end([handle], grace_s=60)
+        await processes.end([handle], grace_s=grace_s)
     assert not processes.is_alive(record)
-
-
-async def test_a_process_that_ignores_sigterm_is_killed_after_the_grace(
-    run_id: str, tmp_path: Path
-) -> None:
-    record = await _started(run_id, tmp_path, STUBBORN + WAIT)
-    handle = processes.opened(record)
-    assert handle is not None
-    await processes.end([handle], grace_s=0.2)
-    assert not processes.is_alive(record)
-
-
-async def test_a_process_that_has_ended_is_not_held(run_id: str, tmp_path: Path) -> None:
-    record = await _started(run_id, tmp_path)
-    handle = processes.opened(record)
-    assert handle is not None
-    await processes.end([handle], grace_s=0)
     assert processes.opened(record) is None
 
 
@@ -152,7 +124,7 @@ async def test_an_interrupt_waits_for_what_must_come_to_its_end() -> None:
     assert ended.is_set()
 
 
-async def test_a_file_is_waited_for_through_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
+async def test_a_file_is_waited_for_through_folders_until_it_is_there(tmp_path: Path) -> None:
     wanted = tmp_path / "a" / "b" / "socket"
     waiting = asyncio.create_task(inotify.appears(wanted))
     async with asyncio.timeout(10):
@@ -163,8 +135,5 @@ async def test_a_file_is_waited_for_through_folders_that_do_not_exist_yet(tmp_pa
         (wanted.parent / "temporary").touch()
         (wanted.parent / "temporary").rename(wanted)
         await waiting
-
-
-async def test_a_file_that_is_there_is_not_waited_for(tmp_path: Path) -> None:
     async with asyncio.timeout(5):
-        await inotify.appears(tmp_path)
+        await inotify.appears(wanted)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from snapshot_page.domain.timeline import run_of, started_at
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
@@ -29,10 +30,15 @@ def content(*orders: OrderStatus, **more: Any) -> SnapshotContent:
     return builders.content(attempt=1, started_at=time_of(NOW), orders=list(orders), **more)
 
 
+def run(value: AnyObject) -> dict[str, Any]:
+    found = run_of(value)
+    assert found is not None
+    return found
+
+
 def bars(value: SnapshotContent) -> list[tuple[str, float, float | None, str]]:
-    run = run_of(value)
-    assert run is not None
-    return [(bar["phase"], bar["start"], bar["length"], bar["state"]) for bar in run["phases"]]
+    phases = run(value)["phases"]
+    return [(bar["phase"], bar["start"], bar["length"], bar["state"]) for bar in phases]
 
 
 def test_a_phase_reaches_from_its_first_order_to_the_last_end() -> None:
@@ -55,10 +61,8 @@ def test_a_phase_with_an_order_under_way_has_no_end() -> None:
         ended("save", "staged", 1.0, 2.0, part="gpu-0"), replace(saves, state="accepted")
     )
     assert bars(found) == [("write", 1.0, None, "busy")]
-    run = run_of(found)
-    assert run is not None
-    assert run["length"] is None
-    assert [(step["label"], step["length"]) for step in run["steps"]] == [
+    assert run(found)["length"] is None
+    assert [(step["label"], step["length"]) for step in run(found)["steps"]] == [
         ("save gpu-0", 1.0),
         ("save gpu-1", None),
     ]
@@ -89,21 +93,20 @@ def test_a_capture_whose_orders_are_forgotten_is_one_bar() -> None:
     assert bars(found) == [("all", 0.0, 4.0, "ok")]
 
 
-def test_a_run_ends_at_the_latest_when_its_object_is_deleted() -> None:
+def test_a_run_ends_with_its_orders_or_when_its_object_is_deleted_if_they_are_known() -> None:
     found = content(ended("prepare", "prepared", 0.0, 1.0))
     deleted = replace(found.metadata, deletion_timestamp="1970-01-12T13:46:40Z")
     for value, length in ((found, None), (replace(found, metadata=deleted), 1.0)):
-        run = run_of(value)
-        assert run is not None
-        assert run["length"] == length
+        assert run(value)["length"] == length
+    over = run(content(capture=Capture.READY))
+    assert (over["over"], over["length"], over["phases"]) == (True, None, [])
+    under_way = run(content(ended("prepare", "prepared", 0.0, 1.0)))
+    assert (under_way["over"], under_way["length"]) == (False, None)
 
 
-def test_what_has_not_begun_has_no_run() -> None:
+def test_what_has_not_begun_and_an_artifact_that_was_imported_have_no_run() -> None:
     assert run_of(builders.content()) is None
     assert run_of(builders.restore()) is None
-
-
-def test_an_artifact_that_was_imported_has_no_run() -> None:
     found = content(ended("verify", "verified", 0.0, 1.0), committed=builders.committed())
     assert started_at(found) is not None
     artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=builders.DIGEST)
@@ -111,15 +114,6 @@ def test_an_artifact_that_was_imported_has_no_run() -> None:
     imported = replace(found, spec=replace(found.spec, source=source))
     assert started_at(imported) is None
     assert run_of(imported) is None
-
-
-def test_a_run_that_is_over_has_no_length_where_none_of_its_orders_is_known() -> None:
-    run = run_of(content(capture=Capture.READY))
-    assert run is not None
-    assert (run["over"], run["length"], run["phases"]) == (True, None, [])
-    under_way = run_of(content(ended("prepare", "prepared", 0.0, 1.0)))
-    assert under_way is not None
-    assert (under_way["over"], under_way["length"]) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +131,4 @@ def test_a_restore_has_a_length_once_it_is_over(state: Restore, length: float | 
         failure=failure,
         conditions=conditions,
     )
-    run = run_of(value)
-    assert run is not None
-    assert run["length"] == length
+    assert run(value)["length"] == length

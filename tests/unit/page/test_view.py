@@ -6,35 +6,24 @@ import json
 import re
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.presence import node_absent
+from snapshot_page.domain import view
 from snapshot_page.domain.details import details, flow, waterfall
-from snapshot_page.domain.view import (
-    DEAD_SHOWN_S,
-    MAX_OBJECTS,
-    MAX_RUNS,
-    Entry,
-    Facts,
-    by_owner,
-    entry_of,
-    family,
-    problems,
-    revision,
-    sections,
-    traced,
-    without_progress,
-)
+from snapshot_page.domain.view import MAX_RUNS, Entry, Facts, entry_of, problems, sections
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.objects.snapback import restore_name
-from snapshot_shared.orders import DeadLetter, Progress
+from snapshot_shared.orders import DeadLetter, Progress, Report
 from snapshot_shared.spans import SpanRecord, message_attributes
 from tests.support import builders
 from tests.support.builders import report
 from tests.support.objects import checkpoint_document, restore_document
 from tests.support.operator_world import World, world_of
+from tests.unit.tables import each
 
 OWNER = "00000000-0000-0000-0000-000000000001"
 CHECKPOINT = "dynamocheckpoints/default/llm"
@@ -53,6 +42,28 @@ async def facts_of(world: World, **more: Any) -> Facts:
     return Facts(entries=entries, presence=world.present, now=world.now, **more)
 
 
+@pytest.fixture
+async def captured() -> World:
+    return await world_of(2, captured=True)
+
+
+@pytest.fixture
+async def restored(captured: World) -> World:
+    """The same world a second later, once the pod `restored` was restored on node-2."""
+    await captured.advance(1.0)
+    await captured.apply(restore_document(node="node-2"))
+    await captured.answer_all()
+    return captured
+
+
+async def _ordered(world: World, verb: str, count: int = 1) -> list[OrderStatus]:
+    """Answer all orders well until so many of a verb are open, and return these."""
+    while len(found := world.open(verb)) < count:
+        for item in world.open():
+            await world.answer_well(item)
+    return found
+
+
 def rows(facts: Facts, section: str) -> list[dict[str, Any]]:
     return sections(facts)[section]["rows"]  # type: ignore[no-any-return]
 
@@ -67,9 +78,8 @@ def progress(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Prog
     )
 
 
-async def test_an_object_stands_first_and_what_it_led_to_below_it() -> None:
-    world = await world_of(2, captured=True)
-    found = rows(await facts_of(world), "objects")
+async def test_an_object_stands_first_and_what_it_led_to_below_it(captured: World) -> None:
+    found = rows(await facts_of(captured), "objects")
     assert [(row["kind"], row["below"]) for row in found] == [
         ("DynamoCheckpoint", False),
         ("Snapshot", True),
@@ -90,47 +100,44 @@ async def test_an_empty_cluster_has_a_command_to_begin_with_and_no_problem() -> 
     assert found["about"]["commands"]["nodes"][0] == "nats --context snapback-x kv watch snap_nodes"
 
 
-async def test_what_is_under_way_comes_first_and_is_followed() -> None:
-    world = await world_of(2, captured=True)
-    await world.apply(restore_document(node="node-2"))
-    facts = await facts_of(world)
+async def test_what_is_under_way_comes_first_and_is_followed(captured: World) -> None:
+    await captured.apply(restore_document(node="node-2"))
+    facts = await facts_of(captured)
     first = rows(facts, "objects")[0]
     assert (first["key"], first["phase"]) == (RESTORED, "Loading")
     assert first["step"]["what"].startswith(("load on", "run on"))
     assert sections(facts)["about"]["follow"] == RESTORED
 
 
-async def test_a_pod_shows_the_state_of_its_restore_which_stands_below_it() -> None:
-    world = await world_of(2, captured=True)
-    await world.apply(restore_document(node="node-2"))
+async def test_a_pod_shows_the_state_of_its_restore_which_stands_below_it(captured: World) -> None:
+    await captured.apply(restore_document(node="node-2"))
     seen = {"Pending"}
-    while world.open():
-        found = rows(await facts_of(world), "objects")
+    while captured.open():
+        found = rows(await facts_of(captured), "objects")
         pod = next(row for row in found if row["key"] == RESTORED)
         below = found[found.index(pod) + 1]
-        restore = await world.restore("restored")
+        restore = await captured.restore("restored")
         assert (below["kind"], below["name"]) == ("SnapshotRestore", restore.metadata.name)
         assert below["below"]
         assert below["phase"] == pod["phase"] == restore.status.state.value
         assert pod["message"] == below["message"]
         seen.add(pod["phase"])
-        await world.answer_well(world.open()[0])
+        await captured.answer_well(captured.open()[0])
     assert seen == {"Pending", "Loading", "Committing", "Restoring"}
-    phases = {row["key"]: row["phase"] for row in rows(await facts_of(world), "objects")}
+    phases = {row["key"]: row["phase"] for row in rows(await facts_of(captured), "objects")}
     assert phases[RESTORED] == "Running"
     assert phases[below["key"]] == "Restored"
 
 
-async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore() -> None:
-    world = await world_of(2, captured=True)
-    await world.apply(restore_document(node="node-2"))
-    await world.answer_all()
-    facts = await facts_of(world)
-    led_to = by_owner(facts.entries.values())
-    entry = traced(facts.entries[RESTORED], led_to)
-    values = [world.cluster.by_uid(one.uid) for one in family(entry, led_to)]
-    restore = await world.restore("restored")
-    assert values == [await world.get("Pod", "restored"), restore]
+async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore(
+    restored: World,
+) -> None:
+    facts = await facts_of(restored)
+    led_to = view.by_owner(facts.entries.values())
+    entry = view.traced(facts.entries[RESTORED], led_to)
+    values = [restored.cluster.by_uid(one.uid) for one in view.family(entry, led_to)]
+    restore = await restored.restore("restored")
+    assert values == [await restored.get("Pod", "restored"), restore]
     found = details(entry, [value for value in values if value], [], [], {})
     assert sorted(bar["label"] for bar in found["flow"]["bars"]) == [
         "commit gpu-0",
@@ -149,27 +156,18 @@ async def test_the_details_of_a_restored_pod_have_the_orders_of_its_restore() ->
     assert found["trace"] == restore.status.traceparent.split("-")[1]
 
 
-async def test_a_checkpoint_leads_to_the_pods_that_its_job_owns() -> None:
-    world = await world_of(2, captured=True)
-    facts = await facts_of(world)
-    found = family(facts.entries[CHECKPOINT], by_owner(facts.entries.values()))
+async def test_a_checkpoint_leads_to_the_pods_that_its_job_owns(captured: World) -> None:
+    facts = await facts_of(captured)
+    found = view.family(facts.entries[CHECKPOINT], view.by_owner(facts.entries.values()))
     kinds = ["DynamoCheckpoint", "Snapshot", "SnapshotContent", "Job", "Pod"]
     assert [entry.kind for entry in found] == kinds
 
 
-async def test_the_reader_of_an_artifact_is_shown_as_the_pod_that_is_restored() -> None:
-    world = await world_of(2, captured=True)
-    await world.apply(restore_document(node="node-2"))
-    [row] = rows(await facts_of(world), "artifacts")
-    assert row["readers"] == ["default/restored"]
-
-
-async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own() -> None:
-    world = await world_of(2, captured=True)
-    await world.apply(restore_document(node="node-2"))
-    del world.present["node-2"]
-    await world.see(absent_s=95.0)
-    facts = await facts_of(world)
+async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own(captured: World) -> None:
+    await captured.apply(restore_document(node="node-2"))
+    del captured.present["node-2"]
+    await captured.see(absent_s=95.0)
+    facts = await facts_of(captured)
     pod = next(row for row in rows(facts, "objects") if row["key"] == RESTORED)
     assert (pod["phase"], pod["state"], pod["reason"]) == ("Unknown", "waiting", "NodeSilent")
     assert pod["message"] == "node node-2 is silent: its worker may well run"
@@ -180,9 +178,7 @@ async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own() -> 
 async def test_progress_of_another_attempt_is_not_shown() -> None:
     world = await world_of(1)
     await world.apply(checkpoint_document())
-    while not (saves := [o for o in world.open() if o.verb == "save"]):
-        for item in world.open():
-            await world.answer_well(item)
+    saves = await _ordered(world, "save")
     old = {saves[0].order: progress(saves[0], 1, 2, attempt=2)}
     assert "total" not in rows(await facts_of(world, progress=old), "objects")[0]["step"]
     new = {saves[0].order: progress(saves[0], 1, 1024)}
@@ -193,9 +189,7 @@ async def test_progress_of_another_attempt_is_not_shown() -> None:
 async def test_a_part_that_has_ended_counts_whole_while_others_go_on() -> None:
     world = await world_of(1)
     await world.apply(checkpoint_document())
-    while len(saves := [o for o in world.open() if o.verb == "save"]) < 2:
-        for item in world.open():
-            await world.answer_well(item)
+    saves = await _ordered(world, "save", 2)
     received = {item.order: progress(item, 512, 1024) for item in saves}
     before = rows(await facts_of(world, progress=received), "objects")[0]["step"]
     await world.answer_well(saves[0])
@@ -211,29 +205,27 @@ async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:
     await world.apply(checkpoint_document())
     [one] = [e for e in map(entry_of, await world.everything()) if e.kind == "DynamoCheckpoint"]
     entries: dict[str, Entry] = {}
-    for number in range(MAX_OBJECTS + 50):
+    for number in range(view.MAX_OBJECTS + 50):
         key = f"dynamocheckpoints/default/llm-{number}"
         meta = replace(one.value.metadata, name=f"llm-{number}", uid=str(number))
         entries[key] = replace(one, key=key, value=replace(one.value, metadata=meta))
     found = sections(Facts(entries=entries))["objects"]
-    assert (len(found["rows"]), found["all"]) == (MAX_OBJECTS, MAX_OBJECTS + 50)
+    assert (len(found["rows"]), found["all"]) == (view.MAX_OBJECTS, view.MAX_OBJECTS + 50)
 
 
-async def test_an_artifact_has_its_size_generation_and_verdict() -> None:
-    world = await world_of(2, captured=True)
-    [row] = rows(await facts_of(world), "artifacts")
+async def test_an_artifact_has_its_size_generation_verdict_and_readers(captured: World) -> None:
+    [row] = rows(await facts_of(captured), "artifacts")
     assert (row["generation"], row["parts"], row["verdict"]) == (1, 3, "Committed")
-    assert row["size"] == 2058
-    assert row["snapshot"] == "default/llm"
-    assert row["readers"] == []
+    assert (row["size"], row["snapshot"], row["readers"]) == (2058, "default/llm", [])
+    await captured.apply(restore_document(node="node-2"))
+    [row] = rows(await facts_of(captured), "artifacts")
+    assert row["readers"] == ["default/restored"]
 
 
 async def test_a_failed_capture_is_one_problem_with_its_next_step() -> None:
     world = await world_of(1)
     await world.apply(checkpoint_document())
-    while not (found := [o for o in world.open() if o.verb == "prepare"]):
-        for item in world.open():
-            await world.answer_well(item)
+    found = await _ordered(world, "prepare")
     await world.fail(found[0], "NotEligible")
     await world.answer_all()
     facts = await facts_of(world)
@@ -244,14 +236,15 @@ async def test_a_failed_capture_is_one_problem_with_its_next_step() -> None:
     assert problem["open"] == CHECKPOINT
 
 
-async def test_a_damaged_artifact_is_one_problem_and_everything_that_holds_it_is_bad() -> None:
-    world = await world_of(2, captured=True)
-    await world.apply(restore_document(node="node-2"))
-    for item in world.open():
+async def test_a_damaged_artifact_is_one_problem_and_everything_that_holds_it_is_bad(
+    captured: World,
+) -> None:
+    await captured.apply(restore_document(node="node-2"))
+    for item in captured.open():
         if item.verb == "load":
-            await world.fail(item, "ArtifactCorrupt")
-    await world.answer_all()
-    facts = await facts_of(world)
+            await captured.fail(item, "ArtifactCorrupt")
+    await captured.answer_all()
+    facts = await facts_of(captured)
     [row] = rows(facts, "artifacts")
     assert row["verdict"] == "Quarantined"
     phases = {row["key"]: row["phase"] for row in rows(facts, "objects")}
@@ -294,7 +287,9 @@ def test_a_dead_message_is_a_problem_for_a_day_and_its_payload_is_never_shown() 
         failure=Failure(reason="Poison", message="bad"),
         payload=b"secret",
     )
-    facts = Facts(entries={}, dead={"snap.dead.node-1": (3, newest)}, now=1000.0 + DEAD_SHOWN_S)
+    facts = Facts(
+        entries={}, dead={"snap.dead.node-1": (3, newest)}, now=1000.0 + view.DEAD_SHOWN_S
+    )
     [problem] = problems([], facts)
     assert problem["what"] == "3 dead letters on node-1, the newest for its agent"
     assert "secret" not in json.dumps(problem)
@@ -306,27 +301,24 @@ def test_an_operator_that_does_not_answer_is_a_problem_unless_the_bus_is_the_cau
     [problem] = problems([], facts)
     assert (problem["what"], problem["message"]) == ("Operator", facts.operator)
     [problem] = problems([], replace(facts, bus="not connected to NATS"))
-    assert problem["what"] == "NATS"
+    assert (problem["what"], problem["reason"]) == ("NATS", "BusUnavailable")
+    assert problem["message"] == "not connected to NATS"
 
 
-def test_a_bus_that_cannot_be_used_is_a_problem() -> None:
-    [problem] = problems([], Facts(entries={}, bus="not connected to NATS"))
-    assert (problem["reason"], problem["message"]) == ("BusUnavailable", "not connected to NATS")
-
-
-async def test_a_revision_changes_with_the_object_what_it_led_to_and_every_message() -> None:
-    world = await world_of(2, captured=True)
-    facts = await facts_of(world)
-    led_to = by_owner(facts.entries.values())
-    entry = traced(facts.entries[CHECKPOINT], led_to)
-    before = revision(entry, facts, led_to)
-    content = (await world.content()).metadata.uid
-    reports = revision(entry, replace(facts, marks={content: 1}), led_to)
-    spans = revision(entry, replace(facts, marks={entry.trace: 1}), led_to)
-    moved = revision(entry, replace(facts, marks={f"{content}/progress": 1}), led_to)
+async def test_a_revision_changes_with_the_object_what_it_led_to_and_every_message(
+    captured: World,
+) -> None:
+    facts = await facts_of(captured)
+    led_to = view.by_owner(facts.entries.values())
+    entry = view.traced(facts.entries[CHECKPOINT], led_to)
+    before = view.revision(entry, facts, led_to)
+    content = (await captured.content()).metadata.uid
+    reports = view.revision(entry, replace(facts, marks={content: 1}), led_to)
+    spans = view.revision(entry, replace(facts, marks={entry.trace: 1}), led_to)
+    moved = view.revision(entry, replace(facts, marks={f"{content}/progress": 1}), led_to)
     assert len({before, reports, spans, moved}) == 4
-    assert without_progress(before) == without_progress(moved)
-    assert without_progress(before) != without_progress(reports)
+    assert view.without_progress(before) == view.without_progress(moved)
+    assert view.without_progress(before) != view.without_progress(reports)
 
 
 async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
@@ -342,9 +334,8 @@ async def test_details_hold_neither_a_spec_nor_an_environment() -> None:
     assert "API_KEY" not in found
 
 
-async def test_of_many_captures_the_newest_are_listed_and_all_are_counted() -> None:
-    world = await world_of(2, captured=True)
-    content = await world.content()
+async def test_of_many_captures_the_newest_are_listed_and_all_are_counted(captured: World) -> None:
+    content = await captured.content()
     entries: dict[str, Entry] = {}
     for number in range(MAX_RUNS + 5):
         meta = replace(content.metadata, name=f"content-{number}", uid=str(number))
@@ -360,64 +351,49 @@ async def test_of_many_captures_the_newest_are_listed_and_all_are_counted() -> N
 # The flow of orders.
 
 
-def test_a_report_is_never_drawn_before_its_order_whatever_its_clock_says() -> None:
-    item = order("prepare")
-    found = flow(
-        [item], [report(item, "prepared", n=2, at=1.0), report(item, "accepted", n=1, at=0.5)], {}
-    )
-    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
-    assert [arrow["at"] for arrow in found["arrows"]] == [0.0, 0.0]
+PREPARE = order("prepare")
+DONE = report(PREPARE, "prepared", n=2, at=101.0)
 
 
-def test_an_acceptance_is_shown_until_something_comes_of_it() -> None:
-    item = order("prepare")
-    found = flow([item], [report(item, "accepted", n=1, at=101.0)], {})
-    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "accepted"]
+@each(
+    ("item", "reports", "arrows"),
+    [
+        # A report is never drawn before its order, whatever its clock says.
+        (PREPARE, [replace(DONE, at=1.0)], [("prepare", 0.0), ("prepared", 0.0)]),
+        # An acceptance is shown until something comes of it.
+        (PREPARE, [replace(DONE, kind="accepted", n=1)], [("prepare", 0.0), ("accepted", 1.0)]),
+        (
+            PREPARE,
+            [DONE, replace(DONE, kind="accepted", n=1)],
+            [("prepare", 0.0), ("prepared", 1.0)],
+        ),
+        # One that came twice is one arrow, and that of another attempt is none.
+        (PREPARE, [DONE, DONE, replace(DONE, attempt=2)], [("prepare", 0.0), ("prepared", 1.0)]),
+        # What the stream has lost is drawn from the store.
+        (replace(PREPARE, state="prepared", final=DONE), [], [("prepare", 0.0), ("prepared", 1.0)]),
+    ],
+)
+def test_an_order_and_what_came_of_it_are_arrows(
+    item: OrderStatus, reports: list[Report], arrows: list[tuple[str, float]]
+) -> None:
+    found = flow([item], reports, {})
+    assert [(arrow["label"], arrow["at"]) for arrow in found["arrows"]] == arrows
+    assert item.final is None or found["bars"][0]["end"] == 1
 
 
-def test_a_report_that_came_twice_is_one_arrow_and_that_of_another_attempt_is_none() -> None:
-    item = order("prepare")
-    one = report(item, "prepared", n=2, at=101.0)
-    other = report(replace(item, attempt=2), "prepared", n=2, at=101.0)
-    found = flow([item], [one, one, other], {})
-    assert len(found["arrows"]) == 2
-
-
-def test_what_the_stream_has_lost_is_drawn_from_the_store() -> None:
-    item = order("prepare")
-    item = replace(item, state="prepared", final=report(item, "prepared", n=2, at=101.0))
-    found = flow([item], [], {})
-    assert [arrow["label"] for arrow in found["arrows"]] == ["prepare", "prepared"]
-    assert found["bars"][0]["end"] == 1
-
-
-def test_work_under_way_has_no_end_and_shows_how_far_it_is() -> None:
+def test_work_under_way_has_no_end_and_what_its_node_has_not_accepted_waits() -> None:
     item = order("save", "gpu-0")
     found = flow([item], [], {item.order: progress(item, 1, 4)})
     assert found["lanes"] == ["operator", "gms node-1"]
-    assert found["bars"] == [
-        {
-            "lane": 1,
-            "start": 0,
-            "label": "save gpu-0",
-            "state": "busy",
-            "done": 1,
-            "total": 4,
-            "step": "write",
-        }
-    ]
-
-
-def test_an_order_that_its_node_has_not_accepted_waits_and_is_not_under_way() -> None:
+    shown = {"lane": 1, "start": 0, "label": "save gpu-0", "state": "busy", "step": "write"}
+    assert found["bars"] == [{**shown, "done": 1, "total": 4}]
     assert flow([order("stop", state="ordered")], [], {})["bars"][0]["state"] == "waiting"
     assert flow([order("stop", state="accepted")], [], {})["bars"][0]["state"] == "busy"
 
 
 def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
-    item = order("prepare", attempt=2)
-    failed = report(
-        item, "failed", n=1, at=101.0, failure=Failure(reason="NotEligible", message="x")
-    )
+    item, failure = order("prepare", attempt=2), Failure(reason="NotEligible", message="x")
+    failed = report(item, "failed", n=1, at=101.0, failure=failure)
     found = flow([replace(item, state="failed", final=failed)], [], {})
     assert [arrow["state"] for arrow in found["arrows"]] == ["bad", "bad"]
     assert found["arrows"][0]["label"] == "prepare #2"
@@ -425,46 +401,26 @@ def test_a_failure_is_named_on_its_arrow_and_a_lost_order_is_bad() -> None:
     assert flow([order("prepare", state="lost")], [], {})["bars"][0]["state"] == "bad"
 
 
-def test_a_waterfall_gives_seconds_from_the_first_span() -> None:
-    base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
-    spans = [
-        SpanRecord(span_id="a", name="capture", start_ns=10**9, end_ns=3 * 10**9, **base),
-        SpanRecord(
-            span_id="b", parent_id="a", name="dump", start_ns=2 * 10**9, end_ns=3 * 10**9, **base
-        ),
-    ]
-    found = waterfall(spans)
+def test_a_waterfall_gives_seconds_from_the_first_span_without_a_longer_pause() -> None:
+    def lasting(name: str, start_s: int, end_s: int, parent: str = "") -> SpanRecord:
+        times = {"start_ns": start_s * 10**9, "end_ns": end_s * 10**9}
+        return builders.span(span_id=name, name=name, parent_id=parent, **times)
+
+    found = waterfall([lasting("capture", 1, 3), lasting("dump", 2, 3, parent="capture")])
     assert (found["total"], found["all"]) == (2.0, 2)
-    assert [(bar["name"], bar["depth"], bar["start"]) for bar in found["bars"]] == [
-        ("capture", 0, 0.0),
-        ("dump", 1, 1.0),
-    ]
+    bars = [(bar["name"], bar["depth"], bar["start"]) for bar in found["bars"]]
+    assert bars == [("capture", 0, 0.0), ("dump", 1, 1.0)]
+    found = waterfall([lasting("capture", 0, 1), lasting("verify", 91, 92)])
+    assert (found["total"], found["paused"]) == (2.0, 90.0)
+    assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]
 
 
 def test_a_message_in_a_waterfall_has_its_verb_and_no_placeholder() -> None:
-    attributes = message_attributes(
-        "publish", "snap.order.{node}.gms.save-{owner}", client="x", order="", attempt=1
-    ) | {"snapback.verb": "save"}
-    span = builders.span(
-        trace_id="t",
-        span_id="a",
-        service="snap-operator",
-        node="operator",
-        name="publish snap.order.{node}.gms.save-{owner}",
-        attributes=attributes,
-    )
+    subject = "snap.order.{node}.gms.save-{owner}"
+    attributes = message_attributes("publish", subject, client="x", order="", attempt=1)
+    attributes |= {"snapback.verb": "save"}
+    span = builders.span(name=f"publish {subject}", attributes=attributes)
     assert [bar["name"] for bar in waterfall([span])["bars"]] == ["publish save"]
-
-
-def test_a_waterfall_leaves_out_a_pause_longer_than_all_the_work() -> None:
-    base = {"trace_id": "t", "service": "snap-agent", "node": "node-1"}
-    spans = [
-        SpanRecord(span_id="a", name="capture", start_ns=0, end_ns=10**9, **base),
-        SpanRecord(span_id="b", name="verify", start_ns=91 * 10**9, end_ns=92 * 10**9, **base),
-    ]
-    found = waterfall(spans)
-    assert (found["total"], found["paused"]) == (2.0, 90.0)
-    assert [bar["start"] for bar in found["bars"]] == [0.0, 1.0]
 
 
 async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None:
@@ -477,19 +433,18 @@ async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None
     assert problem["next"] == "nats consumer resume ORDERS gms-node-1"
 
 
-async def test_the_details_say_what_a_capture_and_a_restore_have_cost() -> None:
-    world = await world_of(2, captured=True)
-    await world.apply(restore_document())
+async def test_the_details_say_what_a_capture_and_a_restore_have_cost(captured: World) -> None:
+    await captured.apply(restore_document())
     for _ in range(8):
-        await world.advance(0.25)
-        for item in world.open():
-            await world.answer_well(item)
-    facts = await facts_of(world)
-    led_to = by_owner(facts.entries.values())
+        await captured.advance(0.25)
+        for item in captured.open():
+            await captured.answer_well(item)
+    facts = await facts_of(captured)
+    led_to = view.by_owner(facts.entries.values())
 
     def told(key: str) -> list[str]:
         entry = facts.entries[key]
-        values = [one.value for one in family(entry, led_to)]
+        values = [one.value for one in view.family(entry, led_to)]
         return details(entry, values, [], [], {})["figures"]  # type: ignore[no-any-return]
 
     [capture], [restore] = told(CHECKPOINT), told(RESTORED)
@@ -504,16 +459,14 @@ async def test_the_details_say_what_a_capture_and_a_restore_have_cost() -> None:
     assert [row["figure"] for row in rows(facts, "artifacts")] == [capture]
 
 
-async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led_to() -> None:
-    world = await world_of(2, captured=True)
-    await world.advance(1.0)
-    await world.apply(restore_document(node="node-2"))
-    await world.answer_all()
-    facts = await facts_of(world)
+async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led_to(
+    restored: World,
+) -> None:
+    facts = await facts_of(restored)
     found = {row["key"]: row.get("words", "").split() for row in rows(facts, "objects")}
-    checkpoint = await world.get("DynamoCheckpoint", "llm")
+    checkpoint = await restored.get("DynamoCheckpoint", "llm")
     assert checkpoint.spec.identity.model in found[CHECKPOINT]
-    pod = await world.get("Pod", "restored")
+    pod = await restored.get("Pod", "restored")
     assert "node-1" in found[CHECKPOINT]
     assert {"node-2", *(device.uuid for device in pod.status.devices)} <= set(found[RESTORED])
     assert "node-1" not in found[RESTORED]
@@ -525,12 +478,10 @@ async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led
     ]
 
 
-async def test_captures_and_restores_are_listed_the_newest_first_without_their_orders() -> None:
-    world = await world_of(2, captured=True)
-    await world.advance(1.0)
-    await world.apply(restore_document(node="node-2"))
-    await world.answer_all()
-    facts = await facts_of(world)
+async def test_captures_and_restores_are_listed_the_newest_first_without_their_orders(
+    restored: World,
+) -> None:
+    facts = await facts_of(restored)
     found = rows(facts, "runs")
     assert [(row["kind"], row["name"], row["node"]) for row in found] == [
         ("restore", "restored", "node-2"),
@@ -544,9 +495,7 @@ async def test_captures_and_restores_are_listed_the_newest_first_without_their_o
 async def test_what_moves_shows_its_rate_and_what_is_left() -> None:
     world = await world_of(1)
     await world.apply(checkpoint_document())
-    while len(saves := world.open("save")) < 2:
-        for item in world.open():
-            await world.answer_well(item)
+    saves = await _ordered(world, "save", 2)
     since = saves[0].ordered_at.timestamp()
     moved = replace(progress(saves[0], 10**9, 4 * 10**9), at=since + 1)
     [first, *_] = rows(await facts_of(world, progress={moved.order: moved}), "objects")

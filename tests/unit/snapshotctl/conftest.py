@@ -10,6 +10,7 @@ import pytest
 
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
+from snapshotctl.views.finding import Finding
 
 
 class Said(NamedTuple):
@@ -24,10 +25,7 @@ class Run:
     """Runs commands one after another; `options` stand in front of the words of each."""
 
     def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        printed: pytest.CaptureFixture[str],
-        *options: str,
+        self, monkeypatch: pytest.MonkeyPatch, printed: pytest.CaptureFixture[str], *options: str
     ) -> None:
         self.monkeypatch = monkeypatch
         self.printed = printed
@@ -53,3 +51,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     return Run(monkeypatch, capsys)
+
+
+def assert_trouble(findings: list[Finding], said: str) -> None:
+    """Look for one finding with a level, words and words of its fix: `warn  words → fix`."""
+    level_and_words, _, fix = said.partition(" → ")
+    level, _, words = level_and_words.partition("  ")
+    [trouble] = [finding for finding in findings if words in finding.what]
+    assert (trouble.level, fix in trouble.fix) == (level, True), trouble

@@ -1,26 +1,24 @@
-"""Captured artifacts as lists, and how two of them differ."""
+"""Captured artifacts as lists, how two of them differ, and their manifests in a folder."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from snapshot_shared.artifact import (
-    Facts,
-    FileEntry,
-    PartManifest,
-    RootManifest,
-    SavedLayout,
-)
+from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest, SavedLayout
+from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.compatibility import verdicts
+from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kubernetes import Node, NodeStatus
-from snapshot_shared.orders import LayoutRef, PodRef, Presence, PresenceDevice
+from snapshot_shared.orders import PartResult, PodRef
+from snapshotctl.adapters.artifact_files import manifests_of
 from snapshotctl.views import artifact_tables
-from snapshotctl.views.artifact_tables import Manifests
-from tests.support import builders
+from snapshotctl.views.artifact_tables import CapturedArtifact, Manifests
+from tests.support import builders, objects
 from tests.support.builders import NOW, row
 from tests.unit.tables import each
 
@@ -34,35 +32,23 @@ def _file(*chunks: str, size: int | None = None, name: str = "shard", chunk: int
     return FileEntry(name=name, size=total, chunk_bytes=chunk, chunks=digests)
 
 
+OF_CONTENT: dict[str, Any] = {"namespace": "default", "content_uid": UID, "generation": 1}
+
+
 def _part(*files: FileEntry, part: str = "gpu-0", structure: str = "s") -> PartManifest:
-    layout = LayoutRef(
-        device="d", incarnation="i", generation=1, layout_id="l", structure_hash=structure, bytes=1
-    )
-    return PartManifest(
-        kind="gms",
-        part=part,
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        order=f"save-{UID}-{part}",
-        bytes=sum(file.size for file in files),
-        files=list(files),
-        layout=SavedLayout(source=layout, allocations=[]),
-    )
+    layout = SavedLayout(source=builders.layout(structure_hash=structure), allocations=[])
+    order, size = f"save-{UID}-{part}", sum(file.size for file in files)
+    of_part: dict[str, Any] = {"part": part, "order": order, "bytes": size, "files": [*files]}
+    return PartManifest(kind="gms", layout=layout, **of_part, **OF_CONTENT)
+
+
+def _root(**facts: Any) -> RootManifest:
+    source = PodRef(namespace="default", name="w", uid=UID)
+    return RootManifest(source=source, bytes=1, parts=[], facts=Facts(**facts), **OF_CONTENT)
 
 
 def _manifests(*parts: PartManifest, **facts: Any) -> Manifests:
-    source = PodRef(namespace="default", name="w", uid=UID)
-    root = RootManifest(
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        source=source,
-        bytes=1,
-        parts=[],
-        facts=Facts(**facts),
-    )
-    return Manifests(root, parts)
+    return Manifests(_root(**facts), parts)
 
 
 @each(
@@ -87,39 +73,47 @@ def test_the_bytes_that_differ_are_those_of_the_chunks_that_differ(
 
 
 def test_a_file_in_a_stripe_root_is_shown_with_its_name() -> None:
-    files = (_file("1", name="a"), msgspec.structs.replace(_file("2", name="b"), stripe="disk1"))
+    files = (_file("1", name="a"), replace(_file("2", name="b"), stripe="disk1"))
     table = artifact_tables.files_table(_manifests(_part(*files)))
     assert [row[1] for row in table.rows] == ["a", "disk1:b"]
 
 
-def test_facts_that_differ_have_both_values() -> None:
-    left, right = _manifests(arch="x86_64", devices=2), _manifests(arch="aarch64", devices=2)
-    assert artifact_tables.difference(left, right).facts == {"arch": ("x86_64", "aarch64")}
-
-
-def test_of_instructions_those_are_shown_that_one_processor_alone_has() -> None:
-    left, right = _manifests(cpu=["avx2", "fma", "sse2"]), _manifests(cpu=["sse2", "vaes"])
-    assert artifact_tables.difference(left, right).facts == {"cpu": ("avx2 fma", "vaes")}
-    assert artifact_tables.difference(left, _manifests(cpu=["fma", "sse2"])).facts == {
-        "cpu": ("avx2", "-")
-    }
+@each(
+    ("left", "right", "differing"),
+    [
+        (
+            {"arch": "x86_64", "devices": 2},
+            {"arch": "aarch64", "devices": 2},
+            {"arch": ("x86_64", "aarch64")},
+        ),
+        # Of instructions, those that one processor alone has.
+        (
+            {"cpu": ["avx2", "fma", "sse2"]},
+            {"cpu": ["sse2", "vaes"]},
+            {"cpu": ("avx2 fma", "vaes")},
+        ),
+        ({"cpu": ["avx2", "fma", "sse2"]}, {"cpu": ["fma", "sse2"]}, {"cpu": ("avx2", "-")}),
+    ],
+)
+def test_facts_that_differ_have_both_values(
+    left: dict[str, Any], right: dict[str, Any], differing: dict[str, tuple[str, str]]
+) -> None:
+    found = artifact_tables.difference(_manifests(**left), _manifests(**right))
+    assert found.facts == differing
 
 
 def test_a_node_is_compared_by_the_devices_and_the_driver_of_the_source_where_it_has_them() -> None:
     devices = [
-        PresenceDevice(index=n, uuid=f"GPU-{n}", product=product, capacity_bytes=1)
-        for n, product in enumerate(["L4", "H100", "H100"])
+        builders.device(index=n, product=product) for n, product in enumerate(["L4", *["H100"] * 2])
     ]
-    seen = Presence(
-        node="n", boot_id="b", version="1", devices=devices, drivers=["cooperative", "criu"], at=0.0
-    )
+    seen = replace(objects.presence("n"), devices=devices, drivers=["cooperative", "criu"])
     of = artifact_tables.facts_of_node
     source = Facts(driver="criu", device_product="H100", devices=2)
     found = of(Facts(arch="x86_64"), seen, source)
     assert found == Facts(arch="x86_64", driver="criu", device_product="H100", devices=2)
     other = of(Facts(), seen, Facts(driver="respawn", device_product="A100", devices=1))
     assert (other.driver, other.device_product) == ("cooperative, criu", "L4")
-    bare = msgspec.structs.replace(seen, devices=[])
+    bare = replace(seen, devices=[])
     assert of(Facts(), bare, source).device_product == "none"
 
 
@@ -134,16 +128,15 @@ def test_a_verdict_shows_both_values_and_of_many_words_those_that_are_missing() 
     assert ("architecture", "-", "-", "unknown") in table.rows
 
 
-def test_the_same_bytes_are_no_difference_and_another_structure_is_one() -> None:
+def test_another_structure_is_a_difference_and_a_part_that_only_one_has_differs_as_a_whole() -> (
+    None
+):
     one = _manifests(_part(_file("a")))
     assert artifact_tables.difference(one, one).is_none
     other = _manifests(_part(_file("a"), structure="t"))
     found = artifact_tables.difference(one, other)
     assert not found.is_none
     assert found.parts[0].structure == "differs: 0 and 0 allocations"
-
-
-def test_a_part_that_only_one_has_differs_as_a_whole() -> None:
     left = _manifests(_part(_file("a")), _part(_file("b"), part="gpu-1"))
     right = _manifests(_part(_file("a")))
     found = artifact_tables.difference(left, right).parts[1]
@@ -170,3 +163,37 @@ def test_the_list_says_whether_an_artifact_was_verified(status: dict[str, Any], 
     assert (space, name, size, generation) == ("default", "held", "10 B", "gen-1")
     assert (where, identity, shown, root) == ("node-1", "pod worker", state, "/data")
     assert found[0].folder == f"/data/default/{held.metadata.uid}/gen-1"
+
+
+def _artifact(folder: Path) -> CapturedArtifact:
+    """Write an artifact of one part, and return its content."""
+    part, root = encode_json(_part(_file("a", name="state"))), encode_json(_root())
+    place = folder / "default" / UID / "gen-1"
+    (place / "gpu-0").mkdir(parents=True)
+    (place / "root.json").write_bytes(root)
+    (place / "gpu-0" / "part.json").write_bytes(part)
+    parts = [PartResult(part="gpu-0", bytes=10, digest=digest(part))]
+    committed = builders.committed(root_digest=digest(root), parts=parts)
+    return CapturedArtifact(builders.content(committed=committed), None, str(folder))
+
+
+def test_the_committed_manifests_are_read_if_they_are_on_this_machine(tmp_path: Path) -> None:
+    artifact = _artifact(tmp_path / "there")
+    found = manifests_of(artifact)
+    assert found is not None
+    assert [file.name for part in found.parts for file in part.files] == ["state"]
+    assert manifests_of(artifact._replace(root=str(tmp_path / "missing"))) is None
+    assert manifests_of(artifact._replace(root=str(tmp_path))) is None
+    assert manifests_of(artifact._replace(root="")) is None
+
+
+@pytest.mark.parametrize("name", ["root.json", "gpu-0/part.json"])
+def test_a_manifest_that_was_changed_or_removed_is_no_artifact(tmp_path: Path, name: str) -> None:
+    artifact = _artifact(tmp_path)
+    [path] = tmp_path.rglob(name)
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ArtifactCorrupt, match="is not the manifest"):
+        manifests_of(artifact)
+    path.unlink()
+    with pytest.raises(ArtifactCorrupt, match="is gone"):
+        manifests_of(artifact)

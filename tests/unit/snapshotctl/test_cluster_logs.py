@@ -1,23 +1,23 @@
-"""What is read of logs that a worker may have replaced by something else."""
+"""What is read of logs and asked of workers that may be other than expected."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from snapshot_shared.errors import NotFound
-from snapshotctl.adapters.cluster_logs import (
-    TAIL_BYTES,
-    WORKER_LINES,
-    ClusterLogs,
-    LogFile,
-    lines_of,
-)
+from snapshotctl.adapters import asking, cluster_logs
+from snapshotctl.adapters.cluster_logs import ClusterLogs, LogFile, lines_of
 from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
 
 
@@ -36,10 +36,12 @@ def pod(tmp_path: Path) -> Path:
 
 
 def test_the_last_lines_of_each_container_are_read(record: ClusterRecord, pod: Path) -> None:
-    (pod / "main/log").write_bytes(b"x" * TAIL_BYTES + b"".join(b"\n%d" % n for n in range(20)))
+    (pod / "main/log").write_bytes(
+        b"x" * cluster_logs.TAIL_BYTES + b"".join(b"\n%d" % n for n in range(20))
+    )
     (pod / "side").mkdir()
     (pod / "side/log").write_text("one\n")
-    last = [("main", str(n)) for n in range(20 - WORKER_LINES, 20)]
+    last = [("main", str(n)) for n in range(20 - cluster_logs.WORKER_LINES, 20)]
     assert ClusterLogs(record).worker("node-1", "uid") == [*last, ("side", "one")]
     assert ClusterLogs(record).worker("node-1", "unknown") == []
 
@@ -88,7 +90,7 @@ async def test_the_last_lines_of_a_log_are_shown(
     assert await _lines(LogFile("x", tmp_path, ("log",)), tail) == expected
 
 
-async def test_what_is_written_later_follows_and_a_log_that_begins_anew_is_read_anew(
+async def test_a_log_that_begins_anew_is_read_anew_and_what_is_no_plain_file_is_named(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "log"
@@ -101,6 +103,10 @@ async def test_what_is_written_later_follows_and_a_log_that_begins_anew_is_read_
         later = asyncio.ensure_future(anext(lines))
         path.write_text("new\n")
         assert await later == ("x", "new")
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    with pytest.raises(NotFound, match="the log of x cannot be read"):
+        await _lines(log, None)
 
 
 async def test_the_logs_of_a_pod_are_followed_until_it_is_deleted(tmp_path: Path) -> None:
@@ -117,7 +123,44 @@ async def test_the_logs_of_a_pod_are_followed_until_it_is_deleted(tmp_path: Path
         assert [line async for line in lines] == [("side", "half")]
 
 
-async def test_a_log_that_is_no_plain_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "log").symlink_to("/etc/passwd")
-    with pytest.raises(NotFound, match="the log of x cannot be read"):
-        await _lines(LogFile("x", tmp_path, ("log",)), None)
+@pytest.mark.parametrize(
+    ("to", "expected"),
+    [("8000", "127.0.0.1:8000"), ("worker.sock", "/pod/worker.sock"), ("²", "/pod/²")],
+)
+def test_only_digits_of_ascii_are_a_port(
+    monkeypatch: pytest.MonkeyPatch, to: str, expected: str
+) -> None:
+    monkeypatch.setenv("POD_SOCKET_DIR", "/pod")
+    assert asking._where(to) == expected
+
+
+def test_a_worker_that_says_a_little_at_a_time_is_not_waited_for_without_end(
+    tmp_path: Path,
+) -> None:
+    ended = threading.Event()
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            while not ended.wait(0.1):
+                connection.sendall(b"x")
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "worker.sock"))
+        listener.listen()
+        listener.settimeout(20)
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        asked = json.dumps({"to": "worker.sock", "line": "x", "timeout_s": 0.5})
+        done = subprocess.run(
+            [sys.executable, asking.__file__, asked],
+            env={"POD_SOCKET_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+        ended.set()
+        dripping.join()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the whole answer was not there in time" in done.stderr

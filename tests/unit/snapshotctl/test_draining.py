@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Pod
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Container, Pod, PodSpec, PodStatus
 from snapshot_shared.objects.meta import OwnerReference
 from snapshot_shared.objects.snapback import (
     CAPTURE_ON_DRAIN,
@@ -18,6 +17,7 @@ from snapshot_shared.objects.snapback import (
     Snapshot,
 )
 from snapshotctl.domain import draining
+from tests.support import builders
 
 UID = derived_uid("worker")
 LABELLED = {CAPTURE_ON_DRAIN: "true", "app": "llm"}
@@ -33,20 +33,10 @@ def worker(
     containers: tuple[str, ...] = ("main",),
     **meta: Any,
 ) -> Pod:
-    found = parse(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "labels": labels, "annotations": annotations or {}},
-            "spec": {"containers": [{"name": each, "command": ["x"]} for each in containers]},
-        }
-    )
-    assert isinstance(found, Pod)
-    return replace(
-        found,
-        metadata=replace(found.metadata, namespace="default", uid=UID, **meta),
-        status=replace(found.status, node_name=node, phase=phase),
-    )
+    given = builders.meta("pod", name, uid=UID, labels=labels, annotations=annotations or {})
+    spec = PodSpec(containers=[Container(name=each, command=["x"]) for each in containers])
+    status = PodStatus(node_name=node, phase=phase)
+    return Pod(metadata=replace(given, **meta), spec=spec, status=status)
 
 
 def owned(kind: str, *, controller: bool = True) -> dict[str, Any]:
@@ -60,25 +50,16 @@ def judged(*pods: Pod) -> list[tuple[str, str]]:
     return [(each.pod.metadata.name, each.why) for each in draining.candidates(pods, "node-1")]
 
 
-def test_a_pod_of_the_node_is_captured_if_its_label_says_so() -> None:
+def test_a_pod_of_the_node_is_captured_if_its_label_says_so_and_it_has_not_ended() -> None:
     other = worker("b", labels={CAPTURE_ON_DRAIN: "false"})
     assert judged(other, worker("a"), worker("c", node="node-2")) == [
         ("a", ""),
         ("b", "it has no label nvidia.com/capture-on-drain=true"),
     ]
-
-
-@pytest.mark.parametrize("kind", ["DaemonSet", "Node"])
-def test_a_pod_that_belongs_to_the_node_is_no_concern(kind: str) -> None:
-    assert judged(worker(labels={}, **owned(kind))) == []
-
-
-def test_a_pod_that_is_going_or_has_ended_unlabelled_is_no_concern() -> None:
     going = worker(deletion_timestamp="2026-01-01T00:00:00Z")
-    assert judged(going, worker(labels={}, phase="Succeeded")) == []
-
-
-def test_a_labelled_pod_that_has_ended_is_one_as_its_own_capture_may_have_ended_it() -> None:
+    of_node = [worker(labels={}, **owned(kind)) for kind in ("DaemonSet", "Node")]
+    assert judged(going, *of_node, worker(labels={}, phase="Succeeded")) == []
+    # Its own capture may have ended one that is labelled.
     assert judged(worker(phase="Failed")) == [("worker", "")]
 
 

@@ -1,4 +1,4 @@
-"""How an object stands, why, and what to do, in plain words."""
+"""How an object stands, why, what to do, and all that is known of it, in plain words."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, derived_uid
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Node, NodeStatus
-from snapshot_shared.orders import Presence
+from snapshot_shared.objects.meta import time_of
+from snapshot_shared.orders import Presence, VectorEntry
 from snapshot_shared.transitions import Capture, Restore
+from snapshotctl.commands import describe
+from snapshotctl.commands.describe import Section
 from snapshotctl.views import explanation
 from snapshotctl.views.related import RelatedObjects
-from snapshotctl.views.state import object_state
+from snapshotctl.views.state import ObjectState, object_state
 from tests.support import builders
 from tests.support.builders import NOW, row
 from tests.support.objects import unready
@@ -34,6 +37,10 @@ def _related(*members: AnyObject) -> RelatedObjects:
     return RelatedObjects(members[0], members)
 
 
+def _headline(related: RelatedObjects) -> str:
+    return explanation.headline(related, object_state(related))
+
+
 def _advice(related: RelatedObjects) -> list[str]:
     return explanation.advice(related, object_state(related))
 
@@ -46,17 +53,13 @@ def _now(related: RelatedObjects, **more: Any) -> list[str]:
 def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:
     failed = [row("Failed", "True", "DeviceTooSmall", "m")]
     restore = builders.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
+    assert explanation.asked(restore) == "restore container main of pod worker from snap"
     pod = builders.pod(source="snap", phase="Failed", conditions=failed)
     for related in (_related(pod, restore), _related(restore, pod)):
         found = object_state(related)
         assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
         assert _now(related)[1:3] == ["needed: 9", "capacity: 4"]
         assert _advice(related)[0] == "choose a larger node"
-
-
-def test_a_restore_says_what_it_restores_from_what() -> None:
-    restore = builders.restore("llm")
-    assert explanation.asked(restore) == "restore container main of pod worker from llm"
 
 
 def test_a_pod_says_what_its_restore_waits_for_before_what_it_says_itself() -> None:
@@ -78,7 +81,7 @@ def test_a_pod_of_a_silent_node_is_neither_well_nor_failed() -> None:
     )
     found = object_state(related)
     assert (found.word, found.reason) == ("unknown", "NodeSilent")
-    assert explanation.headline(related, found) == "pod/worker may or may not run: NodeSilent"
+    assert _headline(related) == "pod/worker may or may not run: NodeSilent"
     assert _now(related) == [shown]
     assert any("snapshotctl nodes" in line for line in _advice(related))
 
@@ -105,10 +108,7 @@ def test_a_snapshot_fails_for_the_reason_of_its_capture_with_its_values() -> Non
         builders.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows),
     )
     assert object_state(related).values == {"needed": 9, "capacity": 4}
-    assert (
-        explanation.headline(related, object_state(related))
-        == "snapshot/snap has failed: DeviceTooSmall"
-    )
+    assert _headline(related) == "snapshot/snap has failed: DeviceTooSmall"
 
 
 @pytest.mark.parametrize(
@@ -140,18 +140,12 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
     ]
 
 
-def test_a_node_that_is_silent_and_a_deadline_that_has_passed_are_named() -> None:
+def test_a_silent_node_and_a_service_that_does_not_answer_are_named() -> None:
     late = builders.order("prepare", UID, at=NOW - 100)
     related = _related(builders.content(capture=Capture.PREPARING, orders=[late]))
-    lines = _now(related)
+    found, lines = object_state(related), _now(related)
     assert "its deadline has passed" in lines[-2]
     assert lines[-1].startswith("node-1 is silent")
-
-
-def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
-    open_ = builders.order("prepare", UID)
-    related = _related(builders.content(capture=Capture.PREPARING, orders=[open_]))
-    found = object_state(related)
     assert explanation.asked_services(related, found) == [("node-1", "agent")]
     assert _now(related, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
     assert explanation.advice(related, found, ["agent@node-1"]) == [
@@ -162,17 +156,26 @@ def test_a_service_that_does_not_answer_comes_before_all_other_advice() -> None:
 def test_what_waits_shows_its_reason_and_since_when() -> None:
     rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
     related = _related(builders.pod(conditions=rows))
-    assert explanation.headline(related, object_state(related)) == "pod/worker waits: Unschedulable"
+    assert _headline(related) == "pod/worker waits: Unschedulable"
     assert _now(related)[0] == "node-1 has 0 of 1 GPUs free"
     assert _now(related)[1].endswith("10s ago")
 
 
-def test_a_capture_between_two_orders_does_not_wait() -> None:
+def _going(value: Any) -> ObjectState:
+    meta = replace(value.metadata, deletion_timestamp=builders.STAMP)
+    return object_state(_related(replace(value, metadata=meta)))
+
+
+def test_a_capture_waits_unless_it_goes_on_between_two_orders_or_is_being_deleted() -> None:
     rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
-    related = _related(builders.content(capture=Capture.SEALING, conditions=rows))
-    assert object_state(related).word == "under way"
-    pending = _related(builders.content(conditions=rows))
-    assert object_state(pending).word == "waiting"
+    sealing = builders.content(capture=Capture.SEALING, conditions=rows)
+    assert object_state(_related(sealing)).word == "under way"
+    assert object_state(_related(builders.content(conditions=rows))).word == "waiting"
+    read = [row("Deleting", "False", "ReadersRegistered", "restored by x")]
+    found = _going(builders.content(capture=Capture.READY, conditions=read))
+    assert (found.word, found.reason) == ("going", "ReadersRegistered")
+    ended = builders.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
+    assert (object_state(_related(ended)).word, _going(ended).word) == ("failed", "going")
 
 
 def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
@@ -182,51 +185,30 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
     ]
     done = builders.committed()
     related = _related(builders.content(capture=Capture.READY, committed=done, conditions=rows))
-    assert explanation.headline(related, object_state(related)).endswith(
-        "is damaged: ArtifactCorrupt"
-    )
+    assert _headline(related).endswith("is damaged: ArtifactCorrupt")
     assert any("snapshotctl verify" in line for line in _advice(related))
 
 
-def test_what_failed_and_is_being_deleted_is_shown_as_going() -> None:
-    pod = builders.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
-    assert object_state(_related(pod)).word == "failed"
-    pod = replace(pod, metadata=replace(pod.metadata, deletion_timestamp=builders.STAMP))
-    assert object_state(_related(pod)).word == "going"
-
-
-def test_what_is_well_needs_nothing() -> None:
+def test_what_is_well_or_no_object_needs_nothing_that_explains_objects() -> None:
     rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
     related = _related(builders.pod(phase="Running", conditions=rows))
     assert object_state(related).word == "fine"
     assert _advice(related) == ["Capture it: `snapshotctl checkpoint worker`."]
+    failed = row("Failed", "True", "NotFound", "no program 'x' on node-1. Next: install it there")
+    pod = builders.pod(phase="Failed", reason="NotFound", conditions=[failed])
+    related = _related(pod)
+    assert explanation.advice(related, object_state(related)) == ["install it there"]
 
 
-def test_what_is_being_deleted_says_who_is_in_the_way() -> None:
-    going = builders.content(
-        capture=Capture.READY,
-        conditions=[row("Deleting", "False", "ReadersRegistered", "restored by x")],
-    )
-    going = replace(going, metadata=replace(going.metadata, deletion_timestamp=builders.STAMP))
-    found = object_state(_related(going))
-    assert (found.word, found.reason) == ("going", "ReadersRegistered")
-
-
-@pytest.mark.parametrize(
-    ("rows", "headline"),
-    [
-        ([row("Ready", "True", "AgentPresent")], "node/n is well: AgentPresent"),
-        ([row("Ready", "False", "PresenceMissing")], "node/n is not there: PresenceMissing"),
-        (
-            [row("Ready", "False", "PresenceMissing"), row("Lost", "True", "PresenceMissing")],
-            "node/n is lost: PresenceMissing",
-        ),
-    ],
-)
-def test_a_node_is_there_or_not_or_lost(rows: list[Any], headline: str) -> None:
-    node = Node(metadata=builders.meta("node", "n"), status=NodeStatus(conditions=rows))
-    related = _related(node)
-    assert explanation.headline(related, object_state(related)) == headline
+def test_a_node_is_there_or_not_or_lost() -> None:
+    there, absent = row("Ready", "True", "AgentPresent"), row("Ready", "False", "PresenceMissing")
+    for rows, headline in (
+        ([there], "node/n is well: AgentPresent"),
+        ([absent], "node/n is not there: PresenceMissing"),
+        ([absent, row("Lost", "True", "PresenceMissing")], "node/n is lost: PresenceMissing"),
+    ):
+        node = Node(metadata=builders.meta("node", "n"), status=NodeStatus(conditions=rows))
+        assert _headline(_related(node)) == headline
 
 
 @each(
@@ -265,31 +247,35 @@ def test_a_log_line_matters_when_it_names_the_story_or_is_a_warning_of_its_node(
     assert [item.text for item in found] == ["not JSON, of x-1", "trouble", "about x-1"]
 
 
-def test_a_warning_about_the_order_of_another_object_is_not_of_this_one() -> None:
-    line = (
-        '{"at": "2026-01-01T00:00:02Z", "level": "WARNING", "message": "no program", '
-        '"order_id": "run-other"}'
-    )
-    lines = [("node-1-agent", line)]
-    since = "2026-01-01T00:00:00Z"
-    assert explanation.relevant_lines(lines, ["mine"], ["node-1-agent"], since) == []
-    # A node tells the troubles of everything on it.
-    assert len(explanation.relevant_lines(lines, [], ["node-1-agent"], since)) == 1
-
-
-def test_a_line_of_the_trace_matters_unless_it_is_of_the_order_of_another_object() -> None:
+def test_a_line_about_the_order_of_another_object_is_not_of_this_one() -> None:
+    warns = '{"at": "2", "level": "WARNING", "order_id": "o", "trace_id": "t-1"}'
     lines = [
         ("operator", '{"at": "1", "level": "INFO", "message": "applied", "trace_id": "t-1"}'),
-        ("node-1-agent", '{"at": "2", "level": "WARNING", "order_id": "o", "trace_id": "t-1"}'),
+        ("node-1-agent", warns),
     ]
-    found = explanation.relevant_lines(lines, ["mine"], ["node-1-agent"], "", traces=["t-1"])
-    assert [line.text for line in found] == ["applied"]
+
+    def found(names: list[str], traces: list[str]) -> list[str]:
+        of = explanation.relevant_lines(lines, names, ["node-1-agent"], "", traces=traces)
+        return [line.text for line in of]
+
+    assert found(["mine"], []) == []
+    assert found(["mine"], ["t-1"]) == ["applied"]
+    # A node tells the troubles of everything on it.
+    assert len(found([], [])) == 1
 
 
-def test_the_traceback_of_a_worker_keeps_its_indentation() -> None:
-    assert explanation.parse_log_line("main", '    raise OSError("no")').text == (
-        '    raise OSError("no")'
-    )
+@each(
+    ("line", "text"),
+    [
+        ('    raise OSError("no")', '    raise OSError("no")'),
+        (
+            '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}',
+            "it failed [OSError: no]",
+        ),
+    ],
+)
+def test_a_traceback_keeps_its_indentation_or_is_its_last_line(line: str, text: str) -> None:
+    assert explanation.parse_log_line("main", line).text == text
 
 
 def test_an_explanation_does_not_advise_to_read_itself() -> None:
@@ -302,18 +288,6 @@ def test_an_explanation_does_not_advise_to_read_itself() -> None:
     assert explanation.pointing_up(other, pod) == other
 
 
-def test_a_program_that_is_not_found_is_not_looked_for_among_objects() -> None:
-    failed = row("Failed", "True", "NotFound", "no program 'x' on node-1. Next: install it there")
-    pod = builders.pod(phase="Failed", reason="NotFound", conditions=[failed])
-    related = _related(pod)
-    assert explanation.advice(related, object_state(related)) == ["install it there"]
-
-
-def test_a_traceback_in_a_log_is_shown_by_its_last_line() -> None:
-    raw = '{"message": "it failed", "traceback": "Traceback:\\n  a\\nOSError: no"}'
-    assert explanation.parse_log_line("p", raw).text == "it failed [OSError: no]"
-
-
 def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another() -> None:
     why = Failure(reason="NotEligible", message="CRIU did not dump", next_step="use CRIU 4.2")
     status = NodeStatus(drivers=["cooperative"], criu="4.1.1", unready=unready(why, "criu"))
@@ -322,7 +296,7 @@ def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another(
     assert "it cannot use the process driver criu: CRIU did not dump. Next: use CRIU 4.2" in lines
 
 
-def test_what_was_captured_says_what_it_has_cost() -> None:
+def test_what_was_captured_or_restored_says_what_it_has_cost() -> None:
     content = builders.content(
         attempt=1,
         committed=builders.committed(bytes=2**30),
@@ -333,8 +307,68 @@ def test_what_was_captured_says_what_it_has_cost() -> None:
     cost = "captured 1 GiB in 4.00 s (268 MB/s); worker paused for 100 ms"
     assert cost in _now(_related(content))
     assert cost in _now(_related(builders.snapshot(), content))
-
-
-def test_a_restored_pod_says_how_long_that_took() -> None:
     restore = builders.restore(state=Restore.RESTORED, attempt=1, restored_seconds=1.24)
     assert "restored in 1.24 s" in _now(_related(builders.pod(source="snap"), restore))
+
+
+def _rows(section: Section) -> list[tuple[str, ...]]:
+    assert section.table is not None
+    return section.table.rows
+
+
+def _sections(value: AnyObject, *readers: str) -> dict[str, Section]:
+    return {section.title: section for section in describe.sections(value, readers, NOW)}
+
+
+def test_a_content_has_parts_readers_orders_and_obligations() -> None:
+    failure = Failure(reason="NoSpace", message="full")
+    failed = builders.ended(builders.order("seal", UID), "failed", failure)
+    value = builders.content(
+        capture=Capture.READY,
+        started_at=time_of(NOW),
+        orders=[failed],
+        obligations=["release"],
+        committed=builders.committed(),
+        vector=[VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0)],
+        conditions=[row("Ready", "True", "Captured", "generation 1")],
+    )
+    found = _sections(value, "default: pod/reader")
+    assert _rows(found["Conditions:"]) == [("Ready", "True", "Captured", "10s", "generation 1")]
+    assert [row[:3] for row in _rows(found["Parts:"])] == [
+        ("process", "10 B", builders.DIGEST),
+        ("gpu-0", "-", "not staged"),
+    ]
+    [order] = _rows(found["Orders:"])
+    assert order[1:4] == ("1", "agent@node-1", "failed")
+    assert order[5:] == ("2.00 s", "NoSpace: full")
+    assert found["Readers:"].lines == ("default: pod/reader",)
+    assert found["Obligations:"].lines == ["release"]
+    assert "startedAt:       1970-01-12T13:46:40Z" in found["Status:"].lines
+
+
+def test_a_restore_has_its_state_and_orders_and_a_pod_shows_those_of_its_own() -> None:
+    uid = derived_uid("restore", "r")
+    load = builders.ended(builders.order("load", uid, part="gpu-0"), "loaded")
+    restore = builders.restore(
+        state=Restore.RESTORING, attempt=1, content_name="content-1", orders=[load]
+    )
+    found = _sections(restore)
+    assert "source:          snap" in found["Spec:"].lines
+    assert "state:           Restoring" in found["Status:"].lines
+    assert [row[0] for row in _rows(found["Orders:"])] == [load.order]
+    pod = builders.pod(source="snap", phase="Running")
+    shown = {section.title: section for section in describe.sections(pod, [], NOW, restore)}
+    assert f"name:            {restore.metadata.name}" in shown["Restore:"].lines
+    assert "contentName:     content-1" in shown["Restore:"].lines
+    assert shown["Orders of the restore:"].table == found["Orders:"].table
+    assert "Restore:" not in _sections(pod)
+
+
+def test_lists_and_what_is_nested_are_indented_and_what_is_empty_is_left_out() -> None:
+    spec = _sections(builders.pod(phase="Running"))["Spec:"].lines
+    assert spec == ["containers:", "  - name:            main", "    command:", "      x"]
+
+
+def test_text_of_others_cannot_move_the_cursor() -> None:
+    value = builders.pod(message="a\x1b[2Jb", phase="Failed")
+    assert "message:         a [2Jb" in _sections(value)["Status:"].lines

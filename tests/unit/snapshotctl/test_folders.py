@@ -1,6 +1,7 @@
 """Where things stand, and finding the server there."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,11 @@ def _record(where: Folders, name: str, url: str) -> ClusterRecord:
     return record
 
 
-def _context(environment: dict[str, str], name: str, url: str, *, selected: bool) -> None:
+def _select_context(environment: dict[str, str], name: str, url: str) -> None:
     folder = Path(environment["XDG_CONFIG_HOME"]) / "nats"
-    (folder / "context").mkdir(parents=True, exist_ok=True)
+    (folder / "context").mkdir(parents=True)
     (folder / "context" / f"{name}.json").write_text(json.dumps({"url": url}))
-    if selected:
-        (folder / "context.txt").write_text(f"{name}\n")
+    (folder / "context.txt").write_text(f"{name}\n")
 
 
 @pytest.mark.parametrize("value", ["/a/../b", "/a/./b", "/a "])
@@ -49,28 +49,23 @@ def test_a_folder_that_no_service_would_take_is_refused_by_name(
     assert repr(value) in refused.value.message
 
 
-def test_a_relative_folder_is_ignored_as_its_specification_says(
-    environment: dict[str, str],
-) -> None:
-    assert Folders(environment | {"XDG_STATE_HOME": "state"}).states.is_relative_to(Path.home())
-
-
-def test_nothing_to_find_says_what_to_start(environment: dict[str, str]) -> None:
-    with pytest.raises(BusUnavailable) as refused:
-        Folders(environment).find_server(None, None)
-    assert "snapshotctl up" in refused.value.next_step
-
-
-def test_another_cluster_is_started_by_its_name(environment: dict[str, str]) -> None:
-    with pytest.raises(BusUnavailable) as refused:
-        Folders(environment).find_server(None, "big")
-    assert "snapshotctl up --cluster big" in refused.value.next_step
-
-
-def test_the_default_cluster_is_found_by_its_record(environment: dict[str, str]) -> None:
+def test_the_selected_context_comes_before_the_default_cluster(environment: dict[str, str]) -> None:
     where = Folders(environment)
     record = _record(where, "default", "nats://127.0.0.1:9")
     assert where.find_server(None, None).url == record.url
+    _select_context(environment, "prod", "nats://prod:1")
+    found = where.find_server(None, None)
+    assert (found.url, "prod" in found.source) == ("nats://prod:1", True)
+    assert where.find_server(None, "default").url == record.url
+
+
+def test_a_cluster_that_is_not_there_says_how_it_is_started(environment: dict[str, str]) -> None:
+    where = Folders(environment)
+    _record(where, "default", "")
+    for name, command in ((None, "snapshotctl up"), ("big", "snapshotctl up --cluster big")):
+        with pytest.raises(BusUnavailable) as refused:
+            where.find_server(None, name)
+        assert command in refused.value.next_step
 
 
 def test_the_address_of_a_local_cluster_is_reached_with_its_key(
@@ -85,30 +80,6 @@ def test_the_address_of_a_local_cluster_is_reached_with_its_key(
     assert where.find_server("127.0.0.1:7", None).credentials is None
     named = Folders({**environment, "NATS_NKEY": "/k"})
     assert named.find_server("127.0.0.1:9", None).credentials == "/k"
-
-
-def test_a_stopped_cluster_has_no_server(environment: dict[str, str]) -> None:
-    where = Folders(environment)
-    _record(where, "default", "")
-    with pytest.raises(BusUnavailable):
-        where.find_server(None, None)
-
-
-def test_the_selected_context_comes_before_the_default_cluster(
-    environment: dict[str, str],
-) -> None:
-    where = Folders(environment)
-    _record(where, "default", "nats://127.0.0.1:9")
-    _context(environment, "prod", "nats://prod:1", selected=True)
-    found = where.find_server(None, None)
-    assert (found.url, "prod" in found.source) == ("nats://prod:1", True)
-    assert where.find_server(None, "default").url == "nats://127.0.0.1:9"
-
-
-def test_a_context_named_by_the_environment_is_used(environment: dict[str, str]) -> None:
-    _context(environment, "other", "nats://other:1", selected=False)
-    where = Folders({**environment, "NATS_CONTEXT": "other"})
-    assert where.find_server(None, None).url == "nats://other:1"
 
 
 @pytest.mark.parametrize("name", ["missing", "../x", "a/b", ".."])
@@ -144,26 +115,15 @@ def test_a_relative_base_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_
     assert where.states == tmp_path / ".local" / "state" / "snapback"
 
 
-def test_sockets_stand_below_the_runtime_folder_when_it_is_short(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    short = Path("/tmp")
-    found = Folders({**environment, "XDG_RUNTIME_DIR": str(short)}).new_sockets()
-    try:
-        assert found.parent == short
-        assert found.stat().st_mode & 0o777 == 0o700
-    finally:
-        found.rmdir()
-
-
-def test_a_runtime_folder_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
+def test_sockets_stand_below_the_runtime_folder_unless_it_is_too_long(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 60)
     deep.mkdir()
-    found = Folders({"XDG_RUNTIME_DIR": str(deep)}).new_sockets()
-    try:
-        assert found.parent == Path("/tmp")
-    finally:
-        found.rmdir()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        for runtime, parent in ((short, short), (str(deep), "/tmp")):
+            found = Folders({"XDG_RUNTIME_DIR": runtime}).new_sockets()
+            mode = found.stat().st_mode & 0o777
+            found.rmdir()
+            assert (str(found.parent), mode) == (parent, 0o700)
 
 
 def test_a_folder_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:

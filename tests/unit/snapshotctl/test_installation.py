@@ -1,10 +1,11 @@
-"""What the doctor says of an installation of the chart: each trouble is named, with its fix."""
+"""What the doctor says of an installation of the chart and of clones: each trouble has its fix."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from snapshot_shared.errors import Failure
+from snapshotctl.views.clones import clone_findings
 from snapshotctl.views.finding import Finding
 from snapshotctl.views.installation import (
     DEFINITIONS,
@@ -15,6 +16,7 @@ from snapshotctl.views.installation import (
     home,
     installation_findings,
 )
+from tests.unit.snapshotctl.conftest import assert_trouble
 from tests.unit.tables import each
 
 SPACE, NAME = "snapback-system", "snapback"
@@ -85,6 +87,7 @@ def claim(*modes: str, phase: str = "Bound") -> dict[str, Any]:
     return {"metadata": {"name": "shared"}, "spec": spec, "status": {"phase": phase}}
 
 
+UNPLACED = {"type": "PodScheduled", "status": "False"}
 ON_CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
 OPERATOR = workload("Deployment", "operator")
 NATS = workload("StatefulSet", "nats")
@@ -114,147 +117,114 @@ def on_claim(*claims: dict[str, Any]) -> list[Finding]:
     return of(workloads=workloads, claims=Asked(claims))
 
 
-def test_an_installation_that_is_well_has_nothing_but_ok() -> None:
+def test_an_installation_that_is_well_or_begins_has_nothing_but_ok() -> None:
     for found in (of(), of_workloads(daemon_set(helper=False)), on_claim(claim("ReadWriteMany"))):
         assert [finding for finding in found if finding.level != "ok"] == []
         assert len(found) == 8
+    begins = pod(container("ContainerCreating"), container("PodInitializing"))
+    assert [finding for finding in of_workloads(begins) if finding.level != "ok"] == []
 
 
 @each(
-    ("found", "level", "what", "fix"),
+    ("found", "said"),
     [
-        (of(definitions=Asked()), "fail", "snapshots.nvidia.com is not defined", "deploy/crds"),
+        (of(definitions=Asked()), "fail  snapshots.nvidia.com is not defined → deploy/crds"),
         (
             of(definitions=Asked([definition(name, owner="dynamo") for name in DEFINITIONS])),
-            "fail",
-            "snapshots.nvidia.com belongs to dynamo",
-            "crds.install=adopt",
+            "fail  snapshots.nvidia.com belongs to dynamo → crds.install=adopt",
         ),
         (
             of(definitions=Asked([definition(name, owner="") for name in DEFINITIONS])),
-            "fail",
-            "snapshots.nvidia.com belongs to another product",
-            "remove that product",
+            "fail  snapshots.nvidia.com belongs to another product → remove that product",
         ),
         (
             of(definitions=Asked([definition(n, established="False") for n in DEFINITIONS])),
-            "fail",
-            "snapshots.nvidia.com is not served yet: names are in use",
-            "kubectl describe crd snapshots.nvidia.com",
+            (
+                "fail  snapshots.nvidia.com is not served yet: names are in use"
+                " → kubectl describe crd snapshots.nvidia.com"
+            ),
         ),
-        (of(definitions=FORBIDDEN), "warn", "our kinds cannot be looked at: ada may not", "can-i"),
-        (of(webhooks=Asked()), "warn", "there are no webhooks", "webhooks.enabled"),
+        (of(definitions=FORBIDDEN), "warn  our kinds cannot be looked at: ada may not → can-i"),
+        (of(webhooks=Asked()), "warn  there are no webhooks → webhooks.enabled"),
         (
             of(webhooks=Asked([{"webhooks": [{**HOOK, "clientConfig": {}}]}])),
-            "fail",
-            "no authority for objects.snapback.nvidia.com",
-            "kubectl logs --namespace snapback-system deployment/snapback-operator",
+            (
+                "fail  no authority for objects.snapback.nvidia.com"
+                " → kubectl logs --namespace snapback-system deployment/snapback-operator"
+            ),
         ),
         (
             of(tried=Asked(failure=Failure(reason="InvalidManifest", message="failed calling"))),
-            "fail",
-            "an object that is valid is refused: failed calling",
-            "port 9443",
+            "fail  an object that is valid is refused: failed calling → port 9443",
         ),
-        (of(tried=FORBIDDEN), "warn", "whether the webhooks are reached cannot", "can-i"),
-        (of(workloads=Asked()), "fail", "there is no DaemonSet", "docs/kubernetes.md"),
-        (of(workloads=FORBIDDEN), "warn", "the pods of Snapback cannot be looked at", "can-i"),
+        (of(tried=FORBIDDEN), "warn  whether the webhooks are reached cannot → can-i"),
+        (of(workloads=Asked()), "fail  there is no DaemonSet → docs/kubernetes.md"),
+        (of(workloads=FORBIDDEN), "warn  the pods of Snapback cannot be looked at → can-i"),
         (
             of_workloads(daemon_set(desiredNumberScheduled=0)),
-            "fail",
-            "DaemonSet snapback-node is for no node",
-            "nodeSelector",
+            "fail  DaemonSet snapback-node is for no node → nodeSelector",
         ),
         (
             of_workloads(daemon_set(numberReady=1)),
-            "fail",
-            "DaemonSet snapback-node is ready on 1 of 2 nodes",
-            "kubectl rollout status --namespace snapback-system daemonset/snapback-node",
+            (
+                "fail  DaemonSet snapback-node is ready on 1 of 2 nodes"
+                " → kubectl rollout status --namespace snapback-system daemonset/snapback-node"
+            ),
         ),
         (
             of_workloads(daemon_set(updatedNumberScheduled=1)),
-            "warn",
-            "snapback-node is of this version on 1 of 2 nodes",
-            "rollout status",
+            "warn  snapback-node is of this version on 1 of 2 nodes → rollout status",
         ),
         (
             of_workloads(workload("Deployment", "operator", replicas=0)),
-            "warn",
-            "Deployment snapback-operator has no pods",
-            "--own-operator",
+            "warn  Deployment snapback-operator has no pods → --own-operator",
         ),
         (
             of_workloads(workload("StatefulSet", "nats", readyReplicas=0)),
-            "fail",
-            "StatefulSet snapback-nats is ready on 0 of 1 pods",
-            "statefulset/snapback-nats",
+            "fail  StatefulSet snapback-nats is ready on 0 of 1 pods → statefulset/snapback-nats",
         ),
         (
             of_workloads(pod(container("ImagePullBackOff"))),
-            "fail",
-            "pod p on node-1: the image of helper is not there",
-            "image.tag",
+            "fail  pod p on node-1: the image of helper is not there → image.tag",
         ),
         (
             of_workloads(pod(container("CrashLoopBackOff", "back-off 10s"))),
-            "fail",
-            "container helper does not run: back-off 10s",
-            "kubectl logs --namespace snapback-system p --container helper --previous",
+            (
+                "fail  container helper does not run: back-off 10s"
+                " → kubectl logs --namespace snapback-system p --container helper --previous"
+            ),
         ),
         (
             of_workloads(pod(container("CreateContainerConfigError", "no such secret"))),
-            "fail",
-            "container helper does not run: no such secret",
-            "kubectl describe pod --namespace snapback-system p",
+            (
+                "fail  container helper does not run: no such secret"
+                " → kubectl describe pod --namespace snapback-system p"
+            ),
         ),
         (
             of_workloads(pod(container(ended="OOMKilled"))),
-            "fail",
-            "container helper was over its limit of memory",
-            "resources of helper",
+            "fail  container helper was over its limit of memory → resources of helper",
         ),
         (
-            of_workloads(
-                pod(
-                    node="",
-                    conditions=[
-                        {"type": "PodScheduled", "status": "False", "message": "2 had a taint"}
-                    ],
-                )
-            ),
-            "fail",
-            "pod p is on no node: 2 had a taint",
-            "kubectl describe pod",
+            of_workloads(pod(node="", conditions=[{**UNPLACED, "message": "2 had a taint"}])),
+            "fail  pod p is on no node: 2 had a taint → kubectl describe pod",
         ),
-        (of(keys=Asked()), "fail", "keys of NATS are missing: snapback-nats-accounts", "upgrade"),
-        (of(keys=FORBIDDEN), "warn", "the Secrets with keys of NATS cannot be looked", "can-i"),
-        (on_claim(), "fail", "claim shared of artifacts is missing", "kubectl describe pvc shared"),
+        (of(keys=Asked()), "fail  keys of NATS are missing: snapback-nats-accounts → upgrade"),
+        (of(keys=FORBIDDEN), "warn  the Secrets with keys of NATS cannot be looked → can-i"),
+        (on_claim(), "fail  claim shared of artifacts is missing → kubectl describe pvc shared"),
         (
             on_claim(claim("ReadWriteMany", phase="Pending")),
-            "fail",
-            "claim shared of artifacts is Pending",
-            "kubectl describe pvc shared",
+            "fail  claim shared of artifacts is Pending → kubectl describe pvc shared",
         ),
         (
             on_claim(claim("ReadWriteOnce")),
-            "warn",
-            "is ReadWriteOnce: only one node can have it",
-            "storage.claim",
+            "warn  is ReadWriteOnce: only one node can have it → storage.claim",
         ),
     ],
 )
-def test_each_trouble_is_named_with_its_fix(
-    found: list[Finding], level: str, what: str, fix: str
-) -> None:
-    [trouble] = [finding for finding in found if what in finding.what]
-    assert trouble.level == level
-    assert fix in trouble.fix
+def test_each_trouble_is_named_with_its_fix(found: list[Finding], said: str) -> None:
+    assert_trouble(found, said)
     assert [finding for finding in found if finding.level != "ok" and not finding.fix] == []
-
-
-def test_a_pod_that_begins_is_no_trouble() -> None:
-    begins = pod(container("ContainerCreating"), container("PodInitializing"))
-    assert [finding for finding in of_workloads(begins) if finding.level != "ok"] == []
 
 
 def test_an_installation_is_where_its_nodes_are() -> None:
@@ -262,3 +232,70 @@ def test_an_installation_is_where_its_nodes_are() -> None:
     assert home([OPERATOR]) is None
     assert artifact_claim([daemon_set(ON_CLAIM)]) == "shared"
     assert artifact_claim([daemon_set()]) == ""
+
+
+# Workers that were brought back with the memory of their source.
+
+
+def restore(driver: str = "criu", state: str = "Restored", uid: str = "u1") -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": "llm", "name": f"restore-{uid}"},
+        "spec": {"podRef": {"name": "clone", "uid": uid, "container": "engine"}, "source": "s"},
+        "status": {"state": state, "driver": driver},
+    }
+
+
+def env(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+POD_IP = env("POD_IP", "status.podIP")
+LIMIT = {"name": "LIMIT", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}
+
+
+def clone(*rows: dict[str, Any], uid: str = "u1", container: str = "engine") -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": "llm", "name": "clone", "uid": uid},
+        "spec": {"containers": [{"name": "proxy"}, {"name": container, "env": list(rows)}]},
+    }
+
+
+@each("driver", ["criu", "criu+cuda"])
+def test_variables_that_are_those_of_the_source_are_named(driver: str) -> None:
+    rows = (POD_IP, {"name": "MODE", "value": "fast"}, LIMIT, env("NODE", "spec.nodeName"))
+    (only,) = clone_findings([restore(driver)], [clone(*rows)])
+    assert only.level == "warn"
+    assert f"llm/clone: its process was brought back by {driver}" in only.what
+    assert only.what.endswith("with its source's POD_IP, NODE")
+    assert "docs/how-to/after-a-restore.md" in only.fix
+
+
+@each(
+    ("restores", "other", "levels"),
+    [
+        # A program that starts anew or was not restored has nothing of its source.
+        ([restore("cooperative")], clone(POD_IP), []),
+        ([restore("respawn")], clone(POD_IP), []),
+        ([restore(state="Restoring")], clone(POD_IP), []),
+        ([restore(state="Failed")], clone(POD_IP), []),
+        ([], clone(POD_IP), []),
+        # Another pod, container or field is none of it.
+        ([restore()], clone(POD_IP, uid="u2"), ["ok"]),
+        ([restore()], clone(POD_IP, container="sidecar"), ["ok"]),
+        ([restore()], clone(env("ZONE", "metadata.labels['zone']")), ["ok"]),
+        ([restore()], clone(LIMIT), ["ok"]),
+        ([restore()], clone(), ["ok"]),
+    ],
+)
+def test_what_has_nothing_of_a_source_is_no_trouble(
+    restores: list[dict[str, Any]], other: dict[str, Any], levels: list[str]
+) -> None:
+    assert [each.level for each in clone_findings(restores, [other])] == levels
+
+
+def test_what_may_not_be_read_is_said() -> None:
+    asked = Asked([restore()])
+    for seen in (of(restores=FORBIDDEN), of(restores=asked, clones=FORBIDDEN)):
+        (unread,) = [each.what for each in seen if each.level == "warn"]
+        assert unread.endswith("ada may not")
+    assert_trouble(of(restores=asked, clones=Asked([clone(POD_IP)])), "warn  POD_IP")

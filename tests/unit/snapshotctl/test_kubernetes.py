@@ -1,18 +1,25 @@
-"""What kubectl says, as exit codes and next steps of ours."""
+"""What kubectl is told to do, and what it says, as exit codes and next steps of ours."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import pytest
 
+from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import KINDS
-from snapshotctl.domain.kubernetes import (
-    NatsService,
-    api_path,
-    nats_services,
-    operator_variables,
-    problem_in,
-)
+from snapshotctl.adapters.kubectl import Kubernetes
+from snapshotctl.domain import kubernetes
+from snapshotctl.domain.exits import Exit, WrongArguments
+from snapshotctl.domain.sources import ServiceNamed
 from snapshotctl.domain.targets import Target
+from snapshotctl.views.installation import Asked
+from tests.unit.snapshotctl.conftest import Run
 from tests.unit.tables import each
 
 FORBIDDEN = (
@@ -46,14 +53,14 @@ FORBIDDEN = (
 def test_an_error_of_kubectl_has_its_exit_code_and_next_step(
     said: str, kind: str, step: str
 ) -> None:
-    problem = problem_in(said)
+    problem = kubernetes.problem_in(said)
     assert problem.kind == kind
     assert step in problem.next_step
     assert problem.message in said.removeprefix("error: ")
 
 
 def test_silence_is_a_refusal_that_says_so() -> None:
-    assert problem_in("\n").message == "kubectl failed, and does not say why"
+    assert kubernetes.problem_in("\n").message == "kubectl failed, and does not say why"
 
 
 def test_the_service_of_the_server_is_taken_and_not_that_of_its_pods() -> None:
@@ -61,7 +68,7 @@ def test_the_service_of_the_server_is_taken_and_not_that_of_its_pods() -> None:
         return {"metadata": {"namespace": "s", "name": name}, "spec": {"clusterIP": address}}
 
     items = [service("a-nats", "10.0.0.7"), service("a-nats-headless", "None")]
-    assert nats_services({"items": items}) == [NatsService("s", "a-nats")]
+    assert kubernetes.nats_services({"items": items}) == [kubernetes.NatsService("s", "a-nats")]
 
 
 def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> None:
@@ -84,8 +91,8 @@ def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> N
         "PATH": "/bin",
     }
     items = [deployment("a-operator", **kept, **of_pod), deployment("b-operator", SNAPBACK_X="1")]
-    assert operator_variables({"items": items}, "a-operator") == kept
-    assert operator_variables({"items": []}, "a-operator") == {}
+    assert kubernetes.operator_variables({"items": items}, "a-operator") == kept
+    assert kubernetes.operator_variables({"items": []}, "a-operator") == {}
 
 
 @pytest.mark.parametrize(
@@ -99,4 +106,253 @@ def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> N
 def test_an_object_is_found_where_the_api_server_has_it(
     kind: str, namespace: str | None, path: str
 ) -> None:
-    assert api_path(Target(KINDS[kind], namespace, "x")) == path
+    assert kubernetes.api_path(Target(KINDS[kind], namespace, "x")) == path
+
+
+PROGRAM = """\
+#!{python} -IS
+import json, pathlib, sys
+folder = pathlib.Path(__file__).parent
+if "config" in sys.argv:
+    sys.exit(print((folder / "namespace").read_text(), end=""))
+with (folder / "calls").open("a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
+if "get" in sys.argv and (folder / "objects").exists():
+    objects = json.loads((folder / "objects").read_text())
+    _, _, _, kind, *rest = sys.argv[1:]
+    rest = [word for word in rest if word not in ("--output=json", "--ignore-not-found")]
+    if rest[:1] == ["--namespace"] and kind == "pods":
+        if rest[1] == "secret":
+            sys.exit("Error from server (Forbidden): pods is forbidden: User ada cannot list pods")
+        named = [[rest[1], name] for name in rest[2:]]
+        found = [each for each in objects["pods"] if list(each["metadata"].values()) in named]
+        if len(named) == 1:
+            sys.exit(print(json.dumps(found[0]) if found else ""))
+    elif kind.startswith("snapshotrestores"):
+        found = objects["restores"]
+    else:
+        found = objects["workloads"] if "--all-namespaces" in rest else []
+    print(json.dumps({{"items": found}}))
+elif "get" in sys.argv:
+    print((folder / "pods").read_text())
+elif "exec" in sys.argv:
+    print('{{"answer": "amber"}}')
+    sys.stderr.write((folder / "err").read_text())
+    sys.exit(int((folder / "code").read_text()))
+elif "apply" in sys.argv:
+    with (folder / "given").open("a") as given:
+        given.write(sys.stdin.read() + "\\n")
+    print((folder / "said").read_text(), end="")
+else:
+    print("a line")
+"""
+
+
+class Kubectl:
+    """A kubectl that writes down how it is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        program = folder / "kubectl"
+        program.write_text(PROGRAM.format(python=sys.executable))
+        program.chmod(0o755)
+        (folder / "code").write_text("0")
+        (folder / "err").write_text("")
+        (folder / "namespace").write_text("")
+        self.pods()
+
+    def pods(self, *names: str) -> None:
+        items = [
+            {"metadata": {"namespace": "sys", "name": name}, "spec": {"nodeName": f"on-{name}"}}
+            for name in names
+        ]
+        (self.folder / "pods").write_text(json.dumps({"items": items}))
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """Those that reach the cluster."""
+        return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+    @property
+    def given(self) -> list[str]:
+        """What each `apply` was given."""
+        return (self.folder / "given").read_text().splitlines()
+
+
+@pytest.fixture
+def kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kubectl:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SNAPBACK_PAGE_URL", raising=False)
+    return Kubectl(tmp_path)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return Run(monkeypatch, capfd, "--context", "there")
+
+
+def test_the_log_of_a_pod_is_shown_by_kubectl(run: Run, kubectl: Kubectl) -> None:
+    assert run("logs", "w", "-n", "ns", "-f", "--tail", "5").out == "a line\n"
+    assert run("logs", "pod/w", "-c", "main").out == "a line\n"
+    to = ["--context", "there", "logs", "w", "--namespace"]
+    assert kubectl.calls == [
+        [*to, "ns", "--all-containers", "--prefix", "--follow", "--tail=5"],
+        [*to, "default", "--container=main", "--tail=-1"],
+    ]
+
+
+def test_what_names_no_namespace_is_in_that_of_the_context(run: Run, kubectl: Kubectl) -> None:
+    (kubectl.folder / "namespace").write_text("team-a")
+    (kubectl.folder / "said").write_text("thing.nvidia.com/x created (server dry run)\n")
+    run("logs", "w")
+    run("logs", "w", "-n", "default")
+    assert [call[call.index("--namespace") + 1] for call in kubectl.calls] == ["team-a", "default"]
+    document = msgspec.Raw(json.dumps({"kind": "Thing", "metadata": {"name": "x"}}).encode())
+    Kubernetes(None, "there").apply([document], "", dry_run=True)
+    [item] = json.loads(kubectl.given[-1])["items"]
+    assert item["metadata"]["namespace"] == "team-a"
+
+
+def test_all_pods_of_a_service_that_is_there_twice_are_shown(run: Run, kubectl: Kubectl) -> None:
+    kubectl.pods("operator-a", "operator-b")
+    run("logs", "operator")
+    *_, shown = kubectl.calls
+    assert any("component=operator" in word for word in shown if word.startswith("--selector="))
+    assert "--prefix" in shown
+
+
+def test_the_log_of_a_service_is_that_of_its_container(run: Run, kubectl: Kubectl) -> None:
+    kubectl.pods("snapback-node-x")
+    assert run("logs", "agent@n", "--tail", "1").out == "a line\n"
+    looked, shown = kubectl.calls
+    assert "--field-selector=status.phase!=Pending,spec.nodeName=n" in looked
+    assert any("app.kubernetes.io/component=node" in word for word in looked)
+    assert shown[2:] == ["logs", "snapback-node-x", "--namespace", "sys", *shown[6:]]
+    assert shown[6:] == ["--container=agent", "--tail=1"]
+
+
+def test_a_service_of_kubernetes_that_is_missing_or_of_several_nodes_is_asked_for(
+    kubectl: Kubectl,
+) -> None:
+    with pytest.raises(NotFound, match="no pod of operator"):
+        Kubernetes(None, "there").log_of(ServiceNamed("operator"))
+    kubectl.pods("a", "b")
+    with pytest.raises(WrongArguments) as refused:
+        Kubernetes(None, "there").log_of(ServiceNamed("gms"))
+    assert refused.value.next_step == "name gms@on-a or gms@on-b"
+
+
+def test_a_program_runs_in_the_container_and_its_exit_code_is_that_of_the_command(
+    run: Run, kubectl: Kubectl
+) -> None:
+    (kubectl.folder / "code").write_text("7")
+    assert "amber" in run("exec", "w", "-c", "main", "--", "ls", "-l", exits=7).out
+    [call] = kubectl.calls
+    assert call[2:] == [
+        *("exec", "w", "--namespace", "default", "--stdin"),
+        *("--container=main", "--", "ls", "-l"),
+    ]
+
+
+def test_a_worker_is_asked_by_a_program_in_its_container(run: Run, kubectl: Kubectl) -> None:
+    answer = json.loads(run("ask", "w", "Who am I?", "-o", "json").out)
+    assert answer == {"pod": "w", "namespace": "default", "answer": {"answer": "amber"}}
+    [call] = kubectl.calls
+    *_, python, _, source, asked = call
+    assert python == "python3"
+    assert "def main(" in source
+    question = {"op": "ask", "prompt": "Who am I?"}
+    assert json.loads(json.loads(asked)["line"]) == question
+    (kubectl.folder / "code").write_text("1")
+    said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
+    assert "pod w gave no answer: exit code 1" in said.err
+
+
+def test_why_a_worker_gave_no_answer_is_what_the_program_said_and_not_how_kubectl_ended(
+    run: Run, kubectl: Kubectl
+) -> None:
+    (kubectl.folder / "code").write_text("1")
+    (kubectl.folder / "err").write_text("x.sock: refused\ncommand terminated with exit code 1\n")
+    said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
+    assert "pod w gave no answer: x.sock: refused\n" in said.err
+
+
+def test_the_chart_has_no_page_to_open(run: Run, kubectl: Kubectl) -> None:
+    assert "docs/page.md" in run("open", exits=Exit.NOT_FOUND).err
+
+
+def test_what_is_there_keeps_its_trace_so_that_it_may_be_unchanged(kubectl: Kubectl) -> None:
+    (kubectl.folder / "said").write_text("thing.nvidia.com/x configured (server dry run)\n")
+    trace = {"nvidia.com/traceparent": "00-live"}
+    there = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x", "annotations": trace}}
+    (kubectl.folder / "pods").write_text(json.dumps(there))
+    given = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x"}, "spec": {}}
+    Kubernetes(None, "there").apply([msgspec.Raw(json.dumps(given).encode())], "new", dry_run=True)
+    first, last = (json.loads(text)["items"][0]["metadata"] for text in kubectl.given)
+    assert first["annotations"] == {"nvidia.com/traceparent": "new"}
+    assert last["annotations"] == trace
+
+
+def test_a_dry_run_asks_the_api_server_and_stores_nothing(kubectl: Kubectl) -> None:
+    said = ["created", "configured", "unchanged"]
+    lines = [f"thing.nvidia.com/x{n} {word} (server dry run)\n" for n, word in enumerate(said)]
+    (kubectl.folder / "said").write_text("".join(lines))
+    documents = [
+        msgspec.Raw(json.dumps({"kind": "Snapshot", "metadata": {"name": f"x{n}"}}).encode())
+        for n in range(len(said))
+    ]
+    found = Kubernetes(None, "there").apply(documents, "", dry_run=True)
+    assert [(item.name, item.action) for item in found] == [
+        ("x0", "created"),
+        ("x1", "configured"),
+        ("x2", "unchanged"),
+    ]
+    assert {call[2] for call in kubectl.calls} == {"apply", "get"}
+    for call in (kubectl.calls[0], kubectl.calls[-1]):
+        assert call[2:] == ["apply", "--filename", "-", "--dry-run=server"]
+
+
+# Which pods the doctor asks for.
+
+
+def named(kind: str, namespace: str, name: str, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "metadata": {"namespace": namespace, "name": name}, **more}
+
+
+def restore(namespace: str, pod: str, driver: str = "criu") -> dict[str, Any]:
+    reference = {"name": pod, "uid": pod}
+    return named(
+        "SnapshotRestore",
+        namespace,
+        f"restore-{pod}",
+        spec={"podRef": reference},
+        status={"state": "Restored", "driver": driver},
+    )
+
+
+def seen(kubectl: Kubectl, *restores: dict[str, Any]) -> Any:
+    labels = {"app.kubernetes.io/component": "node"}
+    node = named("DaemonSet", "snapback", "snapback-node")
+    node["metadata"]["labels"] = labels
+    node["spec"] = {"template": {"spec": {"containers": []}}}
+    pods = [named("Pod", space, name) for space in ("a", "b") for name in ("one", "two", "three")]
+    objects = {"workloads": [node], "restores": restores, "pods": pods}
+    (kubectl.folder / "objects").write_text(json.dumps(objects))
+    return Kubernetes(None, "there").installation()
+
+
+def test_the_pods_of_restored_processes_are_read_if_they_may_be(kubectl: Kubectl) -> None:
+    found = seen(
+        kubectl,
+        restore("b", "one"),
+        restore("a", "one"),
+        restore("a", "gone"),
+        restore("a", "two", "criu+cuda"),
+        restore("a", "three", "cooperative"),
+    )
+    assert len(found.restores.items) == 5
+    pods = [tuple(each["metadata"].values()) for each in found.clones.items]
+    assert pods == [("a", "one"), ("a", "two"), ("b", "one")]
+    assert seen(kubectl, restore("a", "three", "cooperative")).clones == Asked([])
+    failure = seen(kubectl, restore("secret", "one")).clones.failure
+    assert failure.reason == "NotPermitted"

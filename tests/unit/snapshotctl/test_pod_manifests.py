@@ -54,11 +54,11 @@ def _restored(name: str = "llm", captured: Source = NOTHING, **more: Any) -> Any
         ([POD, POD], "2 documents"),
         ([{**POD, "kind": "Job"}], "'Job' is no Pod"),
         ([["no", "object"]], "'list' is no Pod"),
-        ([{**POD, "metadata": {}}], "metadata.name"),
-        ([{**POD, "metadata": None}], "metadata.name"),
-        ([{**POD, "spec": {}}], "spec.containers"),
-        ([{**POD, "spec": {"containers": [{"image": "x"}]}}], "spec.containers"),
-        ([{**POD, "spec": {"containers": "main"}}], "spec.containers"),
+        *(([{**POD, "metadata": meta}], "metadata.name") for meta in ({}, None)),
+        *(
+            ([{**POD, "spec": spec}], "spec.containers")
+            for spec in ({}, {"containers": [{"image": "x"}]}, {"containers": "main"})
+        ),
     ],
 )
 def test_a_manifest_that_is_not_one_pod_is_refused_with_the_field(
@@ -66,6 +66,81 @@ def test_a_manifest_that_is_not_one_pod_is_refused_with_the_field(
 ) -> None:
     with pytest.raises(InvalidManifest, match=problem):
         pod_manifests.pod_manifest([Document("f:1", value) for value in documents])
+
+
+@each(
+    ("wanted", "written", "namespace"),
+    [("a", "b", "a"), (None, "b", "b"), (None, None, "default"), ("a", None, "a")],
+)
+def test_the_command_line_beats_the_manifest(
+    wanted: str | None, written: str | None, namespace: str
+) -> None:
+    meta = {"name": "w"} | ({"namespace": written} if written else {})
+    assert pod_manifests.namespace_of(_manifest(metadata=meta), wanted, "default") == namespace
+
+
+@each(
+    ("command", "args", "found", "problem"),
+    [
+        (["python3", "-m", "dynamo.vllm"], [], "vllm", ""),
+        (["python3"], ["-m", "dynamo.sglang", "--model", "x"], "sglang", ""),
+        (["sh", "-c", "exec python3 -m dynamo.trtllm"], None, "trtllm", ""),
+        (["sh", "-c", "python3 -m dynamo.vllm && python3 -m dynamo.vllm"], None, "vllm", ""),
+        (["python3", "worker.py"], None, "", "main of pod w runs no module dynamo"),
+        (
+            ["sh", "-c", "python3 -m dynamo.vllm; python3 -m dynamo.sglang"],
+            None,
+            "",
+            "sglang and vllm",
+        ),
+        (7, None, "", "runs no module"),
+        (None, None, "", "runs no module"),
+    ],
+)
+def test_the_framework_is_that_of_the_command_of_the_captured_container_or_of_the_option(
+    command: Any, args: list[str] | None, found: str, problem: str
+) -> None:
+    other = {"name": "other", "command": ["python3", "-m", "dynamo.frontend", "dynamo.sglang"]}
+    main = {"name": "main", "command": command, "args": args}
+    manifest = _manifest(spec={"containers": [other, main]})
+    assert pod_manifests.framework(manifest, "main", "vllm") == "vllm"
+    if found:
+        assert pod_manifests.framework(manifest, "main", None) == found
+        return
+    with pytest.raises(WrongArguments, match=problem) as caught:
+        pod_manifests.framework(manifest, "main", None)
+    assert caught.value.next_step == "name one of vllm, sglang, trtllm: --framework vllm"
+
+
+@each(
+    ("resources", "memory"),
+    [
+        ({"claims": [{"name": "snapback-devices"}]}, {"enabled": True}),
+        ({"claims": [{"name": "gpu"}]}, None),
+        ({"claims": "snapback-devices"}, None),
+        (None, None),
+    ],
+)
+def test_a_worker_whose_claim_has_the_name_of_a_memory_servers_is_captured_with_one(
+    resources: Any, memory: Any
+) -> None:
+    pod = _manifest(spec={"containers": [{"name": "main", "resources": resources}]})
+    value = pod_manifests.checkpoint_of(pod, "main", "vllm", None, "ns").value
+    assert value["spec"].get("gpuMemoryService") == memory
+
+
+def test_a_running_pod_is_captured_by_its_uid_under_a_name_that_follows_from_it() -> None:
+    pod = builders.pod("w", phase="Running")
+    first, again = (pod_manifests.snapshot_of(pod, "main", None).value for _ in range(2))
+    assert first == again
+    assert first["spec"]["source"]["podRef"]["uid"] == pod.metadata.uid
+    newer = replace(pod, metadata=replace(pod.metadata, uid=derived_uid("pod", "other")))
+    assert pod_manifests.snapshot_of(newer, "main", None).value["metadata"] != first["metadata"]
+    long = builders.pod("x" * 63, phase="Running")
+    parse(pod_manifests.snapshot_of(long, "main", None).value)
+    for phase in ("Succeeded", "Failed"):
+        with pytest.raises(NotEligible, match="has ended"):
+            pod_manifests.snapshot_of(builders.pod(phase=phase), "main", None)
 
 
 def test_the_only_container_need_not_be_named_and_one_of_several_has_to() -> None:
@@ -87,23 +162,6 @@ def test_a_checkpoint_of_a_manifest_is_one_that_the_operator_takes() -> None:
     assert found.spec.identity.backend_framework == "sglang"
 
 
-@pytest.mark.parametrize(
-    ("resources", "memory"),
-    [
-        ({"claims": [{"name": "snapback-devices"}]}, {"enabled": True}),
-        ({"claims": [{"name": "gpu"}]}, None),
-        ({"claims": "snapback-devices"}, None),
-        (None, None),
-    ],
-)
-def test_a_worker_whose_claim_has_the_name_of_a_memory_servers_is_captured_with_one(
-    resources: Any, memory: Any
-) -> None:
-    pod = _manifest(spec={"containers": [{"name": "main", "resources": resources}]})
-    value = pod_manifests.checkpoint_of(pod, "main", "vllm", None, "ns").value
-    assert value["spec"].get("gpuMemoryService") == memory
-
-
 def test_a_checkpoint_of_a_manifest_under_another_name_shares_nothing_with_the_first() -> None:
     found = [
         parse(pod_manifests.checkpoint_of(_manifest(), "main", "vllm", name, "ns").value)
@@ -116,60 +174,6 @@ def test_a_checkpoint_of_a_manifest_under_another_name_shares_nothing_with_the_f
     assert len(identities) == 3
 
 
-@pytest.mark.parametrize(
-    ("command", "args", "found"),
-    [
-        (["python3", "-m", "dynamo.vllm"], [], "vllm"),
-        (["python3"], ["-m", "dynamo.sglang", "--model", "x"], "sglang"),
-        (["sh", "-c", "exec python3 -m dynamo.trtllm"], None, "trtllm"),
-        (["sh", "-c", "python3 -m dynamo.vllm && python3 -m dynamo.vllm"], None, "vllm"),
-    ],
-)
-def test_the_framework_is_that_of_the_command_of_the_captured_container(
-    command: list[str], args: list[str] | None, found: str
-) -> None:
-    other = {"name": "other", "command": ["python3", "-m", "dynamo.frontend", "dynamo.sglang"]}
-    main = {"name": "main", "command": command, "args": args}
-    manifest = _manifest(spec={"containers": [other, main]})
-    assert pod_manifests.framework(manifest, "main", None) == found
-    assert pod_manifests.framework(manifest, "main", "vllm") == "vllm"
-
-
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        (["python3", "worker.py"], "main of pod w runs no module dynamo"),
-        (["sh", "-c", "python3 -m dynamo.vllm; python3 -m dynamo.sglang"], "sglang and vllm"),
-        (7, "runs no module"),
-        (None, "runs no module"),
-    ],
-)
-def test_a_command_of_no_or_of_several_frameworks_needs_the_option(
-    command: Any, problem: str
-) -> None:
-    manifest = _manifest(spec={"containers": [{"name": "main", "command": command}]})
-    with pytest.raises(WrongArguments, match=problem) as caught:
-        pod_manifests.framework(manifest, "main", None)
-    assert caught.value.next_step == "name one of vllm, sglang, trtllm: --framework vllm"
-
-
-def test_a_running_pod_is_captured_by_its_uid_under_a_name_that_follows_from_it() -> None:
-    pod = builders.pod("w", phase="Running")
-    first, again = (pod_manifests.snapshot_of(pod, "main", None).value for _ in range(2))
-    assert first == again
-    assert first["spec"]["source"]["podRef"]["uid"] == pod.metadata.uid
-    newer = replace(pod, metadata=replace(pod.metadata, uid=derived_uid("pod", "other")))
-    assert pod_manifests.snapshot_of(newer, "main", None).value["metadata"] != first["metadata"]
-    long = builders.pod("x" * 63, phase="Running")
-    parse(pod_manifests.snapshot_of(long, "main", None).value)
-
-
-@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-def test_a_pod_that_has_ended_is_not_captured(phase: str) -> None:
-    with pytest.raises(NotEligible, match="has ended"):
-        pod_manifests.snapshot_of(builders.pod(phase=phase), "main", None)
-
-
 def test_a_restored_pod_is_as_the_captured_one_but_bound_to_no_node() -> None:
     value = _restored(captured=NOTHING._replace(checkpoint=_checkpoint()))
     parse(value)
@@ -177,11 +181,9 @@ def test_a_restored_pod_is_as_the_captured_one_but_bound_to_no_node() -> None:
     assert value["metadata"]["annotations"] == {RESTORE_FROM: "llm"}
     assert "nodeName" not in value["spec"]
     assert value["spec"]["nodeSelector"] == {"zone": "b"}
-
-
-def test_a_pod_that_is_still_there_says_how_it_was() -> None:
-    captured = Source(None, builders.snapshot(), builders.content(), builders.pod())
-    assert _restored("snap", captured)["spec"]["containers"][0]["command"] == ["x"]
+    # A pod that is still there says how it was.
+    there = Source(None, builders.snapshot(), builders.content(), builders.pod())
+    assert _restored("snap", there)["spec"]["containers"][0]["command"] == ["x"]
 
 
 def test_a_manifest_is_kept_as_it_is_and_gets_the_annotation() -> None:
@@ -220,14 +222,3 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(kind) as raised:
         _restored(captured=captured, **changes)
     assert problem in f"{raised.value.message} {raised.value.next_step}"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "written", "namespace"),
-    [("a", "b", "a"), (None, "b", "b"), (None, None, "default"), ("a", None, "a")],
-)
-def test_the_command_line_beats_the_manifest(
-    wanted: str | None, written: str | None, namespace: str
-) -> None:
-    meta = {"name": "w"} | ({"namespace": written} if written else {})
-    assert pod_manifests.namespace_of(_manifest(metadata=meta), wanted, "default") == namespace

@@ -27,27 +27,13 @@ from tests.unit.tables import each
 UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
 ORDER = f"run-{UID}"
 NOW = 100.0
-ITEM = OrderStatus(
-    order=ORDER,
-    verb="run",
-    attempt=2,
-    node="node.1",
-    service="agent",
-    payload=payload(attempt=2),
-    ordered_at=time_of(40.0),
-    deadline=time_of(150.0),
-)
+GIVEN = {"payload": payload(attempt=2), "deadline": time_of(150.0)}
+ITEM = builders.order("run", UID, attempt=2, node="node.1", at=40.0, **GIVEN)
 FAILURE = Failure(reason="SpawnFailed", message="no\x1b[2J such file")
 
 
 def pod(*items: OrderStatus) -> Pod:
-    document = {
-        "kind": "Pod",
-        "metadata": {"name": "w", "uid": UID},
-        "spec": {"containers": [{"name": "main"}]},
-        "status": {"orders": items},
-    }
-    return msgspec.json.decode(encode_json(document), type=Pod)
+    return builders.pod("w", orders=[*items])
 
 
 def message(payload: bytes = b'{"attempt": 2}', order: str = ORDER) -> Queued:
@@ -62,9 +48,7 @@ def progress(attempt: int = 2, total: int = 8) -> Progress:
 
 
 def report(n: int, kind: Any, **fields: Any) -> Report:
-    return Report(
-        order=ORDER, attempt=2, n=n, kind=kind, node="node.1", service="agent", at=n, **fields
-    )
+    return builders.told(order=ORDER, attempt=2, n=n, kind=kind, node="node.1", at=n, **fields)
 
 
 def final(kind: Any, **fields: Any) -> OrderStatus:
@@ -80,6 +64,7 @@ def final(kind: Any, **fields: Any) -> OrderStatus:
         (ITEM, message(b"\xff"), "", "not on the stream"),
         (replace(ITEM, deadline=time_of(99.0)), message(), "", "queued, late"),
         (replace(ITEM, state="accepted"), message(), "", "accepted"),
+        (replace(ITEM, state="accepted", attempt=1), None, "spawn", "accepted"),
         (replace(ITEM, state="leased"), None, "", "accepted"),
         (replace(ITEM, state="accepted"), message(), "spawn", "working: spawn"),
         (
@@ -116,16 +101,7 @@ TRACED = replace(
 def span(name: str, attempt: int = 2) -> SpanRecord:
     parent = order_context(TRACEPARENT, TRACED.order, attempt)
     assert parent is not None
-    return builders.span(
-        trace_id=TRACE,
-        span_id="c" * 16,
-        parent_id=parent.span_id,
-        name=name,
-        service="snap-agent",
-        node="node.1",
-        start_ns=1,
-        end_ns=2,
-    )
+    return builders.span(trace_id=TRACE, span_id="c" * 16, parent_id=parent.span_id, name=name)
 
 
 @each(
@@ -140,11 +116,7 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
         ([span("freeze")], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
         ([], [replace(progress(total=0), order=TRACED.order)], "copy-state"),
         # The last progress may be of a step that is over.
-        (
-            [span("freeze"), span("copy-state")],
-            [replace(progress(), order=TRACED.order)],
-            "thaw",
-        ),
+        ([span("freeze"), span("copy-state")], [replace(progress(), order=TRACED.order)], "thaw"),
         ([], [replace(progress(attempt=1), order=TRACED.order)], None),
     ],
 )
@@ -199,17 +171,14 @@ def test_an_order_of_a_restore_is_shown_as_that_of_its_pod() -> None:
     assert (line.order, line.owner) == (load.order, "pod/worker")
 
 
-def test_progress_of_another_attempt_says_nothing_about_this_one() -> None:
-    owned = queue.owned_orders([pod(replace(ITEM, state="accepted"))])
-    [line] = queue.order_lines([], owned, {(ORDER, 1): "spawn"}, NOW, answered=False)
-    assert line.state == "accepted"
-
-
-def test_a_message_that_no_object_asks_for_is_shown_as_such() -> None:
+def test_a_message_that_no_object_asks_for_is_shown_and_nothing_steers_the_terminal() -> None:
     strange = Queued("snap.order.node_1.agent.noise\x1b", 9, 90.0, b"\xff{")
     [line] = queue.order_lines([strange], [], {}, NOW, answered=False)
     assert (line.node, line.state, line.owner, line.attempt) == ("node.1", "not wanted", "-", 0)
     assert "\x1b" not in "".join(queue.table_of_lines([line], NOW).rows[0])
+    [row] = queue.table_of_reports([report(1, "failed", failure=FAILURE)]).rows
+    assert "\x1b" not in row[-1]
+    assert row[-1].startswith("SpawnFailed: no")
 
 
 def test_the_history_of_an_order_has_each_report_once_and_in_order() -> None:
@@ -228,12 +197,6 @@ def test_the_history_of_an_order_has_each_report_once_and_in_order() -> None:
     assert rows[1] == ("2", "2", "started", "+1.00 s", "spawn 500 ms")
 
 
-def test_what_others_wrote_into_a_report_cannot_steer_the_terminal() -> None:
-    [row] = queue.table_of_reports([report(1, "failed", failure=FAILURE)]).rows
-    assert "\x1b" not in row[-1]
-    assert row[-1].startswith("SpawnFailed: no")
-
-
 def test_an_order_lives_on_in_its_reports_when_its_object_is_gone() -> None:
     found = queue.order_history(
         ORDER, None, [], [report(1, "accepted"), report(2, "started")], None, [], NOW
@@ -244,15 +207,8 @@ def test_an_order_lives_on_in_its_reports_when_its_object_is_gone() -> None:
 
 
 def refused(subject: str | None = None, payload: bytes = b"\x00noise") -> DeadLetter:
-    return DeadLetter(
-        subject=subject or message().subject,
-        node="node.1",
-        service="agent",
-        sequence=7,
-        at=95.0,
-        failure=FAILURE,
-        payload=payload,
-    )
+    where = {"subject": subject or message().subject, "node": "node.1", "service": "agent"}
+    return DeadLetter(**where, sequence=7, at=95.0, failure=FAILURE, payload=payload)
 
 
 @pytest.mark.parametrize(
@@ -265,16 +221,11 @@ def test_any_payload_of_a_dead_message_is_shown(payload: bytes, shown: Any) -> N
     assert queue.table_of_dead([DeadMessage(3, refused())], NOW).rows[0][0] == "3"
 
 
-@pytest.mark.parametrize(
-    "subject", ["", "snap.order.a.b", "snap.order.a.nats.x", "snap.order.a.gms.b"]
-)
-def test_a_subject_that_names_no_order_has_none(subject: str) -> None:
-    assert queue.order_of(subject) == ""
-    assert queue.dead_value(DeadMessage(1, refused(subject or "x")))["order"] is None
-
-
-def test_what_is_no_id_of_an_order_is_answered_with_how_one_looks() -> None:
+def test_a_subject_that_names_no_order_has_none_and_what_is_no_id_is_refused() -> None:
+    for subject in ("", "snap.order.a.b", "snap.order.a.nats.x", "snap.order.a.gms.b"):
+        assert queue.order_of(subject) == ""
+        assert queue.dead_value(DeadMessage(1, refused(subject or "x")))["order"] is None
     assert queue.order_id(ORDER) == ORDER
-    with pytest.raises(WrongArguments) as refused:
+    with pytest.raises(WrongArguments) as answer:
         queue.order_id("dump-me")
-    assert "<verb>-<uid>" in refused.value.next_step
+    assert "<verb>-<uid>" in answer.value.next_step

@@ -1,16 +1,22 @@
-"""The phases of a capture or a restore, from what the store knows of the orders."""
+"""The phases and parts of a capture or a restore, from orders and messages that may be lost."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 from msgspec.structs import replace
 
 from snapshot_operator.core import ordering
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
+from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.orders import DeviceRef, PartResult, VectorEntry
+from snapshot_shared.orders import DeviceRef, PartResult, Progress, VectorEntry
 from snapshot_shared.transitions import Restore
+from snapshotctl.domain.formats import parse_size
 from snapshotctl.views import state
+from snapshotctl.views.progress import Board
 from snapshotctl.views.related import RelatedObjects
 from tests.support import builders
 from tests.support.builders import NOW, order, row
@@ -19,11 +25,22 @@ UID = derived_uid("content", "snap")
 POD = derived_uid("pod", "worker")
 
 
+RUN = builders.ended(order("run", POD, at=NOW - 20), "started")
+LOST: dict[str, Any] = {
+    "conditions": [row("Ready", "False", "NodeLost", "node node-1 was deleted")],
+    "phase": "Failed",
+    "reason": "NodeLost",
+}
+
+
+def _phases(*members: AnyObject) -> list[state.TimedPhase]:
+    return state.phases(RelatedObjects(members[0], members))
+
+
 def test_an_order_begins_a_phase_and_its_report_ends_it() -> None:
     done = builders.ended(order("prepare", UID), "prepared")
     open_ = order("save", UID, part="gpu-0", at=NOW)
-    value = builders.content(orders=[open_, done])
-    first, second = state.phases(RelatedObjects(value, [value]))
+    first, second = _phases(builders.content(orders=[open_, done]))
     assert (first.name, first.ended - first.began) == ("prepare: quiet and fenced", 2.0)
     assert first.line().endswith("2.00 s  done")
     assert (second.name, second.where, second.ended) == ("save gpu-0", "gms@node-1", 0.0)
@@ -34,56 +51,35 @@ def test_a_phase_that_failed_says_why_and_a_later_attempt_says_which() -> None:
     failure = Failure(reason="NoSpace", message="full")
     failed = builders.ended(replace(order("seal", UID), attempt=2), "failed", failure)
     lost = replace(order("dump", UID, at=NOW), state="lost", ended_at=time_of(NOW + 1))
-    value = builders.content(orders=[failed, lost])
-    first, second = state.phases(RelatedObjects(value, [value]))
+    first, second = _phases(builders.content(orders=[failed, lost]))
     assert first.line().endswith("seal (attempt 2)               2.00 s  failed: NoSpace: full")
     assert second.failure == "NodeLost"
 
 
-def test_a_worker_warms_up_until_it_is_ready() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "started")
-    starting = builders.pod(orders=[run])
-    assert [phase.ended for phase in state.phases(RelatedObjects(starting, [starting]))] == [
-        NOW - 18,
-        0.0,
-    ]
-    ready = builders.pod(orders=[run], conditions=[row("Ready", "True", "WorkerReady")])
-    _, warm = state.phases(RelatedObjects(ready, [ready]))
+def test_a_worker_warms_up_until_it_is_ready_or_ends() -> None:
+    starting = _phases(builders.pod(orders=[RUN]))
+    assert [phase.ended for phase in starting] == [NOW - 18, 0.0]
+    rows = [row("Ready", "True", "WorkerReady")]
+    _, warm = _phases(builders.pod(orders=[RUN], conditions=rows))
     assert (warm.name, warm.ended) == (state.WARM, NOW - 10)
-    restored = builders.pod(source="snap", orders=[run])
-    assert len(state.phases(RelatedObjects(restored, [restored]))) == 1
-
-
-def test_the_loss_of_a_node_is_no_failure_of_a_warm_up_that_was_captured() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "started")
-    rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
-    lost = builders.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
-    prepare = builders.ended(order("prepare", UID, at=NOW - 14), "prepared")
-    captured = builders.content(orders=[prepare])
-    phases = state.phases(RelatedObjects(captured, [captured, lost]))
-    assert [(p.ended - p.began, p.failure) for p in phases if p.name == state.WARM] == [(4.0, "")]
-
-
-def test_a_worker_that_was_warm_when_its_node_was_lost_did_not_fail_to_start() -> None:
-    run = replace(builders.ended(order("run", POD, at=NOW - 20), "started"), state="ready")
-    rows = [row("Ready", "False", "NodeLost", "node node-1 was deleted")]
-    lost = builders.pod(orders=[run], conditions=rows, phase="Failed", reason="NodeLost")
-    assert [phase.failure for phase in state.phases(RelatedObjects(lost, [lost]))] == [""]
-
-
-def test_a_worker_that_was_stopped_after_a_restore_had_failed_did_not_fail_to_start() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "exited", exit_code=143, message="143")
-    pod = builders.pod(source="snap", orders=[run], phase="Failed", reason="InjectedFault")
-    [phase] = state.phases(RelatedObjects(pod, [pod]))
-    assert phase.line().endswith("2.00 s  done")
-
-
-def test_a_worker_that_ends_before_it_is_warm_fails_its_warm_up() -> None:
-    run = builders.ended(order("run", POD, at=NOW - 20), "started")
+    assert len(_phases(builders.pod(source="snap", orders=[RUN]))) == 1
     rows = [row("Ready", "False", "ContainerExited", "exit 1")]
-    ended = builders.pod(orders=[run], conditions=rows, phase="Failed", message="exit 1")
-    _, warm = state.phases(RelatedObjects(ended, [ended]))
+    _, warm = _phases(builders.pod(orders=[RUN], conditions=rows, phase="Failed", message="exit 1"))
     assert (warm.name, warm.failure) == (state.WARM, "exit 1")
+
+
+def test_a_worker_that_was_lost_or_stopped_once_it_was_warm_did_not_fail_to_start() -> None:
+    prepare = builders.ended(order("prepare", UID, at=NOW - 14), "prepared")
+    captured, lost = builders.content(orders=[prepare]), builders.pod(orders=[RUN], **LOST)
+    warm_ups = [phase for phase in _phases(captured, lost) if phase.name == state.WARM]
+    assert [(phase.ended - phase.began, phase.failure) for phase in warm_ups] == [(4.0, "")]
+    warm = builders.pod(orders=[replace(RUN, state="ready")], **LOST)
+    assert [phase.failure for phase in _phases(warm)] == [""]
+    run = builders.ended(order("run", POD, at=NOW - 20), "exited", exit_code=143, message="143")
+    # A restore had failed before it was stopped.
+    stopped = builders.pod(source="snap", orders=[run], phase="Failed", reason="InjectedFault")
+    [phase] = _phases(stopped)
+    assert phase.line().endswith("2.00 s  done")
 
 
 def test_the_parts_of_a_capture_are_those_of_its_plan_until_they_are_staged() -> None:
@@ -135,3 +131,79 @@ def test_the_capture_of_a_pod_that_was_restored_shows_nothing_of_that_restore() 
     assert [phase.name for phase in state.phases(related)] == ["prepare: quiet and fenced"]
     assert state.planned_parts(related) == (UID, {"process": 0})
     assert state.complete_parts(related) == {}
+
+
+OTHER = "99999999-2222-3333-4444-555555555555"
+
+
+def _progress(order: str, part: str, done: int, total: int = 100) -> Progress:
+    return builders.progress(order=order, part=part, done=done, total=total)
+
+
+def _save(done: int, uid: str = UID) -> Progress:
+    return _progress(f"save-{uid}-gpu-0", "gpu-0", done)
+
+
+def _board() -> Board:
+    return Board("capture", frozenset({UID}))
+
+
+def _first_size(line: str) -> int:
+    found = re.search(r"[\d.]+ \w*B", line.partition(":")[2])
+    assert found is not None
+    return parse_size(found[0])
+
+
+def test_a_part_rises_from_the_plan_to_the_manifest() -> None:
+    board = _board()
+    seen = [
+        board.plan("gpu-0", 100, 0.0),
+        board.update(_save(40), 0.5),
+        board.update(_save(100), 1.0),
+        board.complete("gpu-0", 104, 1.1),
+    ]
+    assert [_first_size(part.line()) for part in seen if part] == [0, 40, 100, 104]
+    assert board.parts["gpu-0"].is_final
+
+
+def test_a_late_or_repeated_message_moves_nothing_and_the_manifest_has_the_last_word() -> None:
+    board = _board()
+    board.update(_save(40), 0.0)
+    assert board.update(_save(40), 1.0) is None
+    assert board.update(_save(10), 1.0) is None
+    assert board.complete("gpu-0", 30, 1.0)[1:3] == (30, 30)
+    assert board.update(_save(60), 2.0) is None
+
+
+def test_messages_of_other_objects_and_phases_are_ignored_and_a_part_needs_no_plan() -> None:
+    board = _board()
+    assert board.update(_save(1, OTHER), 0.0) is None
+    assert board.update(_progress(f"load-{UID}-gpu-0", "gpu-0", 1), 0.0) is None
+    assert board.parts == {}
+    assert board.update(_progress(f"dump-{UID}", "process", 0), 0.0) is not None
+
+
+def test_the_line_says_how_fast_it_goes_or_that_the_size_is_unknown() -> None:
+    board = _board()
+    board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 0, 4_000_000_000), 1.0)
+    moved = board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 2_000_000_000, 4_000_000_000), 2.0)
+    assert moved is not None
+    assert moved.line() == "gpu-0: 1.86 GiB of 3.73 GiB, 2 GB/s, 1 s left"
+    planned = _board().plan("process", 0, 0.0)
+    assert planned is not None
+    assert planned.line() == "process: 0 B, size not known yet"
+
+
+def test_a_verification_is_one_part_whose_messages_count_all_parts_together() -> None:
+    board = Board("verify", frozenset({UID}))
+    board.plan("artifact", 300, 0.0)
+    seen = [
+        board.update(_progress(f"verify-{UID}", "gpu-0", 100, 300), 1.0),
+        board.update(_progress(f"verify-{UID}", "gpu-1", 300, 300), 2.0),
+        board.update(_progress(f"save-{UID}-gpu-0", "gpu-0", 50), 3.0),
+    ]
+    assert [part.line() if part else None for part in seen] == [
+        "artifact: 100 B of 300 B, 100 B/s, 2 s left",
+        "artifact: 300 B of 300 B, 150 B/s",
+        None,
+    ]

@@ -24,30 +24,24 @@ def _terminal(output: OutputFormat = "table") -> tuple[Terminal, io.StringIO, io
     return Terminal(output, out, err), out, err
 
 
-def test_a_table_is_aligned_and_plain_when_no_terminal_reads_it() -> None:
+def test_a_table_is_aligned_and_plain_when_no_terminal_reads_it_and_wide_is_one() -> None:
     terminal, out, _ = _terminal()
     terminal.table(Table(("NAME", "AGE"), [("a", "1s"), ("long-name", "2s")]))
     assert out.getvalue() == "NAME        AGE\na           1s\nlong-name   2s\n"
+    terminal, out, _ = _terminal("wide")
+    assert (terminal.wants_table, terminal.wants_wide) == (True, True)
+    terminal.line("x")
+    assert out.getvalue() == "x\n"
 
 
-def test_a_long_line_is_not_broken() -> None:
-    terminal, out, _ = _terminal()
-    terminal.line("x" * 500)
-    assert out.getvalue() == "x" * 500 + "\n"
-
-
-def test_what_a_worker_wrote_is_not_broken_on_a_terminal_either() -> None:
-    out = _Tty()
-    terminal = Terminal("table", out, io.StringIO())
-    text = "  two  words\t" * 50
-    terminal.verbatim(text)
-    assert out.getvalue() == text + "\n"
-
-
-def test_what_looks_like_markup_is_printed_as_it_is() -> None:
-    terminal, out, _ = _terminal()
-    terminal.line("[red]x[/red] :smile:")
-    assert out.getvalue() == "[red]x[/red] :smile:\n"
+def test_a_line_is_printed_as_it_is_and_on_a_terminal_what_a_worker_wrote() -> None:
+    for text in ("x" * 500, "[red]x[/red] :smile:"):
+        terminal, out, _ = _terminal()
+        terminal.line(text)
+        assert out.getvalue() == f"{text}\n"
+    shown, text = _Tty(), "  two  words\t" * 50
+    Terminal("table", shown, io.StringIO()).verbatim(text)
+    assert shown.getvalue() == f"{text}\n"
 
 
 @pytest.mark.parametrize(("output", "read"), [("json", json.loads), ("yaml", yaml.safe_load)])
@@ -58,9 +52,11 @@ def test_a_value_can_be_read_back(output: OutputFormat, read: object) -> None:
     assert read(out.getvalue()) == value  # type: ignore[operator]
 
 
-def test_lines_for_people_stay_out_of_values() -> None:
+def test_lines_for_people_and_what_was_under_way_stay_out_of_values() -> None:
     terminal, out, _ = _terminal("json")
     terminal.line("hello")
+    with terminal.activity() as activity:
+        activity.show("capturing")
     terminal.value([])
     assert json.loads(out.getvalue()) == []
 
@@ -159,19 +155,15 @@ def test_columns_that_can_be_spared_are_left_out_before_anything_is_cut() -> Non
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_table_that_fits_with_less_between_its_columns_is_not_called_cut() -> None:
-    out, err = _Tty(), _Tty()
-    Terminal("table", out, err).table(Table(("NAME", "ONE"), [("a" * 18, "b" * 20)]))
-    assert _plain(out).splitlines()[1] == "a" * 18 + "  " + "b" * 20
-    assert err.getvalue() == ""
-
-
-@pytest.mark.usefixtures("narrow")
-def test_a_table_that_fits_a_terminal_is_as_it_is_elsewhere() -> None:
-    out, err = _Tty(), _Tty()
-    Terminal("table", out, err).table(Table(("NAME", "AGE"), [("a", "1s")]))
-    assert _plain(out) == "NAME   AGE\na      1s\n"
-    assert err.getvalue() == ""
+def test_a_table_that_fits_is_not_called_cut_also_with_less_between_its_columns() -> None:
+    for row, shown in (
+        (("a", "1s"), "NAME   AGE\na      1s\n"),
+        (("a" * 18, "b" * 20), f"NAME{' ' * 16}AGE\n{'a' * 18}  {'b' * 20}\n"),
+    ):
+        out, err = _Tty(), _Tty()
+        Terminal("table", out, err).table(Table(("NAME", "AGE"), [row]))
+        assert [line.rstrip() for line in _plain(out).splitlines()] == shown.splitlines()
+        assert err.getvalue() == ""
 
 
 @pytest.mark.usefixtures("narrow")
@@ -208,20 +200,9 @@ def test_there_is_colour_on_a_terminal_unless_it_is_not_wanted(
     Terminal("table", io.StringIO(), err).failure(Failure(reason="X", message="wrong"))
     assert "error: wrong" in err.getvalue()
     assert bool(COLOUR.search(err.getvalue())) == is_coloured
-
-
-def test_a_pipe_gets_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    terminal, _, err = _terminal()
+    terminal, _, piped = _terminal()
     terminal.failure(Failure(reason="X", message="wrong"))
-    assert err.getvalue() == "error: wrong\n"
-
-
-def test_a_wide_result_is_a_table() -> None:
-    terminal, out, _ = _terminal("wide")
-    assert (terminal.wants_table, terminal.wants_wide) == (True, True)
-    terminal.line("x")
-    assert out.getvalue() == "x\n"
+    assert piped.getvalue() == "error: wrong\n"
 
 
 def test_what_is_under_way_is_a_line_now_and_then_when_no_terminal_reads() -> None:
@@ -243,13 +224,6 @@ def test_what_is_under_way_is_shown_in_place_on_a_terminal(monkeypatch: pytest.M
     *shown, last = out.getvalue().split("\x1b[2K")
     assert "capturing: 1 s so far" in "".join(shown)
     assert last == "captured\n"
-
-
-def test_a_value_has_nothing_of_what_was_under_way() -> None:
-    terminal, out, _ = _terminal("json")
-    with terminal.activity() as activity:
-        activity.show("capturing")
-    assert out.getvalue() == ""
 
 
 class _WithoutReader(io.StringIO):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,7 +11,7 @@ from snapshot_operator.core.restore import restore_for
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Job, JobSpec, JobStatus, Node, PodTemplateSpec
+from snapshot_shared.objects.kubernetes import Job, JobSpec, JobStatus, Node, Pod, PodTemplateSpec
 from snapshot_shared.objects.meta import OwnerReference, time_of
 from snapshot_shared.objects.snapback import DynamoCheckpoint
 from snapshot_shared.spans import SpanRecord
@@ -19,8 +21,9 @@ from snapshotctl.views.related import ObjectChanged, RelatedObjects
 from tests.support import builders
 from tests.support.builders import NOW, order, report, row
 from tests.support.objects import checkpoint
+from tests.unit.tables import each
 
-UID = derived_uid("content", "snap")
+UID, OTHER = derived_uid("content", "snap"), derived_uid("pod", "other")
 SEAL = order("seal", UID)
 
 
@@ -29,11 +32,13 @@ def _texts(*objects: AnyObject, reports: list[object] = []) -> list[str]:  # noq
     return [item.text for item in timeline.timeline(objects, reports, [], names)]  # type: ignore[arg-type]
 
 
-def test_a_report_of_both_the_store_and_the_stream_is_one_event() -> None:
+def test_a_report_of_both_the_store_and_the_stream_is_one_event_also_of_what_is_gone() -> None:
     item = builders.ended(SEAL, "sealed")
     assert item.final is not None
     shown = _texts(builders.content(orders=[item]), reports=[item.final])
     assert [line for line in shown if "sealed" in line] == ["seal sealed by agent@node-1"]
+    found = timeline.timeline([], [report(SEAL, "accepted")], [], {})
+    assert [item.object for item in found] == [f"(gone) {UID}"]
 
 
 def test_all_is_in_order_and_a_condition_comes_after_what_led_to_it() -> None:
@@ -66,11 +71,6 @@ def test_the_end_of_a_worker_is_not_told_at_the_time_at_which_it_was_made_unread
     assert shown[-1].startswith("run exited by agent@node-1")
 
 
-def test_what_a_report_says_of_an_object_that_is_gone_is_kept_under_its_uid() -> None:
-    found = timeline.timeline([], [report(SEAL, "accepted")], [], {})
-    assert [item.object for item in found] == [f"(gone) {UID}"]
-
-
 def test_a_failure_a_later_attempt_and_an_exit_code_are_shown() -> None:
     failure = Failure(reason="NoSpace", message="full")
     again = builders.ended(replace(SEAL, attempt=2), "failed", failure)
@@ -79,9 +79,6 @@ def test_a_failure_a_later_attempt_and_an_exit_code_are_shown() -> None:
     run = order("run", derived_uid("pod", "worker"))
     exited = builders.ended(run, "exited", exit_code=3)
     assert "run exited by agent@node-1 with exit code 3" in _texts(builders.pod(orders=[exited]))
-
-
-def test_an_order_that_was_lost_with_its_node_is_an_event() -> None:
     lost = replace(SEAL, state="lost", ended_at=time_of(NOW))
     assert "seal was lost with its node: NodeLost" in _texts(builders.content(orders=[lost]))
 
@@ -97,17 +94,18 @@ def _span(name: str, error: str = "", **attributes: str) -> SpanRecord:
     )
 
 
-def test_a_trace_that_others_share_tells_of_them_nothing() -> None:
-    content = builders.content()
-    other = order("run", derived_uid("pod", "other"))
-    mine = {"snapback.order.id": SEAL.order}
-    theirs = {"snapback.order.id": other.order}
-    assert timeline.is_about(_span("write-root", "no", **mine), [content])
-    assert not timeline.is_about(_span("spawn", "no", **theirs), [content])
-    name = content.metadata.name
-    assert timeline.is_about(_span("capture", **{"snapback.content": name}), [content])
-    assert not timeline.is_about(_span("capture", **{"snapback.content": "c"}), [content])
-    assert timeline.is_about(_span("apply"), [content])
+@each(
+    ("span", "is_ours"),
+    [
+        (_span("write-root", "no", **{"snapback.order.id": SEAL.order}), True),
+        (_span("spawn", "no", **{"snapback.order.id": f"run-{OTHER}"}), False),
+        (_span("capture", **{"snapback.content": builders.content().metadata.name}), True),
+        (_span("capture", **{"snapback.content": "c"}), False),
+        (_span("apply"), True),
+    ],
+)
+def test_a_trace_that_others_share_tells_of_them_nothing(span: SpanRecord, is_ours: bool) -> None:
+    assert timeline.is_about(span, [builders.content()]) is is_ours
 
 
 def test_a_span_is_an_event_when_its_step_failed_or_when_it_is_the_whole() -> None:
@@ -157,24 +155,23 @@ def _linked(value: AnyObject, root: AnyObject) -> list[str]:
 def test_the_story_of_a_restored_pod_leads_to_its_restore_and_what_that_reads() -> None:
     target, restore = builders.pod(source="snap"), builders.restore("snap")
     assert _linked(target, target) == [f"snapshotrestore/{restore.metadata.name}"]
+    # The name that the operator gives it.
+    assert restore.metadata.name == restore_for(target).metadata.name
     assert _linked(restore, target) == ["snapshot/snap", "dynamocheckpoint/snap"]
     named = builders.restore("snap", content_name="c")
     assert _linked(named, target) == ["snapshotcontent/c"]
     assert _linked(named, named) == ["pod/worker", "snapshotcontent/c"]
 
 
-def test_the_story_of_a_restore_ends_at_what_it_reads() -> None:
+def test_the_stories_of_a_restore_and_of_a_snapshot_end_at_what_they_read() -> None:
     target, restore = builders.pod(source="snap"), builders.restore("snap")
     snapshot = builders.snapshot(bound_snapshot_content_name="c")
     for root in (target, restore):
         assert _linked(snapshot, root) == ["snapshotcontent/c"]
         assert _linked(builders.content(), root) == []
     assert _linked(target, snapshot) == []
-
-
-def test_the_operator_gives_a_restore_the_name_by_which_it_is_found() -> None:
-    target = builders.pod(source="snap")
-    assert _linked(target, target) == [f"snapshotrestore/{restore_for(target).metadata.name}"]
+    root = builders.snapshot(bound_snapshot_content_name="c")
+    assert [str(link) for link in related.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
 
 
 def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture() -> None:
@@ -196,15 +193,34 @@ def _job(**status: int) -> Job:
     return Job(metadata=builders.meta("job", "llm"), spec=spec, status=found)
 
 
+OF_JOB = OwnerReference(
+    api_version="batch/v1", kind="Job", name="llm", uid=derived_uid("job", "llm")
+)
+
+
+def _pod_of(uid: Any, *owners: OwnerReference) -> Pod:
+    pod = builders.pod()
+    return replace(pod, metadata=replace(pod.metadata, uid=uid, owner_references=[*owners]))
+
+
 def test_the_pods_of_a_job_are_those_that_it_owns() -> None:
     job = _job(active=1)
     [link] = related.links(job, job)
     assert (link.kind.name, link.namespace, link.name) == ("Pod", "default", None)
-    owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
-    found = builders.pod()
-    own = replace(found, metadata=replace(found.metadata, owner_references=[owner]))
-    assert related.owns(job, own)
-    assert not related.owns(job, found)
+    assert related.owns(job, _pod_of("u", OF_JOB))
+    assert not related.owns(job, _pod_of("u"))
+
+
+def test_a_pod_that_only_has_the_name_of_the_one_in_the_story_does_not_belong() -> None:
+    source, newer = builders.pod(), _pod_of(derived_uid("pod", "newer"))
+    for story in ([builders.restore()], [builders.snapshot(), builders.content()]):
+        assert not related.is_namesake(source, [*story, source])
+        assert related.is_namesake(newer, [*story, newer])
+    # A try of the job that failed belongs to the story of its capture.
+    job, first = _job(failed=1), _pod_of(derived_uid("pod", "try"), OF_JOB)
+    members = [builders.snapshot(), source, first, builders.content()]
+    assert not related.is_namesake(first, [*members, job])
+    assert related.is_namesake(first, members)
 
 
 @pytest.mark.parametrize(("failed", "links"), [(0, []), (1, ["pod/*"])])
@@ -218,46 +234,13 @@ def test_the_only_try_of_a_job_is_named_by_the_snapshot_and_others_are_looked_fo
     assert _linked(_job(failed=failed), root) == links
 
 
-def test_a_try_of_the_job_that_failed_belongs_to_the_story_of_its_capture() -> None:
-    job, source = _job(failed=1), builders.pod()
-    owner = OwnerReference(api_version="batch/v1", kind="Job", name="llm", uid=job.metadata.uid)
-    meta = replace(source.metadata, uid=derived_uid("pod", "try"), owner_references=[owner])
-    first = replace(source, metadata=meta)
-    members = [builders.snapshot(), job, source, first, builders.content()]
-    assert not related.is_namesake(first, members)
-    members.remove(job)
-    assert related.is_namesake(first, members)
-
-
-def test_a_restore_is_not_of_a_pod_that_was_made_again() -> None:
-    root, target = builders.restore(), builders.pod()
-    other = replace(target, metadata=replace(target.metadata, uid=derived_uid("pod", "newer")))
-    assert not related.is_namesake(target, [root, target])
-    assert related.is_namesake(other, [root, other])
-
-
-def test_the_story_of_a_snapshot_leads_to_its_pod_and_its_content() -> None:
-    root = builders.snapshot(bound_snapshot_content_name="c")
-    assert [str(link) for link in related.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
-
-
-def test_a_pod_that_only_has_the_name_of_the_captured_one_does_not_belong() -> None:
-    root, source = builders.snapshot(), builders.pod()
-    other = replace(source, metadata=replace(source.metadata, uid=derived_uid("pod", "newer")))
-    assert not related.is_namesake(source, [root, source, builders.content()])
-    assert related.is_namesake(other, [root, other, builders.content()])
-
-
-def test_a_change_belongs_to_an_object_and_to_whom_owns_it() -> None:
+def test_a_change_belongs_to_an_object_and_to_what_owns_it_or_is_named_by_its_label() -> None:
     uid, owner = derived_uid("x", "1"), derived_uid("x", "2")
     target = Target(KINDS["Pod"], "default", "worker")
     news = ObjectChanged("ADDED", target, uid, frozenset({owner}))
     assert news.concerns({uid})
     assert news.concerns({owner})
     assert not news.concerns({derived_uid("x", "3")})
-
-
-def test_a_content_belongs_to_the_snapshot_that_its_label_names() -> None:
     snapshot = derived_uid("snapshot", "snap")
     meta = replace(builders.content().metadata, labels={"nvidia.com/snapshot-uid": snapshot})
     assert related.owners_of(meta) == {snapshot}

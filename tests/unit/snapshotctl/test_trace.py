@@ -1,21 +1,23 @@
-"""A trace as a trace."""
+"""A trace as a trace, and the check that one has to pass."""
+
+import io
+import json
+import sys
+from typing import Any
 
 import msgspec
+import pytest
 
 from snapshot_shared.spans import SpanRecord, layout
 from snapshotctl.commands import trace
+from tests.support import builders, check_trace
+from tests.unit.tables import each
 
 
-def _span(span_id: str, parent: str, start_ms: int, end_ms: int, **more: object) -> SpanRecord:
-    fields = {"name": span_id, "service": "s", "node": "n", **more}
-    return SpanRecord(
-        trace_id="t" * 32,
-        span_id=span_id,
-        parent_id=parent,
-        start_ns=start_ms * 1_000_000,
-        end_ns=end_ms * 1_000_000,
-        **fields,  # type: ignore[arg-type]
-    )
+def _span(span_id: str, parent: str, start_ms: int, end_ms: int, **more: Any) -> SpanRecord:
+    times = {"start_ns": start_ms * 1_000_000, "end_ns": end_ms * 1_000_000}
+    ids = {"trace_id": "t" * 32, "span_id": span_id, "parent_id": parent}
+    return builders.span(**{"name": span_id, **ids, **times, **more})
 
 
 def test_parents_come_first_and_siblings_by_their_start() -> None:
@@ -33,14 +35,10 @@ def test_parents_come_first_and_siblings_by_their_start() -> None:
     ]
 
 
-def test_times_count_from_the_begin_of_the_trace() -> None:
-    found = layout([_span("root", "", 1000, 1500), _span("child", "root", 1100, 1200)])
+def test_times_count_from_the_begin_of_the_trace_and_what_came_twice_is_drawn_once() -> None:
+    found = layout([_span("root", "", 1000, 1500), _span("child", "root", 1100, 1200)] * 2)
     assert [(bar.start_s, bar.duration_s) for bar in found.bars] == [(0.0, 0.5), (0.1, 0.1)]
     assert found.total_s == 0.5
-
-
-def test_a_span_that_came_twice_is_drawn_once() -> None:
-    assert len(layout([_span("a", "", 0, 1)] * 2).bars) == 1
 
 
 def test_a_span_whose_parent_has_not_ended_is_drawn_and_named() -> None:
@@ -49,19 +47,16 @@ def test_a_span_whose_parent_has_not_ended_is_drawn_and_named() -> None:
     assert any("its parent has not ended" in line for line in trace.lines(found, 100))
 
 
-def test_spans_that_are_each_others_parents_end_no_command() -> None:
-    found = layout([_span("a", "b", 0, 1), _span("b", "a", 0, 1)])
-    assert trace.lines(found, 100) == []
-
-
 def test_bars_stand_where_the_spans_are() -> None:
     spans = [_span("root", "", 0, 100), _span("second half", "root", 50, 100)]
     root, half = trace.lines(layout(spans), 120)
     assert abs(root.count("█") - 2 * half.count("█")) <= 1
     assert half.index("█") - root.index("█") == root.count("█") - half.count("█")
+    spans = [_span("root", "", 0, 100_000), _span("blink", "root", 50_000, 50_001)]
+    assert trace.EDGE in trace.lines(layout(spans), 100)[1]
 
 
-def test_a_pause_longer_than_all_the_work_is_left_out_of_the_bars_and_named() -> None:
+def test_a_pause_is_left_out_of_the_bars_and_named_if_it_is_longer_than_all_the_work() -> None:
     capture, verify = _span("capture", "", 0, 8_000), _span("verify", "", 600_000, 608_000)
     found = layout([capture, verify])
     assert found.total_s == 608.0
@@ -70,18 +65,10 @@ def test_a_pause_longer_than_all_the_work_is_left_out_of_the_bars_and_named() ->
     assert first.count("█") == second.count("█") > 10
     assert "10m 00s" in second
     assert "after 8.00 s nothing was done for 9m 52s" in remark
-
-
-def test_a_pause_that_is_part_of_the_story_keeps_its_place() -> None:
     spans = [_span("run", "", 0, 1_000), _span("capture", "", 5_000, 10_000)]
     found = layout(spans)
     assert (found.pauses, found.drawn_s) == ([], 10.0)
     assert [bar.drawn_s for bar in found.bars] == [0.0, 5.0]
-
-
-def test_a_span_too_short_for_a_bar_is_still_seen() -> None:
-    spans = [_span("root", "", 0, 100_000), _span("blink", "root", 50_000, 50_001)]
-    assert trace.EDGE in trace.lines(layout(spans), 100)[1]
 
 
 def test_no_line_is_wider_than_the_terminal() -> None:
@@ -100,14 +87,12 @@ def test_a_restore_names_the_trace_of_the_capture_that_it_is_from() -> None:
     assert len(trace.lines(layout([_span("restoration", "", 0, 1, links=[own])]), 90)) == 1
 
 
-def test_errors_and_links_stand_below() -> None:
+def test_errors_and_links_stand_below_and_without_spans_nothing() -> None:
     link = f"00-{'a' * 32}-{'b' * 16}-01"
     lines = trace.lines(layout([_span("r", "", 0, 1, error="boom", links=[link])]), 90)
     assert lines[1:] == ["  failed: r: boom", f"  linked to trace {'a' * 32}"]
-
-
-def test_an_empty_trace_has_no_lines() -> None:
-    assert trace.lines(layout([]), 80) == []
+    for spans in ([], [_span("a", "b", 0, 1), _span("b", "a", 0, 1)]):
+        assert trace.lines(layout(spans), 80) == []
 
 
 def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_shown() -> None:
@@ -117,3 +102,71 @@ def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_show
     found = layout([msgspec.structs.replace(span, trace_id="a" * 32)])
     (line,) = trace.lines(found, 90)
     assert line.startswith("process dump ")
+
+
+SERVICES = ("snapshotctl", "snap-operator", "snap-agent", "snap-gms", "snap-transfer")
+
+
+def _checked(span_id: str, parent: str, name: str, start: int, end: int, number: int) -> SpanRecord:
+    return builders.span(
+        span_id=span_id,
+        parent_id=parent,
+        name=name,
+        service=SERVICES[number],
+        start_ns=start,
+        end_ns=end,
+    )
+
+
+def _good() -> list[SpanRecord]:
+    return [
+        _checked("root", "", "apply", 0, 10, 0),
+        _checked("cap", "root", "capture", 10, 110, 1),
+        _checked("prep", "cap", "order prepare", 10, 50, 2),
+        _checked("save", "cap", "order save", 45, 108, 3),
+        _checked("write", "save", "write", 50, 100, 4),
+    ]
+
+
+def _wrong(spans: list[SpanRecord]) -> str:
+    return "\n".join(check_trace.problems(spans))
+
+
+@each(
+    ("index", "change", "problem"),
+    [
+        (4, {"trace_id": "b" * 32}, "2 trace ids"),
+        (2, {"parent_id": ""}, "2 roots"),
+        (4, {"parent_id": "missing"}, "its parent is missing"),
+        (4, {"name": "invented"}, "no step has this name"),
+        (4, {"service": "snap-gms"}, "4 services"),
+        (3, {"end_ns": 90}, "children cover 80.0% of capture"),
+        (1, {"name": "apply"}, "no span is called capture"),
+    ],
+)
+def test_each_thing_that_is_wrong_is_named(
+    index: int, change: dict[str, object], problem: str
+) -> None:
+    spans = _good()
+    spans[index] = msgspec.structs.replace(spans[index], **change)
+    assert problem in _wrong(spans)
+
+
+def test_a_gap_between_children_is_uncovered_and_time_that_they_share_counts_once() -> None:
+    def share(*times: tuple[int, int]) -> float:
+        children = [_checked("c", "w", "x", *time, 0) for time in times]
+        return check_trace.covered(_checked("w", "", "capture", 0, 100, 0), children)
+
+    assert share((-50, 30), (70, 200)) == pytest.approx(0.6)
+    assert share((0, 50), (0, 40)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("text", "code"), [(None, 0), ("[]", 1), ("no json", 1), ("{}", 1)])
+def test_the_exit_code_is_that_of_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None, code: int
+) -> None:
+    good = json.dumps([msgspec.to_builtins(span) for span in [*_good(), _good()[0]]])
+    stdin = io.TextIOWrapper(io.BytesIO((good if text is None else text).encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert check_trace.main() == code
+    assert capsys.readouterr().out

@@ -1,12 +1,13 @@
-"""A test over a table names every row that is wrong."""
+"""How the tests are run: a table names every row that is wrong, and CPU time has a limit."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import signal
 
 import pytest
 
+from tests.support.cpu import CPU_S, cpu_limit
 from tests.unit.tables import each
 
 
@@ -25,16 +26,6 @@ def test_every_wrong_row_is_named_with_its_error_and_the_others_are_run_too() ->
     assert notes == [["in the row (1, True)"], ["in the row (3, True)"]]
 
 
-def test_a_row_in_which_nothing_is_raised_lets_the_others_run() -> None:
-    @each("number", ["1", "one", "2"])
-    def test(number: str) -> None:
-        with pytest.raises(ValueError, match="invalid literal"):
-            int(number)
-
-    with pytest.raises(BaseExceptionGroup, match="2 of 3 rows are wrong"):
-        test()
-
-
 def test_a_coroutine_runs_once_for_each_row_of_each_table() -> None:
     seen = []
 
@@ -49,14 +40,6 @@ def test_a_coroutine_runs_once_for_each_row_of_each_table() -> None:
     assert seen == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 
-def test_a_test_asks_for_its_fixtures_alone() -> None:
-    @each("row", [1])
-    def test(tmp_path: str, row: int) -> None:
-        """Never run."""
-
-    assert list(inspect.signature(test).parameters) == ["tmp_path"]
-
-
 def test_a_table_without_rows_proves_nothing() -> None:
     @each("row", [])
     def test(row: int) -> None:
@@ -64,3 +47,21 @@ def test_a_table_without_rows_proves_nothing() -> None:
 
     with pytest.raises(AssertionError, match="empty"):
         test()
+
+
+def _compute_for_ever() -> None:
+    while True:
+        pass
+
+
+def test_what_computes_too_long_fails_where_it_is() -> None:
+    limited = cpu_limit(0.05)
+    with pytest.raises(pytest.fail.Exception, match=r"than 0\.05 s of CPU") as caught, limited:
+        _compute_for_ever()
+    assert "_compute_for_ever" in [entry.name for entry in caught.traceback]
+
+
+@pytest.mark.parametrize("limit_s", [CPU_S, pytest.param(5, marks=pytest.mark.cpu(5))])
+def test_every_test_is_limited_and_may_have_a_limit_of_its_own(limit_s: float) -> None:
+    left_s, _ = signal.getitimer(signal.ITIMER_PROF)
+    assert limit_s / 2 < left_s <= limit_s + 1
