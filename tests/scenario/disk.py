@@ -139,7 +139,7 @@ class SimDisk:
         todo += [n for effect in self._unsynced.values() for n in effect.inodes() if n not in links]
         while todo:
             number = todo.pop()
-            content = self.image.get(number, "")
+            content = self.image.get(number)
             if number not in held and isinstance(content, dict):
                 todo += content.values()
             held.add(number)
@@ -215,7 +215,7 @@ class SimDisk:
             Change(directory, name, self.names(directory).get(name), inode)
             for directory, name, inode in wanted
         )
-        effect = Entries(self.owner()[0], changes)
+        self._record(Entries(self.owner()[0], changes))
         for directory, name, before, after in changes:
             if after is None:
                 del self.names(directory)[name]
@@ -224,7 +224,6 @@ class SimDisk:
                 self.nodes[after].links += 1
             if before is not None:
                 self.nodes[before].links -= 1
-        self._record(effect, *{change.directory for change in changes})
         for change in changes:
             if change.before is not None:
                 self.release(change.before)
@@ -235,7 +234,7 @@ class SimDisk:
         data, node = self.data(number), self.nodes[number]
         new = new[: self._room(number, offset, len(new))]
         stop = offset + len(new)
-        self._record(Write(self.owner()[0], number, offset, data, new), number)
+        self._record(Write(self.owner()[0], number, offset, data, new))
         holes, filled = minus(node.holes, offset, stop)
         node.holes, node.doubts = holes, minus(node.doubts, offset, stop)[0]
         if offset > len(data):
@@ -252,7 +251,7 @@ class SimDisk:
         data, node = self.data(number), self.nodes[number]
         if size == len(data):
             return
-        self._record(Resize(self.owner()[0], number, data, size), number)
+        self._record(Resize(self.owner()[0], number, data, size))
         if size > len(data):
             node.holes.append((len(data), size))
             data.extend(bytes(size - len(data)))
@@ -342,10 +341,10 @@ class SimDisk:
         if self.after:
             self.after(operation)
 
-    def _record(self, effect: Effect, *inodes: int) -> None:
+    def _record(self, effect: Effect) -> None:
         number = next(self._effects)
         self._unsynced[number] = effect
-        for inode in inodes:
+        for inode in effect.holders():
             self.nodes[inode].unsynced.append(number)
 
     def _room(self, number: int, offset: int, count: int) -> int:
@@ -441,18 +440,12 @@ class SimDisk:
 
     def _adopt(self, image: Image, left: list[Effect]) -> None:
         self.image = image
-        for node in self.nodes.values():
-            node.unsynced.clear()
-            node.doubts.clear()
-        self._unsynced.clear()
+        self.sync_all()
         for effect in left:
-            match effect:
-                case Entries():
-                    self._record(effect, *{change.directory for change in effect.changes})
-                case Doubt():
-                    self.nodes[effect.inode].doubts.append((effect.start, effect.stop))
-                case _:
-                    self._record(effect, effect.inode)
+            if isinstance(effect, Doubt):
+                self.nodes[effect.inode].doubts.append((effect.start, effect.stop))
+            else:
+                self._record(effect)
         self._take_stock()
 
 
@@ -481,18 +474,11 @@ def _choices(effects: list[Effect], bound: int) -> Iterator[list[Kept]]:
 def _key(image: Image) -> int:
     return hash(
         frozenset(
-            (path, bytes(content) if isinstance(content, bytearray) else str(type(content)))
+            (path, bytes(content) if isinstance(content, bytearray) else None)
             for path, content in reachable(image, ROOT)
         )
     )
 
 
 def _copied(image: Image) -> Image:
-    return {
-        number: bytearray(content)
-        if isinstance(content, bytearray)
-        else dict(content)
-        if isinstance(content, dict)
-        else content
-        for number, content in image.items()
-    }
+    return {number: content.copy() for number, content in image.items()}
