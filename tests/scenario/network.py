@@ -1,6 +1,6 @@
 """What a network does between a client and the simulated server: latency, order, loss, partition.
 
-All time is the loop's, all chance comes from `Faults`. Every callback runs in the server's context.
+All time is the loop's, all chance comes from `Faults`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """A simulated nats-server, and what can happen to it.
 
-A client that stops running holds nothing up: what the server does, it does in its own context and
-not in a task of a client.
+A client that stops running holds nothing up: what the server does, it does in the world of a
+simulation and not in a task of a client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,13 +32,9 @@ class _Durable(Durable):
 
 
 class SimServer:
-    """The server: streams, buckets, durables, core subjects, and what can happen to it.
-
-    It lives in the context in which it is made; make it outside every simulated process.
-    """
+    """The server: streams, buckets, durables, core subjects, and what can happen to it."""
 
     def __init__(self) -> None:
-        self.context = contextvars.copy_context()
         self.streams: dict[str, Stream] = {}
         self.is_up = True
         self.is_stalled = False
@@ -50,7 +45,7 @@ class SimServer:
         """By subject, the name of the stream that stores it."""
         self._stalls = 0
 
-    # Time, in the server's own context.
+    # Time, outside of every simulated process.
 
     @property
     def now(self) -> float:
@@ -67,15 +62,12 @@ class SimServer:
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualLoop):
             return loop.in_world(when - loop.now, run, *arguments)
-        return loop.call_at(when, run, *arguments, context=self.context)
+        return loop.call_at(when, run, *arguments)
 
     # What can happen to it.
 
-    def crash(self, *, forgotten_acks: int = 0, lost_messages: int = 0) -> None:
-        """End at once: memory streams, ids of messages that are gone, and all waits are forgotten.
-
-        A power failure also takes the newest acks of each durable and messages of each stream.
-        """
+    def crash(self) -> None:
+        """End at once: memory streams, ids of messages that are gone, and all waits are lost."""
         self.is_up = False
         self._end_stall()
         self.held.clear()
@@ -85,11 +77,9 @@ class SimServer:
             if stream.config.storage is StorageType.MEMORY
         )
         for stream in self.streams.values():
-            stream.forget_newest(lost_messages)
             stream.forget_ids()
             for durable in stream.durables.values():
                 durable.waiting.clear()
-                durable.forget_acks(forgotten_acks)
         for link in self._links.values():
             link.break_off()
 
@@ -179,9 +169,7 @@ class SimServer:
         """Create the streams and buckets of the product that are missing."""
         wanted = [*assets.STREAMS, *map(stream_of_bucket, assets.BUCKETS)]
         for config in wanted:
-            name = config.name or ""
-            if name not in self.streams:
-                self.streams[name] = Stream(config)
+            self.streams.setdefault(config.name or "", Stream(config))
 
     def stream(self, name: str) -> Stream:
         """Give a stream without what is too old. Refused when there is none."""
