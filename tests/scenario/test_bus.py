@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from itertools import chain, repeat
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from snapshot_shared.bus.streams import ACK_WAIT_S, FETCH_S
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
 from snapshot_shared.ids import NodeName, OrderId
 from tests.scenario.bus import Faults, SimBus, SimServer
-from tests.support.brokers import VirtualLoop
 
 NODE = NodeName("node-1")
 SUBJECT = subjects.order(NODE, "agent", OrderId("dump-00000000-0000-0000-0000-000000000001"))
@@ -24,25 +21,30 @@ OTHER = SUBJECT[:-1] + "2"
 MINE = subjects.orders_of(NODE, "agent")
 
 
-def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test under virtual time."""
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            runner.run(test())
-
-    run.__name__ = test.__name__
-    return run
-
-
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def connected(server: SimServer, name: str = "test", faults: Faults | None = None) -> SimBus:
-    bus = await SimBus(server, name, faults=faults).connect()
+@pytest.fixture
+def server() -> SimServer:
+    return SimServer()
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+async def bus(server: SimServer, faults: Faults) -> SimBus:
+    bus = await SimBus(server, "test", faults=faults).connect()
     await bus.ensure_assets()
     return bus
+
+
+@pytest.fixture
+async def other(server: SimServer) -> SimBus:
+    return await SimBus(server, "other").connect()
 
 
 async def take(bus: SimBus, count: int) -> list[Delivery]:
@@ -59,10 +61,7 @@ def once(faults: Faults, name: str, decision: object) -> None:
     setattr(faults, name, chain([decision], repeat(calm)).__next__)
 
 
-@virtual
-async def test_a_lost_request_fails_in_time_and_is_not_stored() -> None:
-    faults = Faults()
-    bus = await connected(SimServer(), faults=faults)
+async def test_a_lost_request_fails_in_time_and_is_not_stored(bus: SimBus, faults: Faults) -> None:
     once(faults, "loses_request", True)
     begin = now()
     with pytest.raises(BusUnavailable, match="timeout"):
@@ -71,10 +70,9 @@ async def test_a_lost_request_fails_in_time_and_is_not_stored() -> None:
     assert await bus.last(subjects.ORDERS, SUBJECT) is None
 
 
-@virtual
-async def test_a_lost_answer_fails_in_time_although_the_message_is_stored() -> None:
-    faults = Faults()
-    bus = await connected(SimServer(), faults=faults)
+async def test_a_lost_answer_fails_in_time_although_the_message_is_stored(
+    bus: SimBus, faults: Faults
+) -> None:
     once(faults, "loses_answer", True)
     with pytest.raises(BusUnavailable, match="timeout"):
         await bus.publish(SUBJECT, b"x", expected_last=0)
@@ -82,10 +80,9 @@ async def test_a_lost_answer_fails_in_time_although_the_message_is_stored() -> N
         await bus.publish(SUBJECT, b"x", expected_last=0)
 
 
-@virtual
-async def test_a_cut_client_notices_after_a_while_and_is_back_after_the_healing() -> None:
-    server = SimServer()
-    bus, other = await connected(server), await connected(server, "other")
+async def test_a_cut_client_notices_after_a_while_and_is_back_after_the_healing(
+    server: SimServer, bus: SimBus, other: SimBus
+) -> None:
     again = bus.reconnections()
     server.cut(bus)
     with pytest.raises(BusUnavailable, match="timeout"):
@@ -100,10 +97,7 @@ async def test_a_cut_client_notices_after_a_while_and_is_back_after_the_healing(
     await bus.publish(SUBJECT, b"x", expected_last=0)
 
 
-@virtual
-async def test_a_short_cut_is_not_noticed() -> None:
-    server = SimServer()
-    bus = await connected(server)
+async def test_a_short_cut_is_not_noticed(server: SimServer, bus: SimBus) -> None:
     again = bus.reconnections()
     server.cut(bus)
     await asyncio.sleep(3)
@@ -114,10 +108,9 @@ async def test_a_short_cut_is_not_noticed() -> None:
     assert not again.is_set()
 
 
-@virtual
-async def test_a_cut_within_a_request_leaves_its_outcome_unknown() -> None:
-    server = SimServer()
-    bus = await connected(server)
+async def test_a_cut_within_a_request_leaves_its_outcome_unknown(
+    server: SimServer, bus: SimBus
+) -> None:
     publishing = asyncio.ensure_future(bus.publish(SUBJECT, b"x"))
     await asyncio.sleep(Faults().latency() * 1.5)
     server.cut(bus)
@@ -128,10 +121,9 @@ async def test_a_cut_within_a_request_leaves_its_outcome_unknown() -> None:
     assert await bus.last(subjects.ORDERS, SUBJECT) == (1, b"x")
 
 
-@virtual
-async def test_acks_fail_behind_a_cut_and_the_order_comes_again() -> None:
-    server = SimServer()
-    bus = await connected(server)
+async def test_acks_fail_behind_a_cut_and_the_order_comes_again(
+    server: SimServer, bus: SimBus
+) -> None:
     await bus.publish(SUBJECT, b"x")
     (delivery,) = await take(bus, 1)
     server.cut(bus)
@@ -141,10 +133,9 @@ async def test_acks_fail_behind_a_cut_and_the_order_comes_again() -> None:
     assert (await take(bus, 1))[0].sequence == delivery.sequence
 
 
-@virtual
-async def test_a_delivery_into_a_cut_comes_again() -> None:
-    server = SimServer()
-    bus, other = await connected(server), await connected(server, "other")
+async def test_a_delivery_into_a_cut_comes_again(
+    server: SimServer, bus: SimBus, other: SimBus
+) -> None:
     taking = asyncio.ensure_future(take(bus, 1))
     await asyncio.sleep(1)
     server.cut(bus)
@@ -155,10 +146,9 @@ async def test_a_delivery_into_a_cut_comes_again() -> None:
     assert ACK_WAIT_S <= now() <= ACK_WAIT_S + FETCH_S
 
 
-@virtual
-async def test_a_crash_behind_a_cut_is_learned_with_the_healing() -> None:
-    server = SimServer()
-    bus = await connected(server)
+async def test_a_crash_behind_a_cut_is_learned_with_the_healing(
+    server: SimServer, bus: SimBus
+) -> None:
     again = bus.reconnections()
     server.cut(bus)
     server.crash()
@@ -170,20 +160,16 @@ async def test_a_crash_behind_a_cut_is_learned_with_the_healing() -> None:
     await bus.publish(SUBJECT, b"x")
 
 
-@virtual
-async def test_a_message_that_is_postponed_is_overtaken() -> None:
-    faults = Faults()
-    bus = await connected(SimServer(), faults=faults)
+async def test_a_message_that_is_postponed_is_overtaken(bus: SimBus, faults: Faults) -> None:
     await bus.publish(SUBJECT, b"first")
     await bus.publish(OTHER, b"second")
     once(faults, "postpones", 5.0)
     assert [found.data for found in await take(bus, 2)] == [b"second", b"first"]
 
 
-@virtual
-async def test_a_message_that_is_repeated_comes_again_though_it_was_acked() -> None:
-    faults = Faults()
-    bus = await connected(SimServer(), faults=faults)
+async def test_a_message_that_is_repeated_comes_again_though_it_was_acked(
+    bus: SimBus, faults: Faults
+) -> None:
     await bus.publish(SUBJECT, b"x")
     once(faults, "repeats", 5.0)
     (first,) = await take(bus, 1)
@@ -193,10 +179,9 @@ async def test_a_message_that_is_repeated_comes_again_though_it_was_acked() -> N
     assert now() < ACK_WAIT_S
 
 
-@virtual
-async def test_an_announcement_may_be_lost_for_one_listener_alone() -> None:
-    server, faults = SimServer(), Faults()
-    bus, other = await connected(server, faults=faults), await connected(server, "other")
+async def test_an_announcement_may_be_lost_for_one_listener_alone(
+    bus: SimBus, other: SimBus, faults: Faults
+) -> None:
     async with bus.listening("snap.event.>") as mine, other.listening("snap.event.>") as theirs:
         once(faults, "loses_announcement", True)
         for word in (b"one", b"two"):
@@ -206,29 +191,25 @@ async def test_an_announcement_may_be_lost_for_one_listener_alone() -> None:
         assert [theirs.get_nowait().data for _ in range(theirs.qsize())] == [b"one", b"two"]
 
 
-@virtual
-async def test_while_a_leader_is_elected_nobody_is_answered() -> None:
-    server = SimServer()
-    bus = await connected(server)
+async def test_while_a_leader_is_elected_nobody_is_answered(server: SimServer, bus: SimBus) -> None:
     server.stall(2.0)
     begin = now()
     assert await bus.publish(SUBJECT, b"waits", expected_last=0) == 1
     assert now() - begin == pytest.approx(2.0, abs=0.1)
 
 
-@virtual
-async def test_a_client_that_never_runs_again_holds_nothing_up() -> None:
+async def test_a_client_that_never_runs_again_holds_nothing_up(
+    server: SimServer, bus: SimBus, other: SimBus
+) -> None:
     """Its callbacks are dropped, as the simulator does when it crashes a process."""
-    server = SimServer()
-    bus, dead = await connected(server), await connected(server, "dead")
-    dying = asyncio.ensure_future(take(dead, 1))
+    dying = asyncio.ensure_future(take(other, 1))
     await asyncio.sleep(1)
 
     async def echo(data: bytes, _headers: object) -> bytes:
         return data
 
-    await dead.serve("snap-test", "0", {}, {"snap.rpc.test": echo})
-    server.drop_client(dead)
+    await other.serve("snap-test", "0", {}, {"snap.rpc.test": echo})
+    server.drop_client(other)
     await bus.publish(SUBJECT, b"x")
     assert (await asyncio.wait_for(take(bus, 1), 1))[0].data == b"x"
     with pytest.raises(NotFound):
