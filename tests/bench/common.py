@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
+
+from tests.bench.machine import Watch, describe
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -43,6 +46,37 @@ class Judged(NamedTuple):
     found: str
     verdict: Verdict
     why: str = ""
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """What a benchmark has found, in seconds where nothing else is said."""
+
+    machine: dict[str, str]
+    facts: dict[str, int] = {}
+    """What was measured: sizes in bytes, and how many calls."""
+    samples: Rows = {}
+    others: float = 0.0
+    """The share of the processors that others took."""
+    absent: dict[str, str] = {}
+    """Why a contender was left out."""
+
+    def add(self, row: str, contender: str, value: float) -> None:
+        """Add a sample."""
+        self.samples.setdefault(row, {}).setdefault(contender, []).append(value)
+
+    @property
+    def rounds(self) -> int:
+        """The most samples that a contender has of a row."""
+        return max(len(each) for row in self.samples.values() for each in row.values())
+
+
+@contextlib.contextmanager
+def measuring(folder: Path, **facts: int) -> Iterator[Results]:
+    """Yield what to add samples to; `folder` is on the disk that is measured."""
+    found, watch = Results(machine=describe(folder), facts=facts), Watch()
+    yield found
+    found.others = watch.others()
+    found.machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
 
 
 def rotated(turns: Sequence[T], number: int, rounds: int) -> list[T]:
@@ -107,6 +141,18 @@ def goal_table(
     """Write the goals of a section."""
     rows = ((line.row, line.what, line.wanted, line.found, line.verdict) for line in found)
     return table((first, second, "goal", "found", ""), rows)
+
+
+def sample_table(
+    head: Sequence[str], samples: Rows, shown: str = "{:,.0f}", scale: float = 1.0
+) -> Iterator[str]:
+    """Write a line for each contender of each row: the median, the least and the greatest."""
+    rows = (
+        (row, name, middle(each, shown, scale), ends(each, shown, scale))
+        for row, contenders in samples.items()
+        for name, each in contenders.items()
+    )
+    return table(head, rows)
 
 
 def listed(machine: Mapping[str, str]) -> Iterator[str]:
@@ -212,17 +258,18 @@ class Benchmark(NamedTuple):
     name: str
     about: str | None
     numbers: Numbers
-    measure: Callable[[argparse.Namespace, Path], Any]
+    measure: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, Results]]
     """Is given the options, and a new folder on the disk that is measured."""
-    lines: Callable[[Any], Iterable[str]]
-    judged: Callable[[Any], Iterable[Judged]]
+    lines: Callable[[Results], Iterable[str]]
+    """Writes the section of the page about a run, in Markdown."""
+    judged: Callable[[Results], Iterable[Judged]]
+    """Compares with every goal. One that a noisy machine may have missed is inconclusive."""
     lacking: Callable[[], str] = str
     """Says why nothing can be measured here."""
     peers: str = ""
     """What pip has installed in the folder of the option `--peers`, which is there then."""
 
-    def section(self, results: Any) -> str:
-        """Write the section of the page about a run, in Markdown."""
+    def section(self, results: Results) -> str:
         return "\n".join(self.lines(results)) + "\n"
 
     def main(self, words: Sequence[str] | None = None) -> int:
@@ -240,7 +287,7 @@ class Benchmark(NamedTuple):
         if why := self.lacking():
             parser.error(why)
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.folder.resolve()) as folder:
-            results = self.measure(options, Path(folder))
+            results = asyncio.run(self.measure(options, Path(folder)))
         text = self.section(results)
         write(options.json, options.page, results, text)
         print(text)
