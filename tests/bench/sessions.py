@@ -13,16 +13,7 @@ from typing import NamedTuple
 
 import grpc
 
-from snapback_client.frames import (
-    Access,
-    AllocationSpec,
-    Attach,
-    ListAllocations,
-    LockMode,
-    MemoryDomain,
-    decode_reply,
-    encode_frame,
-)
+from snapback_client import frames
 from snapback_client.lease import Lease
 from tests.bench.common import Rows, contender, rotated
 from tests.bench.goals import AIO, BARE, REGIONS, Calls, hand_over
@@ -73,13 +64,17 @@ def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
 
 @contextlib.contextmanager
 def _leased(folder: str, device: str, count: int) -> Iterator[tuple[Lease, list[str]]]:
-    request = Attach(
-        device=device, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0, client="bench"
+    request = frames.Attach(
+        device=device,
+        domain=frames.MemoryDomain.KV,
+        lock=frames.LockMode.RW,
+        deadline_s=5.0,
+        client="bench",
     )
     lease = Lease.attach(folder, request)
     try:
         ids = [info.id for info in ENTRIES] if not count else [f"r{n}" for n in range(count)]
-        lease.allocate([AllocationSpec(id=each, size=GRANULE) for each in ids])
+        lease.allocate([frames.AllocationSpec(id=each, size=GRANULE) for each in ids])
         yield lease, ids
     finally:
         lease.detach()
@@ -87,7 +82,7 @@ def _leased(folder: str, device: str, count: int) -> Iterator[tuple[Lease, list[
 
 def _handed_over(lease: Lease, ids: list[str]) -> float:
     begin = time.perf_counter()
-    for run in lease.export(ids, Access.RW):
+    for run in lease.export(ids, frames.Access.RW):
         for _, descriptor in run:
             os.fstat(descriptor)
     return time.perf_counter() - begin
@@ -147,8 +142,8 @@ async def _bare(folder: Path) -> AsyncIterator[Call]:
 
     async def call() -> object:
         client.answered = loop.create_future()
-        client.send(encode_frame(ListAllocations()))
-        return decode_reply(await client.answered)
+        client.send(frames.encode_frame(frames.ListAllocations()))
+        return frames.decode_reply(await client.answered)
 
     try:
         yield call
@@ -162,7 +157,7 @@ async def _grpc(folder: Path) -> AsyncIterator[Call]:
         method: Callable[[bytes], Awaitable[bytes]] = channel.unary_unary(METHOD)
 
         async def call() -> object:
-            return decode_reply(await method(encode_frame(ListAllocations())))
+            return frames.decode_reply(await method(frames.encode_frame(frames.ListAllocations())))
 
         yield call
 
@@ -174,6 +169,6 @@ def _sync(folder: Path) -> Iterator[Call]:
         method: Callable[[bytes], bytes] = channel.unary_unary(METHOD)
 
         async def call() -> object:
-            return decode_reply(method(encode_frame(ListAllocations())))
+            return frames.decode_reply(method(frames.encode_frame(frames.ListAllocations())))
 
         yield call

@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from gms.adapters.backends import find_backend
+from gms.domain import task_rules
 from gms.domain.sessions import Peer, Session
-from gms.domain.task_rules import (
-    check_fenced,
-    check_room,
-    check_shape,
-    load_request,
-    save_request,
-)
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferLeased
 from gms.domain.transfer import check_loadable, metadata_of, plan_files
 from gms.handlers.control import GmsControl
@@ -33,27 +27,9 @@ from gms.handlers.sessions import LeaseSessions
 from gms.ports import DeviceInfo
 from gms.transfer_child.load import read_manifest
 from gms.transfer_child.save import saved_before, write_part
-from snapback_client.frames import (
-    Access,
-    AllocateMany,
-    AllocationInfo,
-    AllocationSpec,
-    Attach,
-    Attached,
-    Commit,
-    Committed,
-    ListAllocations,
-    MetadataGet,
-    MetadataItem,
-    MetadataPut,
-)
+from snapback_client import frames
+from snapshot_shared import errors
 from snapshot_shared.artifact import part_path
-from snapshot_shared.errors import (
-    ConnectionLost,
-    GmsUnavailable,
-    OutOfDeviceMemory,
-    TransferKilled,
-)
 from snapshot_shared.files import open_dir, open_root, opened
 from snapshot_shared.frames import FenceRequest, StatusRequest, UnfenceRequest
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
@@ -95,12 +71,12 @@ class SimDevice:
 
     def create(self, size: int) -> int:
         if size > self.info.capacity - self.used:
-            raise OutOfDeviceMemory(f"{size} bytes are needed on {self.info.uuid}")
+            raise errors.OutOfDeviceMemory(f"{size} bytes are needed on {self.info.uuid}")
         handle = next(self._handles)
         self.bytes[handle] = bytearray(size)
         return handle
 
-    def export(self, handle: int, access: Access) -> int:
+    def export(self, handle: int, access: frames.Access) -> int:
         raise NotImplementedError
 
     def seal(self, handle: int) -> None:
@@ -161,21 +137,23 @@ class SimGms:
 class SimLease:
     """A client's connection to the lease socket; it ends with the client's process."""
 
-    def __init__(self, server: SimGms, client: Process, session: Session, told: Attached) -> None:
+    def __init__(
+        self, server: SimGms, client: Process, session: Session, told: frames.Attached
+    ) -> None:
         self._server = server
         self._client = client
         self.session = session
         self.attached = told
 
     @classmethod
-    async def attach(cls, node: SimNode, request: Attach) -> SimLease:
+    async def attach(cls, node: SimNode, request: frames.Attach) -> SimLease:
         client = CURRENT.get()
         server = node.gms
         assert client is not None
         if server is None or not server.process.is_alive:
             raise _lost()
 
-        async def admit() -> tuple[Session, Attached]:
+        async def admit() -> tuple[Session, frames.Attached]:
             with server.entering(client) as peer:
                 session = await server.sessions.attach(request, peer)
                 if not client.is_alive:
@@ -200,7 +178,7 @@ class SimLease:
         await self._server.turn(self.session)
         if self.session.id not in self._server.live:
             raise _lost()
-        if isinstance(request, AllocateMany):
+        if isinstance(request, frames.AllocateMany):
             found = await self._server.sessions.allocate(self.session, request)
         else:
             found = self._server.sessions.call(self.session, request)
@@ -210,21 +188,21 @@ class SimLease:
             else:
                 yield message.frame
 
-    async def allocations(self) -> list[AllocationInfo]:
-        frames = await self.call(ListAllocations())
-        return [info for frame in frames for info in frame.allocations]
+    async def allocations(self) -> list[frames.AllocationInfo]:
+        answers = await self.call(frames.ListAllocations())
+        return [info for frame in answers for info in frame.allocations]
 
-    async def metadata(self) -> list[MetadataItem]:
-        return [entry for frame in await self.call(MetadataGet()) for entry in frame.entries]
+    async def metadata(self) -> list[frames.MetadataItem]:
+        return [entry for frame in await self.call(frames.MetadataGet()) for entry in frame.entries]
 
-    async def allocate(self, sizes: dict[str, int]) -> list[AllocationInfo]:
-        specs = [AllocationSpec(id=key, size=size) for key, size in sizes.items()]
-        frames = await self.call(AllocateMany(allocations=specs, wait_s=5.0))
-        return [info for frame in frames for info in frame.allocations]
+    async def allocate(self, sizes: dict[str, int]) -> list[frames.AllocationInfo]:
+        specs = [frames.AllocationSpec(id=key, size=size) for key, size in sizes.items()]
+        answers = await self.call(frames.AllocateMany(allocations=specs, wait_s=5.0))
+        return [info for frame in answers for info in frame.allocations]
 
-    async def commit(self, **fields: Any) -> Committed:
-        (done,) = await self.call(Commit(**fields))
-        assert isinstance(done, Committed)
+    async def commit(self, **fields: Any) -> frames.Committed:
+        (done,) = await self.call(frames.Commit(**fields))
+        assert isinstance(done, frames.Committed)
         return done
 
     def memory(self) -> dict[str, bytearray]:
@@ -248,7 +226,7 @@ class SimLease:
 
 
 def _lost() -> Exception:
-    return ConnectionLost("the GPU memory service closed the connection")
+    return errors.ConnectionLost("the GPU memory service closed the connection")
 
 
 def _hang_up(server: SimGms, session: Session) -> None:
@@ -288,7 +266,7 @@ class SimGpuMemory:
         return (await self._ask(lambda gms: gms.control.fence(request))).vector
 
     async def unfence(self, token: str) -> None:
-        with contextlib.suppress(GmsUnavailable):
+        with contextlib.suppress(errors.GmsUnavailable):
             await self._ask(lambda gms: gms.control.unfence(UnfenceRequest(token=token)))
 
     async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
@@ -314,7 +292,7 @@ class SimGpuMemory:
 
 
 def _unavailable() -> Exception:
-    return GmsUnavailable("the GPU memory service does not answer")
+    return errors.GmsUnavailable("the GPU memory service does not answer")
 
 
 class SimTransfers:
@@ -343,7 +321,7 @@ class SimTransfers:
             except Exception as error:  # noqa: BLE001 - it is the last event
                 events.put_nowait(error)
 
-        child.at_exit(events, lambda: events.put_nowait(TransferKilled("killed")))
+        child.at_exit(events, lambda: events.put_nowait(errors.TransferKilled("killed")))
         child.spawn(main(), "transfer")
         try:
             while True:
@@ -364,12 +342,12 @@ async def _save(node: SimNode, task: SaveTask, events: asyncio.Queue[Any]) -> Tr
     with opened(open_root(task.root, create=True)) as root:
         if (known := saved_before(root, task)) is not None:
             return known
-        lease = await SimLease.attach(node, save_request(task))
+        lease = await SimLease.attach(node, task_rules.save_request(task))
         try:
-            check_fenced(task.layout, lease.attached)
+            task_rules.check_fenced(task.layout, lease.attached)
             events.put_nowait(TransferLeased())
             infos, metadata = await lease.allocations(), await lease.metadata()
-            check_shape(infos, metadata, task.layout)
+            task_rules.check_shape(infos, metadata, task.layout)
             memory = lease.memory()
             buffers = [memoryview(memory[info.id])[: info.size] for info in infos]
             await node.work()
@@ -394,9 +372,9 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
             names=[entry.name for entry in manifest.files],
             chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
         )
-        lease = await SimLease.attach(node, load_request(task))
+        lease = await SimLease.attach(node, task_rules.load_request(task))
         try:
-            check_room(layout.allocations, lease.attached)
+            task_rules.check_room(layout.allocations, lease.attached)
             events.put_nowait(TransferLeased())
             infos = await lease.allocate({entry.id: entry.size for entry in layout.allocations})
             memory = lease.memory()
@@ -412,7 +390,7 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
             )
             await node.work()
             if layout.metadata:
-                await lease.call(MetadataPut(entries=metadata_of(layout.metadata)))
+                await lease.call(frames.MetadataPut(entries=metadata_of(layout.metadata)))
             done = await lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
         except BaseException:
             lease.close()

@@ -37,14 +37,6 @@ from snapshot_shared.artifact import Facts
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import Failure, NoSpace, SourceExited
-from snapshot_shared.files import (
-    make_dir,
-    open_root,
-    opened,
-    read_bounded,
-    remove_tree,
-    write_replacing,
-)
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.keys import ArtifactKeys
@@ -145,8 +137,8 @@ class SimNode:
         for service in ("agent", "gms"):
             with contextlib.suppress(OSError, NoSpace):
                 journal = self.world.read(str(self.state / service / "journal"))
-                with opened(open_root(str(self.state / service))) as folder:
-                    write_replacing(folder, "journal", self.build.written(journal))
+                with files.opened(files.open_root(str(self.state / service))) as folder:
+                    files.write_replacing(folder, "journal", self.build.written(journal))
         self.build = build
 
     def heal(self) -> None:
@@ -202,19 +194,21 @@ class SimNode:
 
     def save_state(self, places: ContainerPaths, name: str, data: bytes) -> None:
         """Have a worker write a file of its state."""
-        with opened(open_root(str(places.control / control.STATE), create=True)) as folder:
-            write_replacing(folder, name, data)
+        with files.opened(
+            files.open_root(str(places.control / control.STATE), create=True)
+        ) as folder:
+            files.write_replacing(folder, name, data)
 
     def read_state(self, places: ContainerPaths, name: str) -> bytes:
         """Have a worker read a file of its state."""
-        with opened(open_root(str(places.control / control.STATE))) as folder:
-            return read_bounded(folder, name, 65536)
+        with files.opened(files.open_root(str(places.control / control.STATE))) as folder:
+            return files.read_bounded(folder, name, 65536)
 
     def empty(self, folder: Path) -> None:
         """Remove what is in a folder."""
-        with opened(open_root(str(folder.parent), create=True)) as parent:
-            remove_tree(parent, folder.name)
-            files.os.close(make_dir(parent, [folder.name]))  # type: ignore[attr-defined]
+        with files.opened(files.open_root(str(folder.parent), create=True)) as parent:
+            files.remove_tree(parent, folder.name)
+            files.os.close(files.make_dir(parent, [folder.name]))  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -399,7 +393,7 @@ class SimLauncher:
 
     async def folders(self, where: Path) -> list[str]:
         try:
-            with opened(open_root(str(where))) as folder:
+            with files.opened(files.open_root(str(where))) as folder:
                 return sorted(files.names_in(folder))
         except FileNotFoundError:
             return []
@@ -407,8 +401,11 @@ class SimLauncher:
     async def remove(self, where: Path) -> None:
         if not where.is_relative_to(MOUNT):
             return  # Sockets of a pod are not simulated.
-        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where.parent))) as parent:
-            remove_tree(parent, where.name)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            files.opened(files.open_root(str(where.parent))) as parent,
+        ):
+            files.remove_tree(parent, where.name)
 
 
 class SimControl:

@@ -29,24 +29,7 @@ from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.world import World as OperatorWorld
 from snapshot_operator.wiring import Environment, encoded_schemas
 from snapshot_operator.wiring import serve as serve_operator
-from snapshot_shared import subjects
-from snapshot_shared.api import (
-    ASKED_AT,
-    WITHIN,
-    AbortReply,
-    AbortRequest,
-    ApplyReply,
-    ApplyRequest,
-    CordonReply,
-    CordonRequest,
-    DeleteReply,
-    DeleteRequest,
-    GetReply,
-    GetRequest,
-    VerifyReply,
-    VerifyRequest,
-    age_headers,
-)
+from snapshot_shared import api, subjects
 from snapshot_shared.bus import REQUEST_S, Handler
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
@@ -296,7 +279,7 @@ class World:
         Each time is a new request: nobody waits for the earlier ones any more.
         """
         while True:
-            headers = age_headers(self.wall, REQUEST_S)
+            headers = api.age_headers(self.wall, REQUEST_S)
             try:
                 data = await self.user.request(
                     subjects.api(verb), encode_json(request), headers=headers
@@ -313,10 +296,10 @@ class World:
     async def apply(self, *documents: dict[str, Any], nested: bytes = b"") -> None:
         """Apply manifests together; `nested` is what stands for each value "nested" in them."""
         texts = [json.dumps(document).encode() for document in documents]
-        request = ApplyRequest(
+        request = api.ApplyRequest(
             documents=[msgspec.Raw(text.replace(b'"nested"', nested)) for text in texts]
         )
-        reply = await self.ask_for("apply", request, ApplyReply)
+        reply = await self.ask_for("apply", request, api.ApplyReply)
         if reply.failure is not None:
             names = ", ".join(document["metadata"]["name"] for document in documents)
             self.note(f"apply {names}: {reply.failure}")
@@ -324,31 +307,31 @@ class World:
     async def delete(self, kind: str, name: str) -> None:
         """Delete the object that has this name now; a Node only when it has been away for long."""
         space = None if kind == "Node" else "default"
-        reading = GetRequest(kind=kind, namespace=space, name=name)
-        found = await self.ask_for("get", reading, GetReply)
+        reading = api.GetRequest(kind=kind, namespace=space, name=name)
+        found = await self.ask_for("get", reading, api.GetReply)
         reply = found
         if found.failure is None:
             uid = found.items[0]["metadata"]["uid"]
-            request = DeleteRequest(kind=kind, namespace=space, name=name, uid=uid)
-            reply = await self.ask_for("delete", request, DeleteReply, "Forbidden")
+            request = api.DeleteRequest(kind=kind, namespace=space, name=name, uid=uid)
+            reply = await self.ask_for("delete", request, api.DeleteReply, "Forbidden")
         self.note(f"delete {kind} {name}: {reply.failure or 'ok'}")
 
     async def verify(self, kind: str, name: str) -> None:
         """Ask for a verification."""
-        request = VerifyRequest(kind=kind, namespace="default", name=name)
-        reply = await self.ask_for("verify", request, VerifyReply)
+        request = api.VerifyRequest(kind=kind, namespace="default", name=name)
+        reply = await self.ask_for("verify", request, api.VerifyReply)
         self.note(f"verify {kind} {name}: {reply.failure or reply.verification}")
 
     async def abort(self, kind: str, name: str) -> None:
         """Ask for a capture to be ended."""
-        request = AbortRequest(kind=kind, namespace="default", name=name, by="people@desk")
-        reply = await self.ask_for("abort", request, AbortReply)
+        request = api.AbortRequest(kind=kind, namespace="default", name=name, by="people@desk")
+        reply = await self.ask_for("abort", request, api.AbortReply)
         self.note(f"abort {kind} {name}: {reply.failure or reply.capture}")
 
     async def import_(self, at: float) -> None:
         """Note what is captured; name the first of it again at a time, and restore from it."""
-        reading = GetRequest(kind="SnapshotContent")
-        found = await self.ask_for("get", reading, GetReply)
+        reading = api.GetRequest(kind="SnapshotContent")
+        found = await self.ask_for("get", reading, api.GetReply)
         captured = [
             content
             for content in (decode_json(encode_json(i), SnapshotContent) for i in found.items)
@@ -365,8 +348,8 @@ class World:
         await self._cordon(node, unschedulable=False)
 
     async def _cordon(self, node: str, *, unschedulable: bool) -> None:
-        request = CordonRequest(node=node, unschedulable=unschedulable)
-        reply = await self.ask_for("cordon", request, CordonReply)
+        request = api.CordonRequest(node=node, unschedulable=unschedulable)
+        reply = await self.ask_for("cordon", request, api.CordonReply)
         self.note(f"cordon {node} {unschedulable}: {reply.failure or reply.changed}")
 
     # The run.
@@ -536,7 +519,7 @@ class _OperatorBus(BuildBus):
         """Whether a request has outlived its client's wait, as far as right clocks can say."""
         if self._process.machine.jump:
             return False
-        return self._world.wall > float(headers[ASKED_AT]) + float(headers[WITHIN])
+        return self._world.wall > float(headers[api.ASKED_AT]) + float(headers[api.WITHIN])
 
 
 class _Server(SimServer):
