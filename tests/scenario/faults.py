@@ -19,7 +19,7 @@ from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
 from snapshot_shared.views import orders_of
 from tests.scenario.builds import BUILDS
-from tests.scenario.peers import begin_crowd, begin_flood
+from tests.scenario.gpu import begin_crowd, begin_flood
 from tests.scenario.worker import Habits
 from tests.support.objects import checkpoint_document, pod_template, restore_document
 

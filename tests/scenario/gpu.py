@@ -2,8 +2,9 @@
 
 The memory server, the sessions and the orders are real; clients reach them as over the socket.
 
-The lock, the fence, generations and hidden loads are the product's own. What is simulated is the
-memory, the sockets and the process that moves the bytes.
+The lock, the fence, generations, hidden loads, turns and shares are the product's own. What is
+simulated is the memory, the sockets and the process that moves the bytes. Each piece of work keeps
+the server's process busy.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from gms.adapters.backends import find_backend
+from gms.adapters.turns import Turns
 from gms.domain import task_rules
 from gms.domain.sessions import Peer, Session
+from gms.domain.shares import Shares, TooManySessions
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferLeased
 from gms.domain.transfer import check_loadable, metadata_of, plan_files
 from gms.handlers.control import GmsControl
@@ -33,15 +37,25 @@ from snapshot_shared.artifact import part_path
 from snapshot_shared.files import open_dir, open_root, opened
 from snapshot_shared.frames import FenceRequest, StatusRequest, UnfenceRequest
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
-from tests.scenario.door import HOSTILE, Door
 from tests.scenario.loop import CURRENT, Process, ask
 
 if TYPE_CHECKING:
     from tests.scenario.node import SimNode
+    from tests.scenario.world import World
 
 GRANULARITY = 4096
 CAPACITY = 64 * GRANULARITY
 PRODUCT = "sim"
+HOSTILE = "hostile"
+"""The pod of the clients that take more than their share."""
+LIMITS = {"all": 64, "user": 48, "pod": 24, "process": 12}
+PIECE_S, TURN_S = 0.0002, 0.001
+PIECES_A_TURN = round(TURN_S / PIECE_S)
+FLOODERS, FRAMES = 2, 50
+"""How many processes send how many frames ahead, on each connection."""
+PROCESSES, SESSIONS = 3, 20
+"""How many processes open how many sessions each."""
+LOCK_S = 2.0
 
 
 class SimDevice:
@@ -87,6 +101,66 @@ class SimDevice:
 
     def close(self) -> None:
         self.bytes.clear()
+
+
+class Door:
+    """What is between the clients of a server and its sessions, and what must hold there."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+        self._shares = Shares(LIMITS, "clients")
+        self._turns = Turns(TURN_S, lambda: self.pieces * PIECE_S)
+        self.pieces = 0
+        """How many pieces of work there have been."""
+        self._turn = self._in_turn = 0
+        self._waiting: Counter[Hashable] = Counter()
+
+    @contextlib.contextmanager
+    def entering(self, peer: Peer) -> Iterator[None]:
+        """Count a client in, unless it is refused within the block."""
+        try:
+            self._shares.check(peer)
+            self._shares.add(peer)
+            try:
+                yield
+            except BaseException:
+                self._shares.remove(peer)
+                raise
+        except TooManySessions as error:
+            if peer.pod != HOSTILE:
+                self._world.rules.fail("lost", f"{CURRENT.get()} was refused {peer}: {error}")
+            else:
+                self._world.refused += 1
+            raise
+
+    def leave(self, peer: Peer) -> None:
+        """Count a client out."""
+        self._shares.remove(peer)
+
+    async def turn(self, owner: Hashable) -> None:
+        """Wait until a client may have its next piece of work done.
+
+        An owner that asks for one waits for no more than what is left of a turn and one piece of
+        each owner that waits already; and one turn of the loop has no more pieces than two budgets.
+        """
+        asked_at, ahead = self.pieces, len(+self._waiting)
+        is_first = not self._waiting[owner]
+        self._waiting[owner] += 1
+        try:
+            await self._turns.take(owner)
+        finally:
+            self._waiting[owner] -= 1
+        others = self.pieces - asked_at
+        if is_first and others > PIECES_A_TURN + ahead + 1:
+            self._world.rules.fail("lost", f"{owner} waited while others did {others} pieces")
+        self.pieces += 1
+        self._process.use(PIECE_S)
+        turn = self._world.loop.turns
+        self._in_turn = self._in_turn + 1 if turn == self._turn else 1
+        self._turn = turn
+        if self._in_turn > 2 * PIECES_A_TURN:
+            self._world.rules.fail("lost", f"{self._in_turn} pieces in one turn of the loop")
 
 
 class SimGms:
@@ -405,3 +479,49 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
         bytes=done.bytes,
     )
     return TransferDone(bytes=manifest.bytes, digest=task.part_digest, layout=ref)
+
+
+# Clients that take more than their share.
+
+
+def begin_flood(node: SimNode, connections: int) -> None:
+    """Have processes send frames on several connections as fast as the service takes them."""
+    for _ in range(FLOODERS):
+        process = node.process(HOSTILE)
+        process.spawn(_flood(node, process, connections))
+
+
+def begin_crowd(node: SimNode, hold_s: float) -> None:
+    """Have processes open many sessions, and end with what they have of them."""
+    for _ in range(PROCESSES):
+        process = node.process(HOSTILE)
+        for index in range(SESSIONS):
+            process.spawn(_held(node, index, hold_s))
+        node.loop.in_world(hold_s, process.kill, 0)
+
+
+async def _flood(node: SimNode, process: Process, connections: int) -> None:
+    await asyncio.gather(*(_sent(node, index) for index in range(connections)))
+    process.kill(0)
+
+
+async def _sent(node: SimNode, index: int) -> None:
+    with contextlib.suppress(errors.SnapbackError):
+        lease = await _attached(node, index, LOCK_S)
+        await lease.call(*[frames.ListAllocations()] * FRAMES)
+
+
+async def _held(node: SimNode, index: int, hold_s: float) -> None:
+    with contextlib.suppress(errors.SnapbackError):
+        await _attached(node, index, hold_s)
+
+
+async def _attached(node: SimNode, index: int, deadline_s: float) -> SimLease:
+    request = frames.Attach(
+        device=f"GPU-{node.name}-{index % node.gpus}",
+        domain=frames.MemoryDomain.WEIGHTS,
+        lock=frames.LockMode.RO,
+        deadline_s=deadline_s,
+        client=HOSTILE,
+    )
+    return await SimLease.attach(node, request)

@@ -24,11 +24,11 @@ from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter
 from snapshot_shared.transitions import Capture, Restore
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together
-from tests.scenario.lease import LASTS_S
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SimDriver
 from tests.scenario.rules import FROZEN_S
 from tests.scenario.run import regressions, run_seed
+from tests.scenario.store import LASTS_S
 from tests.scenario.world import World
 from tests.support.objects import checkpoint_document, pod_template, restore_document
 

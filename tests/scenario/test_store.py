@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import Conflict, StoreBusy
 from tests.scenario.faults import Settings
-from tests.scenario.lease import LASTS_S, LOOK_S, Candidate
 from tests.scenario.loop import Machine, Process
-from tests.scenario.store import TIMEOUT_S, SimStore
+from tests.scenario.store import LASTS_S, LOOK_S, TIMEOUT_S, Candidate, SimStore
 from tests.scenario.world import World
 from tests.support.objects import checkpoint
 

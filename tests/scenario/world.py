@@ -39,15 +39,14 @@ from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
-from tests.scenario.bus import SeededFaults, SimBus, SimServer
+from tests.scenario.bus import Faults, SimBus, SimServer
 from tests.scenario.crash_rig import mounted
 from tests.scenario.disk import SimDisk
 from tests.scenario.faults import Fault, Settings, act
-from tests.scenario.lease import Candidate, Lease
 from tests.scenario.loop import CURRENT, Machine, Process, Quiet, VirtualLoop
 from tests.scenario.node import MOUNT, SimNode, owner_of
 from tests.scenario.rules import Kind, Rules
-from tests.scenario.store import SimStore
+from tests.scenario.store import Candidate, Lease, SimStore
 from tests.scenario.worker import Habits, SimWorker
 from tests.support.objects import restore_document
 
@@ -95,7 +94,7 @@ class World:
         """Files that nobody asked for, by their path below the root; whether they must be moved."""
         self.is_over = False
         self.is_healed = False
-        self.network = SeededFaults(self.rng, slowest_s=settings.latency_s)
+        self.network = Faults(self.rng, slowest_s=settings.latency_s)
         self.network.repeated = settings.duplicates
         self.network.postponed = settings.duplicates
         self.network.lost_answers = settings.lost_answers
@@ -130,7 +129,6 @@ class World:
             )
             for index in range(settings.nodes)
         ]
-        self._worker_habits: dict[str, Habits] = {}
 
     @property
     def wall(self) -> float:
@@ -343,14 +341,11 @@ class World:
 
     async def cordon(self, node: str, until: float) -> None:
         """Let nothing new begin on a node until a time, or as long as the operator is not there."""
-        await self._cordon(node, unschedulable=True)
-        await asyncio.sleep(max(until - self.loop.now, 0.0))
-        await self._cordon(node, unschedulable=False)
-
-    async def _cordon(self, node: str, *, unschedulable: bool) -> None:
-        request = api.CordonRequest(node=node, unschedulable=unschedulable)
-        reply = await self.ask_for("cordon", request, api.CordonReply)
-        self.note(f"cordon {node} {unschedulable}: {reply.failure or reply.changed}")
+        for unschedulable in (True, False):
+            request = api.CordonRequest(node=node, unschedulable=unschedulable)
+            reply = await self.ask_for("cordon", request, api.CordonReply)
+            self.note(f"cordon {node} {unschedulable}: {reply.failure or reply.changed}")
+            await asyncio.sleep(max(until - self.loop.now, 0.0))
 
     # The run.
 
