@@ -79,6 +79,13 @@ class Capture(Story):
             files.os.close(fd)
         files.os.close(folder)
 
+    def sealed(self) -> Capture:
+        """Do everything but the removal, and return the story itself."""
+        self.prepare()
+        for step in ("stage_process", "stage_gpu", "seal"):
+            getattr(self, step)()
+        return self
+
     def stage_process(self) -> None:
         manifest, found = run(self._staged_process())
         self._promise_part("process", manifest.bytes, found)
@@ -210,10 +217,7 @@ class SecondCapture(Capture):
     generation = 2
 
     def prepare(self) -> None:
-        super().prepare()
-        self.older = Capture(self.base)
-        for step in self.older.steps[:-1]:
-            getattr(self.older, step)()
+        Capture(self.base).sealed()
 
     def check_generation(self, promises: dict[str, Any]) -> None:
         older = GenerationRef("default", UID, 1)
@@ -483,12 +487,7 @@ def visible(artifacts: Path, place: GenerationRef) -> str | None:
 
 def verify(root: ArtifactRoot, place: GenerationRef, root_digest: str) -> None:
     """Read a whole artifact as `verify` does, and its GPU memory as GMS does."""
-    ref = orders.ArtifactRef(
-        namespace=place.namespace,
-        content_uid=place.content_uid,
-        generation=place.generation,
-        root_digest=root_digest,
-    )
+    ref = orders.ArtifactRef(**place._asdict(), root_digest=root_digest)
     manifest = run(root.read_root(ref))
     machine: Any = SimpleNamespace(artifacts=root)
     for part in run(proven_parts(machine, ref, manifest)):

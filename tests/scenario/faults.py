@@ -293,26 +293,12 @@ WEIGHTS = {
 def _target(kind: str, rng: random.Random, settings: Settings) -> str:
     node = f"node-{rng.randrange(settings.nodes)}"
     operator = f"operator-{rng.randrange(settings.operators)}"
-    match kind:
-        case "hang" | "apart" | "operator-clock":
-            return operator
-        case "crash" | "fuse" | "pause" | "partition":
-            return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
-        case (
-            "power"
-            | "retire"
-            | "upgrade"
-            | "jump"
-            | "full"
-            | "eio"
-            | "kill-worker"
-            | "kill-transfer"
-            | "poison"
-            | "hostile"
-        ):
-            return node
-        case _:
-            return ""
+    if kind in ("hang", "apart", "operator-clock"):
+        return operator
+    if kind in ("crash", "fuse", "pause", "partition"):
+        return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
+    is_of_all = kind.startswith("bus-") or kind in ("flip", "rewind", "truncate")
+    return "" if is_of_all else node
 
 
 def _checkpoint(name: str, rng: random.Random) -> dict[str, Any]:

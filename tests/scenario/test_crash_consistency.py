@@ -11,23 +11,12 @@ from tests.scenario import crash_stories as stories
 from tests.scenario.crash_rig import Recording, Site, Sound, Story, recorded, violations
 
 STORIES: tuple[type[Story], ...] = (
-    stories.Journaling,
-    stories.OlderJournal,
-    stories.Capture,
-    stories.SecondCapture,
-    stories.ResumedSave,
-    stories.StripedCapture,
-    stories.SetAside,
+    *(stories.Journaling, stories.OlderJournal, stories.Capture, stories.SecondCapture),
+    *(stories.ResumedSave, stories.StripedCapture, stories.SetAside),
 )
 SYNCED_FILES = {
-    "files.py",
-    "journal.py",
-    "artifacts.py",
-    "library.py",
-    "copying.py",
-    "posix.py",
-    "staging.py",
-    "stripes.py",
+    *("files.py", "journal.py", "artifacts.py", "library.py"),
+    *("copying.py", "posix.py", "staging.py", "stripes.py"),
 }
 
 

@@ -44,9 +44,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> _Saved:
     monkeypatch.setattr(transfer, "CHUNK_BYTES", CHUNK)
     story, disk = stories.Capture(), SimDisk()
     with mounted(disk):
-        story.prepare()
-        for step in ("stage_process", "stage_gpu", "seal"):
-            getattr(story, step)()
+        story.sealed()
         parts = {
             part: run(story.root.read_part(story.place, part))[0] for part in ("process", "gpu-0")
         }
@@ -108,16 +106,12 @@ def _load_refusal(saved: _Saved) -> tuple[str, int]:
     async def load() -> None:
         async with saved.story.root.open_part(saved.story.place, "gpu-0") as folder:
             find_backend(DEFAULT_BACKEND).read_files(
-                folder, plans, manifest.files, memory, threads=1, advance=_count
+                folder, plans, manifest.files, memory, threads=1, advance=abs
             )
 
     with pytest.raises(ArtifactCorrupt) as caught:
         run(load())
     return caught.value.values["file"], caught.value.values["chunk"]
-
-
-def _count(size: int) -> None:
-    pass
 
 
 def test_a_flipped_bit_of_a_journal_is_refused_with_its_line() -> None:
