@@ -203,18 +203,18 @@ def judged(results: Results) -> list[Judged]:
 def judged_transfers(results: Transfers) -> list[Judged]:
     """Compare with the goals of saves and loads. What is counted is no matter of noise."""
     of, share = size_text(results.size), results.written_again
-    found = [judged_goal(of, goal, results.seconds, results.others) for goal in GOALS]
-    counted = [("save of an unchanged layout", "bytes written", "< 1 %", f"{share:.2%}")]
-    met = [share < 0.01]
+    counted = [
+        ("save of an unchanged layout", "bytes written", "< 1 %", f"{share:.2%}", share < 0.01)
+    ]
+    limit = results.extra_limit
     for verb, extra in results.extra_bytes.items():
-        limit = f"≤ {results.extra_limit / 2**20:.0f} MiB"
-        counted.append(
-            (f"{verb}, 2,000 small", "peak extra memory", limit, f"{extra / 2**20:.0f} MiB")
-        )
-        met.append(extra <= results.extra_limit)
-    for line, is_met in zip(counted, met, strict=True):
-        found.append(Judged(of, *line, "met" if is_met else "missed"))
-    return found
+        row, what = f"{verb}, 2,000 small", "peak extra memory"
+        texts = (f"≤ {limit / 2**20:.0f} MiB", f"{extra / 2**20:.0f} MiB")
+        counted.append((row, what, *texts, extra <= limit))
+    return [
+        *(judged_goal(of, goal, results.seconds, results.others) for goal in GOALS),
+        *(Judged(of, *line, "met" if is_met else "missed") for *line, is_met in counted),
+    ]
 
 
 def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:

@@ -13,12 +13,10 @@ import json
 import os
 import random
 import signal
-import sys
+import subprocess
 import time
-from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -103,7 +101,9 @@ async def turns(kubeconfig: str, options: argparse.Namespace, found: Results) ->
             # To and fro, so that none always follows the one that uses the processors most.
             for name in contenders[:: -1 if number % 2 else 1]:
                 common.say(f"round {number + 1} of {options.rounds}: {name}")
-                async with running_contender(name, kubeconfig, objects, options.peers) as one:
+                words = ("operator_watchers", name, kubeconfig, objects.all)
+                with common.contender(*words, peers=options.peers) as (process, line):
+                    one = Contender(name, process, json.loads(line))
                     async for what, value in turn(one, client, objects):
                         found.add(what, name, value)
         common.say("calls of the API server")
@@ -178,44 +178,21 @@ class Contender(NamedTuple):
     """A contender that runs and has listed all objects."""
 
     name: str
-    process: Process
+    process: subprocess.Popen[str]
     listed: dict[str, float]
 
     async def ask(self, verb: str, number: int = 0) -> dict[str, float]:
         """Have it do something; give what it answers."""
-        await self.send(verb, number)
-        return await answer(self.process)
-
-    async def send(self, verb: str, number: int) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{verb} {number}\n".encode())
-        await self.process.stdin.drain()
+        self.process.stdin.write(f"{verb} {number}\n")
+        self.process.stdin.flush()
+        return await self.answer()
 
-
-async def answer(process: Process) -> dict[str, float]:
-    assert process.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        found: dict[str, float] = json.loads(await process.stdout.readline())
-    return found
-
-
-@asynccontextmanager
-async def running_contender(
-    name: str, kubeconfig: str, objects: Objects, peers: Path | None
-) -> AsyncIterator[Contender]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.bench.operator_watchers"),
-        *(name, kubeconfig, str(objects.all)),
-        stdin=PIPE,
-        stdout=PIPE,
-        env=common.with_peers(peers),
-    )
-    assert process.stdin is not None
-    try:
-        yield Contender(name, process, await answer(process))
-    finally:
-        process.stdin.close()
-        await process.wait()
+    async def answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        reading = asyncio.to_thread(self.process.stdout.readline)
+        found: dict[str, float] = json.loads(await asyncio.wait_for(reading, WAIT_S))
+        return found
 
 
 async def turn(
@@ -247,7 +224,7 @@ async def followed(contender: Contender, client: KubeClient, path: str, names: l
     """Change objects, and give the processor-seconds until the contender has seen that."""
     await contender.ask("expect", len(names))
     await change(client, path, names)
-    return (await answer(contender.process))["cpu_s"]
+    return (await contender.answer())["cpu_s"]
 
 
 async def change(client: KubeClient, path: str, names: list[str]) -> None:

@@ -123,8 +123,7 @@ class Process:
         """Run a coroutine as a task of this process."""
         context = contextvars.Context()
         context.run(CURRENT.set, self)
-        task = self.loop.create_task(work, name=name or self.name, context=context)
-        self.loop.keep(task)
+        task: asyncio.Task[T] = self.loop.create_task(work, name=name or self.name, context=context)
         return task
 
     def at_exit(self, key: object, act: Callable[[], None]) -> None:
@@ -220,11 +219,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._pids += 1
         return self._pids
 
-    def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold on to a task: a killed one must not be collected, which would run its `finally`."""
-        self._kept.append(task)
-
     def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
+        """Make a task, and keep it: a killed one that is collected would run its `finally`."""
         task = _Task(coro, loop=self, name=name, context=context)
         self._kept.append(task)
         return task

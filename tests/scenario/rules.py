@@ -103,10 +103,6 @@ class Rules:
 
     # While it runs.
 
-    def watch_journal(self, name: str, journal: Journal) -> None:
-        """Remember the journal of a service that has started."""
-        self.journals[name] = journal
-
     @contextlib.contextmanager
     def dumping(self, node: SimNode, worker: Worker) -> Iterator[None]:
         """One process is dumped by one agent at a time."""
@@ -548,7 +544,8 @@ class Rules:
             case Pod():
                 if value.status.phase == "Unknown":
                     yield "Unknown"
-                if value.status.phase == "Pending" and not self._world.may_wait(value):
+                # One without a node may wait for ever: nothing in the world can start it.
+                if value.status.phase == "Pending" and value.status.node_name:
                     yield "Pending"
             case SnapshotRestore():
                 yield from self._unrestored(value)
@@ -559,7 +556,7 @@ class Rules:
         if restore.status.state not in RESTORE.terminal() and not (
             restore.status.state is Restore.PENDING
             and isinstance(pod, Pod)
-            and self._world.may_wait(pod)
+            and not pod.status.node_name
         ):
             yield restore.status.state
 

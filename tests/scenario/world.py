@@ -7,7 +7,6 @@ and the GPU memory services are the product's own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import logging
@@ -35,7 +34,6 @@ from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
@@ -175,9 +173,8 @@ class World:
     def partition(self, name: str, seconds: float) -> None:
         """Part a process from the bus for a while."""
         if bus := self.buses.get(name):
-            with contextlib.suppress(KeyError):
-                self.server.cut(bus)
-                self.loop.in_world(seconds, self.server.heal, bus)
+            self.server.cut(bus)
+            self.loop.in_world(seconds, self.server.heal, bus)
 
     def habits_of(self, spec: ProcessSpec) -> Habits:
         """Give how the worker of a pod behaves."""
@@ -189,10 +186,6 @@ class World:
             for worker in node.workers.values():
                 if worker.process.is_alive:
                     yield worker
-
-    def may_wait(self, pod: Pod) -> bool:
-        """Say whether a pod may stay Pending for ever: nothing in the world can start it."""
-        return not pod.status.node_name
 
     def ended(self, process: Process, task: asyncio.Task[None]) -> None:
         """Note how a service's main task ended; it is a crash, and it is started again."""
