@@ -18,8 +18,8 @@ from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import SnapshotRestore, restore_name
 from tests.bench import common
 from tests.bench.common import MIB, ROOT, Benchmark, Judged, Results, goal
-from tests.bench.pause import ROOM, SOURCE, TARGET
-from tests.support.live_cluster import LiveCluster, Session, find, pod, snapshot, worker_pod
+from tests.bench.pause import ROOM, SOURCE, TARGET, pod_with
+from tests.support.live_cluster import LiveCluster, Session, find, snapshot
 
 TITLE = "Weights beside the process"
 GOAL = 1.1
@@ -81,16 +81,11 @@ class Bench:
 
     def _pod(self, name: str, node: str, source: str | None = None) -> dict[str, Any]:
         weights, heap = self.workers[source or name]
-        found = pod(name, node, source)
+        found = pod_with(name, node, source, SIZE_MIB=weights, HEAP_MIB=heap)
         if source is None:
             found["metadata"]["annotations"]["nvidia.com/capture-driver"] = "criu"
-        found["spec"] = worker_pod(node)
         [container] = found["spec"]["containers"]
         container["command"] = ["python3", "-c", _HELD]
-        given = {"SIZE_MIB": str(weights), "HEAP_MIB": str(heap)}
-        kept = [row for row in container["env"] if row["name"] not in given]
-        added = [{"name": each, "value": value} for each, value in given.items()]
-        container["env"] = kept + added
         return found
 
 

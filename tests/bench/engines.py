@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL
 from snapshotctl.adapters.machine import look_for_criu
 from snapshotctl.domain import criu_host, formats
 from snapshotctl.domain.demo_engines import ENGINES
 from tests.bench import common
 from tests.bench.common import ROOT, Benchmark, Results
+from tests.support import live_cluster
 from tests.support.live_cluster import LiveCluster, Session, find, snapshot
 from tests.support.ports import free_port
 
@@ -155,19 +155,11 @@ def pod(engine: Engine, name: str, folder: Path, port: int, source: str = "") ->
     container["workingDir"] = str(folder)
     if engine.needs_gpu:
         container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
-    marks = {"nvidia.com/capture-driver": engine.driver}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "annotations": {"nvidia.com/restore-from": source} if source else marks,
-        },
-        "spec": {
-            "nodeSelector": {HOSTNAME_LABEL: TARGET if source else SOURCE},
-            "containers": [container],
-        },
-    }
+    found = live_cluster.pod(name, TARGET if source else SOURCE, source or None)
+    if not source:
+        found["metadata"]["annotations"] = {"nvidia.com/capture-driver": engine.driver}
+    found["spec"]["containers"] = [container]
+    return found
 
 
 class Bench:

@@ -32,7 +32,7 @@ from tests.bench import common
 from tests.bench.common import MIB, Benchmark, Judged, Results, goal, spread
 from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.machine import huge_bytes_free, new_memory
-from tests.support.live_cluster import LONG_S, LiveCluster, Session, find, pod, snapshot, worker_pod
+from tests.support.live_cluster import LONG_S, LiveCluster, Session, find, pod, snapshot
 
 SOURCE, TARGET = "source", "target"
 PAUSE_S = 0.15
@@ -105,7 +105,7 @@ class Bench:
     async def _worker(self, session: Session, size: int) -> Worker:
         name = f"worker-{size // MIB}"
         common.say(f"starting a worker with {size // MIB} MiB")
-        await session.apply(_pod(name, SOURCE, size))
+        await session.apply(pod_with(name, SOURCE, SIZE_MIB=size // MIB))
         found = await session.reaches("Pod", name)
         return Worker(name, size, found.metadata.uid)
 
@@ -120,7 +120,8 @@ class Bench:
         spans = await _spans(session, content.status.traceparent, {*STEPS, "write", "write-root"})
         self.cluster.drop_cache()
         begin = time.monotonic()
-        await session.apply(_pod(f"{name}-restored", TARGET, worker.size, name))
+        mib = worker.size // MIB
+        await session.apply(pod_with(f"{name}-restored", TARGET, name, SIZE_MIB=mib))
         restored = await session.reaches("Pod", f"{name}-restored", lambda _: True)
         await self._answered(TARGET, restored.metadata.uid)
         restore = time.monotonic() - begin
@@ -227,12 +228,13 @@ async def _spans(session: Session, traceparent: str, wanted: set[str]) -> list[S
             await changes.wait()
 
 
-def _pod(name: str, node: str, size: int, source: str | None = None) -> dict[str, Any]:
+def pod_with(name: str, node: str, source: str | None = None, **environment: int) -> dict[str, Any]:
+    """Give a worker with some variables of its own, cold or restored."""
     found = pod(name, node, source)
-    found["spec"] = worker_pod(node)
-    for value in found["spec"]["containers"][0]["env"]:
-        if value["name"] == "SIZE_MIB":
-            value["value"] = str(size // MIB)
+    [container] = found["spec"]["containers"]
+    kept = [row for row in container["env"] if row["name"] not in environment]
+    added = [{"name": key, "value": str(value)} for key, value in environment.items()]
+    container["env"] = kept + added
     return found
 
 

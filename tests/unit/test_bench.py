@@ -19,7 +19,7 @@ import pytest
 from gms.domain.transfer import CHUNK_BYTES
 from tests.bench import agent, beside, bus, common, engines, goals, operator, pause
 from tests.bench import operator_cluster as on_cluster
-from tests.bench.__main__ import main, transferred
+from tests.bench.__main__ import main
 from tests.bench.common import MIB, ROOT, Judged, Results, Rows
 from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.gms import Bench, Turn
@@ -230,19 +230,6 @@ def test_a_session_call_is_judged_by_its_processor_time_and_its_slowest_hundredt
 # The page of both.
 
 
-def test_a_transfer_that_misses_the_limit_is_profiled() -> None:
-    seconds = row_of(LOAD, "huge", [1.0] * 5, 0.75)
-    seconds[limit_of(LOAD)]["fio"] = [0.5] * 5
-    seconds[goals.profile_of("load")] = {
-        name: [share] * 5 for name, share in zip(goals.STEPS, (0.875, 0.9), strict=True)
-    }
-    changes = {"size": 10**9, "threads": {"load": 8}}
-    row = f"| {in_pages(LOAD, 'huge')} | 0.50 | 0.75 | 0.88 | 0.90 | 1.00 |"
-    assert row in renewed("", results(seconds, **changes))
-    seconds[in_pages(LOAD, "huge")][OURS] = [0.5] * 5
-    assert "Where the time of these goes" not in renewed("", results(seconds, **changes))
-
-
 def test_the_page_has_huge_and_ordinary_pages_side_by_side() -> None:
     seconds = row_of(SAVE, "huge", [2**30 / 2e9] * 5, 2**30 / 4e9)
     seconds[in_pages(SAVE, "ordinary")] = {OURS: [2**30 / 1e9] * 5, "numpy": [2**30 / 5e8] * 5}
@@ -417,21 +404,6 @@ def test_a_small_run_measures_every_row(tmp_path: Path) -> None:
 # How a run begins and ends.
 
 
-def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    def say(text: str) -> None:
-        if "round 1 of 2" in text:
-            seen.append(len(list(tmp_path.glob(".bench-*/*"))))
-            raise KeyboardInterrupt
-
-    options = argparse.Namespace(no_huge_pages=True, folder=tmp_path, rounds=2)
-    with pytest.raises(KeyboardInterrupt):
-        transferred(options, 16 * MIB, say)
-    assert seen[0] > 0
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_by_an_exception_and_with_the_status_of_the_signal(
     number: signal.Signals,
@@ -472,17 +444,13 @@ MAINS = {"gms": main, "engines": engines.main, **{bench.name: bench.main for ben
     ("name", "words", "named"),
     [
         ("gms", "check /nowhere", "/nowhere"),
-        ("gms", "gms --rounds 0", "--rounds is 0"),
         ("gms", "gms --folder /nowhere", "--folder /nowhere"),
         ("gms", "gms --peers /nowhere", "--peers /nowhere"),
         ("gms", "gms --size-mib 64 8", "--size-mib is 8"),
         ("gms", f"gms --size-mib {2**40}", f"--size-mib is {2**40}"),
-        ("gms", "sessions --calls 1", "--calls is 1"),
-        ("agent", "--size-mib 0", "--size-mib is 0"),
         ("beside", "--heap-mib 0", "--heap-mib is 0"),
         ("bus", "--peers /nowhere", "--peers /nowhere"),
         ("engines", "--rounds 0", "--rounds is 0"),
-        ("operator", "--count 1", "--count is 1"),
         ("operator_cluster", "--rounds 0", "--rounds is 0"),
         ("pause", "--folder /none", "--folder /none"),
     ],
