@@ -250,6 +250,9 @@ class SimOs:
             opened.position += done
         return done
 
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        return self._write(self.opened(fd), data, offset)
+
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         return self._write(self.opened(fd), b"".join(buffers), offset)
 
