@@ -22,15 +22,6 @@ NO_STREAM = 10059
 NO_CONSUMER = 10014
 
 
-class _Durable(Durable):
-    """A durable with the clients that wait for its next message."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.waiting: deque[Pull] = deque()
-        self.alarm: asyncio.TimerHandle | None = None
-
-
 class SimServer:
     """The server: streams, buckets, durables, core subjects, and what can happen to it."""
 
@@ -200,38 +191,36 @@ class SimServer:
     ) -> None:
         """Create a durable, or change the settings of one."""
         self.stream(name).bind(
-            _Durable(durable, filter_, ack_wait=ack_wait_s, max_pending=max_pending)
+            Durable(durable, filter_, ack_wait=ack_wait_s, max_pending=max_pending)
         )
 
     def pull(self, pull: Call) -> Any:
         """Deliver the next messages to this request when there are some."""
         assert isinstance(pull, Pull)
-        name, durable = pull.place
-        stream = self.stream(name)
-        found = stream.durables.get(durable)
-        if found is None:
-            raise Refused(NO_CONSUMER, "consumer not found")
+        stream, found = self._bound(*pull.place)
         found.waiting.append(pull)
         self._feed(stream, found)
         return UNANSWERED
 
     def ack(self, name: str, durable: str, sequence: int) -> None:
         """Take an ack."""
-        stream = self.stream(name)
-        found = stream.durables.get(durable)
-        if found is None:
-            raise Refused(NO_CONSUMER, "consumer not found")
+        stream, found = self._bound(name, durable)
         found.settle(sequence)
         self._feed(stream, found)
 
     def nak(self, name: str, durable: str, sequence: int) -> None:
         """Take a message back that was delivered and not used; it goes out again at once."""
-        stream = self.stream(name)
-        found = stream.durables.get(durable)
-        if found is not None and sequence in found.pending:
+        stream, found = self._bound(name, durable)
+        if sequence in found.pending:
             self._deliver_again(stream, found, sequence)
 
-    def _feed(self, stream: Stream, durable: _Durable) -> None:
+    def _bound(self, name: str, durable: str) -> tuple[Stream, Durable]:
+        stream = self.stream(name)
+        if (found := stream.durables.get(durable)) is None:
+            raise Refused(NO_CONSUMER, "consumer not found")
+        return stream, found
+
+    def _feed(self, stream: Stream, durable: Durable) -> None:
         """Deliver as long as there are messages and clients that wait."""
         if not self.is_up or self.is_stalled:
             return
@@ -255,16 +244,16 @@ class SimServer:
                 self.later(delay, self._deliver_again, stream, durable, message.sequence)
         self._arm(stream, durable)
 
-    def _deliver_again(self, stream: Stream, durable: _Durable, sequence: int) -> None:
+    def _deliver_again(self, stream: Stream, durable: Durable, sequence: int) -> None:
         durable.put_back(sequence)
         self._feed(stream, durable)
 
-    def _arm(self, stream: Stream, durable: _Durable) -> None:
+    def _arm(self, stream: Stream, durable: Durable) -> None:
         at = durable.next_expiry()
         if durable.alarm is None and at is not None:
             durable.alarm = self.at(at, self._expire, stream, durable)
 
-    def _expire(self, stream: Stream, durable: _Durable) -> None:
+    def _expire(self, stream: Stream, durable: Durable) -> None:
         durable.alarm = None
         if self.is_up:
             durable.expire(self.now)

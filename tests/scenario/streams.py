@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
 
@@ -84,6 +84,10 @@ class Durable:
         self.again: deque[int] = deque()
         self.pending: dict[int, float] = {}
         """Sequence to the time at which it is delivered again, earliest first."""
+        self.waiting: deque[Any] = deque()
+        """The requests of clients that wait for the next message."""
+        self.alarm: Any = None
+        """What ends the earliest wait for an ack."""
 
     def take(self, stream: Stream, now: float) -> Stored | None:
         """Give the next message and count it as delivered: first what comes again."""
