@@ -234,8 +234,6 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
         if share * least > 1:
             why += f", which itself is {1 / share:.2f} x as fast"
     ratio = median(rivals[best]) / median(ours)
-    if goal.what in LIMITS and ratio < least:
-        why = _alone(goal, seconds)
     # A peer that needs more of the processors than we do suffers more from others than we do; a
     # probe of the disk suffers less.
     verdict, reason = decided(
@@ -247,21 +245,6 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
     what = goal.what if best in goal.what else f"{goal.what} ({best})"
     reasons = "; ".join(filter(None, (why, reason)))
     return Judged(of, goal.row, what, f"≥ {least:g} x", f"{ratio:.2f} x", verdict, reasons)
-
-
-def _alone(goal: Goal, seconds: Rows) -> str:
-    """Say where the disk is with what a transfer does to the bytes, and nothing else of it.
-
-    It takes turns with one large allocation, and is compared with the limit there.
-    """
-    step = STEPS[goal.row == in_pages(goal.row.rpartition(", ")[0], PAGES[1])]
-    verb, row = ("save", saving) if goal.what == LIMITS[0] else ("load", loading)
-    alone = seconds.get(profile_of(verb), {}).get(step)
-    limits = seconds.get(limit_of(row(SHAPES[0])))
-    if not alone or not limits:
-        return ""
-    share = median(limits[fastest(limits)]) / median(alone)
-    return f"the disk alone, {step}, is at {share:.2f} of it"
 
 
 def _rivals(goal: Goal, row: Row) -> Row:
@@ -306,9 +289,6 @@ def judged_bound(of: str, bound: Bound, seconds: Rows, others: float) -> Judged:
         others=others,
         suffers=bound.rival == AIO and bound.row == P99,
     )
-    if verdict != "met" and bound.rival != BARE and (bare := row.get(BARE)):
-        share = median(bare) / median(rival)
-        why = "; ".join(filter(None, (f"an {BARE} that only answers is at {share:.2f} x", why)))
     return Judged(of, bound.row, bound.rival, wanted, f"{ratio:.2f} x", verdict, why)
 
 

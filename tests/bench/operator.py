@@ -29,6 +29,7 @@ from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.manager import Manager
 from snapshot_operator.runtime.spans import Spans
+from snapshot_shared.api import VerifyRequest
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS
@@ -144,12 +145,18 @@ async def work_costs(found: Results) -> None:
         found.add(STATUS, verb, many / ten)
 
 
-async def fill(path: Path, count: int, pods: int) -> None:
-    """Write a store as an operator leaves it: some captured checkpoints with all their objects."""
+async def captured_world() -> World:
+    """Return a world whose one checkpoint is Ready."""
     world = World()
     await world.join(presence("node-0"))
     await world.apply(checkpoint_document())
     await world.answer_all()
+    return world
+
+
+async def fill(path: Path, count: int, pods: int) -> None:
+    """Write a store as an operator leaves it: some captured checkpoints with all their objects."""
+    world = await captured_world()
     model = {type(value).__name__: value for value in await world.everything()}
     store = SqliteStore(path, timestamp=lambda: "2026-01-01T00:00:00Z").open()
     store._db.execute("PRAGMA synchronous=OFF")
@@ -292,12 +299,7 @@ async def waiting_world(waiting: int) -> World:
 
 async def status_sizes(verb: str) -> tuple[int, int]:
     """Return the bytes of an object after 10 and after many failures of one of its orders."""
-    from snapshot_shared.api import VerifyRequest
-
-    world = World()
-    await world.join(presence("node-0"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await captured_world()
     kind = "Pod" if verb == "stop" else "SnapshotContent"
     if verb != "verify":
         await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
@@ -307,18 +309,12 @@ async def status_sizes(verb: str) -> tuple[int, int]:
         if verb == "verify":
             await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
             await world.settle()
-        (order,) = world.orders.history[-1:] if verb != "delete" else _last(world, verb)
-        if order.verb != verb:
-            (order,) = _last(world, verb)
-        await world.fail(order, "DeviceBusy")
+        last = next(order for order in reversed(world.orders.history) if order.verb == verb)
+        await world.fail(last, "DeviceBusy")
         if number in (9, FAILURES - 1):
             sizes.append(len(encode_json(world.cluster.all(kind)[0])))
         await world.advance(601.0)
     return sizes[0], sizes[1]
-
-
-def _last(world: World, verb: str) -> list[Any]:
-    return [next(order for order in reversed(world.orders.history) if order.verb == verb)]
 
 
 def ms(seconds: float) -> str:

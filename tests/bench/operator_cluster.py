@@ -40,8 +40,7 @@ from tests.cluster import cluster as machines
 from tests.cluster import programs
 from tests.cluster.lying_proxy import lying_proxy
 from tests.cluster.target import define
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document
 from tests.support.waiting import until
 
 TITLE = "Operator on an API server"
@@ -118,10 +117,7 @@ async def turns(kubeconfig: str, options: argparse.Namespace, found: Results) ->
 async def fill(client: KubeClient, count: int, pods: int) -> Objects:
     """Create checkpoints as an operator leaves them, and pods as a kubelet does."""
     common.say(f"creating {count:,} checkpoints and {pods:,} pods")
-    world = World()
-    await world.join(presence("node-0"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await operator.captured_world()
     captured = (await world.get("DynamoCheckpoint", "llm")).status
 
     async def create_checkpoint(name: str) -> None:

@@ -32,7 +32,6 @@ from tests.unit.tables import each
 MET, MISSED, UNCLEAR, NOT_RUN = "met", "missed", "inconclusive", "not measured"
 SAVE = goals.saving(SHAPES[0])
 LOAD = goals.loading(SHAPES[0])
-SMALL_SAVE = goals.saving(SHAPES[1])
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.0]
 WILD = [1.0, 2.0, 0.5, 2.0, 0.5]
 
@@ -128,23 +127,6 @@ def test_the_limit_is_the_fastest_probe_there_is() -> None:
 
 
 @each(
-    ("row", "pages", "others", "why"),
-    [
-        (SAVE, "ordinary", {}, "digested and copied, is at 0.62 of it; 47% short of it"),
-        # It is compared with the limit that it took turns with.
-        (SMALL_SAVE, "huge", {limit_of(SAVE): {"fio": [0.3] * 5}}, "digested, is at 0.50 of it"),
-    ],
-)
-def test_a_missed_limit_is_beside_what_the_disk_does_with_the_same_work(
-    row: str, pages: str, others: Rows, why: str
-) -> None:
-    seconds = row_of(row, pages, STEADY, 0.5) | others
-    seconds[goals.profile_of("save")] = dict(zip(goals.STEPS, ([0.6] * 5, [0.8] * 5), strict=True))
-    line = line_of(results(seconds), in_pages(row, pages), "write limit")
-    assert f"the disk alone, {why}" in line.why
-
-
-@each(
     ("row", "limit", "best", "wanted", "verdict"),
     [
         (SAVE, 0.95, 1.6, "≥ 1.5 x", MET),
@@ -228,6 +210,17 @@ def test_a_session_call_is_judged_by_its_processor_time_and_its_slowest_hundredt
 
 
 # The page of both.
+
+
+def test_a_transfer_that_misses_the_limit_is_profiled() -> None:
+    seconds = row_of(LOAD, "huge", [1.0] * 5, 0.75)
+    seconds[limit_of(LOAD)]["fio"] = [0.5] * 5
+    seconds[goals.profile_of("load")] = dict(zip(goals.STEPS, ([0.875], [0.9]), strict=True))
+    changes = {"size": 10**9, "threads": {"load": 8}}
+    row = f"| {in_pages(LOAD, 'huge')} | 0.50 | 0.75 | 0.88 | 0.90 | 1.00 |"
+    assert row in renewed("", results(seconds, **changes))
+    seconds[in_pages(LOAD, "huge")][OURS] = [0.5] * 5
+    assert "Where the time of these goes" not in renewed("", results(seconds, **changes))
 
 
 def test_the_page_has_huge_and_ordinary_pages_side_by_side() -> None:
