@@ -87,7 +87,6 @@ class Bench:
         self.size = 0
 
     async def run(self, rounds: int) -> None:
-        """Measure everything."""
         with self._helper():
             heap = str(ROOT / "tests" / "bench" / "heap.py")
             source = self._contained(sys.executable, heap, str(self.found.facts["heap"] // MIB))

@@ -45,7 +45,6 @@ class Bench:
         self.cluster = LiveCluster(folder, tools=ROOT / ".tools")
 
     async def run(self, rounds: int, found: Results) -> None:
-        """Measure everything."""
         names = list(self.workers)
         try:
             room = self.workers[BOTH][0] + ROOM // MIB

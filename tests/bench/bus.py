@@ -29,7 +29,7 @@ from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.orders import ArtifactRef, Report, VerifyOrder
 from snapshot_shared.tasks import end_all
 from tests.bench import common
-from tests.bench.bus_server import CONTENDERS, ECHO, SERVICE, TOGETHER, node_of, stamp
+from tests.bench.bus_server import CONTENDERS, ECHO, SERVICE, TOGETHER, stamp
 from tests.bench.common import OTHERS, Benchmark, Judged, Results, goal
 from tests.support.nats_server import running_nats_server
 
@@ -100,7 +100,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> Results:
                     if name != PEER or common.has_peer(PEER, options.peers)
                 ]
                 for server in servers:
-                    await _together(client, node_of(server.name), made, TOGETHER)
+                    await _together(client, NodeName(server.name), made, TOGETHER)
                 await _empty(client)
                 for number in range(options.rounds):
                     common.say(f"round {number + 1} of {options.rounds}")
@@ -108,7 +108,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> Results:
                     await _latencies(bus, client, folder, made, found, forwards=number % 2 == 0)
                     for server in servers[:: -1 if number % 2 else 1]:
                         before = server.cpu()
-                        took = await _together(client, node_of(server.name), made, orders)
+                        took = await _together(client, NodeName(server.name), made, orders)
                         found.add(A_SECOND, server.name, orders / took)
                         found.add(CPU, server.name, (server.cpu() - before) / orders)
                         await _empty(client)
@@ -152,7 +152,7 @@ async def _requests(client: Client, made: Orders, calls: int) -> list[float]:
     """Send what an order is as a request over core NATS, which comes back as it is."""
     times = []
     for _ in range(calls):
-        _, data = made.next(node_of(OURS))
+        _, data = made.next(NodeName(OURS))
         begin = time.perf_counter()
         await client.request(ECHO, data, timeout=WAIT_S)
         times.append(time.perf_counter() - begin)
@@ -165,7 +165,7 @@ async def _answers(bus: Bus, made: Orders, calls: int) -> dict[str, list[float]]
     answers: list[float] = []
     async with _reports(bus) as ended:
         for _ in range(calls):
-            subject, data = made.next(node_of(OURS))
+            subject, data = made.next(NodeName(OURS))
             published = stamp()
             await bus.publish(subject, data, expected_last=0)
             begun, heard = await asyncio.wait_for(ended.get(), WAIT_S)
@@ -180,7 +180,7 @@ async def _reports(bus: Bus) -> AsyncIterator[asyncio.Queue[tuple[int, int]]]:
     ended: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     async def follow() -> None:
-        filter_ = _reports_of(node_of(OURS))
+        filter_ = _reports_of(NodeName(OURS))
         async with aclosing(bus.consume(subjects.REPORTS, "operator", filter_)) as source:
             async for delivery in source:
                 report = decode_json(delivery.data, Report)

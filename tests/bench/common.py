@@ -160,18 +160,24 @@ def listed(machine: Mapping[str, str]) -> Iterator[str]:
     return (f"- {key}: {value}" for key, value in machine.items())
 
 
-def ends(samples: Sequence[float], shown: str = "{:,.0f}", scale: float = 1.0) -> str:
-    """Write the least and the greatest sample."""
-    return " … ".join(shown.format(each * scale) for each in (min(samples), max(samples)))
+def ends(
+    samples: Sequence[float],
+    shown: str = "{:,.0f}",
+    scale: float = 1.0,
+    *,
+    slowest_first: bool = False,
+) -> str:
+    """Write the least and the greatest sample or, of times, these two in turn."""
+    both = sorted((min(samples), max(samples)), reverse=slowest_first)
+    return " … ".join(shown.format(each * scale) for each in both)
 
 
 def cell(
     samples: Sequence[float], shown: str, scale: float = 1.0, *, slowest_first: bool = False
 ) -> str:
-    """Write the median, and the least and the greatest sample or, of times, these two in turn."""
-    both = (max(samples), min(samples)) if slowest_first else (min(samples), max(samples))
-    first, last = (shown.format(each * scale) for each in both)
-    return f"{middle(samples, shown, scale)} ({first} … {last})"
+    """Write the median and both ends."""
+    of = ends(samples, shown, scale, slowest_first=slowest_first)
+    return f"{middle(samples, shown, scale)} ({of})"
 
 
 def middle(samples: Sequence[float], shown: str = "{:,.0f}", scale: float = 1.0) -> str:
@@ -313,13 +319,8 @@ def has_peer(name: str, peers: Path | None) -> bool:
     return find_spec(name) is not None or (peers is not None and (peers / name).is_dir())
 
 
-def with_peers(peers: Path | None) -> dict[str, str]:
-    """Return the environment of a contender that `use_peers` finds a folder of peers in."""
-    return {**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""}
-
-
 def use_peers() -> None:
-    """Import from the folder of peers as well."""
+    """Import from the folder of peers that a contender was started with."""
     if peers := os.environ.get("BENCH_PEERS"):
         # Last, so that whatever is here already stays what it is.
         sys.path.append(peers)
@@ -335,7 +336,7 @@ def contender(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=with_peers(peers),
+        env={**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""},
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -86,27 +86,26 @@ class Engine(NamedTuple):
 
 
 def engines() -> Iterator[Engine]:
+    """Yield every engine under each driver."""
     identify = Request("/identify", (ROOT / ASKED).read_bytes())
-    of_model: dict[str, Any] = {"first": identify, "asked": identify, "can_nap": True}
-    served = {**MODEL, "HTTP_PORT": "{port}"}
-    for driver in criu_host.DRIVERS:
-        yield Engine(
-            name="onnxruntime, weights in GPU memory",
-            driver=driver,
-            program=[*SERVER],
-            environment=served,
-            needs_gpu=True,
-            **of_model,
-        )
-    for driver in criu_host.DRIVERS:
-        yield Engine(
-            name="onnxruntime as it is",
-            driver=driver,
-            program=[*SERVER, "--stock"],
-            around=["snapback-run", "--ready", "GET http://127.0.0.1:{port}/health", "--"],
-            environment=served,
-            **of_model,
-        )
+    with_model = Engine(
+        name="onnxruntime, weights in GPU memory",
+        driver="",
+        program=[*SERVER],
+        first=identify,
+        asked=identify,
+        environment={**MODEL, "HTTP_PORT": "{port}"},
+        can_nap=True,
+        needs_gpu=True,
+    )
+    stock = with_model._replace(
+        name="onnxruntime as it is",
+        program=[*SERVER, "--stock"],
+        around=["snapback-run", "--ready", "GET http://127.0.0.1:{port}/health", "--"],
+        needs_gpu=False,
+    )
+    for engine in (with_model, stock):
+        yield from (engine._replace(driver=driver) for driver in criu_host.DRIVERS)
     api = "http://127.0.0.1:{port}/moto-api/"
     replay = ["--state", "moto_recording", "--restore", f"{api}recorder/replay-recording"]
     for driver in criu_host.DRIVERS:
@@ -178,7 +177,6 @@ class Bench:
         self.cluster = LiveCluster(folder, tools=None if lacking else Path(host.tools))
 
     async def run(self, rounds: int) -> None:
-        """Measure everything."""
         try:
             await self.cluster.up(SOURCE, TARGET, mib=DEVICE_MIB)
             async with self.cluster.session() as session:

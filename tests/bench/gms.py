@@ -117,7 +117,6 @@ class Bench:
             memory.close()
 
     def run(self) -> goals.Transfers:
-        """Measure everything."""
         self.say(f"{goals.size_text(self.size)}: fill memory, try each peer")
         for memory in self.memories:
             memory.fill()

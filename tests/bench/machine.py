@@ -87,21 +87,24 @@ def recycle(size: int) -> None:
                 pool.submit(populate, begin + at, min(each, size - at))
 
 
+def _kilobytes(path: str, field: str) -> int:
+    lines = Path(path).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
 def available_bytes() -> int:
     """Give the bytes that may still be allocated before the kernel has to swap or to kill."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    return _kilobytes("/proc/meminfo", "MemAvailable") * 1024
 
 
 def memory_mb(field: str) -> float:
-    """Give a field of the status of this process, which is in kilobytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1000
+    """Give a field of the status of this process."""
+    return _kilobytes("/proc/self/status", field) / 1000
 
 
 def private_bytes() -> int:
     """Give the private memory of this process."""
-    return int(memory_mb("RssAnon") * 1000) * 1024
+    return _kilobytes("/proc/self/status", "RssAnon") * 1024
 
 
 @contextlib.contextmanager

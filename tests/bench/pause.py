@@ -86,7 +86,6 @@ class Bench:
                 os.posix_fallocate(fd, 0, needed)
 
     async def run(self, rounds: int) -> None:
-        """Measure everything."""
         try:
             room = max(self.sizes) + ROOM
             await self.cluster.up(SOURCE, TARGET, gpus=len(self.sizes), mib=room // MIB)

@@ -83,7 +83,6 @@ class Settings(msgspec.Struct, frozen=True):
     """When a node is cordoned, and when it is uncordoned again."""
 
     def rate(self, index: int) -> float:
-        """Give the rate of the clocks of a node."""
         return self.rates[index % len(self.rates)]
 
 
@@ -357,7 +356,6 @@ def _habits(rng: random.Random) -> Habits:
 
 
 def act(world: World, fault: Fault) -> None:
-    """Make a fault happen."""
     if world.is_over:
         return
     world.note(str(fault))
@@ -623,12 +621,8 @@ def _poison(world: World, fault: Fault) -> None:
 
 def _bus_crash(world: World, fault: Fault) -> None:
     world.server.crash()
-    world.loop.in_world(fault.amount**2 * 30, _bus_restart, world)
-
-
-def _bus_restart(world: World) -> None:
-    if not world.server.is_up:
-        world.server.restart()
+    restart = world.server.restart
+    world.loop.in_world(fault.amount**2 * 30, lambda: world.server.is_up or restart())
 
 
 _ACTS: dict[str, Callable[[Any, Fault], None]] = {

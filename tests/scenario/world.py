@@ -139,7 +139,6 @@ class World:
         return self.loop.now < self.rewound_at + IN_FLIGHT_S
 
     def node(self, name: str) -> SimNode:
-        """Find a node."""
         return next(node for node in self.nodes if node.name == name)
 
     def read(self, path: str) -> bytes:
@@ -204,7 +203,6 @@ class World:
             self.rules.fail("defect", f"{context['message']}: {error!r}")
 
     def stop(self) -> None:
-        """End the run."""
         self.is_over = True
         self.loop.call_soon(self.loop.stop)
 
