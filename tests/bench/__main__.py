@@ -19,9 +19,8 @@ from snapback_client.reservation import HUGE_PAGE
 from tests.bench import common, sessions
 from tests.bench.common import MIB
 from tests.bench.gms import FILES, Bench
-from tests.bench.goals import Results, Transfers, judged
+from tests.bench.goals import Results, Transfers, judged, renewed
 from tests.bench.machine import available_bytes, describe, huge_pages_set_aside
-from tests.bench.page import renewed
 
 SHORT = {"size_mib": [256], "rounds": 1, "calls": 300}
 """What a short run measures. It decides nothing, and shows that each row works."""

@@ -8,7 +8,6 @@ status is 1 when a goal is missed, and 2 when a request makes no sense.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import mmap
 import os
@@ -18,13 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
-
-import msgspec
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.copying import SIDE_BY_SIDE
@@ -38,14 +35,18 @@ from snapshot_shared.artifact import FileEntry
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef
 from tests.bench import common
-from tests.bench.common import MIB, ROOT, Benchmark, Judged, goal
+from tests.bench.common import MIB, ROOT, Benchmark, Judged, Results, goal
 from tests.bench.disk import drop, huge_pages, raw_transfer, warm
-from tests.bench.machine import Watch, describe, new_memory
+from tests.bench.machine import new_memory
 from tests.support.container import command
 
 TOOLS = ROOT / ".tools"
 OURS = "snapback"
 WITHIN_S = 300.0
+DURABLE, DUMPED = "dump, until durable", "dump, not durable"
+STOPPED = "worker stopped"
+CACHED, COLD = "restore, cached", "restore, cold"
+"""The restores read the dump of `snapback` of the same round, in the page cache or not."""
 TITLE = "Dumps and restores of processes"
 OVER_CRIU = 1.1
 """The goal for a dump: at most this many times as long as CRIU and fsync after it."""
@@ -53,31 +54,6 @@ OF_DISK = 0.7
 """The goal for a dump: at least this share of the raw write limit."""
 OVER_CRIU_RESTORE = 1.2
 """The goal for a restore: at most this many times as long as CRIU alone."""
-
-Seconds = dict[str, float]
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One round, in seconds by contender. `size` is that of all files of the dump in bytes.
-
-    A dump of `criu` ends when CRIU ends, all others when the bytes are on the disk. The restores
-    read the dump of `snapback` of the same round, which is in the page cache (`cached`) or not.
-    """
-
-    size: int
-    dump: Seconds
-    frozen: Seconds
-    cached: Seconds
-    cold: Seconds
-
-
-class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All turns. `others` is the share of the processors that others took."""
-
-    machine: dict[str, str]
-    heap: int
-    others: float
-    turns: list[Turn]
 
 
 class Container(NamedTuple):
@@ -99,8 +75,8 @@ async def ignored(_done: int) -> None:
 class Bench:
     """One run in a folder of the disk that is measured. `layers` is a folder of another one."""
 
-    def __init__(self, folder: Path, layers: Path, heap: int, rounds: int) -> None:
-        self.folder, self.layers, self.heap, self.rounds = folder, layers, heap, rounds
+    def __init__(self, folder: Path, layers: Path, found: Results) -> None:
+        self.folder, self.layers, self.found = folder, layers, found
         self.criu = TOOLS / "criu" / "criu"
         self.artifacts = folder / "artifacts"
         self.artifacts.mkdir()
@@ -110,26 +86,21 @@ class Bench:
         self.places = 0
         self.size = 0
 
-    async def run(self) -> Results:
-        """Measure everything."""
-        machine = {"day": time.strftime("%Y-%m-%d", time.gmtime()), **describe(self.folder)}
-        watch = Watch()
-        turns = []
+    async def run(self, rounds: int) -> None:
         with self._helper():
             heap = str(ROOT / "tests" / "bench" / "heap.py")
-            source = self._contained(sys.executable, heap, str(self.heap // MIB))
+            source = self._contained(sys.executable, heap, str(self.found.facts["heap"] // MIB))
             try:
                 first = self._new_folder(self.artifacts)
-                _, made = await self._dump(source.worker, first)
+                made = await self._dump(source.worker, first)
                 shutil.rmtree(first)
                 written = sum(each.size for each in made.files)
-                self.size = written + -written % mmap.PAGESIZE
-                for number in range(1, self.rounds + 1):
-                    common.say(f"round {number} of {self.rounds}")
-                    turns.append(await self._turn(source.worker, number))
+                self.found.facts["size"] = self.size = written + -written % mmap.PAGESIZE
+                for number in range(1, rounds + 1):
+                    common.say(f"round {number} of {rounds}")
+                    await self._turn(source.worker, number)
             finally:
                 source.end()
-        return Results(machine=machine, heap=self.heap, others=watch.others(), turns=turns)
 
     @contextlib.contextmanager
     def _helper(self) -> Iterator[None]:
@@ -184,40 +155,38 @@ class Bench:
         folder.mkdir()
         return folder
 
-    async def _turn(self, worker: Worker, number: int) -> Turn:
-        dump: Seconds = {}
-        frozen: Seconds = {}
+    async def _turn(self, worker: Worker, number: int) -> None:
         part = self._new_folder(self.artifacts)
         files: Sequence[FileEntry] = ()
 
         async def snapback() -> None:
             nonlocal files
-            dump["snapback"], made = await self._dump(worker, part)
+            begin = time.monotonic()
+            made = await self._dump(worker, part)
+            self.found.add(DURABLE, OURS, time.monotonic() - begin)
             assert made.frozen_s is not None
-            frozen["snapback"] = made.frozen_s
+            self.found.add(STOPPED, OURS, made.frozen_s)
             files = made.files
 
         async def criu() -> None:
             images = self._new_folder(self.folder)
-            times = self._bare_dump(worker.process.pid, images)
-            dump["criu"], dump["criu, fsync"], frozen["criu"] = times
+            self._bare_dump(worker.process.pid, images)
             shutil.rmtree(images)
 
         async def disk() -> None:
             path = self.folder / "raw"
             begin = time.monotonic()
             raw_transfer(path, [self.staging], self.size, os.pwritev)
-            dump["disk"] = time.monotonic() - begin
+            self.found.add(DURABLE, "disk", time.monotonic() - begin)
             path.unlink()
 
         # Whoever is first finds another machine than who comes after it.
-        for each in common.rotated((snapback, criu, disk), number % 3, 3):
+        for each in common.rotated((snapback, criu, disk), (number - 1) % 3, 3):
             self._recycle()
             await each()
-        cached = await self._restores(part, files, number, cold=False)
-        cold = await self._restores(part, files, number, cold=True)
+        for row, ready in ((CACHED, warm), (COLD, drop)):
+            await self._restores(part, files, number, row, ready)
         shutil.rmtree(part)
-        return Turn(size=self.size, dump=dump, frozen=frozen, cached=cached, cold=cold)
 
     def _recycle(self) -> None:
         """Touch and release as much memory as a contender needs, and the cache of its files.
@@ -228,15 +197,13 @@ class Bench:
         with opened(new_memory(size, in_huge_pages=False)) as fd:
             os.posix_fallocate(fd, 0, size)
 
-    async def _dump(self, worker: Worker, part: Path) -> tuple[float, Dump]:
-        begin = time.monotonic()
+    async def _dump(self, worker: Worker, part: Path) -> Dump:
         with opened(os.open(part, os.O_RDONLY | os.O_DIRECTORY)) as fd:
-            made = Dump(worker, 1, begin + WITHIN_S, ignored, fd)
+            made = Dump(worker, 1, time.monotonic() + WITHIN_S, ignored, fd)
             await self.driver.dump(made)
-        return time.monotonic() - begin, made
+        return made
 
-    def _bare_dump(self, pid: int, images: Path) -> tuple[float, float, float]:
-        """Return the seconds of CRIU, those until its files are durable, and those of its stop."""
+    def _bare_dump(self, pid: int, images: Path) -> None:
         seen = observe.tree(*self._key(pid), cgroups=Path("/sys/fs/cgroup"))
         work = self._new_folder(self.folder)
         plan = DumpPlan(
@@ -252,12 +219,11 @@ class Bench:
         del arguments[at : at + 2]
         begin = time.monotonic()
         subprocess.run([self.criu, *arguments], cwd=work, check=True, stdin=subprocess.DEVNULL)
-        ended = time.monotonic()
+        self.found.add(DUMPED, "criu", time.monotonic() - begin)
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             list(pool.map(_sync, (*images.iterdir(), images)))
-        durable = time.monotonic()
-        stopped = frozen_s((work / "stats-dump").read_bytes())
-        return ended - begin, durable - begin, stopped
+        self.found.add(DURABLE, "criu, fsync", time.monotonic() - begin)
+        self.found.add(STOPPED, "criu", frozen_s((work / "stats-dump").read_bytes()))
 
     def _key(self, pid: int) -> tuple[int, int]:
         seen = procfs.read(pid)
@@ -265,22 +231,26 @@ class Bench:
         return seen.key
 
     async def _restores(
-        self, part: Path, files: Sequence[FileEntry], number: int, *, cold: bool
-    ) -> Seconds:
-        found: Seconds = {}
-        names = ["snapback", "criu"]
+        self,
+        part: Path,
+        files: Sequence[FileEntry],
+        number: int,
+        row: str,
+        ready: Callable[[Path], None],
+    ) -> None:
+        names = [OURS, "criu"]
         for name in names if number % 2 else reversed(names):
             placeholder = self._contained("/snapback/snapback-init")
             try:
                 self._recycle()
-                (drop if cold else warm)(part)
+                ready(part)
                 if name == "criu":
-                    found[name] = self._bare_restore(placeholder.worker.process.pid, part)
+                    taken = self._bare_restore(placeholder.worker.process.pid, part)
                 else:
-                    found[name] = await self._restore(placeholder.worker, part, files)
+                    taken = await self._restore(placeholder.worker, part, files)
+                self.found.add(row, name, taken)
             finally:
                 placeholder.end()
-        return found
 
     async def _restore(self, worker: Worker, part: Path, files: Sequence[FileEntry]) -> float:
         begin = time.monotonic()
@@ -303,69 +273,47 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
 
 
-def judged(results: Results) -> Iterator[Judged]:
-    """Compare with every goal. A missed goal is inconclusive if the machine is too noisy."""
-
-    def compared(
-        row: str, against: str, of: str, theirs: str, most: float = 0.0, least: float | None = None
-    ) -> Judged:
-        ours, others = (
-            [getattr(turn, of)[name] for turn in results.turns] for name in (OURS, theirs)
-        )
-        ratio = median(ours) / median(others)
-        if least is not None:
-            # Shown the other way round, as a share of their speed.
-            return goal(
-                TITLE, row, against, 1 / ratio, ours, others, least=least, others=results.others
-            )
-        return goal(TITLE, row, against, ratio, ours, others, most=most, others=results.others)
-
-    yield compared("dump", "criu, fsync", "dump", "criu, fsync", OVER_CRIU)
-    yield compared("dump", "raw write limit", "dump", "disk", least=OF_DISK)
-    yield compared("restore, cached", "criu", "cached", "criu", OVER_CRIU_RESTORE)
-    yield compared("restore, cold", "criu", "cold", "criu", OVER_CRIU_RESTORE)
+def judged(found: Results) -> Iterator[Judged]:
+    for row, rival, most in (
+        (DURABLE, "criu, fsync", OVER_CRIU),
+        (CACHED, "criu", OVER_CRIU_RESTORE),
+        (COLD, "criu", OVER_CRIU_RESTORE),
+    ):
+        ours, theirs = (found.samples[row][name] for name in (OURS, rival))
+        ratio = median(ours) / median(theirs)
+        yield goal(TITLE, row, rival, ratio, ours, theirs, most=most, others=found.others)
+    ours, disk = (found.samples[DURABLE][name] for name in (OURS, "disk"))
+    share, against = median(disk) / median(ours), "raw write limit"
+    yield goal(TITLE, DURABLE, against, share, ours, disk, least=OF_DISK, others=found.others)
 
 
-def _lines(results: Results) -> Iterator[str]:
-    turns = results.turns
+def lines(found: Results) -> Iterator[str]:
     yield f"## {TITLE}\n"
+    heap = found.facts["heap"] // MIB
     yield (
-        f"Written by `make bench-agent`: a worker with a heap of {results.heap // MIB} MiB in\n"
-        f"namespaces of its own, {len(turns)} rounds, contenders in turn, medians. `snapback` is\n"
-        "the driver `criu` with a real helper, from its request until every file has its digests\n"
-        "and is on the disk, or until the restored process runs. `criu` is CRIU alone with its\n"
+        f"Written by `make bench-agent`: a worker with a heap of {heap} MiB in namespaces of its\n"
+        f"own, {found.rounds} rounds, contenders in turn, medians. `snapback` is the driver\n"
+        "`criu` with a real helper, from its request until every file has its digests and is on\n"
+        "the disk, or until the restored process runs. `criu` is CRIU alone with its\n"
         "options: it checks nothing, leaves out the files of the container, and its dump is not\n"
         "durable; with `criu, fsync` it is. `disk` is the raw write limit for as many bytes: past\n"
         "the page cache, which CRIU cannot do. All restores of a round read the same dump.\n"
-        f"Others took {results.others:.0%} of the processors. The machine:\n"
+        f"Others took {found.others:.0%} of the processors. The machine:\n"
     )
-    yield from common.listed(results.machine)
-    yield from common.goal_table(judged(results))
-    size = median(turn.size for turn in turns)
-    head = (f"{size / MIB:.0f} MiB of files", "contender", "ms (median)", "fastest … slowest")
-    contenders = (
-        ("dump, until durable", "dump", (OURS, "criu, fsync", "disk")),
-        ("dump, not durable", "dump", ("criu",)),
-        ("worker stopped", "frozen", (OURS, "criu")),
-        ("restore, cached", "cached", (OURS, "criu")),
-        ("restore, cold", "cold", (OURS, "criu")),
-    )
-    samples = (
-        (row, name, [getattr(turn, of)[name] for turn in turns])
-        for row, of, names in contenders
-        for name in names
-    )
-    rows = (
-        (row, name, common.middle(s, "{:.0f}", 1e3), common.ends(s, "{:.0f}", 1e3))
-        for row, name, s in samples
-    )
-    yield from common.table(head, rows)
+    yield from common.listed(found.machine)
+    yield from common.goal_table(judged(found))
+    of = f"{found.facts['size'] / MIB:.0f} MiB of files"
+    head = (of, "contender", "ms (median)", "fastest … slowest")
+    yield from common.sample_table(head, found.samples, "{:.0f}", 1e3)
 
 
-def _measured(options: argparse.Namespace, folder: Path) -> Results:
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir="/dev/shm") as layers:
-        bench = Bench(folder, Path(layers), options.size_mib * MIB, options.rounds)
-        return asyncio.run(bench.run())
+async def measure(options: argparse.Namespace, folder: Path) -> Results:
+    with (
+        tempfile.TemporaryDirectory(prefix=".bench-", dir="/dev/shm") as layers,
+        common.measuring(folder, heap=options.size_mib * MIB) as found,
+    ):
+        await Bench(folder, Path(layers), found).run(options.rounds)
+    return found
 
 
 def _lacking() -> str:
@@ -376,7 +324,7 @@ def _lacking() -> str:
 
 
 NUMBERS = {"size-mib": (1024, 1, "of the heap (1024)"), "rounds": (5, 1, "")}
-BENCH = Benchmark("agent", __doc__, NUMBERS, _measured, _lines, judged, _lacking)
+BENCH = Benchmark("agent", __doc__, NUMBERS, measure, lines, judged, _lacking)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

@@ -9,28 +9,26 @@ the goal is missed, and 2 when a request makes no sense.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
-
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.objects.snapback import SnapshotRestore, restore_name
 from tests.bench import common
-from tests.bench.common import MIB, ROOT, Benchmark, Judged, goal
-from tests.bench.machine import describe
-from tests.bench.pause import ROOM, SOURCE, TARGET
-from tests.support.live_cluster import LiveCluster, Session, find, pod, snapshot, worker_pod
+from tests.bench.common import MIB, ROOT, Benchmark, Judged, Results, goal
+from tests.bench.pause import ROOM, SOURCE, TARGET, pod_with
+from tests.support.live_cluster import LiveCluster, Session, find, snapshot
 
 TITLE = "Weights beside the process"
 GOAL = 1.1
 """A restore of both may take this many times as long as the longer of its parts does alone."""
 LEAST_MIB = 4
 WEIGHTS, HEAP, BOTH = "weights", "process", "both"
+IN_ALL = "in all"
+ROWS = ("load", "place", "restore", IN_ALL)
+"""The verbs of a restore, and the whole."""
 _HELD = """
 import os, runpy, sys
 held = [os.urandom(1 << 20) for _ in range(int(os.environ["HEAP_MIB"]))]
@@ -39,52 +37,29 @@ runpy.run_path("deploy/examples/worker.py", run_name="__main__")
 """
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One restore, in seconds: from its first order on, and what each verb took of it."""
-
-    total: float
-    verbs: dict[str, float]
-
-
-class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All turns, by what the worker has; sizes in bytes."""
-
-    machine: dict[str, str]
-    weights: int
-    heap: int
-    turns: dict[str, list[Turn]]
-
-
 class Bench:
     """One run in a folder of the disk that is measured."""
 
-    def __init__(self, folder: Path, weights: int, heap: int, rounds: int) -> None:
-        self.folder, self.rounds = folder, rounds
-        self.weights, self.heap = weights, heap
+    def __init__(self, folder: Path, weights: int, heap: int) -> None:
         self.workers = {WEIGHTS: (weights, 0), HEAP: (LEAST_MIB, heap), BOTH: (weights, heap)}
         self.cluster = LiveCluster(folder, tools=ROOT / ".tools")
 
-    async def run(self) -> Results:
-        """Measure everything."""
-        machine = describe(self.folder)
-        turns: dict[str, list[Turn]] = {name: [] for name in self.workers}
+    async def run(self, rounds: int, found: Results) -> None:
         names = list(self.workers)
         try:
-            room = self.weights + ROOM // MIB
+            room = self.workers[BOTH][0] + ROOM // MIB
             await self.cluster.up(SOURCE, TARGET, gpus=len(names), mib=room)
             async with self.cluster.session() as session:
                 for name in names:
                     await self._capture(session, name)
-                for number in range(self.rounds):
-                    common.say(f"round {number + 1} of {self.rounds}")
+                for number in range(rounds):
+                    common.say(f"round {number + 1} of {rounds}")
                     for name in common.rotated(names, number % 3, 3):
-                        turns[name].append(await self._turn(session, name))
+                        restored = await self._restored(session, name)
+                        for row, taken in taken_by(restored).items():
+                            found.add(row, name, taken)
         finally:
             await self.cluster.down()
-        machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
-        return Results(
-            machine=machine, weights=self.weights * MIB, heap=self.heap * MIB, turns=turns
-        )
 
     async def _capture(self, session: Session, name: str) -> None:
         common.say(f"capturing the worker {name}")
@@ -93,38 +68,33 @@ class Bench:
         await session.apply(snapshot(name, name, "Terminate", driver="criu"))
         await session.reaches("Snapshot", name)
 
-    async def _turn(self, session: Session, name: str) -> Turn:
+    async def _restored(self, session: Session, name: str) -> SnapshotRestore:
         self.cluster.drop_cache()
         again = f"{name}-restored"
         await session.apply(self._pod(again, TARGET, name))
         restored = await session.reaches("Pod", again)
-        made = find(await session.objects(), "SnapshotRestore", restore_name(restored.metadata.uid))
+        restore = restore_name(restored.metadata.uid)
+        made: SnapshotRestore = find(await session.objects(), "SnapshotRestore", restore)
         await session.remove("Pod", again)
-        return turn_of(made)
+        return made
 
     def _pod(self, name: str, node: str, source: str | None = None) -> dict[str, Any]:
         weights, heap = self.workers[source or name]
-        found = pod(name, node, source)
+        found = pod_with(name, node, source, SIZE_MIB=weights, HEAP_MIB=heap)
         if source is None:
             found["metadata"]["annotations"]["nvidia.com/capture-driver"] = "criu"
-        found["spec"] = worker_pod(node)
         [container] = found["spec"]["containers"]
         container["command"] = ["python3", "-c", _HELD]
-        given = {"SIZE_MIB": str(weights), "HEAP_MIB": str(heap)}
-        kept = [row for row in container["env"] if row["name"] not in given]
-        added = [{"name": each, "value": value} for each, value in given.items()]
-        container["env"] = kept + added
         return found
 
 
-def turn_of(restore: SnapshotRestore) -> Turn:
-    """Return how long the orders of a restore took."""
+def taken_by(restore: SnapshotRestore) -> dict[str, float]:
+    """Return how long a restore took from its first order on, and each of its verbs."""
     orders = restore.status.orders
     begin = min(order.ordered_at for order in orders)
-    return Turn(
-        total=max(_end(order) for order in orders) - begin.timestamp(),
-        verbs={order.verb: _end(order) - order.ordered_at.timestamp() for order in orders},
-    )
+    whole = max(_end(order) for order in orders) - begin.timestamp()
+    verbs = {order.verb: _end(order) - order.ordered_at.timestamp() for order in orders}
+    return {IN_ALL: whole, **verbs}
 
 
 def _end(order: OrderStatus) -> float:
@@ -133,48 +103,45 @@ def _end(order: OrderStatus) -> float:
     return order.ended_at.timestamp()
 
 
-def judged(results: Results) -> list[Judged]:
-    """Compare with the goal. What a noisy machine may have brought about is inconclusive."""
-    totals = {name: [turn.total for turn in turns] for name, turns in results.turns.items()}
+def judged(found: Results) -> list[Judged]:
+    totals = found.samples[IN_ALL]
     longer = max((WEIGHTS, HEAP), key=lambda name: median(totals[name]))
     ratio = median(totals[BOTH]) / median(totals[longer])
-    of = f"{results.weights / MIB:g} MiB of weights, {results.heap / MIB:g} MiB of heap"
+    weights, heap = (found.facts[name] / MIB for name in ("weights", "heap"))
+    of = f"{weights:g} MiB of weights, {heap:g} MiB of heap"
     what = f"both together against the longer of them ({longer})"
     return [goal(TITLE, of, what, ratio, *totals.values(), most=GOAL)]
 
 
-def _lines(results: Results) -> Iterator[str]:
-    rounds = max(map(len, results.turns.values()))
+def lines(found: Results) -> Iterator[str]:
     yield f"## {TITLE}\n"
     yield (
-        f"Written by `make bench-beside`: {rounds} rounds in a local cluster, workers in turn,\n"
-        "with no file in the page cache. From the first order of a restore by CRIU to the last\n"
-        "answer: GMS loads the weights while CRIU brings the process back. Both read the same\n"
-        "disk and use the same processors here. The machine:\n"
+        f"Written by `make bench-beside`: {found.rounds} rounds in a local cluster, workers in\n"
+        "turn, with no file in the page cache. From the first order of a restore by CRIU to the\n"
+        "last answer: GMS loads the weights while CRIU brings the process back. Both read the\n"
+        "same disk and use the same processors here. The machine:\n"
     )
-    yield from common.listed(results.machine)
-    yield from common.goal_table(judged(results), "worker", "what")
-    rows = []
-    for name, turns in results.turns.items():
-        cells = [_cell([turn.verbs.get(verb, 0.0) for turn in turns]) for verb in _VERBS]
-        rows.append((name, *cells, _cell([turn.total for turn in turns])))
-    yield from common.table(("s (median, slowest … fastest)", *_VERBS, "in all"), rows)
+    yield from common.listed(found.machine)
+    yield from common.goal_table(judged(found), "worker", "what")
+    head = ("s (median, slowest … fastest)", *ROWS)
+    yield from common.table(head, ((name, *_cells(found, name)) for name in (WEIGHTS, HEAP, BOTH)))
 
 
-_VERBS = ("load", "place", "restore")
+def _cells(found: Results, name: str) -> Iterator[str]:
+    for row in ROWS:
+        samples = found.samples.get(row, {}).get(name)
+        yield common.cell(samples, "{:.2f}", slowest_first=True) if samples else "-"
 
 
-def _cell(samples: list[float]) -> str:
-    return common.cell(samples, "{:.2f}", slowest_first=True) if max(samples) else "-"
-
-
-def _measured(options: argparse.Namespace, folder: Path) -> Results:
-    bench = Bench(folder, options.weights_mib, options.heap_mib, options.rounds)
-    return asyncio.run(bench.run())
+async def measure(options: argparse.Namespace, folder: Path) -> Results:
+    weights, heap = options.weights_mib, options.heap_mib
+    with common.measuring(folder, weights=weights * MIB, heap=heap * MIB) as found:
+        await Bench(folder, weights, heap).run(options.rounds, found)
+    return found
 
 
 NUMBERS = {"weights-mib": (1024, LEAST_MIB, ""), "heap-mib": (512, 1, ""), "rounds": (5, 1, "")}
-BENCH = Benchmark("beside", __doc__, NUMBERS, _measured, _lines, judged)
+BENCH = Benchmark("beside", __doc__, NUMBERS, measure, lines, judged)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

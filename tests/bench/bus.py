@@ -11,13 +11,12 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import msgspec
 import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -30,36 +29,21 @@ from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.orders import ArtifactRef, Report, VerifyOrder
 from snapshot_shared.tasks import end_all
 from tests.bench import common
-from tests.bench.bus_server import CONTENDERS, ECHO, SERVICE, TOGETHER, node_of, stamp
-from tests.bench.common import OTHERS, Benchmark, Judged, Rows, goal
-from tests.bench.machine import Watch, describe
+from tests.bench.bus_server import CONTENDERS, ECHO, SERVICE, TOGETHER, stamp
+from tests.bench.common import OTHERS, Benchmark, Judged, Results, goal
 from tests.support.nats_server import running_nats_server
 
 TITLE = "Orders and reports"
 BEGINS, BACK = 2.5, 4.0
 """How many times a request over core NATS an order may take to begin, and to be answered."""
-A_SECOND = 3000
+LEAST_A_SECOND = 3000
 OVER_PEER = 1.3
-PEER = "faststream"
+OURS, PEER = "snapback", "faststream"
 REQUEST, BEGIN, ANSWER, FSYNC = "request and reply", "order → begins", "order → report", "fdatasync"
+A_SECOND, CPU = "orders a second", "CPU-seconds of an order"
 WAIT_S = 60.0
 RECORDS_BYTES = 700
 """About what one write of the journal holds for one order."""
-
-
-class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds by row and share of the calls; orders a second, and CPU-seconds of one, by contender.
-
-    There is one value a round.
-    """
-
-    machine: dict[str, str]
-    calls: int
-    orders: int
-    seconds: Rows
-    a_second: dict[str, list[float]]
-    cpu: dict[str, list[float]]
-    others: float
 
 
 class Server(NamedTuple):
@@ -101,62 +85,42 @@ class Orders:
         return subjects.order(node, SERVICE, OrderId(name)), encode_json(order)
 
 
-async def measure(
-    folder: Path, peers: Path | None, rounds: int, calls: int, orders: int
-) -> Results:
+async def measure(options: argparse.Namespace, folder: Path) -> Results:
     """Let all contenders take turns in every round."""
-    machine, watch = describe(folder), Watch()
-    seconds: Rows = {}
-    a_second: dict[str, list[float]] = {}
-    cpu: dict[str, list[float]] = {}
-    made = Orders()
-    async with running_nats_server(folder / "nats") as nats_server:
-        bus = await Bus(nats_server.url, "bench").connect()
-        await bus.ensure_assets()
-        client = await nats.connect(nats_server.url)
-        with contextlib.ExitStack() as stack:
-            servers = [
-                stack.enter_context(_server(name, nats_server.url, folder, peers))
-                for name in CONTENDERS
-                if name != PEER or common.has_peer(PEER, peers)
-            ]
-            await _warm_up(client, servers, made)
-            for number in range(rounds):
-                common.say(f"round {number + 1} of {rounds}")
-                # To and fro, so that none always follows the one that uses the processors most.
-                turns = servers[:: -1 if number % 2 else 1]
-                await _latencies(
-                    bus, client, folder, made, calls, seconds, forwards=number % 2 == 0
-                )
-                for server in turns:
-                    before = server.cpu()
-                    took = await _together(client, node_of(server.name), made, orders)
-                    a_second.setdefault(server.name, []).append(orders / took)
-                    cpu.setdefault(server.name, []).append((server.cpu() - before) / orders)
-                    await _empty(client)
-        await client.close()
-        await bus.close()
-    return Results(
-        machine=machine,
-        calls=calls,
-        orders=orders,
-        seconds=seconds,
-        a_second=a_second,
-        cpu=cpu,
-        others=watch.others(),
-    )
+    calls, orders, made = options.calls, options.orders, Orders()
+    with common.measuring(folder, calls=calls, orders=orders) as found:
+        async with running_nats_server(folder / "nats") as nats_server:
+            bus = await Bus(nats_server.url, "bench").connect()
+            await bus.ensure_assets()
+            client = await nats.connect(nats_server.url)
+            with contextlib.ExitStack() as stack:
+                servers = [
+                    stack.enter_context(_server(name, nats_server.url, folder, options.peers))
+                    for name in CONTENDERS
+                    if name != PEER or common.has_peer(PEER, options.peers)
+                ]
+                for server in servers:
+                    await _together(client, NodeName(server.name), made, TOGETHER)
+                await _empty(client)
+                for number in range(options.rounds):
+                    common.say(f"round {number + 1} of {options.rounds}")
+                    # To and fro, so that none always follows the one that uses most processors.
+                    await _latencies(bus, client, folder, made, found, forwards=number % 2 == 0)
+                    for server in servers[:: -1 if number % 2 else 1]:
+                        before = server.cpu()
+                        took = await _together(client, NodeName(server.name), made, orders)
+                        found.add(A_SECOND, server.name, orders / took)
+                        found.add(CPU, server.name, (server.cpu() - before) / orders)
+                        await _empty(client)
+            await client.close()
+            await bus.close()
+    return found
 
 
 @contextlib.contextmanager
 def _server(name: str, url: str, folder: Path, peers: Path | None) -> Iterator[Server]:
     with common.contender("bus_server", name, url, folder, peers=peers) as (process, _):
         yield Server(name, process.pid)
-
-
-async def _warm_up(client: Client, servers: Sequence[Server], made: Orders) -> None:
-    for server in servers:
-        await _together(client, node_of(server.name), made, TOGETHER)
-    await _empty(client)
 
 
 async def _empty(client: Client) -> None:
@@ -169,32 +133,26 @@ async def _empty(client: Client) -> None:
 
 
 async def _latencies(
-    bus: Bus,
-    client: Client,
-    folder: Path,
-    made: Orders,
-    calls: int,
-    seconds: Rows,
-    *,
-    forwards: bool,
+    bus: Bus, client: Client, folder: Path, made: Orders, found: Results, *, forwards: bool
 ) -> None:
+    calls = found.facts["calls"]
     requests = _requests(client, made, calls)
     if forwards:
-        found = {REQUEST: await requests, **await _answers(bus, made, calls)}
+        times = {REQUEST: await requests, **await _answers(bus, made, calls)}
     else:
-        found = {**await _answers(bus, made, calls), REQUEST: await requests}
-    found[FSYNC] = _fsyncs(folder, calls)
-    for name, times in found.items():
+        times = {**await _answers(bus, made, calls), REQUEST: await requests}
+    times[FSYNC] = _fsyncs(folder, calls)
+    for name in (REQUEST, BEGIN, ANSWER, FSYNC):
         for share in (50, 99):
-            row = seconds.setdefault(f"{name}, p{share}", {})
-            row.setdefault("snapback", []).append(sorted(times)[(calls - 1) * share // 100])
+            taken = sorted(times[name])[(calls - 1) * share // 100]
+            found.add(f"{name}, p{share}", OURS, taken)
 
 
 async def _requests(client: Client, made: Orders, calls: int) -> list[float]:
     """Send what an order is as a request over core NATS, which comes back as it is."""
     times = []
     for _ in range(calls):
-        _, data = made.next(node_of("snapback"))
+        _, data = made.next(NodeName(OURS))
         begin = time.perf_counter()
         await client.request(ECHO, data, timeout=WAIT_S)
         times.append(time.perf_counter() - begin)
@@ -207,7 +165,7 @@ async def _answers(bus: Bus, made: Orders, calls: int) -> dict[str, list[float]]
     answers: list[float] = []
     async with _reports(bus) as ended:
         for _ in range(calls):
-            subject, data = made.next(node_of("snapback"))
+            subject, data = made.next(NodeName(OURS))
             published = stamp()
             await bus.publish(subject, data, expected_last=0)
             begun, heard = await asyncio.wait_for(ended.get(), WAIT_S)
@@ -222,7 +180,7 @@ async def _reports(bus: Bus) -> AsyncIterator[asyncio.Queue[tuple[int, int]]]:
     ended: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     async def follow() -> None:
-        filter_ = _reports_of(node_of("snapback"))
+        filter_ = _reports_of(NodeName(OURS))
         async with aclosing(bus.consume(subjects.REPORTS, "operator", filter_)) as source:
             async for delivery in source:
                 report = decode_json(delivery.data, Report)
@@ -302,87 +260,62 @@ async def _together(client: Client, node: NodeName, made: Orders, count: int) ->
 # What was wanted of it.
 
 
-def judged(results: Results) -> list[Judged]:
-    """Compare with every goal. What a noisy machine may have brought about is inconclusive."""
-    of, request, others = (
-        f"{REQUEST}, p99",
-        results.seconds[f"{REQUEST}, p99"]["snapback"],
-        results.others,
+def judged(found: Results) -> Iterator[Judged]:
+    rows, others, row = found.samples, found.others, f"{TOGETHER} under way"
+    request = rows[f"{REQUEST}, p99"][OURS]
+    for name, most in ((f"{BEGIN}, p99", BEGINS), (f"{ANSWER}, p99", BACK)):
+        ours = rows[name][OURS]
+        ratio, against = median(ours) / median(request), f"{REQUEST}, p99"
+        yield goal("orders", name, against, ratio, ours, request, most=most, others=others)
+    ours, peer = rows[A_SECOND][OURS], rows[A_SECOND].get(PEER)
+    value = median(ours)
+    yield goal(
+        "orders",
+        row,
+        A_SECOND,
+        value,
+        ours,
+        least=LEAST_A_SECOND,
+        wanted="{:,}",
+        found="{:,.0f}",
+        others=others,
     )
-    found = []
-    for row, most in ((BEGIN, BEGINS), (ANSWER, BACK)):
-        ours = results.seconds[f"{row}, p99"]["snapback"]
-        ratio = median(ours) / median(request)
-        found.append(
-            goal("orders", f"{row}, p99", of, ratio, ours, request, most=most, others=others)
-        )
-    row, ours = f"{TOGETHER} under way", results.a_second["snapback"]
-    what, value = "orders a second", median(ours)
-    found.append(
-        goal(
-            "orders",
-            row,
-            what,
-            value,
-            ours,
-            least=A_SECOND,
-            wanted="{:,}",
-            found="{:,.0f}",
-            others=others,
-        )
-    )
-    if not (peer := results.a_second.get(PEER)):
-        return [*found, Judged("orders", row, PEER, f"≥ {OVER_PEER:g} x", "", "not measured")]
-    beside = goal(
-        "orders", row, PEER, value / median(peer), ours, peer, least=OVER_PEER, others=others
-    )
-    if others > OTHERS:
-        # A peer that needs more of the processors suffers more from others.
-        beside = beside._replace(verdict="inconclusive")
-    return [*found, beside]
+    if not peer:
+        yield Judged("orders", row, PEER, f"≥ {OVER_PEER:g} x", "", "not measured")
+        return
+    ratio = value / median(peer)
+    beside = goal("orders", row, PEER, ratio, ours, peer, least=OVER_PEER, others=others)
+    # A peer that needs more of the processors suffers more from others.
+    yield beside._replace(verdict="inconclusive") if others > OTHERS else beside
 
 
-def _lines(results: Results) -> Iterator[str]:
-    rounds = len(results.a_second["snapback"])
+def lines(found: Results) -> Iterator[str]:
     yield f"## {TITLE}\n"
     yield (
-        f"Written by `make bench-bus`: {rounds} rounds, contenders in turn, medians. All\n"
+        f"Written by `make bench-bus`: {found.rounds} rounds, contenders in turn, medians. All\n"
         "processes are on one machine with one nats-server. `snapback` is the courier with its\n"
         "journal on the disk, its runner and its spans; an order has one step. It fsyncs before\n"
         "the ack and before the step, so two fsyncs come before a step begins. The others decode\n"
         "the same orders with msgspec, ack them, publish the same two reports and keep no\n"
-        f"journal. One order at a time: percentiles of {results.calls:,} calls by one clock; the\n"
-        "request over core NATS has the bytes of an order and comes back as it is. A turn with\n"
-        f"{TOGETHER} under way is {results.orders:,} orders. Others took {results.others:.0%} of\n"
-        f"the processors; above {OTHERS:.0%}, or where samples spread, a missed goal is\n"
-        "inconclusive, and so is every ratio to a peer above it. The machine:\n"
+        f"journal. One order at a time: percentiles of {found.facts['calls']:,} calls by one\n"
+        "clock; the request over core NATS has the bytes of an order and comes back as it is. A\n"
+        f"turn with {TOGETHER} under way is {found.facts['orders']:,} orders. Others took\n"
+        f"{found.others:.0%} of the processors; above {OTHERS:.0%}, or where samples spread, a\n"
+        "missed goal is inconclusive, and so is every ratio to a peer above it. The machine:\n"
     )
-    yield from common.listed(results.machine)
-    yield from common.goal_table(judged(results))
-    one = {row: contenders["snapback"] for row, contenders in results.seconds.items()}
-    rows = [
-        (row, common.middle(each, scale=1e6), common.ends(each, scale=1e6))
-        for row, each in one.items()
-    ]
-    yield from common.table(("one at a time", "µs (median)", "fastest … slowest"), rows)
-    head = (f"{TOGETHER} under way", "orders a second", "slowest … fastest", "µs of CPU an order")
+    yield from common.listed(found.machine)
+    yield from common.goal_table(judged(found))
+    head = ("one at a time", "contender", "µs (median)", "fastest … slowest")
+    one = {row: each for row, each in found.samples.items() if row not in (A_SECOND, CPU)}
+    yield from common.sample_table(head, one, scale=1e6)
     yield from common.table(
-        head,
+        (f"{TOGETHER} under way", A_SECOND, "slowest … fastest", "µs of CPU an order"),
         (
-            (
-                name,
-                common.middle(each),
-                common.ends(each),
-                common.middle(results.cpu[name], scale=1e6),
-            )
-            for name, each in results.a_second.items()
+            (name, common.middle(each), common.ends(each), common.middle(cpu, scale=1e6))
+            for name, each in found.samples[A_SECOND].items()
+            for cpu in [found.samples[CPU][name]]
         ),
     )
-
-
-def _measured(options: argparse.Namespace, folder: Path) -> Results:
-    numbers = (options.rounds, options.calls, options.orders)
-    return asyncio.run(measure(folder, options.peers, *numbers))
 
 
 NUMBERS = {
@@ -390,7 +323,7 @@ NUMBERS = {
     "calls": (500, 100, "one at a time, a round (500)"),
     "orders": (3000, TOGETHER, "a turn of a contender (3000)"),
 }
-BENCH = Benchmark("bus", __doc__, NUMBERS, _measured, _lines, judged, peers=PEER)
+BENCH = Benchmark("bus", __doc__, NUMBERS, measure, lines, judged, peers=PEER)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

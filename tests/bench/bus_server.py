@@ -12,7 +12,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,10 +44,6 @@ BATCH = 64
 Publish = Callable[[str, bytes], Awaitable[object]]
 
 
-def node_of(contender: str) -> NodeName:
-    return NodeName(contender)
-
-
 def stamp() -> int:
     """Give the microseconds of the clock that all processes of a machine share."""
     return time.monotonic_ns() // 1000
@@ -55,7 +51,7 @@ def stamp() -> int:
 
 @asynccontextmanager
 async def snapback(url: str, folder: Path) -> AsyncIterator[None]:
-    node = node_of("snapback")
+    node = NodeName("snapback")
     bus = await Bus(url, "bench").connect()
     journal = Journal.open(folder / "journal", wall=time.time)
     telemetry = Telemetry("snap-agent", node, "0")
@@ -115,7 +111,7 @@ async def carry_out(node: str, data: bytes, publish: Publish) -> None:
 @asynccontextmanager
 async def nats_py(url: str, _folder: Path) -> AsyncIterator[None]:
     """Pull in batches, and carry out the orders of a batch together."""
-    node = node_of("nats-py")
+    node = NodeName("nats-py")
     client = await nats.connect(url)
     stream = client.jetstream()
     source = await stream.pull_subscribe(
@@ -159,7 +155,7 @@ async def faststream(url: str, _folder: Path) -> AsyncIterator[None]:
     from faststream import AckPolicy
     from faststream.nats import JStream, NatsBroker, PullSub
 
-    node = node_of("faststream")
+    node = NodeName("faststream")
     broker = NatsBroker(url, logger=None, apply_types=False)
     orders = JStream(subjects.ORDERS, declare=False)
 
@@ -192,8 +188,7 @@ CONTENDERS = {"snapback": snapback, "nats-py": nats_py, "faststream": faststream
 
 
 async def main(contender: str, url: str, folder: Path) -> None:
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(CONTENDERS[contender](url, folder))
+    async with CONTENDERS[contender](url, folder):
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         reader = asyncio.StreamReader()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
+
+from tests.bench.machine import Watch, describe
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -43,6 +46,37 @@ class Judged(NamedTuple):
     found: str
     verdict: Verdict
     why: str = ""
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """What a benchmark has found, in seconds where nothing else is said."""
+
+    machine: dict[str, str]
+    facts: dict[str, int] = {}
+    """What was measured: sizes in bytes, and how many calls."""
+    samples: Rows = {}
+    others: float = 0.0
+    """The share of the processors that others took."""
+    absent: dict[str, str] = {}
+    """Why a contender was left out."""
+
+    def add(self, row: str, contender: str, value: float) -> None:
+        """Add a sample."""
+        self.samples.setdefault(row, {}).setdefault(contender, []).append(value)
+
+    @property
+    def rounds(self) -> int:
+        """The most samples that a contender has of a row."""
+        return max(len(each) for row in self.samples.values() for each in row.values())
+
+
+@contextlib.contextmanager
+def measuring(folder: Path, **facts: int) -> Iterator[Results]:
+    """Yield what to add samples to; `folder` is on the disk that is measured."""
+    found, watch = Results(machine=describe(folder), facts=facts), Watch()
+    yield found
+    found.others = watch.others()
+    found.machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
 
 
 def rotated(turns: Sequence[T], number: int, rounds: int) -> list[T]:
@@ -109,23 +143,41 @@ def goal_table(
     return table((first, second, "goal", "found", ""), rows)
 
 
+def sample_table(
+    head: Sequence[str], samples: Rows, shown: str = "{:,.0f}", scale: float = 1.0
+) -> Iterator[str]:
+    """Write a line for each contender of each row: the median, the least and the greatest."""
+    rows = (
+        (row, name, middle(each, shown, scale), ends(each, shown, scale))
+        for row, contenders in samples.items()
+        for name, each in contenders.items()
+    )
+    return table(head, rows)
+
+
 def listed(machine: Mapping[str, str]) -> Iterator[str]:
     """Write the lines about the machine."""
     return (f"- {key}: {value}" for key, value in machine.items())
 
 
-def ends(samples: Sequence[float], shown: str = "{:,.0f}", scale: float = 1.0) -> str:
-    """Write the least and the greatest sample."""
-    return " … ".join(shown.format(each * scale) for each in (min(samples), max(samples)))
+def ends(
+    samples: Sequence[float],
+    shown: str = "{:,.0f}",
+    scale: float = 1.0,
+    *,
+    slowest_first: bool = False,
+) -> str:
+    """Write the least and the greatest sample or, of times, these two in turn."""
+    both = sorted((min(samples), max(samples)), reverse=slowest_first)
+    return " … ".join(shown.format(each * scale) for each in both)
 
 
 def cell(
     samples: Sequence[float], shown: str, scale: float = 1.0, *, slowest_first: bool = False
 ) -> str:
-    """Write the median, and the least and the greatest sample or, of times, these two in turn."""
-    both = (max(samples), min(samples)) if slowest_first else (min(samples), max(samples))
-    first, last = (shown.format(each * scale) for each in both)
-    return f"{middle(samples, shown, scale)} ({first} … {last})"
+    """Write the median and both ends."""
+    of = ends(samples, shown, scale, slowest_first=slowest_first)
+    return f"{middle(samples, shown, scale)} ({of})"
 
 
 def middle(samples: Sequence[float], shown: str = "{:,.0f}", scale: float = 1.0) -> str:
@@ -212,17 +264,18 @@ class Benchmark(NamedTuple):
     name: str
     about: str | None
     numbers: Numbers
-    measure: Callable[[argparse.Namespace, Path], Any]
+    measure: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, Results]]
     """Is given the options, and a new folder on the disk that is measured."""
-    lines: Callable[[Any], Iterable[str]]
-    judged: Callable[[Any], Iterable[Judged]]
+    lines: Callable[[Results], Iterable[str]]
+    """Writes the section of the page about a run, in Markdown."""
+    judged: Callable[[Results], Iterable[Judged]]
+    """Compares with every goal. One that a noisy machine may have missed is inconclusive."""
     lacking: Callable[[], str] = str
     """Says why nothing can be measured here."""
     peers: str = ""
     """What pip has installed in the folder of the option `--peers`, which is there then."""
 
-    def section(self, results: Any) -> str:
-        """Write the section of the page about a run, in Markdown."""
+    def section(self, results: Results) -> str:
         return "\n".join(self.lines(results)) + "\n"
 
     def main(self, words: Sequence[str] | None = None) -> int:
@@ -240,7 +293,7 @@ class Benchmark(NamedTuple):
         if why := self.lacking():
             parser.error(why)
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.folder.resolve()) as folder:
-            results = self.measure(options, Path(folder))
+            results = asyncio.run(self.measure(options, Path(folder)))
         text = self.section(results)
         write(options.json, options.page, results, text)
         print(text)
@@ -266,13 +319,8 @@ def has_peer(name: str, peers: Path | None) -> bool:
     return find_spec(name) is not None or (peers is not None and (peers / name).is_dir())
 
 
-def with_peers(peers: Path | None) -> dict[str, str]:
-    """Return the environment of a contender that `use_peers` finds a folder of peers in."""
-    return {**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""}
-
-
 def use_peers() -> None:
-    """Import from the folder of peers as well."""
+    """Import from the folder of peers that a contender was started with."""
     if peers := os.environ.get("BENCH_PEERS"):
         # Last, so that whatever is here already stays what it is.
         sys.path.append(peers)
@@ -288,7 +336,7 @@ def contender(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=with_peers(peers),
+        env={**os.environ, "BENCH_PEERS": str(peers.absolute()) if peers else ""},
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -25,18 +25,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL
 from snapshotctl.adapters.machine import look_for_criu
 from snapshotctl.domain import criu_host, formats
 from snapshotctl.domain.demo_engines import ENGINES
 from tests.bench import common
-from tests.bench.common import ROOT, Benchmark
-from tests.bench.machine import describe
+from tests.bench.common import ROOT, Benchmark, Results
+from tests.support import live_cluster
 from tests.support.live_cluster import LiveCluster, Session, find, snapshot
 from tests.support.ports import free_port
 
 TITLE = "Engines"
 SOURCE, TARGET = "source", "target"
+WEIGHTS, ARTIFACT = "weights in GPU memory", "artifact"
+ALONE, START, NAP = "by hand, s", "cold start, s", "sleep and wake, s"
+RESTORE = "restore, s"
+TIMES = (ALONE, START, NAP, RESTORE)
+"""By hand is only what needs no GPU, and not every engine can sleep."""
 DEVICE_MIB = 64
 WAIT_S = 30.0
 ASK_AGAIN_S = 0.005
@@ -63,7 +67,6 @@ class Engine(NamedTuple):
     """An engine under one driver; `{port}` in its words and variables is where it serves."""
 
     name: str
-    model: str
     driver: str
     program: Sequence[str]
     first: Request
@@ -83,36 +86,32 @@ class Engine(NamedTuple):
 
 
 def engines() -> Iterator[Engine]:
+    """Yield every engine under each driver."""
     identify = Request("/identify", (ROOT / ASKED).read_bytes())
-    of_model: dict[str, Any] = {"first": identify, "asked": identify, "can_nap": True}
-    served = {**MODEL, "HTTP_PORT": "{port}"}
-    for driver in criu_host.DRIVERS:
-        yield Engine(
-            name="onnxruntime, weights in GPU memory",
-            model="magika",
-            driver=driver,
-            program=[*SERVER],
-            environment=served,
-            needs_gpu=True,
-            **of_model,
-        )
-    for driver in criu_host.DRIVERS:
-        yield Engine(
-            name="onnxruntime as it is",
-            model="magika",
-            driver=driver,
-            program=[*SERVER, "--stock"],
-            around=["snapback-run", "--ready", "GET http://127.0.0.1:{port}/health", "--"],
-            environment=served,
-            **of_model,
-        )
+    with_model = Engine(
+        name="onnxruntime, weights in GPU memory",
+        driver="",
+        program=[*SERVER],
+        first=identify,
+        asked=identify,
+        environment={**MODEL, "HTTP_PORT": "{port}"},
+        can_nap=True,
+        needs_gpu=True,
+    )
+    stock = with_model._replace(
+        name="onnxruntime as it is",
+        program=[*SERVER, "--stock"],
+        around=["snapback-run", "--ready", "GET http://127.0.0.1:{port}/health", "--"],
+        needs_gpu=False,
+    )
+    for engine in (with_model, stock):
+        yield from (engine._replace(driver=driver) for driver in criu_host.DRIVERS)
     api = "http://127.0.0.1:{port}/moto-api/"
     replay = ["--state", "moto_recording", "--restore", f"{api}recorder/replay-recording"]
     for driver in criu_host.DRIVERS:
         is_replayed = driver == "cooperative"
         yield Engine(
             name="moto's server as it is",
-            model="",
             driver=driver,
             program=[sys.executable, "-m", "moto.server", "-p", "{port}"],
             around=["snapback-run", "--ready", api, *(replay if is_replayed else ()), "--"],
@@ -124,31 +123,6 @@ def engines() -> Iterator[Engine]:
                 Request("/bucket/key", STORED, method="PUT"),
             ],
         )
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One start, sleep, capture and restore, in seconds; bytes of the weights and in all."""
-
-    alone: float | None
-    """The same program until its first answer, started by hand; it needs no GPU then."""
-    cold: float
-    nap: float | None
-    restore: float
-    weights: int
-    artifact: int
-
-
-class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All turns, by the row of the engine."""
-
-    machine: dict[str, str]
-    models: dict[str, str]
-    """By the row, too; empty where there is none."""
-    model_bytes: int
-    """The size of its file."""
-    turns: dict[str, list[Turn]]
-    absent: dict[str, str] = {}
-    """Why a row was not measured."""
 
 
 class Differs(Exception):
@@ -180,78 +154,57 @@ def pod(engine: Engine, name: str, folder: Path, port: int, source: str = "") ->
     container["workingDir"] = str(folder)
     if engine.needs_gpu:
         container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
-    marks = {"nvidia.com/capture-driver": engine.driver}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "annotations": {"nvidia.com/restore-from": source} if source else marks,
-        },
-        "spec": {
-            "nodeSelector": {HOSTNAME_LABEL: TARGET if source else SOURCE},
-            "containers": [container],
-        },
-    }
+    found = live_cluster.pod(name, TARGET if source else SOURCE, source or None)
+    if not source:
+        found["metadata"]["annotations"] = {"nvidia.com/capture-driver": engine.driver}
+    found["spec"]["containers"] = [container]
+    return found
 
 
 class Bench:
     """One run in a folder of the disk that is measured."""
 
-    def __init__(self, folder: Path, rounds: int) -> None:
-        self.folder, self.rounds = folder, rounds
+    def __init__(self, folder: Path, found: Results) -> None:
+        self.folder, self.found = folder, found
         host = look_for_criu()
         lacking = [check.fix for check in criu_host.checks(host) if not check.ok]
-        every = list(engines())
-        self.absent = {
-            engine.row: "; ".join(lacking)
-            for engine in every
-            if lacking and engine.driver == "criu"
-        }
-        self.engines = [engine for engine in every if engine.row not in self.absent]
+        self.engines = []
+        for engine in engines():
+            if lacking and engine.driver == "criu":
+                found.absent[engine.row] = "; ".join(lacking)
+            else:
+                self.engines.append(engine)
         self.cluster = LiveCluster(folder, tools=None if lacking else Path(host.tools))
 
-    async def run(self) -> Results:
-        """Measure everything."""
-        machine = describe(self.folder)
-        turns: dict[str, list[Turn]] = {engine.row: [] for engine in self.engines}
+    async def run(self, rounds: int) -> None:
         try:
             await self.cluster.up(SOURCE, TARGET, mib=DEVICE_MIB)
             async with self.cluster.session() as session:
-                for number in range(self.rounds):
-                    common.say(f"round {number + 1} of {self.rounds}")
-                    for engine in common.rotated(self.engines, number, self.rounds):
-                        turns[engine.row].append(await self._turn(session, engine, number))
+                for number in range(rounds):
+                    common.say(f"round {number + 1} of {rounds}")
+                    for engine in common.rotated(self.engines, number, rounds):
+                        await self._turn(session, engine, number)
         finally:
             await self.cluster.down()
-        machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
-        return Results(
-            machine=machine,
-            models={engine.row: engine.model for engine in self.engines},
-            model_bytes=sum(path.stat().st_size for path in INSTALLED.parent.glob(MODEL_FILES)),
-            turns=turns,
-            absent=self.absent,
-        )
 
-    async def _turn(self, session: Session, engine: Engine, number: int) -> Turn:
+    async def _turn(self, session: Session, engine: Engine, number: int) -> None:
         common.say(f"  {engine.row}")
         name = f"engine-{self.engines.index(engine)}-{number}"
         folder = self.folder / name
         folder.mkdir()
         port = free_port()
-        alone = None
         if not engine.needs_gpu:
-            alone = await asyncio.to_thread(self._alone, engine, folder, free_port())
+            taken = await asyncio.to_thread(_alone, engine, folder, free_port())
+            self.found.add(engine.row, ALONE, taken)
         begin = time.monotonic()
         await session.apply(pod(engine, name, folder, port))
         await self._answered(session, name, port, engine.first)
-        cold = time.monotonic() - begin
+        self.found.add(engine.row, START, time.monotonic() - begin)
         for request in engine.prepared:
             await asyncio.to_thread(answer, port, request)
-        nap = None
         if engine.can_nap:
             said = await asyncio.to_thread(answer, port, Request("/nap", b""))
-            nap = float(json.loads(said)["seconds"])
+            self.found.add(engine.row, NAP, float(json.loads(said)["seconds"]))
         before = await asyncio.to_thread(answer, port, engine.asked)
         await session.reaches("Pod", name)
         await session.apply(snapshot(name, name, "Terminate", driver=engine.driver))
@@ -263,7 +216,7 @@ class Bench:
         begin = time.monotonic()
         await session.apply(pod(engine, f"{name}-restored", folder, port, name))
         after = await self._answered(session, f"{name}-restored", port, engine.asked)
-        restore = time.monotonic() - begin
+        self.found.add(engine.row, RESTORE, time.monotonic() - begin)
         if before != after:
             raise Differs(f"{engine.row}: {before!r} became {after!r}")
         # It is the restored one, and not one that started cold in its place.
@@ -272,14 +225,9 @@ class Bench:
         parts = find(await session.objects(), "SnapshotContent", bound).status.committed.parts
         await session.remove("Pod", f"{name}-restored")
         await session.remove("Snapshot", name)
-        return Turn(
-            alone=alone,
-            cold=cold,
-            nap=nap,
-            restore=restore,
-            weights=sum(part.bytes for part in parts if part.part != "process"),
-            artifact=sum(part.bytes for part in parts),
-        )
+        self.found.add(engine.row, ARTIFACT, sum(part.bytes for part in parts))
+        weights = sum(part.bytes for part in parts if part.part != "process")
+        self.found.add(engine.row, WEIGHTS, weights)
 
     async def _answered(self, session: Session, name: str, port: int, request: Request) -> bytes:
         """Wait for the answer of a pod that was just applied."""
@@ -290,61 +238,60 @@ class Bench:
             status = msgspec.json.encode(found.status).decode()
             raise TimeoutError(f"{error}; pod {name} is {status}") from error
 
-    def _alone(self, engine: Engine, folder: Path, port: int) -> float:
-        """Give what the program takes to its first answer when it is started by hand."""
-        words = [word.format(port=port) for word in engine.program]
-        more = {key: value.format(port=port) for key, value in engine.environment.items()}
-        begin = time.monotonic()
-        with subprocess.Popen(
-            words,
-            cwd=folder,
-            env=os.environ | more,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            try:
-                answer(port, engine.first)
-                return time.monotonic() - begin
-            finally:
-                process.send_signal(signal.SIGKILL)
+
+def _alone(engine: Engine, folder: Path, port: int) -> float:
+    """Give what the program takes to its first answer when it is started by hand."""
+    words = [word.format(port=port) for word in engine.program]
+    more = {key: value.format(port=port) for key, value in engine.environment.items()}
+    quiet = subprocess.DEVNULL
+    begin = time.monotonic()
+    with subprocess.Popen(
+        words, cwd=folder, env=os.environ | more, stdout=quiet, stderr=quiet
+    ) as process:
+        try:
+            answer(port, engine.first)
+            return time.monotonic() - begin
+        finally:
+            process.send_signal(signal.SIGKILL)
 
 
-def _lines(results: Results) -> Iterator[str]:
-    rounds = max(map(len, results.turns.values()))
+def lines(found: Results) -> Iterator[str]:
     yield f"## {TITLE}\n"
     yield (
-        f"Written by `make bench-engines`: {rounds} rounds in a local cluster, GPUs simulated.\n"
-        "Engines take turns, and the order rotates. Cold start and restore are from `apply` to\n"
-        "the first answer: of a new pod, and of one on another node, whose artifact is not in\n"
-        "the page cache; programs and libraries are, for both. By hand is the program alone, with\n"
-        "no cluster. Sleep and wake is within the process, up to an answer: the weights leave the\n"
-        "GPU and come back; an engine as it is can only load its model again. Restored answers\n"
-        "were the same, byte for byte. The model is small: a cold start is mostly Python and its\n"
-        "libraries, which `cooperative` starts again and `criu` does not. The machine:\n"
+        f"Written by `make bench-engines`: {found.rounds} rounds in a local cluster, GPUs\n"
+        "simulated. Engines take turns, and the order rotates. Cold start and restore are from\n"
+        "`apply` to the first answer: of a new pod, and of one on another node, whose artifact is\n"
+        "not in the page cache; programs and libraries are, for both. By hand is the program\n"
+        "alone, with no cluster. Sleep and wake is within the process, up to an answer: the\n"
+        "weights leave the GPU and come back; an engine as it is can only load its model again.\n"
+        "Restored answers were the same, byte for byte. The model is small: a cold start is\n"
+        "mostly Python and its libraries, which `cooperative` starts again and `criu` does not.\n"
+        "The machine:\n"
     )
-    yield from common.listed(results.machine)
-    yield from (f"- {row} was not run: {why}" for row, why in results.absent.items())
-    head = ("engine, driver", "model", "weights in GPU memory", "artifact", "by hand, s")
-    times = ("cold start, s", "sleep and wake, s", "restore, s", "restore is")
-    yield from common.table((*head, *times), (_cells(results, row) for row in results.turns))
+    yield from common.listed(found.machine)
+    yield from (f"- {row} was not run: {why}" for row, why in found.absent.items())
+    head = ("engine, driver", "model", WEIGHTS, ARTIFACT, *TIMES, "restore is")
+    yield from common.table(head, (_cells(found, row) for row in found.samples))
     yield "\nMedians, with the fastest and the slowest."
 
 
-def _cells(results: Results, row: str) -> Iterator[str]:
-    turns, model = results.turns[row], results.models[row]
+def _cells(found: Results, row: str) -> Iterator[str]:
+    samples = found.samples[row]
     yield row
-    yield f"{model}, {formats.size(results.model_bytes)}" if model else "none"
-    for sizes in ([t.weights for t in turns], [t.artifact for t in turns]):
-        yield formats.size(int(median(sizes))) if any(sizes) else "-"
-    for name in ("alone", "cold", "nap", "restore"):
-        samples = [seconds for turn in turns if (seconds := getattr(turn, name)) is not None]
-        yield common.cell(samples, "{:.3g}") if samples else "-"
-    ratio = median(t.cold for t in turns) / median(t.restore for t in turns)
-    yield f"{ratio:.2f} x as fast"
+    # What can sleep has a model, which is the same for all.
+    yield f"magika, {formats.size(found.facts['model'])}" if NAP in samples else "none"
+    for name in (WEIGHTS, ARTIFACT):
+        yield formats.size(int(median(samples[name]))) if any(samples[name]) else "-"
+    for name in TIMES:
+        yield common.cell(samples[name], "{:.3g}") if name in samples else "-"
+    yield f"{median(samples[START]) / median(samples[RESTORE]):.2f} x as fast"
 
 
-def _measured(options: argparse.Namespace, folder: Path) -> Results:
-    return asyncio.run(Bench(folder, options.rounds).run())
+async def measure(options: argparse.Namespace, folder: Path) -> Results:
+    model = sum(path.stat().st_size for path in INSTALLED.parent.glob(MODEL_FILES))
+    with common.measuring(folder, model=model) as found:
+        await Bench(folder, found).run(options.rounds)
+    return found
 
 
 def _lacking() -> str:
@@ -352,7 +299,7 @@ def _lacking() -> str:
 
 
 BENCH = Benchmark(
-    "engines", __doc__, {"rounds": (5, 1, "")}, _measured, _lines, lambda _: (), _lacking
+    "engines", __doc__, {"rounds": (5, 1, "")}, measure, lines, lambda _: (), _lacking
 )
 
 

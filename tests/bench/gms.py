@@ -9,7 +9,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,35 +28,18 @@ from snapshot_shared.artifact import PartManifest
 from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.keys import ArtifactKeys
-from snapshot_shared.orders import LayoutRef
-from tests.bench import disk
+from tests.bench import disk, goals
 from tests.bench.common import MIB, Rows, rotated
-from tests.bench.goals import (
-    CACHED,
-    FRESH,
-    MEMCPY,
-    PAGES,
-    SHAPES,
-    STEPS,
-    TURNS_WITH_LIMITS,
-    Transfers,
-    in_pages,
-    limit_of,
-    loading,
-    probe_of,
-    profile_of,
-    saving,
-    size_text,
-)
-from tests.bench.machine import Watch, memory_mb, recycle, reported_bytes
+from tests.bench.machine import Watch, highest_bytes, recycle, reported_bytes
 from tests.bench.peers import LOADERS, SAVERS, Peer, tried
 from tests.bench.regions import CHUNKS, Memory, Region
 from tests.support.artifact_keys import put_encryption
+from tests.support.builders import UID, layout, save_task
 
-UID = "00000000-0000-4000-8000-00000000000"
+OTHER = f"{UID[:-1]}2"
 ENCRYPTED = "posix-direct, encrypted"
 OURS = ("posix-direct", "posix-buffered", ENCRYPTED)
-LOOKED_AT = (SHAPES[0], PAGES[1])
+LOOKED_AT = (goals.SHAPES[0], goals.PAGES[1])
 THREADS: int = next(x.default for x in msgspec.structs.fields(SaveTask) if x.name == "threads")
 PROBES = sorted({4, 8, 16, THREADS, LOAD_THREADS})
 """Threads of a raw probe."""
@@ -114,12 +96,12 @@ class Bench:
         self.size = size - size % (SMALL * mmap.PAGESIZE)
         self.seconds: Rows = {}
         self.cpu: Rows = {}
-        kinds = [pages for pages in PAGES if in_huge_pages or pages != "huge"]
+        kinds = [pages for pages in goals.PAGES if in_huge_pages or pages != "huge"]
         self.memories = [Memory(self.size, in_huge_pages=pages == "huge") for pages in kinds]
         self.regions = {
             (pages, shape): Region(memory, count)
             for pages, memory in zip(kinds, self.memories, strict=True)
-            for shape, count in zip(SHAPES, (1, SMALL), strict=True)
+            for shape, count in zip(goals.SHAPES, (1, SMALL), strict=True)
         }
         self.pages = kinds
         self.keys = put_encryption(folder / "keys").parent
@@ -134,9 +116,8 @@ class Bench:
         for memory in self.memories:
             memory.close()
 
-    def run(self) -> Transfers:
-        """Measure everything."""
-        self.say(f"{size_text(self.size)}: fill memory, try each peer")
+    def run(self) -> goals.Transfers:
+        self.say(f"{goals.size_text(self.size)}: fill memory, try each peer")
         for memory in self.memories:
             memory.fill()
         for at, pages in enumerate(self.staging):
@@ -151,12 +132,12 @@ class Bench:
             self.say(f"{name} is left out: {why}")
         # What is imported by now stays, and need not be looked at before each turn.
         gc.freeze()
-        groups = [group(shape) for shape in SHAPES for group in (self._saves, self._loads)]
+        groups = [group(shape) for shape in goals.SHAPES for group in (self._saves, self._loads)]
         orders = [
             [
                 turn
                 for turns in groups
-                for some in (turns, _with_limits(turns) * (TURNS_WITH_LIMITS - 1))
+                for some in (turns, _with_limits(turns) * (goals.TURNS_WITH_LIMITS - 1))
                 for turn in rotated(some, number, self.rounds)
             ]
             for number in range(self.rounds)
@@ -171,7 +152,7 @@ class Bench:
                 done += 1
         others, now = watch.others(), reported_bytes()
         again, extra = self._counted()
-        return Transfers(
+        return goals.Transfers(
             size=self.size,
             seconds=self.seconds,
             cpu=self.cpu,
@@ -190,7 +171,7 @@ class Bench:
         if share and now < self.said + 10:
             return
         self.said = now
-        text = f"{size_text(self.size)}: round {number + 1} of {self.rounds}, {share:.0%}"
+        text = f"{goals.size_text(self.size)}: round {number + 1} of {self.rounds}, {share:.0%}"
         if share:
             text += f", about {(now - self.begin) * (1 / share - 1):.0f} s left"
         self.say(f"{text}: {turn.row}, {turn.name}")
@@ -242,12 +223,12 @@ class Bench:
             self.cpu.setdefault(turn.row, {}).setdefault(turn.name, []).append(used)
 
     def _saves(self, shape: str) -> list[Turn]:
-        row = saving(shape)
+        row = goals.saving(shape)
         turns = self._limits(row, os.pwritev, "write")
         for pages in self.pages:
-            region, key = self.regions[pages, shape], in_pages(row, pages)
+            region, key = self.regions[pages, shape], goals.in_pages(row, pages)
             calls = {
-                name: (partial(self._save, name), name, copies)
+                name: (partial(self._saved, name), name, copies)
                 for name, copies in _ours(shape, pages).items()
             }
             calls |= {x.name: (self._by(x), x.file, x.copies) for x in self._present(SAVERS, shape)}
@@ -256,20 +237,22 @@ class Bench:
         return turns
 
     def _loads(self, shape: str) -> list[Turn]:
-        row = loading(shape)
+        row = goals.loading(shape)
         turns = self._limits(row, os.preadv, "read")
         for pages in self.pages:
-            region, cached = self.regions[pages, shape], in_pages(CACHED, pages)
+            region, cached = self.regions[pages, shape], goals.in_pages(goals.CACHED, pages)
             peers = self._present(LOADERS, shape)
-            found = self._loaders(in_pages(row, pages), region, _ours(shape, pages), peers)
-            if shape == SHAPES[0]:
+            found = self._loaders(goals.in_pages(row, pages), region, _ours(shape, pages), peers)
+            if shape == goals.SHAPES[0]:
                 found = [self._and_cached(turn, cached) for turn in found]
-                found.append(Turn(cached, MEMCPY, region, self._memcpy, loads=True))
+                found.append(Turn(cached, goals.MEMCPY, region, self._memcpy, loads=True))
             turns += found
-        if shape == SHAPES[0]:
+        if shape == goals.SHAPES[0]:
             # New memory costs each the same, and the slowest one the run most.
-            peers = self._present(LOADERS, SHAPES[1])
-            turns += self._loaders(in_pages(FRESH, PAGES[1]), None, {OURS[0]: 1}, peers)
+            peers = self._present(LOADERS, goals.SHAPES[1])
+            turns += self._loaders(
+                goals.in_pages(goals.FRESH, goals.PAGES[1]), None, {OURS[0]: 1}, peers
+            )
         return turns
 
     def _and_cached(self, turn: Turn, row: str) -> Turn:
@@ -280,7 +263,7 @@ class Bench:
     def _loaders(
         self, row: str, region: Region | None, ours: Mapping[str, int], peers: Sequence[Peer]
     ) -> list[Turn]:
-        calls = {name: (partial(self._load, name), copies) for name, copies in ours.items()}
+        calls = {name: (partial(self.load, name), copies) for name, copies in ours.items()}
         calls |= {peer.name: (self._by(peer), peer.copies) for peer in peers}
         return [
             Turn(row, name, region, call, copies=copies, loads=True)
@@ -288,14 +271,14 @@ class Bench:
         ]
 
     def _present(self, peers: Sequence[Peer], shape: str) -> list[Peer]:
-        left_out = {*self.absent, *(LARGE_ALONE if shape != SHAPES[0] else ())}
+        left_out = {*self.absent, *(LARGE_ALONE if shape != goals.SHAPES[0] else ())}
         return [peer for peer in peers if peer.name not in left_out]
 
     def _limits(self, row: str, call: Callable[..., int], verb: str) -> list[Turn]:
         """Return the probes that take turns with a row, and once a round the profile."""
-        files, key = disk.files_of(self.size), limit_of(row)
+        files, key = disk.files_of(self.size), goals.limit_of(row)
         # The memory is that of the probe.
-        region = self.regions[self.pages[0], SHAPES[0]]
+        region = self.regions[self.pages[0], goals.SHAPES[0]]
 
         def probe(threads: int, work: disk.Work | None, _: Region) -> None:
             path = self.folder / "raw"
@@ -309,16 +292,16 @@ class Bench:
         gone = self._gone(*(f"raw-{n}" for n in range(files)), "raw")
         ready = gone if verb == "write" else _nothing
         turns = [
-            Turn(key, probe_of(threads), region, partial(probe, threads, None), ready)
+            Turn(key, goals.probe_of(threads), region, partial(probe, threads, None), ready)
             for threads in PROBES
         ]
         if "fio" not in self.absent:
             turns.append(Turn(key, "fio", region, fio))
-        if SHAPES[0] in row:
+        if goals.SHAPES[0] in row:
             threads = THREADS if verb == "write" else LOAD_THREADS
             works: list[disk.Work] = [_digest, self._digest_and_copy]
-            profile = profile_of("save" if verb == "write" else "load")
-            for name, work in zip(STEPS, works, strict=True):
+            profile = goals.profile_of("save" if verb == "write" else "load")
+            for name, work in zip(goals.STEPS, works, strict=True):
                 turns.append(Turn(profile, name, region, partial(probe, threads, work), ready))
         return turns
 
@@ -340,16 +323,14 @@ class Bench:
     def _by(self, peer: Peer) -> Callable[[Region], None]:
         return lambda region: peer.call(self.folder, region.arrays, region.memory.array)
 
-    def _save(self, backend: str, region: Region) -> None:
-        self.save(backend, region)
+    def _saved(self, name: str, region: Region) -> None:
+        self.save(name, region)
 
-    def _load(self, backend: str, region: Region) -> None:
-        self.load(backend, region)
-
-    def save(self, name: str, region: Region, *, content: int = 0) -> TransferDone:
+    def save(self, name: str, region: Region, *, uid: str = UID) -> TransferDone:
         """Save as GMS does, in a part of its own."""
-        task = self._task(name, content)
+        task = self._task(name, uid)
         ciphers = ciphers_of(task)
+        backend = _backend(task, region, ciphers)
         with opened(open_root(task.root, create=True)) as root:
             return write_part(
                 root,
@@ -358,39 +339,35 @@ class Bench:
                 [],
                 region.views,
                 lambda _: None,
-                backend=_backend(task, region, ciphers),
+                backend=backend,
                 ciphers=ciphers,
             )
 
-    def load(self, name: str, region: Region, advance: Callable[[int], None] = abs) -> None:
+    def load(self, name: str, region: Region) -> None:
         """Read what `save` wrote into a region, every digest compared."""
         path, task, ciphers = self._part(name), self._task(name), None
         manifest = manifest_of(path)
         if manifest.encryption:
             ciphers = Ciphers(ArtifactKeys(self.keys), task)
             ciphers.open(manifest)
+        plans, backend = plans_of(manifest), _backend(task, region, ciphers)
         with opened(open_root(path)) as directory:
-            _backend(task, region, ciphers).read_files(
-                directory,
-                plans_of(manifest),
-                manifest.files,
-                region.views,
-                threads=LOAD_THREADS,
-                advance=advance,
+            backend.read_files(
+                directory, plans, manifest.files, region.views, threads=LOAD_THREADS, advance=abs
             )
 
-    def _task(self, name: str, content: int = 0) -> SaveTask:
+    def _task(self, name: str, uid: str = UID) -> SaveTask:
         return save_task(
-            self.folder / name,
-            self.size,
-            content,
+            root=str(self.folder / name),
+            content_uid=uid,
+            layout=layout(bytes=self.size),
             backend=OURS[0] if name == ENCRYPTED else name,
             encrypt=name == ENCRYPTED,
             artifact_keys=str(self.keys),
         )
 
     def _part(self, backend: str) -> Path:
-        return self.folder / backend / "default" / f"{UID}0" / "gen-1" / "gpu-0"
+        return self.folder / backend / "default" / UID / "gen-1" / "gpu-0"
 
     def _warm(self, name: str) -> Callable[[Region], None]:
         """Return what brings the files that a contender reads into the page cache."""
@@ -402,59 +379,15 @@ class Bench:
         return warm
 
     def _counted(self) -> tuple[float, dict[str, int]]:
-        backend, region = OURS[0], self.regions[self.pages[0], SHAPES[1]]
+        backend, region = OURS[0], self.regions[self.pages[0], goals.SHAPES[1]]
         disk.removed(self.folder, backend)
-        before = highest = private_bytes()
-
-        def look(_: object) -> int:
-            nonlocal highest
-            highest = max(highest, private_bytes())
-            return 0
-
-        extra: dict[str, int] = {}
-        task_done = self._watched_save(backend, region, look)
-        extra["save"] = highest - before
-        before = highest = private_bytes()
-        self.load(backend, region, look)
-        extra["load"] = highest - before
+        with highest_bytes() as of_save:
+            done = self.save(backend, region)
+        with highest_bytes() as of_load:
+            self.load(backend, region)
         (self._part(backend).parent / "root.json").write_text("{}")
-        again = self.save(backend, region, content=1)
-        return again.moved / task_done.moved, extra
-
-    def _watched_save(
-        self, backend: str, region: Region, look: Callable[[object], int]
-    ) -> TransferDone:
-        with ThreadPoolExecutor(1) as pool:
-            saving = pool.submit(self.save, backend, region)
-            while not saving.done():
-                look(None)
-        return saving.result()
-
-
-def save_task(folder: Path, size: int, content: int = 0, **fields: Any) -> SaveTask:
-    """Return the task to save one device into a part of its own."""
-    layout = LayoutRef(
-        device="GPU-1",
-        incarnation="i",
-        generation=1,
-        layout_id="l",
-        structure_hash="h",
-        bytes=size,
-    )
-    return SaveTask(
-        socket_dir="/nowhere",
-        root=str(folder),
-        device="GPU-1",
-        namespace="default",
-        content_uid=f"{UID}{content}",
-        generation=1,
-        part="gpu-0",
-        deadline_s=60.0,
-        order=f"save-{UID}{content}-gpu-0",
-        fence_token="t",
-        layout=layout,
-        **fields,
-    )
+        again = self.save(backend, region, uid=OTHER)
+        return again.moved / done.moved, {"save": of_save[0], "load": of_load[0]}
 
 
 def manifest_of(part: Path) -> PartManifest:
@@ -479,17 +412,13 @@ def _ours(shape: str, pages: str) -> dict[str, int]:
 
 def _with_limits(turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns of which there are more in a round, without those that follow them."""
-    names = {*map(probe_of, PROBES), "fio", *STEPS, OURS[0]}
+    names = {*map(goals.probe_of, PROBES), "fio", *goals.STEPS, OURS[0]}
     return [replace(turn, cached=None) for turn in turns if turn.name in names and turn.region]
 
 
 def _backend(task: SaveTask, region: Region, ciphers: Ciphers | None) -> TransferBackend:
     found = find_backend(task.backend, in_place=region.memory.in_huge_pages)
     return Encrypted(found, ciphers) if ciphers else found
-
-
-def private_bytes() -> int:
-    return int(memory_mb("RssAnon") * 1000) * 1024
 
 
 def _digest(chunk: memoryview, _: int) -> None:

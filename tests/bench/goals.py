@@ -1,4 +1,8 @@
-"""What was found and wanted of the GPU memory service, and how a ratio is judged. Pure."""
+"""What was found and wanted of the GPU memory service, how a ratio is judged, and the page. Pure.
+
+The rules stand on the page before its first section, in docs/benchmarks.md, and are no part of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tests.bench import common
 from tests.bench.common import NOISE, OTHERS, Judged, Rows, Verdict, spread
 
 TURNS = 5
@@ -198,18 +203,18 @@ def judged(results: Results) -> list[Judged]:
 def judged_transfers(results: Transfers) -> list[Judged]:
     """Compare with the goals of saves and loads. What is counted is no matter of noise."""
     of, share = size_text(results.size), results.written_again
-    found = [judged_goal(of, goal, results.seconds, results.others) for goal in GOALS]
-    counted = [("save of an unchanged layout", "bytes written", "< 1 %", f"{share:.2%}")]
-    met = [share < 0.01]
+    counted = [
+        ("save of an unchanged layout", "bytes written", "< 1 %", f"{share:.2%}", share < 0.01)
+    ]
+    limit = results.extra_limit
     for verb, extra in results.extra_bytes.items():
-        limit = f"≤ {results.extra_limit / 2**20:.0f} MiB"
-        counted.append(
-            (f"{verb}, 2,000 small", "peak extra memory", limit, f"{extra / 2**20:.0f} MiB")
-        )
-        met.append(extra <= results.extra_limit)
-    for line, is_met in zip(counted, met, strict=True):
-        found.append(Judged(of, *line, "met" if is_met else "missed"))
-    return found
+        row, what = f"{verb}, 2,000 small", "peak extra memory"
+        texts = (f"≤ {limit / 2**20:.0f} MiB", f"{extra / 2**20:.0f} MiB")
+        counted.append((row, what, *texts, extra <= limit))
+    return [
+        *(judged_goal(of, goal, results.seconds, results.others) for goal in GOALS),
+        *(Judged(of, *line, "met" if is_met else "missed") for *line, is_met in counted),
+    ]
 
 
 def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
@@ -229,8 +234,6 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
         if share * least > 1:
             why += f", which itself is {1 / share:.2f} x as fast"
     ratio = median(rivals[best]) / median(ours)
-    if goal.what in LIMITS and ratio < least:
-        why = _alone(goal, seconds)
     # A peer that needs more of the processors than we do suffers more from others than we do; a
     # probe of the disk suffers less.
     verdict, reason = decided(
@@ -242,21 +245,6 @@ def judged_goal(of: str, goal: Goal, seconds: Rows, others: float) -> Judged:
     what = goal.what if best in goal.what else f"{goal.what} ({best})"
     reasons = "; ".join(filter(None, (why, reason)))
     return Judged(of, goal.row, what, f"≥ {least:g} x", f"{ratio:.2f} x", verdict, reasons)
-
-
-def _alone(goal: Goal, seconds: Rows) -> str:
-    """Say where the disk is with what a transfer does to the bytes, and nothing else of it.
-
-    It takes turns with one large allocation, and is compared with the limit there.
-    """
-    step = STEPS[goal.row == in_pages(goal.row.rpartition(", ")[0], PAGES[1])]
-    verb, row = ("save", saving) if goal.what == LIMITS[0] else ("load", loading)
-    alone = seconds.get(profile_of(verb), {}).get(step)
-    limits = seconds.get(limit_of(row(SHAPES[0])))
-    if not alone or not limits:
-        return ""
-    share = median(limits[fastest(limits)]) / median(alone)
-    return f"the disk alone, {step}, is at {share:.2f} of it"
 
 
 def _rivals(goal: Goal, row: Row) -> Row:
@@ -301,9 +289,6 @@ def judged_bound(of: str, bound: Bound, seconds: Rows, others: float) -> Judged:
         others=others,
         suffers=bound.rival == AIO and bound.row == P99,
     )
-    if verdict != "met" and bound.rival != BARE and (bare := row.get(BARE)):
-        share = median(bare) / median(rival)
-        why = "; ".join(filter(None, (f"an {BARE} that only answers is at {share:.2f} x", why)))
     return Judged(of, bound.row, bound.rival, wanted, f"{ratio:.2f} x", verdict, why)
 
 
@@ -315,3 +300,164 @@ def both_ends(cpu: Rows) -> dict[str, list[float]]:
         name: [sum(each) for each in zip(*(end[name] for end in ends), strict=True)]
         for name in names
     }
+
+
+# The page.
+
+_MEMORY = "GPU memory: "
+
+_HEAD = ("row", "contender", "huge pages, GB/s", "CPU s/GB", "ordinary pages, GB/s", "CPU s/GB")
+"""A section that has another table was measured by other rules."""
+
+
+def renewed(old: str, results: Results) -> str:
+    """Write the sections about a run into a page, and the machine before its first section.
+
+    What an older page says of the rules stays, and so do the sections about anything else. Another
+    size stays if it was measured by the same rules.
+    """
+    head, *older = common.split(old or "# Benchmarks\n")
+    rules = " | ".join(_HEAD)
+    kept = [part for part in older if not part.startswith(_MEMORY) or rules in part]
+    prose = head.partition("\nThe machine:\n")[0].rstrip()
+    machine = "\n".join(common.listed(results.machine))
+    return common.joined(f"{prose}\n\nThe machine:\n\n{machine}", kept, list(_sections(results)))
+
+
+def _sections(results: Results) -> Iterator[str]:
+    """Write each section from its title on."""
+    for one in results.transfers:
+        yield "\n".join(_transfer_lines(one))
+    if results.calls:
+        yield "\n".join(_call_lines(results.calls))
+
+
+def _goal_lines(found: Sequence[Judged]) -> Iterator[str]:
+    rows = ((x.row, x.what, x.wanted, x.found, x.verdict, x.why) for x in found)
+    return common.table(("row", "against", "goal", "found", "", "why"), rows)
+
+
+def _rounds(rows: Rows) -> int:
+    """Return how many turns those have had that have one a round."""
+    return min((len(samples) for row in rows.values() for samples in row.values()), default=0)
+
+
+def _transfer_lines(results: Transfers) -> Iterator[str]:
+    yield f"{_MEMORY}save and load of {size_text(results.size)}\n"
+    yield (
+        f"{_rounds(results.seconds)} rounds, medians. Others took {results.others:.0%} of the "
+        f"processors.\n{_reported(results.reported)}"
+    )
+    if not any(in_pages(saving(shape), "huge") in results.seconds for shape in SHAPES):
+        yield "\nNothing was measured in huge pages: the host could not set enough of them aside."
+    if results.absent:
+        yield ""
+    for name, why in results.absent.items():
+        yield f"- {name} was not run: {why}"
+    found = judged_transfers(results)
+    yield from _goal_lines(found)
+    yield from _profiles(results, found)
+    yield from common.table(_HEAD, _sample_rows(results))
+
+
+def _reported(reported: int | None) -> str:
+    if reported is None:
+        return "The kernel does not say how much free memory it reported to a host."
+    return f"The kernel reported {reported / 2**20:,.0f} MiB of free memory to the host meanwhile."
+
+
+def _sample_rows(results: Transfers) -> Iterator[Sequence[str]]:
+    """Put the same contender in huge and in ordinary pages side by side, row by row.
+
+    A probe of the disk uses memory of its own in huge pages, whatever the region is in.
+    """
+    suffixes = {pages: in_pages("", pages) for pages in PAGES}
+    bare = dict.fromkeys(
+        next((row.removesuffix(s) for s in suffixes.values() if row.endswith(s)), row)
+        for row in results.seconds
+    )
+    for row in bare:
+        keys = [in_pages(row, pages) for pages in PAGES]
+        if row in results.seconds:
+            keys[0] = row
+        names = dict.fromkeys(name for key in keys for name in results.seconds.get(key, {}))
+        for name in names:
+            yield row, name, *(cell for key in keys for cell in _cells(results, key, name))
+
+
+def _cells(results: Transfers, row: str, name: str) -> tuple[str, str]:
+    samples = results.seconds.get(row, {}).get(name)
+    if not samples:
+        return "", ""
+    speeds = [results.size / 1e9 / seconds for seconds in samples]
+    cpu = results.cpu.get(row, {}).get(name)
+    return common.cell(speeds, "{:.2f}"), f"{_per_gb(results, cpu):.2f}" if cpu else ""
+
+
+def _per_gb(results: Transfers, samples: Sequence[float]) -> float:
+    return 1e9 * median(samples) / results.size
+
+
+def _profiles(results: Transfers, found: Sequence[Judged]) -> Iterator[str]:
+    """Say what the time goes to of each transfer that is too far from the limit."""
+    rows = []
+    for line in found:
+        verb = line.row.partition(",")[0]
+        steps = results.seconds.get(profile_of(verb), {})
+        if line.verdict not in ("missed", "inconclusive") or not line.what.startswith(LIMITS):
+            continue
+        limits = results.seconds.get(_limits_beside(line.row), {})
+        alone = limits.get(probe_of(results.threads.get(verb, 0)))
+        if alone and all(steps.get(name) for name in STEPS):
+            ours = results.seconds[line.row][OURS]
+            times = [limits[fastest(limits)], alone, *(steps[name] for name in STEPS), ours]
+            rows.append((line.row, *(f"{_per_gb(results, each):.2f}" for each in times)))
+    if rows:
+        yield (
+            "\nWhere the time of these goes, in s/GB: the fastest probe, then the disk with as\n"
+            "many threads as ours has, the same with a digest of each chunk, and with a copy to\n"
+            "or from ordinary pages, too. The last two take turns with one large allocation.\n\n"
+            "Traced on 2026-11-26 with 1 GiB and two processors: of what is left of a save, 10 ms\n"
+            "are its begin and its end, where folders, files and manifest are made durable. In\n"
+            "turns without peers no more was left out of huge pages, and 0.04 s out of ordinary\n"
+            "ones, where half as many bytes are on their way (55 MiB of 116). Beside peers a save\n"
+            "out of huge pages took 34 ms longer than the disk with digests: 22 ms before the\n"
+            "first seventh was written, 3 ms in the next five, and 9 ms at the end; one out of\n"
+            "ordinary pages took 14 ms longer."
+        )
+        yield from common.table(("row", "limit", "alone", *STEPS, OURS), rows)
+
+
+def _limits_beside(row: str) -> str:
+    for pages in PAGES:
+        row = row.removesuffix(in_pages("", pages))
+    return limit_of(row)
+
+
+def _call_lines(results: Calls) -> Iterator[str]:
+    yield "GMS sessions\n"
+    yield (
+        f"{_rounds(results.seconds)} rounds, medians, the order rotates. Client and server are two "
+        "processes.\nThe call lists 16 allocations; `gms` is the real service with its synchronous "
+        "client, the\nothers only answer. A sample is the percentile of "
+        f"{results.calls:,} calls; processor time is that of all\nthreads of a process. Others "
+        f"took {results.others:.0%} of the processors."
+    )
+    yield from _goal_lines(judged_calls(results))
+    head = ("row", "contender", "µs (median)", "fastest … slowest")
+    yield from common.table((*head, "CPU µs, client", "CPU µs, server"), _call_rows(results))
+
+
+def _call_rows(results: Calls) -> Iterator[Sequence[str]]:
+    for row, contenders in results.seconds.items():
+        for name, samples in contenders.items():
+            cpu = [results.cpu.get(end, {}).get(name) for end in ("client", "server")]
+            # What a call costs is the same whatever the percentile.
+            costs = (common.middle(x, scale=1e6) if x and row.endswith("p50") else "" for x in cpu)
+            yield (
+                row,
+                name,
+                common.middle(samples, scale=1e6),
+                common.ends(samples, scale=1e6),
+                *costs,
+            )

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,16 +87,42 @@ def recycle(size: int) -> None:
                 pool.submit(populate, begin + at, min(each, size - at))
 
 
+def _kilobytes(path: str, field: str) -> int:
+    lines = Path(path).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
 def available_bytes() -> int:
     """Give the bytes that may still be allocated before the kernel has to swap or to kill."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    return _kilobytes("/proc/meminfo", "MemAvailable") * 1024
 
 
 def memory_mb(field: str) -> float:
-    """Give a field of the status of this process, which is in kilobytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1000
+    """Give a field of the status of this process."""
+    return _kilobytes("/proc/self/status", field) / 1000
+
+
+def private_bytes() -> int:
+    """Give the private memory of this process."""
+    return _kilobytes("/proc/self/status", "RssAnon") * 1024
+
+
+@contextlib.contextmanager
+def highest_bytes() -> Iterator[list[int]]:
+    """Yield a list with how far the private memory has been above what there was before."""
+    before, extra, done = private_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            extra[0] = max(extra[0], private_bytes() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield extra
+    finally:
+        done.set()
+        watcher.join()
 
 
 def reported_bytes() -> int | None:

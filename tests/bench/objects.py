@@ -11,9 +11,8 @@ import argparse
 import contextlib
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -28,11 +27,13 @@ from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
 from tests.bench import common
 from tests.bench.common import MIB
-from tests.bench.gms import THREADS, UID, manifest_of, plans_of, private_bytes, save_task
+from tests.bench.gms import THREADS, manifest_of, plans_of
+from tests.bench.machine import highest_bytes
 from tests.bench.regions import Memory, Region
+from tests.support.builders import UID, layout, save_task
 from tests.support.s3_server import s3_server
 
-PLACE = part_path("default", f"{UID}0", 1, "gpu-0")
+PLACE = part_path("default", UID, 1, "gpu-0")
 LIMIT = THREADS * CHUNK_BYTES + 32 * MIB
 
 
@@ -82,8 +83,8 @@ def _measure(folder: Path, url: str, size: int) -> int:
 
 
 def _save(folder: Path, url: str, region: Region) -> PartManifest:
-    size = len(region.memory.map)
-    task = save_task(folder, size, threads=THREADS, backend=OBJECT, object_storage=url)
+    saved = layout(bytes=len(region.memory.map))
+    task = save_task(root=str(folder), layout=saved, backend=OBJECT, object_storage=url)
     with opened(open_root(folder)) as root:
         write_part(root, task, region.infos, [], region.views, lambda _: None)
     return manifest_of(folder.joinpath(*PLACE))
@@ -117,18 +118,10 @@ def _flipped(
 
 @contextlib.contextmanager
 def _watched(what: str, size: int, problems: list[str]) -> Iterator[None]:
-    before, done = private_bytes(), threading.Event()
-    highest = [before]
-    watcher = threading.Thread(target=_watch, args=(done, highest, private_bytes))
-    watcher.start()
     begin = time.perf_counter()
-    try:
+    with highest_bytes() as highest:
         yield
-    finally:
-        seconds = time.perf_counter() - begin
-        done.set()
-        watcher.join()
-    extra = highest[0] - before
+    seconds, extra = time.perf_counter() - begin, highest[0]
     print(
         f"{what:8} {size / 1e6 / seconds:7.0f} MB/s ({seconds:.1f} s), "
         f"{extra / MIB:.1f} MiB of memory at most, {LIMIT / MIB:.0f} MiB are allowed",
@@ -136,11 +129,6 @@ def _watched(what: str, size: int, problems: list[str]) -> Iterator[None]:
     )
     if extra > LIMIT:
         problems.append(f"{what} took {extra} bytes of memory, the limit is {LIMIT}")
-
-
-def _watch(done: threading.Event, highest: list[int], look: Callable[[], int]) -> None:
-    while not done.wait(0.005):
-        highest[0] = max(highest[0], look())
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ import argparse
 import asyncio
 import gc
 import json
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -30,14 +29,15 @@ from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.interpreter import Interpreter
 from snapshot_operator.runtime.manager import Manager
 from snapshot_operator.runtime.spans import Spans
+from snapshot_shared.api import VerifyRequest
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import DeviceRef
 from snapshot_shared.telemetry import Telemetry
 from tests.bench import common
-from tests.bench.common import Judged, goal
-from tests.bench.machine import Watch, describe, memory_mb
+from tests.bench.common import Benchmark, Judged, Results, goal
+from tests.bench.machine import memory_mb
 from tests.support.objects import checkpoint_document, presence
 from tests.support.operator_world import MemoryOrders, World
 
@@ -50,71 +50,59 @@ MORE = 40
 FLAT = 1.2
 FAILURES = 1000
 A_SECOND = "{:,} a CPU-s"
-NUMBERS: common.Numbers = {"count": (FULL, 10, f"of checkpoints ({FULL:,}, without which no page)")}
+CAPTURE, ONE_MORE, STATUS = "capture", "one more", "status"
+OURS = "snapback"
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    arguments = parser("make bench-operator", __doc__)
-    arguments.add_argument("--store", type=Path, help=argparse.SUPPRESS)
-    options = parsed(arguments, words)
-    if options.store:
-        print(json.dumps(asyncio.run(read(options.store))))
-        return 0
-    watch = Watch()
-    rows = measured(options.count)
-    others = watch.others()
-    return told(options, others, rows, section(options.count, others, rows))
+async def measure(options: argparse.Namespace, folder: Path) -> Results:
+    check_whole(options)
+    with common.measuring(folder, count=options.count) as found:
+        await read_costs(found, folder)
+        await work_costs(found)
+    return found
 
 
-def parser(program: str, about: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog=program, description=about)
-    common.add_options(made, NUMBERS)
-    return made
+def check_whole(options: argparse.Namespace) -> None:
+    """Write no page about fewer checkpoints than the goals are for."""
+    if options.count != FULL:
+        options.page = None
 
 
-def parsed(
-    arguments: argparse.ArgumentParser,
-    words: Sequence[str] | None,
-    numbers: common.Numbers = NUMBERS,
-) -> argparse.Namespace:
-    options = arguments.parse_args(words)
-    common.check_options(arguments, options, numbers)
-    return options
-
-
-def told(
-    options: argparse.Namespace, others: float, rows: list[Judged], text: str, **more: Any
-) -> int:
-    """Print what was found, and write it where that was asked for; give the status of the end."""
-    for row in rows:
-        print(f"{row.verdict:7} {row.what:58} {row.wanted:22} {row.found}")
-    found = {"machine": describe(Path()), "others": others, "count": options.count, **more}
-    page = options.page if options.count == FULL else None
-    common.write(options.json, page, {**found, "rows": [row._asdict() for row in rows]}, text)
-    return common.status(rows)
-
-
-def measured(count: int) -> list[Judged]:
-    return [*read_costs(count), *asyncio.run(work_costs(count))]
-
-
-def read_costs(count: int) -> Iterator[Judged]:
+async def read_costs(found: Results, folder: Path) -> None:
     """Measure an operator that starts on a full store, in a process of its own."""
+    count = found.facts["count"]
     pods = max(count // 10, 1)
-    with tempfile.TemporaryDirectory(prefix=".bench-") as folder:
-        path = Path(folder) / "objects.sqlite"
-        common.say(f"filling a store with {count:,} checkpoints, {pods:,} pods and contents")
-        asyncio.run(fill(path, count, pods))
-        common.say("reading it")
-        command = [sys.executable, "-m", "tests.bench.operator", "--store", str(path)]
-        found = [
-            json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            for _ in range(ROUNDS)
-        ]
-        seen = {what: statistics.median(each[what] for each in found) for what in found[0]}
-    yield from list_goals(seen["mb"], seen["sync_s"], count)
-    yield noop_goal(seen["noop"])
-    yield events_goal("watch events", seen["events"])
+    path = folder / "objects.sqlite"
+    common.say(f"filling a store with {count:,} checkpoints, {pods:,} pods and contents")
+    await fill(path, count, pods)
+    common.say("reading it")
+    command = [sys.executable, "-m", "tests.bench.operator", "--store", str(path)]
+    for _ in range(ROUNDS):
+        read = await asyncio.to_thread(subprocess.check_output, command)
+        for what, value in json.loads(read).items():
+            found.add(what, OURS, value)
+
+
+def judged(found: Results) -> Iterator[Judged]:
+    rows, count = found.samples, found.facts["count"]
+    mb, sync_s, noop, events = (
+        median(rows[what][OURS]) for what in ("mb", "sync_s", "noop", "events")
+    )
+    yield from list_goals(mb, sync_s, count)
+    yield noop_goal(noop)
+    yield events_goal("watch events", events)
+    captures = {number: min(each) for number, each in rows[CAPTURE].items()}
+    for number, cost in captures.items():
+        yield shown(f"a capture, {number} at once", ms(cost))
+    flat = max(captures.values()) / min(captures.values())
+    yield limited("most over least of these", flat, most=FLAT)
+    few, many = (median(rows[ONE_MORE][f"{waiting:,}"]) for waiting in (10, count))
+    for waiting, cost in ((10, few), (count, many)):
+        yield shown(f"one more beside {waiting:,} that wait", ms(cost))
+    yield limited("of these, many over few", many / few, most=FLAT)
+    for verb, [ratio] in rows[STATUS].items():
+        what = f"status after {FAILURES:,} failures of {verb}, over that after 10"
+        yield limited(what, ratio, most=1.02, found="{:.3f} x")
 
 
 def list_goals(mb: float, sync_s: float, count: int) -> Iterator[Judged]:
@@ -141,37 +129,34 @@ def shown(what: str, found: str) -> Judged:
     return Judged(TITLE, "", what, "", found, "met")
 
 
-async def work_costs(count: int) -> list[Judged]:
+async def work_costs(found: Results) -> None:
     """Measure captures, checkpoints that wait, and failures that repeat."""
-    rows: list[Judged] = []
+    count = found.facts["count"]
     common.say(f"{', '.join(map(str, AT_ONCE))} captures at once")
     # In turns: the speed of a machine that is shared changes from one minute to the next.
-    turns = [[await capture_cost(number) for number in AT_ONCE] for _ in range(ROUNDS)]
-    captures = dict(zip(AT_ONCE, map(min, zip(*turns, strict=True)), strict=True))
-    for number, cost in captures.items():
-        rows.append(shown(f"a capture, {number} at once", ms(cost)))
-    flat = max(captures.values()) / min(captures.values())
-    rows.append(limited("most over least of these", flat, most=FLAT))
+    for _ in range(ROUNDS):
+        for number in AT_ONCE:
+            found.add(CAPTURE, f"{number}", await capture_cost(number))
     common.say(f"one more checkpoint beside 10, and beside {count:,} that wait")
-    beside = await one_more(10, count)
-    for waiting, cost in beside.items():
-        rows.append(shown(f"one more beside {waiting:,} that wait", ms(cost)))
-    ratio = beside[count] / beside[10]
-    rows.append(limited("of these, many over few", ratio, most=FLAT))
+    await one_more(found, 10, count)
     for verb in ("delete", "stop", "verify"):
         common.say(f"{FAILURES:,} times a {verb} that fails")
         ten, many = await status_sizes(verb)
-        what = f"status after {FAILURES:,} failures of {verb}, over that after 10"
-        rows.append(limited(what, many / ten, most=1.02, found="{:.3f} x"))
-    return rows
+        found.add(STATUS, verb, many / ten)
 
 
-async def fill(path: Path, count: int, pods: int) -> None:
-    """Write a store as an operator leaves it: some captured checkpoints with all their objects."""
+async def captured_world() -> World:
+    """Return a world whose one checkpoint is Ready."""
     world = World()
     await world.join(presence("node-0"))
     await world.apply(checkpoint_document())
     await world.answer_all()
+    return world
+
+
+async def fill(path: Path, count: int, pods: int) -> None:
+    """Write a store as an operator leaves it: some captured checkpoints with all their objects."""
+    world = await captured_world()
     model = {type(value).__name__: value for value in await world.everything()}
     store = SqliteStore(path, timestamp=lambda: "2026-01-01T00:00:00Z").open()
     store._db.execute("PRAGMA synchronous=OFF")
@@ -273,42 +258,34 @@ async def capture_cost(count: int) -> float:
     await world.join(*(presence(f"node-{number}") for number in range(count)))
     documents = [checkpoint_document(f"llm-{number}") for number in range(count)]
     gc.collect()
-    spent, began = Spent(), time.process_time()
-    await world.apply(*documents)
-    done: set[tuple[str, int]] = set()
-    while waiting := [o for o in world.orders.history if (o.order, o.attempt) not in done]:
-        for order in waiting:
-            done.add((order.order, order.attempt))
-            await world.answer_well(order)
-    del spent
+    # The collector may not run in the middle of what is measured.
+    gc.disable()
+    began = time.process_time()
+    try:
+        await world.apply(*documents)
+        done: set[tuple[str, int]] = set()
+        while waiting := [o for o in world.orders.history if (o.order, o.attempt) not in done]:
+            for order in waiting:
+                done.add((order.order, order.attempt))
+                await world.answer_well(order)
+    finally:
+        gc.enable()
     phases = {value.status.phase for value in world.cluster.all("DynamoCheckpoint")}  # type: ignore[union-attr]
     assert phases == {"Ready"}, phases
     return (time.process_time() - began) / count
 
 
-class Spent:
-    """Keeps the collector from running in the middle of what is measured."""
-
-    def __init__(self) -> None:
-        gc.disable()
-
-    def __del__(self) -> None:
-        gc.enable()
-
-
-async def one_more(*counts: int) -> dict[int, float]:
-    """Return the processor-seconds of one more checkpoint that finds no room, as others wait."""
+async def one_more(found: Results, *counts: int) -> None:
+    """Measure one more checkpoint that finds no room, as so many others wait."""
     worlds = {waiting: await waiting_world(waiting) for waiting in counts}
     # As an operator that has started with them: `Cluster.sync` does the same.
     gc.collect()
     gc.freeze()
-    spent: dict[int, list[float]] = {waiting: [] for waiting in worlds}
     for number in range(MORE):
         for waiting, world in worlds.items():
             began = time.process_time()
             await world.apply(checkpoint_document(f"more-{number}"))
-            spent[waiting].append(time.process_time() - began)
-    return {waiting: statistics.median(found) for waiting, found in spent.items()}
+            found.add(ONE_MORE, f"{waiting:,}", time.process_time() - began)
 
 
 async def waiting_world(waiting: int) -> World:
@@ -322,12 +299,7 @@ async def waiting_world(waiting: int) -> World:
 
 async def status_sizes(verb: str) -> tuple[int, int]:
     """Return the bytes of an object after 10 and after many failures of one of its orders."""
-    from snapshot_shared.api import VerifyRequest
-
-    world = World()
-    await world.join(presence("node-0"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await captured_world()
     kind = "Pod" if verb == "stop" else "SnapshotContent"
     if verb != "verify":
         await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
@@ -337,38 +309,39 @@ async def status_sizes(verb: str) -> tuple[int, int]:
         if verb == "verify":
             await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
             await world.settle()
-        (order,) = world.orders.history[-1:] if verb != "delete" else _last(world, verb)
-        if order.verb != verb:
-            (order,) = _last(world, verb)
-        await world.fail(order, "DeviceBusy")
+        last = next(order for order in reversed(world.orders.history) if order.verb == verb)
+        await world.fail(last, "DeviceBusy")
         if number in (9, FAILURES - 1):
             sizes.append(len(encode_json(world.cluster.all(kind)[0])))
         await world.advance(601.0)
     return sizes[0], sizes[1]
 
 
-def _last(world: World, verb: str) -> list[Any]:
-    return [next(order for order in reversed(world.orders.history) if order.verb == verb)]
-
-
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms CPU"
 
 
-def section(count: int, others: float, rows: list[Judged]) -> str:
-    pods = max(count // 10, 1)
-    intro = (
+def lines(found: Results) -> Iterator[str]:
+    count, pods = found.facts["count"], max(found.facts["count"] // 10, 1)
+    yield f"## {TITLE}\n"
+    yield (
         f"`make bench-operator COUNT={count}`: {count:,} DynamoCheckpoints, {pods:,} pods and as\n"
-        "many contents in the store. Processor-seconds of the operator's decisions and its store;\n"
-        f"orders are answered at once. Others took {others:.0%} of the processors."
+        "many contents in the store. Processor-seconds of the operator's decisions and its\n"
+        f"store; orders are answered at once. Others took {found.others:.0%} of the processors."
     )
-    return "\n".join([f"## {TITLE}\n", intro, *table(rows)]) + "\n"
+    yield from table(judged(found))
 
 
-def table(rows: list[Judged]) -> Iterator[str]:
+def table(rows: Iterable[Judged]) -> Iterator[str]:
     cells = ((row.what, row.wanted, row.found, row.verdict) for row in rows)
     return common.table(("what", "goal", "found", ""), cells)
 
 
+NUMBERS: common.Numbers = {"count": (FULL, 10, f"of checkpoints ({FULL:,}, without which no page)")}
+BENCH = Benchmark("operator", __doc__, NUMBERS, measure, lines, judged)
+
 if __name__ == "__main__":
-    common.run(main)
+    if sys.argv[1:2] == ["--store"]:
+        print(json.dumps(asyncio.run(read(Path(sys.argv[2])))))
+    else:
+        common.run(BENCH.main)

@@ -13,12 +13,10 @@ import json
 import os
 import random
 import signal
-import sys
+import subprocess
 import time
-from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,32 +32,20 @@ from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.tasks import end_all
-from tests.bench import common
-from tests.bench.common import Judged
-from tests.bench.machine import Watch
-from tests.bench.operator import (
-    NUMBERS,
-    ROUNDS,
-    events_goal,
-    list_goals,
-    noop_goal,
-    parsed,
-    parser,
-    shown,
-    table,
-    told,
-)
+from tests.bench import common, operator
+from tests.bench.common import Benchmark, Judged, Results, Rows
+from tests.bench.operator import OURS, ROUNDS, check_whole, shown, table
 from tests.bench.operator_watchers import CONTENDERS, deciding
 from tests.cluster import cluster as machines
 from tests.cluster import programs
 from tests.cluster.lying_proxy import lying_proxy
 from tests.cluster.target import define
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document
 from tests.support.waiting import until
 
 TITLE = "Operator on an API server"
-OURS, PEER = "snapback", "kopf"
+PEER = "kopf"
+CALLS = "calls: "
 AT_ONCE = 32
 """How many requests of ours the API server gets at a time."""
 EVENTS = 500
@@ -69,9 +55,6 @@ WAIT_S = 300.0
 CHECKPOINTS = "/apis/nvidia.com/v1alpha1/namespaces/default/dynamocheckpoints"
 PODS = "/api/v1/namespaces/default/pods"
 MANIFEST = Path(__file__).with_name("worker.yaml")
-
-Samples = dict[str, dict[str, list[float]]]
-"""By contender and by what was measured; one value a round."""
 
 
 class Objects(NamedTuple):
@@ -85,33 +68,17 @@ class Objects(NamedTuple):
         return len(self.checkpoints) + len(self.pods)
 
 
-class Calls(NamedTuple):
-    """Calls of the API server by verb and kind: those for some captures, and those for nothing."""
-
-    captures: Counter[str]
-    unchanged: Counter[str]
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    arguments = parser("make bench-operator CLUSTER=1", __doc__)
-    arguments.add_argument("--peers", type=Path, help="a folder in which pip has installed kopf")
-    arguments.add_argument("--rounds", type=int, default=ROUNDS)
-    options = parsed(arguments, words, {**NUMBERS, "rounds": (ROUNDS, 1, "")})
-    if why := programs.lacking():
-        print(f"skipped, as no cluster can be started here: {why}")
-        return 0
-    watch = Watch()
+async def measure(options: argparse.Namespace, folder: Path) -> Results:
+    check_whole(options)
     cluster = machines.Cluster(f"bench-{os.getpid()}", common.say)
-    cluster.up(0, owned=True)
-    try:
-        prepare(cluster)
-        samples, calls = asyncio.run(measured(str(cluster.kubectl.kubeconfig), options))
-    finally:
-        cluster.down()
-    rows = [*judged(samples[OURS], options.count), *judged_calls(calls)]
-    others = watch.others()
-    text = section(options, others, rows, samples, calls)
-    return told(options, others, rows, text, samples=samples)
+    with common.measuring(folder, count=options.count) as found:
+        cluster.up(0, owned=True)
+        try:
+            prepare(cluster)
+            await turns(str(cluster.kubectl.kubeconfig), options, found)
+        finally:
+            cluster.down()
+    return found
 
 
 def prepare(cluster: machines.Cluster) -> None:
@@ -123,22 +90,25 @@ def prepare(cluster: machines.Cluster) -> None:
         cluster.control.send(component, signal.SIGTERM)
 
 
-async def measured(kubeconfig: str, options: argparse.Namespace) -> tuple[Samples, Calls]:
+async def turns(kubeconfig: str, options: argparse.Namespace, found: Results) -> None:
     contenders = [
         name for name in CONTENDERS if name != PEER or common.has_peer(PEER, options.peers)
     ]
-    samples: Samples = {name: {} for name in contenders}
     async with KubeClient(await load_configuration(kubeconfig)) as client:
         objects = await fill(client, options.count, max(options.count // 10, 1))
         for number in range(options.rounds):
             # To and fro, so that none always follows the one that uses the processors most.
             for name in contenders[:: -1 if number % 2 else 1]:
                 common.say(f"round {number + 1} of {options.rounds}: {name}")
-                async with running_contender(name, kubeconfig, objects, options.peers) as one:
+                words = ("operator_watchers", name, kubeconfig, objects.all)
+                with common.contender(*words, peers=options.peers) as (process, line):
+                    one = Contender(name, process, json.loads(line))
                     async for what, value in turn(one, client, objects):
-                        samples[name].setdefault(what, []).append(value)
+                        found.add(what, name, value)
         common.say("calls of the API server")
-        return samples, await counted(kubeconfig, client)
+        captures, unchanged = await counted(kubeconfig, client)
+    found.facts |= {f"{CALLS}{what}": count for what, count in sorted(captures.items())}
+    found.facts["calls unchanged"] = unchanged.total()
 
 
 # What is in the API server.
@@ -147,10 +117,7 @@ async def measured(kubeconfig: str, options: argparse.Namespace) -> tuple[Sample
 async def fill(client: KubeClient, count: int, pods: int) -> Objects:
     """Create checkpoints as an operator leaves them, and pods as a kubelet does."""
     common.say(f"creating {count:,} checkpoints and {pods:,} pods")
-    world = World()
-    await world.join(presence("node-0"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    world = await operator.captured_world()
     captured = (await world.get("DynamoCheckpoint", "llm")).status
 
     async def create_checkpoint(name: str) -> None:
@@ -207,44 +174,21 @@ class Contender(NamedTuple):
     """A contender that runs and has listed all objects."""
 
     name: str
-    process: Process
+    process: subprocess.Popen[str]
     listed: dict[str, float]
 
     async def ask(self, verb: str, number: int = 0) -> dict[str, float]:
         """Have it do something; give what it answers."""
-        await self.send(verb, number)
-        return await answer(self.process)
-
-    async def send(self, verb: str, number: int) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{verb} {number}\n".encode())
-        await self.process.stdin.drain()
+        self.process.stdin.write(f"{verb} {number}\n")
+        self.process.stdin.flush()
+        return await self.answer()
 
-
-async def answer(process: Process) -> dict[str, float]:
-    assert process.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        found: dict[str, float] = json.loads(await process.stdout.readline())
-    return found
-
-
-@asynccontextmanager
-async def running_contender(
-    name: str, kubeconfig: str, objects: Objects, peers: Path | None
-) -> AsyncIterator[Contender]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.bench.operator_watchers"),
-        *(name, kubeconfig, str(objects.all)),
-        stdin=PIPE,
-        stdout=PIPE,
-        env=common.with_peers(peers),
-    )
-    assert process.stdin is not None
-    try:
-        yield Contender(name, process, await answer(process))
-    finally:
-        process.stdin.close()
-        await process.wait()
+    async def answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        reading = asyncio.to_thread(self.process.stdout.readline)
+        found: dict[str, float] = json.loads(await asyncio.wait_for(reading, WAIT_S))
+        return found
 
 
 async def turn(
@@ -276,7 +220,7 @@ async def followed(contender: Contender, client: KubeClient, path: str, names: l
     """Change objects, and give the processor-seconds until the contender has seen that."""
     await contender.ask("expect", len(names))
     await change(client, path, names)
-    return (await answer(contender.process))["cpu_s"]
+    return (await contender.answer())["cpu_s"]
 
 
 async def change(client: KubeClient, path: str, names: list[str]) -> None:
@@ -292,8 +236,8 @@ async def change(client: KubeClient, path: str, names: list[str]) -> None:
 # The calls of the API server.
 
 
-async def counted(kubeconfig: str, client: KubeClient) -> Calls:
-    """Count the calls from a new checkpoint to its Job, and those for what has not changed."""
+async def counted(kubeconfig: str, client: KubeClient) -> tuple[Counter[str], Counter[str]]:
+    """Count the calls from new checkpoints to their Jobs, and those for what has not changed."""
     configuration = await load_configuration(kubeconfig)
     async with lying_proxy(configuration) as proxy, KubeClient(proxy.configuration) as counted_:
         store, events = KubeStore(counted_, random.random), EventRecorder(counted_, time.time)
@@ -333,70 +277,65 @@ async def counted(kubeconfig: str, client: KubeClient) -> Calls:
         assert manager.reconciles >= before + cluster.count("DynamoCheckpoint")
         unchanged = calls()
         await end_all(*serving)
-    return Calls(captures, unchanged)
+    return captures, unchanged
 
 
 # What was wanted of it.
 
 
-def judged(found: dict[str, list[float]], count: int) -> list[Judged]:
-    what = {name: median(values) for name, values in found.items()}
-    events = events_goal("watch events, many at once", what["events_a_s"])
-    return [
-        *list_goals(what["mb"], what["cpu_s"], count),
-        events,
-        noop_goal(what["reconciles_a_s"]),
-    ]
+def calls_of(found: Results) -> dict[str, int]:
+    """Return how many calls there were from new checkpoints to their Jobs, by verb and kind."""
+    return {
+        name.removeprefix(CALLS): n for name, n in found.facts.items() if name.startswith(CALLS)
+    }
 
 
-def judged_calls(calls: Calls) -> list[Judged]:
-    each, unchanged = calls.captures.total() / CAPTURES, calls.unchanged.total()
+def judged(found: Results) -> Iterator[Judged]:
+    what = {name: median(each[OURS]) for name, each in found.samples.items()}
+    yield from operator.list_goals(what["mb"], what["cpu_s"], found.facts["count"])
+    yield operator.events_goal("watch events, many at once", what["events_a_s"])
+    yield operator.noop_goal(what["reconciles_a_s"])
+    each, unchanged = sum(calls_of(found).values()) / CAPTURES, found.facts["calls unchanged"]
+    yield shown("calls from a new checkpoint to its Job", f"{each:g}")
     nothing = shown("calls for what has not changed", f"{unchanged}")
-    return [
-        shown("calls from a new checkpoint to its Job", f"{each:g}"),
-        nothing._replace(wanted="0", verdict="missed" if unchanged else "met"),
-    ]
+    yield nothing._replace(wanted="0", verdict="missed" if unchanged else "met")
 
 
-def section(
-    options: argparse.Namespace, others: float, rows: list[Judged], samples: Samples, calls: Calls
-) -> str:
-    return "\n".join(lines(options, others, rows, samples, calls)) + "\n"
-
-
-def lines(
-    options: argparse.Namespace, others: float, rows: list[Judged], samples: Samples, calls: Calls
-) -> Iterator[str]:
-    count, pods = options.count, max(options.count // 10, 1)
+def lines(found: Results) -> Iterator[str]:
+    count, pods = found.facts["count"], max(found.facts["count"] // 10, 1)
     yield f"## {TITLE}\n"
     yield (
         f"`make bench-operator CLUSTER=1 PEERS=1 COUNT={count}`: {count:,} DynamoCheckpoints and\n"
-        f"{pods:,} pods in an API server of this machine, over TLS. {options.rounds} rounds,\n"
+        f"{pods:,} pods in an API server of this machine, over TLS. {found.rounds} rounds,\n"
         "contenders in turn, each in a process of its own, medians of its processor-seconds;\n"
         "memory is resident. `snapback` is the informers and the queue of the operator, without a\n"
         "bus; it lists and watches its seven kinds, the others the two that there are. `kopf` is\n"
         "one handler of events, `kubernetes_asyncio` its typed client and its watch. Both keep\n"
         "all objects by name and by uid. An event is that of a changed annotation; many come at\n"
         "once when a watch begins again. Others, the API server and what changes objects among\n"
-        "them, took "
-        f"{others:.0%} of the processors."
+        f"them, took {found.others:.0%} of the processors."
     )
-    yield from table(rows)
+    yield from table(judged(found))
     head = ("contender", "list and index, CPU-s", "memory, MB", "most memory, MB")
     of_events = ("event of a checkpoint, µs CPU", "of a pod")
-    yield from common.table((*head, *of_events), map(partial(_cells, samples), CONTENDERS))
-    counts = sorted(calls.captures.items())
-    yield from common.table((f"calls for {CAPTURES} checkpoints, to their Jobs", ""), counts)
+    yield from common.table((*head, *of_events), map(partial(_cells, found.samples), CONTENDERS))
+    head = (f"calls for {CAPTURES} checkpoints, to their Jobs", "")
+    yield from common.table(head, calls_of(found).items())
 
 
-def _cells(samples: Samples, name: str) -> Sequence[str]:
-    if not (found := samples.get(name)):
+def _cells(samples: Rows, name: str) -> Sequence[str]:
+    if name not in samples["cpu_s"]:
         return (name, "not installed", "", "", "", "")
     shapes = {"cpu_s": "{:.2f}", "mb": "{:.0f}", "most_mb": "{:.0f}"}
-    own = (common.middle(found[what], shape) for what, shape in shapes.items())
-    events = (common.middle(found[f"event_{kind}_s"], scale=1e6) for kind in ("checkpoint", "pod"))
-    return (name, *own, *events)
+    own = (common.middle(samples[what][name], shape) for what, shape in shapes.items())
+    events = (samples[f"event_{kind}_s"][name] for kind in ("checkpoint", "pod"))
+    return (name, *own, *(common.middle(each, scale=1e6) for each in events))
 
+
+NUMBERS = {**operator.NUMBERS, "rounds": (ROUNDS, 1, "")}
+BENCH = Benchmark(
+    "operator_cluster", __doc__, NUMBERS, measure, lines, judged, programs.lacking, PEER
+)
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(BENCH.main)

@@ -14,14 +14,12 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-import msgspec
 
 from gms.domain.tasks import LOAD_THREADS
 from gms.domain.transfer import CHUNK_BYTES
@@ -31,10 +29,10 @@ from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters import worker_socket
 from tests.bench import common
-from tests.bench.common import MIB, Benchmark, Judged, goal, spread
+from tests.bench.common import MIB, Benchmark, Judged, Results, goal, spread
 from tests.bench.disk import huge_pages, raw_transfer
-from tests.bench.machine import describe, huge_bytes_free, new_memory
-from tests.support.live_cluster import LONG_S, LiveCluster, Session, find, pod, snapshot, worker_pod
+from tests.bench.machine import huge_bytes_free, new_memory
+from tests.support.live_cluster import LONG_S, LiveCluster, Session, find, pod, snapshot
 
 SOURCE, TARGET = "source", "target"
 PAUSE_S = 0.15
@@ -49,40 +47,17 @@ RESTORE_STEPS = ("spawn", "read", "publish", "fill-state", "await-restored")
 ROOM = 64 * MIB
 """What a device has beside the weights."""
 
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One capture and one restore, in seconds, and the raw limits of that moment in bytes/s."""
-
-    pause: float
-    steps: dict[str, float]
-    saving: float
-    """What was still to do on the weights when the worker went on."""
-    own_bytes: int
-    restore: float
-    answer: float
-    """What a worker of this size takes for an answer at any time."""
-    restore_steps: dict[str, float]
-    unmap: float
-    """What a process takes to give back pages for so many bytes, as the worker does in `quiesce`.
-
-    A GPU has no pages that a processor gives back.
-    """
-    touch: float
-    """What it takes to get so many bytes of memory from the host, and to touch them.
-
-    A simulated device gets its memory when it is allocated; that of a GPU is there.
-    """
-    read_limit: float
-    write_limit: float
-
-
-class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All turns, by the bytes of the weights."""
-
-    machine: dict[str, str]
-    in_huge_pages: bool = False
-    """Whether the memory of the devices is in huge pages that the host has set aside."""
-    turns: dict[int, list[Turn]]
+# Rows of the page, in seconds.
+PAUSE, RESTORE = "pause", "apply → first answer"
+ORDERS = "of it orders and reports"
+UNMAP = "to give back pages"
+"""For as many bytes, as the worker does in `quiesce`. A GPU has none that a processor clears."""
+SAVING = "saving after the pause"
+ANSWER = "an answer at any time"
+TOUCH = "to get memory and touch it"
+"""A simulated device gets its memory when it is allocated; that of a GPU is there."""
+READ, WRITE = "bytes ÷ read limit", "own state ÷ write limit"
+"""The raw limits of the disk at that moment."""
 
 
 class Worker(NamedTuple):
@@ -96,46 +71,44 @@ class Worker(NamedTuple):
 class Bench:
     """One run in a folder of the disk that is measured."""
 
-    def __init__(self, folder: Path, sizes: Sequence[int], rounds: int) -> None:
-        self.folder, self.sizes, self.rounds = folder, sizes, rounds
+    def __init__(self, folder: Path, sizes: Sequence[int], found: Results) -> None:
+        self.folder, self.sizes, self.found = folder, sizes, found
         self.staging = huge_pages()
         self.cluster = LiveCluster(folder)
         # The weights of every worker and of one that is restored, and one sample beside them.
         needed = sum(sizes) + 2 * max(sizes) + ROOM
         self.in_huge_pages = huge_bytes_free() >= needed
+        found.facts["in_huge_pages"] = int(self.in_huge_pages)
         if self.in_huge_pages:
             self.cluster.environment["SNAPBACK_DEVICE_HUGE_PAGES"] = "1"
             # The host of a virtual machine may never have given them yet.
             with opened(new_memory(needed, in_huge_pages=True)) as fd:
                 os.posix_fallocate(fd, 0, needed)
 
-    async def run(self) -> Results:
-        """Measure everything."""
-        machine = describe(self.folder)
-        turns: dict[int, list[Turn]] = {size: [] for size in self.sizes}
+    async def run(self, rounds: int) -> None:
         try:
             room = max(self.sizes) + ROOM
             await self.cluster.up(SOURCE, TARGET, gpus=len(self.sizes), mib=room // MIB)
             async with self.cluster.session() as session:
                 workers = [await self._worker(session, size) for size in self.sizes]
-                for number in range(1, self.rounds + 1):
-                    common.say(f"round {number} of {self.rounds}")
+                for number in range(1, rounds + 1):
+                    common.say(f"round {number} of {rounds}")
                     # Whoever is first finds another machine than who comes after it.
                     for worker in workers if number % 2 else reversed(workers):
-                        turns[worker.size].append(await self._turn(session, worker, number))
+                        taken = await self._turn(session, worker, number)
+                        for row, seconds in taken.items():
+                            self.found.add(row, f"{worker.size / MIB:g} MiB", seconds)
         finally:
             await self.cluster.down()
-        machine["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
-        return Results(machine=machine, in_huge_pages=self.in_huge_pages, turns=turns)
 
     async def _worker(self, session: Session, size: int) -> Worker:
         name = f"worker-{size // MIB}"
         common.say(f"starting a worker with {size // MIB} MiB")
-        await session.apply(_pod(name, SOURCE, size))
+        await session.apply(pod_with(name, SOURCE, SIZE_MIB=size // MIB))
         found = await session.reaches("Pod", name)
         return Worker(name, size, found.metadata.uid)
 
-    async def _turn(self, session: Session, worker: Worker, number: int) -> Turn:
+    async def _turn(self, session: Session, worker: Worker, number: int) -> dict[str, float]:
         name = f"{worker.name}-{number}"
         answer = await self._answered(SOURCE, worker.uid)
         write_limit, read_limit = self._limits(worker.size)
@@ -146,7 +119,8 @@ class Bench:
         spans = await _spans(session, content.status.traceparent, {*STEPS, "write", "write-root"})
         self.cluster.drop_cache()
         begin = time.monotonic()
-        await session.apply(_pod(f"{name}-restored", TARGET, worker.size, name))
+        mib = worker.size // MIB
+        await session.apply(pod_with(f"{name}-restored", TARGET, name, SIZE_MIB=mib))
         restored = await session.reaches("Pod", f"{name}-restored", lambda _: True)
         await self._answered(TARGET, restored.metadata.uid)
         restore = time.monotonic() - begin
@@ -159,19 +133,21 @@ class Bench:
         await session.remove("Snapshot", name)
         own = sum(part.bytes for part in content.status.committed.parts if part.part == "process")
         pause_from, pause_to = pause(spans)
-        return Turn(
-            pause=(pause_to - pause_from) / 1e9,
-            steps={step: _lasted(spans, step) for step in STEPS},
-            saving=(max(s.end_ns for s in spans if s.name == "write") - pause_to) / 1e9,
-            own_bytes=own,
-            restore=restore,
-            answer=answer,
-            restore_steps={step: _lasted(later, step) for step in RESTORE_STEPS},
-            unmap=_unmapping(worker.size, in_huge_pages=self.in_huge_pages),
-            touch=_touching(worker.size, in_huge_pages=self.in_huge_pages),
-            read_limit=read_limit,
-            write_limit=write_limit,
-        )
+        pause_s = (pause_to - pause_from) / 1e9
+        steps = {f"of it {step}": _lasted(spans, step) for step in STEPS}
+        return {
+            PAUSE: pause_s,
+            **steps,
+            ORDERS: pause_s - sum(steps.values()),
+            UNMAP: _unmapping(worker.size, in_huge_pages=self.in_huge_pages),
+            SAVING: (max(s.end_ns for s in spans if s.name == "write") - pause_to) / 1e9,
+            WRITE: own / write_limit,
+            RESTORE: restore,
+            **{f"of it {step}": _lasted(later, step) for step in RESTORE_STEPS},
+            ANSWER: answer,
+            TOUCH: _touching(worker.size, in_huge_pages=self.in_huge_pages),
+            READ: worker.size / read_limit,
+        }
 
     async def _answered(self, node: str, uid: str) -> float:
         """Wait until a worker serves; give what one answer takes once it listens."""
@@ -251,114 +227,89 @@ async def _spans(session: Session, traceparent: str, wanted: set[str]) -> list[S
             await changes.wait()
 
 
-def _pod(name: str, node: str, size: int, source: str | None = None) -> dict[str, Any]:
+def pod_with(name: str, node: str, source: str | None = None, **environment: int) -> dict[str, Any]:
+    """Give a worker with some variables of its own, cold or restored."""
     found = pod(name, node, source)
-    found["spec"] = worker_pod(node)
-    for value in found["spec"]["containers"][0]["env"]:
-        if value["name"] == "SIZE_MIB":
-            value["value"] = str(size // MIB)
+    [container] = found["spec"]["containers"]
+    kept = [row for row in container["env"] if row["name"] not in environment]
+    added = [{"name": key, "value": str(value)} for key, value in environment.items()]
+    container["env"] = kept + added
     return found
 
 
-def judged(results: Results) -> Iterator[Judged]:
-    """Compare with every goal. A missed one is inconclusive if the machine is too noisy."""
-    ms = {"wanted": "{:.0f} ms", "found": "{:.0f} ms"}
-    for size, turns in results.turns.items():
-        of, pauses, times = (
-            f"{size / MIB:g} MiB",
-            [t.pause for t in turns],
-            [t.restore for t in turns],
-        )
-        over = median(t.pause - t.own_bytes / t.write_limit for t in turns)
-        what = "pause beyond own state ÷ write limit"
-        yield goal(TITLE, of, what, over * 1000, pauses, most=PAUSE_S * 1000, **ms)
-        reads = [t.restore - size / t.read_limit for t in turns]
-        memory = [over - t.touch for over, t in zip(reads, turns, strict=True)]
-        answers = [over - t.answer for over, t in zip(memory, turns, strict=True)]
-        for what, found in {
-            "apply → first answer beyond bytes ÷ read limit": reads,
-            "the same beyond new memory": memory,
-            "the same beyond what one answer takes, too": answers,
-        }.items():
-            yield goal(TITLE, of, what, median(found) * 1000, times, most=RESTORE_S * 1000, **ms)
-    small, large = min(results.turns), max(results.turns)
-    if small == large:
+def judged(found: Results) -> Iterator[Judged]:
+    def goal_ms(of: str, what: str, value: float, most: float, *samples: Sequence[float]) -> Judged:
+        shown = "{:.0f} ms"
+        return goal(TITLE, of, what, value * 1e3, *samples, most=most, wanted=shown, found=shown)
+
+    sizes = list(found.samples[PAUSE])
+    for of in sizes:
+        rows = {row: contenders[of] for row, contenders in found.samples.items()}
+        pauses, times = rows[PAUSE], rows[RESTORE]
+        over = _beyond(pauses, rows[WRITE])
+        yield goal_ms(of, f"pause beyond {WRITE}", median(over), PAUSE_S * 1e3, pauses)
+        reads = _beyond(times, rows[READ])
+        memory = _beyond(reads, rows[TOUCH])
+        for what, over in (
+            (f"{RESTORE} beyond {READ}", reads),
+            ("the same beyond new memory", memory),
+            ("the same beyond what one answer takes, too", _beyond(memory, rows[ANSWER])),
+        ):
+            yield goal_ms(of, what, median(over), RESTORE_S * 1e3, times)
+    if len(sizes) == 1:
         return
-    few, many = ([turn.pause for turn in results.turns[size]] for size in (small, large))
+    few, many = (found.samples[PAUSE][size] for size in (sizes[0], sizes[-1]))
+    unmaps = found.samples[UNMAP]
     apart = median(many) - median(few)
-    noise = max(spread(each) * median(each) for each in (few, many)) * 1000
-    pages = median(t.unmap for t in results.turns[large]) - median(
-        t.unmap for t in results.turns[small]
-    )
-    of, wanted = f"{small / MIB:g} and {large / MIB:g} MiB", "{:.0f} ms (noise)"
-    shown = f"{{:.0f}} ms ({median(many) / median(few):.2f} x)"
-    what = "how much longer the pause is"
-    yield goal(TITLE, of, what, apart * 1000, most=noise, wanted=wanted, found=shown)
-    what, beyond = "the same beyond giving back pages", (apart - pages) * 1000
-    yield goal(TITLE, of, what, beyond, most=noise, wanted=wanted, found="{:.0f} ms")
+    noise = max(spread(each) * median(each) for each in (few, many)) * 1e3
+    of, what = f"{sizes[0]} and {sizes[-1]}", "how much longer the pause is"
+    longer = goal_ms(of, what, apart, noise)
+    times_longer = f"{longer.found} ({median(many) / median(few):.2f} x)"
+    beyond = apart - median(unmaps[sizes[-1]]) + median(unmaps[sizes[0]])
+    pages = goal_ms(of, "the same beyond giving back pages", beyond, noise)
+    for line in (longer._replace(found=times_longer), pages):
+        yield line._replace(wanted=f"{line.wanted} (noise)")
 
 
-def _lines(results: Results) -> Iterator[str]:
-    rounds = max(map(len, results.turns.values()))
+def _beyond(samples: Sequence[float], limits: Sequence[float]) -> list[float]:
+    return [taken - limit for taken, limit in zip(samples, limits, strict=True)]
+
+
+def lines(found: Results) -> Iterator[str]:
     yield f"## {TITLE}\n"
     yield (
-        f"Written by `make bench-pause`: {rounds} rounds in a local cluster, sizes in turn.\n"
+        f"Written by `make bench-pause`: {found.rounds} rounds in a local cluster, sizes in turn.\n"
         "The pause is from the step `quiesce` to the end of the step `signal`, in the spans\n"
         "of the capture; the worker goes on while its weights are written. A restore is from\n"
         "`apply` to the first answer, on another node, with no file in the page cache.\n"
         + (
             "Medians. The simulated devices are in huge pages that the host has set aside\n"
             "(`vm.nr_hugepages`): like those of a GPU they are there before they are asked for.\n"
-            if results.in_huge_pages
+            if found.facts["in_huge_pages"]
             else "Medians. A simulated device is in pages of 4 KiB: a worker gives them back when\n"
             "it becomes quiet, and gets its memory from the host when it is allocated; a GPU does\n"
             "neither, nor does a device in huge pages (`vm.nr_hugepages`: not enough here).\n"
         )
         + "The machine:\n"
     )
-    yield from common.listed(results.machine)
-    yield from common.goal_table(judged(results), "weights", "what")
-    steps = {f"of it {name}": partial(_step, "steps", name) for name in STEPS}
-    later = {f"of it {name}": partial(_step, "restore_steps", name) for name in RESTORE_STEPS}
-    rows: dict[str, Callable[[int, Turn], float]] = {
-        "pause": lambda _, t: t.pause,
-        **steps,
-        "of it orders and reports": lambda _, t: t.pause - sum(t.steps.values()),
-        "to give back pages": lambda _, t: t.unmap,
-        "saving after the pause": lambda _, t: t.saving,
-        "apply → first answer": lambda _, t: t.restore,
-        **later,
-        "an answer at any time": lambda _, t: t.answer,
-        "to get memory and touch it": lambda _, t: t.touch,
-        "bytes ÷ read limit": lambda size, t: size / t.read_limit,
-    }
-
-    def cells(of: Callable[[int, Turn], float]) -> Iterator[str]:
-        for size, turns in results.turns.items():
-            samples = [of(size, turn) for turn in turns]
-            yield common.cell(samples, "{:.0f}", 1e3, slowest_first=True)
-
-    head = ("ms (median, slowest … fastest)", *(f"{s / MIB:g} MiB" for s in results.turns))
-    yield from common.table(head, ((name, *cells(of)) for name, of in rows.items()))
+    yield from common.listed(found.machine)
+    yield from common.goal_table(judged(found), "weights", "what")
+    head = ("ms (median, slowest … fastest)", *found.samples[PAUSE])
+    cell = partial(common.cell, shown="{:.0f}", scale=1e3, slowest_first=True)
+    yield from common.table(
+        head, ((row, *map(cell, each.values())) for row, each in found.samples.items())
+    )
 
 
-def _step(table: str, name: str, _size: int, turn: Turn) -> float:
-    return float(getattr(turn, table)[name])
-
-
-def _measured(options: argparse.Namespace, folder: Path) -> Results:
+async def measure(options: argparse.Namespace, folder: Path) -> Results:
     sizes = sorted({size * MIB for size in options.size_mib})
-    return asyncio.run(Bench(folder, sizes, options.rounds).run())
+    with common.measuring(folder) as found:
+        await Bench(folder, sizes, found).run(options.rounds)
+    return found
 
 
-BENCH = Benchmark(
-    "pause",
-    __doc__,
-    {"size-mib": ([64, 512], 4, ""), "rounds": (5, 1, "")},
-    _measured,
-    _lines,
-    judged,
-)
+NUMBERS: common.Numbers = {"size-mib": ([64, 512], 4, ""), "rounds": (5, 1, "")}
+BENCH = Benchmark("pause", __doc__, NUMBERS, measure, lines, judged)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

@@ -1,10 +1,19 @@
-"""Calls of a GMS session beside the same call over gRPC and over a bare asyncio protocol."""
+"""Calls of a GMS session beside the same call over gRPC and over a bare asyncio protocol.
+
+`python -m tests.bench.sessions FOLDER` is their server: the lease socket with real GMS sessions,
+and beside it the same frame answered over grpc.aio and over a bare asyncio protocol, both of which
+look nothing up. It ends when standard input closes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import resource
+import signal
+import struct
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -13,26 +22,36 @@ from typing import NamedTuple
 
 import grpc
 
-from snapback_client.frames import (
-    Access,
-    AllocationSpec,
-    Attach,
-    ListAllocations,
-    LockMode,
-    MemoryDomain,
-    decode_reply,
-    encode_frame,
-)
+from gms.adapters.lease_socket import LeaseServer
+from gms.adapters.simulated import SimulatedDevice
+from gms.handlers.memory_server import MemoryServer
+from gms.handlers.sessions import LeaseSessions
+from snapback_client import frames
 from snapback_client.lease import Lease
 from tests.bench.common import Rows, contender, rotated
 from tests.bench.goals import AIO, BARE, REGIONS, Calls, hand_over
 from tests.bench.machine import Watch
-from tests.bench.session_server import ECHO_BARE, ECHO_GRPC, ENTRIES, GRANULE, METHOD, Framed
 
 TIMES = 5
 """How often regions are handed over in a round."""
 
 SYNC = "grpc, synchronous"
+GRANULE = 4096
+LISTED = 16
+CAPACITY = 8192 * GRANULE
+NODE = "bench"
+ECHO_GRPC = "echo-grpc.sock"
+ECHO_BARE = "echo.sock"
+METHOD = "/bench.Echo/List"
+LENGTH = struct.Struct("<I")
+
+ENTRIES = [
+    frames.AllocationInfo(
+        id=f"model.layers.{slot:02}.weight", size=GRANULE, aligned=GRANULE, tag="", slot=slot
+    )
+    for slot in range(LISTED)
+]
+"""What a client of GMS has allocated, and the others are answered without having it."""
 
 Call = Callable[[], Awaitable[object]]
 
@@ -57,7 +76,7 @@ def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
     watch = Watch()
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as path,
-        contender("session_server", path) as (process, device),
+        contender("sessions", path) as (process, device),
     ):
         server = Server(device, process.pid)
         asyncio.run(_calls(Path(path), server, rounds, calls, (seconds, cpu), say))
@@ -73,13 +92,17 @@ def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
 
 @contextlib.contextmanager
 def _leased(folder: str, device: str, count: int) -> Iterator[tuple[Lease, list[str]]]:
-    request = Attach(
-        device=device, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=5.0, client="bench"
+    request = frames.Attach(
+        device=device,
+        domain=frames.MemoryDomain.KV,
+        lock=frames.LockMode.RW,
+        deadline_s=5.0,
+        client="bench",
     )
     lease = Lease.attach(folder, request)
     try:
         ids = [info.id for info in ENTRIES] if not count else [f"r{n}" for n in range(count)]
-        lease.allocate([AllocationSpec(id=each, size=GRANULE) for each in ids])
+        lease.allocate([frames.AllocationSpec(id=each, size=GRANULE) for each in ids])
         yield lease, ids
     finally:
         lease.detach()
@@ -87,7 +110,7 @@ def _leased(folder: str, device: str, count: int) -> Iterator[tuple[Lease, list[
 
 def _handed_over(lease: Lease, ids: list[str]) -> float:
     begin = time.perf_counter()
-    for run in lease.export(ids, Access.RW):
+    for run in lease.export(ids, frames.Access.RW):
         for _, descriptor in run:
             os.fstat(descriptor)
     return time.perf_counter() - begin
@@ -133,6 +156,33 @@ async def _timed(call: Call, count: int) -> list[float]:
     return sorted(times)
 
 
+class Framed(asyncio.Protocol):
+    """Messages with their lengths before them; a subclass receives them."""
+
+    transport: asyncio.Transport
+    _pending = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        pending = self._pending + data
+        while len(pending) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(pending)[0]
+            if len(pending) < end:
+                break
+            self.taken(pending[LENGTH.size : end])
+            pending = pending[end:]
+        self._pending = pending
+
+    def taken(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def send(self, data: bytes) -> None:
+        self.transport.write(LENGTH.pack(len(data)) + data)
+
+
 class _Client(Framed):
     answered: asyncio.Future[bytes]
 
@@ -147,8 +197,8 @@ async def _bare(folder: Path) -> AsyncIterator[Call]:
 
     async def call() -> object:
         client.answered = loop.create_future()
-        client.send(encode_frame(ListAllocations()))
-        return decode_reply(await client.answered)
+        client.send(frames.encode_frame(frames.ListAllocations()))
+        return frames.decode_reply(await client.answered)
 
     try:
         yield call
@@ -162,7 +212,7 @@ async def _grpc(folder: Path) -> AsyncIterator[Call]:
         method: Callable[[bytes], Awaitable[bytes]] = channel.unary_unary(METHOD)
 
         async def call() -> object:
-            return decode_reply(await method(encode_frame(ListAllocations())))
+            return frames.decode_reply(await method(frames.encode_frame(frames.ListAllocations())))
 
         yield call
 
@@ -174,6 +224,61 @@ def _sync(folder: Path) -> Iterator[Call]:
         method: Callable[[bytes], bytes] = channel.unary_unary(METHOD)
 
         async def call() -> object:
-            return decode_reply(method(encode_frame(ListAllocations())))
+            return frames.decode_reply(method(frames.encode_frame(frames.ListAllocations())))
 
         yield call
+
+
+# The server.
+
+
+def answer(data: bytes) -> bytes:
+    """Do what any server of the call does: decode, look, encode."""
+    if not isinstance(frames.decode_request(data), frames.ListAllocations):
+        raise TypeError("it is asked for the list only")
+    return frames.encode_frame(frames.Allocations(allocations=ENTRIES))
+
+
+class _Echo(Framed):
+    def taken(self, data: bytes) -> None:
+        self.send(answer(data))
+
+
+async def _listed(data: bytes, _: object) -> bytes:
+    return answer(data)
+
+
+async def serve(folder: Path) -> None:
+    """Serve all three until standard input ends; writes the device to standard output."""
+    loop = asyncio.get_running_loop()
+    device = SimulatedDevice(node=NODE, index=0, capacity=CAPACITY, granularity=GRANULE)
+    gms = MemoryServer(node=NODE, incarnation="1", devices=[device])
+    lease = LeaseServer(folder, LeaseSessions(gms))
+    lease.start()
+    bare = await loop.create_unix_server(_Echo, folder / ECHO_BARE)
+    echo = grpc.aio.server()
+    service, method = METHOD[1:].split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(_listed)}
+    echo.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    echo.add_insecure_port(f"unix:{folder / ECHO_GRPC}")
+    await echo.start()
+    ended = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), ended.set)
+    print(device.info.uuid, flush=True)
+    await ended.wait()
+    await echo.stop(grace=None)
+    bare.close()
+    await lease.close()
+    await gms.drained()
+    device.close()
+
+
+if __name__ == "__main__":
+    # ctrl-C reaches this process too; its parent then closes standard input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    asyncio.run(serve(Path(sys.argv[1])))
+    # Threads of gRPC may not hold the process up.
+    sys.stdout.flush()
+    os._exit(0)

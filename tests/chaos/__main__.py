@@ -16,9 +16,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
@@ -84,24 +82,13 @@ class Chaos:
             await asyncio.sleep(1.0)
 
     async def _faults(self) -> None:
-        faults: list[Awaitable[None]] = [
-            self._kill_leaders(),
-            self._pause_operators(),
-            self._break_nodes(),
-            self._stall_disks(),
-            self._wipe_once(self._seconds / 2),
-        ]
-        tasks = [asyncio.ensure_future(fault) for fault in faults]
-        try:
-            done, _ = await asyncio.wait(
-                tasks, timeout=self._seconds, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as faults:
+                faults.create_task(self._kill_leaders())
+                faults.create_task(self._pause_operators())
+                faults.create_task(self._break_nodes())
+                faults.create_task(self._stall_disks())
+                faults.create_task(self._wipe_once(self._seconds / 2))
 
     async def _kill_leaders(self) -> None:
         while True:
@@ -127,19 +114,19 @@ class Chaos:
             await self._machines.pause(name, self._chance.uniform(10, 20), "operator")
 
     async def _break_nodes(self) -> None:
-        chance = self._chance
-        services = self._machines.services
-        await _overlapping(
-            lambda: chance.uniform(2, 5), lambda: self._break(chance.choice(services))
-        )
+        chance, services = self._chance, self._machines.services
+        async with asyncio.TaskGroup() as under_way:
+            while True:
+                await asyncio.sleep(chance.uniform(2, 5))
+                under_way.create_task(self._break(chance.choice(services)))
 
     async def _stall_disks(self) -> None:
-        chance = self._stalls
-        nodes = [node.name for node in self._machines.nodes]
-        await _overlapping(
-            lambda: chance.uniform(3, 12),
-            lambda: self._machines.stall(chance.choice(nodes), chance.uniform(0.5, 30)),
-        )
+        chance, nodes = self._stalls, [node.name for node in self._machines.nodes]
+        async with asyncio.TaskGroup() as under_way:
+            while True:
+                await asyncio.sleep(chance.uniform(3, 12))
+                stall = self._machines.stall(chance.choice(nodes), chance.uniform(0.5, 30))
+                under_way.create_task(stall)
 
     async def _break(self, name: str) -> None:
         service = name.rpartition("-")[2]
@@ -201,29 +188,13 @@ class Chaos:
         return found
 
     def summary(self) -> str:
-        lines = [f"  {count:5} {what}" for what, count in sorted(self.traffic.outcomes.items())]
-        lines += [f"  {count:5} {what}" for what, count in sorted(self._machines.counts.items())]
+        counted = (self.traffic.outcomes, self._machines.counts)
+        lines = [f"  {n:5} {what}" for counts in counted for what, n in sorted(counts.items())]
         lines += [f"  {count:5} of {what}" for what, count in self.traffic.reasons.most_common()]
         orders = {(report.order, report.attempt) for report in self.traffic.reports}
         lines.append(f"  {len(orders):5} orders and attempts, {len(self.traffic.reports)} reports")
         lines.append(f"  {self.traffic.longest_s:5.1f} s the longest time without progress")
         return "\n".join(lines)
-
-
-async def _overlapping(
-    pause_s: Callable[[], float], begin: Callable[[], Coroutine[Any, Any, None]]
-) -> None:
-    """Begin a fault after each pause, whether the last ones are over or not."""
-    under_way: set[asyncio.Task[None]] = set()
-    try:
-        while True:
-            await asyncio.sleep(pause_s())
-            under_way = {task for task in under_way if not task.done()}
-            under_way.add(asyncio.ensure_future(begin()))
-    finally:
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 async def _ready(bus: Bus, nodes: int) -> None:

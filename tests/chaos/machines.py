@@ -13,7 +13,7 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from snapshot_shared.ids import NodeName
@@ -54,8 +54,11 @@ class Machines:
         self.nodes = [NodeSpec(name=f"node-{i}", gpus=2, gpu_memory=64 * MIB) for i in range(nodes)]
         self.counts: Counter[str] = Counter()
         folders.mark(sockets, self.run, home)
-        with ExitStack() as stack:
-            ports = [stack.enter_context(_free_port()) for _ in range(2 * len(SERVERS))]
+        # All are held until all are chosen.
+        held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * len(SERVERS))]
+        ports = [each.getsockname()[1] for each in held]
+        for each in held:
+            each.close()
         self._ports = dict(zip(SERVERS, ports[: len(SERVERS)], strict=True))
         self._routes = dict(zip(SERVERS, ports[len(SERVERS) :], strict=True))
         self.url = ",".join(f"nats://127.0.0.1:{port}" for port in self._ports.values())
@@ -136,19 +139,19 @@ class Machines:
                 name, program.arguments, program.environment, self.places.log(name)
             )
 
+    def _opened(self, name: str) -> processes.ProcessHandle | None:
+        record = self._records.get(name)
+        return processes.opened(record) if record else None
+
     async def kill(self, name: str, what: str) -> None:
         """End one process at once, and count it."""
-        record = self._records.get(name)
-        handle = processes.opened(record) if record else None
-        if handle is not None:
+        if handle := self._opened(name):
             self.counts[f"{what} kills"] += 1
             await processes.end([handle], grace_s=0)
 
     async def pause(self, name: str, seconds: float, what: str) -> None:
         """Stop one process for a time."""
-        record = self._records.get(name)
-        handle = processes.opened(record) if record else None
-        if handle is None:
+        if (handle := self._opened(name)) is None:
             return
         self.counts[f"{what} pauses"] += 1
         try:
@@ -195,8 +198,8 @@ class Machines:
         await self._end_members(set(), grace_s=0)
 
     async def _end(self, *names: str) -> None:
-        records = [record for name, record in self._records.items() if name in names]
-        await processes.end([h for r in records if (h := processes.opened(r))], grace_s=10.0)
+        handles = [handle for name in names if (handle := self._opened(name))]
+        await processes.end(handles, grace_s=10.0)
 
     async def _end_members(self, spared: set[int], *, grace_s: float) -> None:
         members = [m for m in processes.members(self.run) if m.pid not in spared]
@@ -214,11 +217,3 @@ def machines(nodes: int) -> Iterator[Machines]:
     finally:
         folders.remove_sockets(sockets)
         shutil.rmtree(home, ignore_errors=True)
-
-
-@contextmanager
-def _free_port() -> Iterator[int]:
-    """A port that nobody has; it is held until all are chosen."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        yield sock.getsockname()[1]

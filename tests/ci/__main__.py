@@ -45,7 +45,7 @@ class Runner:
         self._proofs = proofs
         self._began = time.monotonic()
         self._print = threading.Lock()
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = threading.Event()
         self.ran: list[Ran] = []
 
@@ -58,28 +58,18 @@ class Runner:
             ran = Ran(step, f"left out: {reason}") if reason else self._run(step)
             self.ran.append(ran)
 
-    def stop(self) -> None:
-        """End the steps that run, and begin no others."""
+    def stop(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Send the steps that run a signal, and begin no others."""
         self._stopping.set()
-        for running in [*self._running.values()]:
+        for running in [*self.running.values()]:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGINT)
-
-    def kill(self) -> None:
-        """End what has not ended at its signal."""
-        for running in [*self._running.values()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGKILL)
+                os.killpg(running.pid, number)
 
     def say(self, line: str) -> None:
         """Print a line with the time since the beginning."""
         minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
         with self._print:
             print(f"[{minutes:2}:{seconds:02}] {line}", flush=True)
-
-    def under_way(self) -> str:
-        """Name the steps that run."""
-        return " and ".join(sorted(self._running))
 
     def _run(self, step: Step) -> Ran:
         first = self._make(step, repeated=False)
@@ -117,11 +107,11 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            self._running[step.name] = process
+            self.running[step.name] = process
             # Popen.wait would not say how much CPU time the step and its children took.
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
-            del self._running[step.name]
+            del self.running[step.name]
         ran = Ran(
             step,
             "failed" if process.returncode else "passed",
@@ -205,12 +195,12 @@ def _run_lanes(runner: Runner, steps: Sequence[Step]) -> bool:
     while any(lane.is_alive() for lane in lanes) and not stopped.wait(0.5):
         if time.monotonic() - said > 60:
             said = time.monotonic()
-            runner.say(f"under way: {runner.under_way()}")
+            runner.say(f"under way: {' and '.join(sorted(runner.running))}")
     if stopped.is_set():
         runner.stop()
         for lane in lanes:
             lane.join(FAREWELL_S)
-        runner.kill()
+        runner.stop(signal.SIGKILL)
     for lane in lanes:
         lane.join()
     return stopped.is_set()

@@ -43,7 +43,7 @@ class NfsOs(SimOs):
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         """Keep a file that this client has open by another name, as long as it has."""
-        inode = self.find(path, dir_fd, follow=False)
+        inode = self.find(path, dir_fd)
         node = self._disk.nodes[inode]
         if node.opens and node.links == 1 and inode not in self._silly:
             assert dir_fd is not None

@@ -4,30 +4,147 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-from tests.e2e.compose import Compose
-from tests.support.service_images import REPOSITORY
+from tests.support import service_images
+from tests.support.docker_engine import Engine, engine, lacking
+from tests.support.service_images import REPOSITORY, environment
 
 pytestmark = [pytest.mark.docker, pytest.mark.waits, pytest.mark.timeout(1500)]
 
-RUNNING = {
-    "agent-1",
-    "agent-2",
-    "gms-1",
-    "gms-2",
-    "nats-server",
-    "node-1",
-    "node-2",
-    "operator",
-    "page",
-}
+SERVICES = ["operator", "page", "agent-1", "gms-1", "agent-2", "gms-2"]
+RUNNING = {*SERVICES, "nats-server", "node-1", "node-2"}
 EXAMPLE = REPOSITORY / "deploy" / "examples" / "checkpoint.yaml"
 RUN = "SNAPBACK_RUN=compose"
+
+
+COMMAND_S = 300.0
+
+_ASK = """
+import json, socket, sys
+with socket.socket(socket.AF_UNIX) as worker:
+    worker.settimeout(60)
+    worker.connect(sys.argv[1])
+    worker.sendall(json.dumps({"op": "ask", "prompt": "What is my name?"}).encode() + b"\\n")
+    print(worker.makefile().readline(), end="")
+"""
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Compose:
+    """The commands that a person types."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._environment = environment(engine) | {"SIZE_MIB": "32", "WARM_UP": "short"}
+
+    def try_(self, *words: str, given: str = "", within_s: float = COMMAND_S) -> Ended:
+        """Run a command to its end."""
+        done = subprocess.run(
+            words,
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=within_s,
+            cwd=REPOSITORY,
+            env=self._environment,
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def run(self, *words: str, given: str = "", within_s: float = COMMAND_S) -> str:
+        """Run a command that has to succeed, and give its standard output."""
+        ended = self.try_(*words, given=given, within_s=within_s)
+        assert ended.code == 0, f"{' '.join(words)}: {ended.code}\n{ended.out}\n{ended.err}"
+        return ended.out
+
+    def docker(self, *words: str) -> str:
+        return self.run("docker", *words)
+
+    def compose(self, *words: str, given: str = "") -> str:
+        return self.run("docker", "compose", *words, given=given)
+
+    def up(self) -> float:
+        """Start what does not run, and give the seconds until everything is healthy."""
+        since = time.monotonic()
+        self.compose("up", "--detach")
+        return time.monotonic() - since
+
+    def ctl(self, *words: str, given: str = "") -> str:
+        """Run snapshotctl as a person does."""
+        return self.compose("run", "--rm", "-T", "snapshotctl", *words, given=given)
+
+    def wait(self, checkpoint: str, timeout: str) -> None:
+        """Wait until a checkpoint has ended, well or not."""
+        words = ("wait", f"dynamocheckpoint/{checkpoint}", "--timeout", timeout)
+        self.try_("docker", "compose", "run", "--rm", "-T", "snapshotctl", *words)
+
+    def nats(self, *words: str) -> str:
+        """Run the stock nats CLI as a person does."""
+        return self.compose("run", "--rm", "-T", "nats", *words)
+
+    def object(self, kind: str, name: str) -> Any:
+        """Read an object."""
+        return json.loads(self.ctl("get", kind, name, "-o", "json"))
+
+    def containers(self) -> list[Any]:
+        """Inspect all containers, also those that have ended."""
+        found = self.docker("ps", "--all", "--quiet").split()
+        return list(json.loads(self.docker("inspect", *found))) if found else []
+
+    def ask(self, node: str, pod_uid: str) -> str:
+        """Ask the worker of a pod on a node a question that changes nothing."""
+        path = f"/run/snapback/{pod_uid[:8]}/worker.sock"
+        return self.compose("exec", "-T", f"agent-{node}", "python", "-c", _ASK, path)
+
+    def fetch(self, url: str) -> str:
+        """Read a URL from where the engine publishes its ports."""
+        code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
+        return self.run(*self.engine.inside("python3", "-c", code, url))
+
+
+@pytest.fixture(scope="session")
+def docker() -> Iterator[Compose]:
+    """An engine that has all images."""
+    if why := lacking():
+        pytest.skip(why)
+    with engine() as found:
+        compose = Compose(found)
+        tools = compose.try_("tests/e2e/tools.sh", within_s=900)
+        if tools.code:
+            pytest.skip(tools.err.strip().splitlines()[-1])
+        service_images.provide(found)
+        yield compose
+
+
+@pytest.fixture(scope="session")
+def cluster(docker: Compose) -> Iterator[Compose]:
+    """A cluster that is up."""
+    print(f"everything is healthy {docker.up():.1f} s after `docker compose up`")
+    yield docker
+    if docker.containers():
+        (REPOSITORY / ".e2e.log").write_text(docker.compose("logs", "--no-color", "--timestamps"))
+        docker.compose("--profile", "tools", "down", "--volumes", "--timeout", "5")
+
+
+@pytest.fixture(scope="session")
+def played(cluster: Compose) -> str:
+    """What the demo said; what it made is still there."""
+    return cluster.compose("run", "--rm", "-T", "demo")
 
 
 def _service(container: Any) -> str:
@@ -112,7 +229,7 @@ def test_what_runs_is_an_ordinary_user_with_no_capability(cluster: Compose, serv
     assert "Read-only file system" in written.err
 
 
-@pytest.mark.parametrize("service", ["operator", "page", "agent-1", "gms-1", "agent-2", "gms-2"])
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_service_has_its_own_key_and_no_other(cluster: Compose, service: str) -> None:
     folder = "/var/lib/snapback/keys"
     find = ["find", folder, "-mindepth", "1", "-printf", "%P %m %U\\n"]
@@ -175,10 +292,7 @@ def test_the_stock_nats_cli_answers(cluster: Compose, question: list[str], answe
 def test_a_worker_outlives_its_agent_that_is_killed_in_mid_capture(cluster: Compose) -> None:
     cluster.ctl("sim", "crash", "node-1", "--at", "copy-state")
     cluster.ctl("apply", "-f", "-", given=_checkpoint("agent-dies"))
-    cluster.try_(
-        *("docker", "compose", "run", "--rm", "-T", "snapshotctl"),
-        *("wait", "dynamocheckpoint/agent-dies", "--timeout", "2m"),
-    )
+    cluster.wait("agent-dies", "2m")
     assert "was killed by signal 9; starting it again" in cluster.compose("logs", "agent-1")
     pod = _pod_of(cluster, "agent-dies")
     assert pod["status"]["phase"] == "Running"
@@ -206,8 +320,7 @@ def test_a_node_goes_on_after_the_container_of_its_agent_and_workers_was_killed(
     cluster.ctl("apply", "-f", "-", given=_checkpoint("container-dies"))
     cluster.compose("kill", "agent-1")
     cluster.up()
-    words = ["wait", "dynamocheckpoint/container-dies", "--timeout", "3m"]
-    cluster.try_("docker", "compose", "run", "--rm", "-T", "snapshotctl", *words)
+    cluster.wait("container-dies", "3m")
     found = cluster.object("dynamocheckpoint", "container-dies")
     assert found["status"]["phase"] in ("Ready", "Failed")
     _remove(cluster, "container-dies")
@@ -220,11 +333,10 @@ def test_a_cluster_that_was_stopped_knows_everything_when_it_starts_again(cluste
     cluster.compose("down", "--timeout", "5")
     assert cluster.containers() == []
     cluster.up()
-    digests = re.findall(r"sha256:[0-9a-f]{64}", before)
-    assert digests
-    assert re.findall(
-        r"sha256:[0-9a-f]{64}", cluster.ctl("get", "snapshotcontents", "-o", "json")
-    ) == (digests)
+    after = cluster.ctl("get", "snapshotcontents", "-o", "json")
+    digests = [re.findall(r"sha256:[0-9a-f]{64}", text) for text in (before, after)]
+    assert digests[0]
+    assert digests[0] == digests[1]
 
 
 def test_down_leaves_nothing(cluster: Compose) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.bench.agent import TOOLS, Results
-from tests.bench.common import MIB, ROOT
+from tests.bench import agent
+from tests.bench.common import MIB, ROOT, Results
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 
@@ -22,7 +22,7 @@ def test_a_dump_is_whole_and_says_for_how_long_its_worker_was_stopped(tmp_path: 
         pytest.skip("needs root")
     if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
         pytest.skip(f"{' and '.join(missing)} missing: install iproute2 and util-linux")
-    if not (TOOLS / "criu").exists() or not (TOOLS / "snapback-init").exists():
+    if not (agent.TOOLS / "criu").exists() or not (agent.TOOLS / "snapback-init").exists():
         pytest.skip("CRIU or the first process is missing: run `make criu init`")
     command = [sys.executable, "-m", "tests.bench.agent", "--size-mib", "4", "--rounds", "1"]
     command += ["--folder", str(tmp_path), "--json", str(tmp_path / "found")]
@@ -30,10 +30,11 @@ def test_a_dump_is_whole_and_says_for_how_long_its_worker_was_stopped(tmp_path: 
     # So small a process says nothing of goals.
     assert done.returncode in (0, 1)
     found = msgspec.json.decode((tmp_path / "found").read_bytes(), type=Results)
-    (turn,) = found.turns
-    assert turn.size > 4 * MIB
-    for name in ("snapback", "criu"):
-        assert 0 < turn.frozen[name] < turn.dump[name]
-        assert turn.cached[name] > 0
-        assert turn.cold[name] > 0
+    assert found.facts["size"] > 4 * MIB
+    [stopped], [dumped] = (found.samples[row]["criu"] for row in (agent.STOPPED, agent.DUMPED))
+    assert 0 < stopped < dumped
+    [stopped], [dumped] = (found.samples[row]["snapback"] for row in (agent.STOPPED, agent.DURABLE))
+    assert 0 < stopped < dumped
+    for row in (agent.CACHED, agent.COLD):
+        assert all(taken > 0 for samples in found.samples[row].values() for taken in samples)
     assert [path.name for path in tmp_path.iterdir()] == ["found"]

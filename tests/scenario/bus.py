@@ -23,11 +23,11 @@ from snapshot_shared.bus.pull import Pull
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
 from snapshot_shared.subjects import check_key
 from tests.scenario import network
-from tests.scenario.network import UNANSWERED, Call, Faults, Link, SeededFaults, Subscription
+from tests.scenario.network import UNANSWERED, Call, Faults, Link, Subscription
 from tests.scenario.server import NO_STREAM, SimServer
 from tests.scenario.streams import Refused, Stored
 
-__all__ = ["Faults", "SeededFaults", "SimBus", "SimServer"]
+__all__ = ["Faults", "SimBus", "SimServer"]
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 WRONG_LAST_SEQUENCE = 10071

@@ -33,20 +33,8 @@ Site = tuple[str, str, int]
 """Where the product calls fsync: file, function, line."""
 
 MODULES: tuple[types.ModuleType, ...] = (
-    files,
-    journal,
-    stripes,
-    tasks,
-    artifacts,
-    library,
-    copying,
-    control_dir,
-    posix,
-    sharing,
-    staging,
-    striping,
-    syscalls,
-    save,
+    *(files, journal, stripes, tasks, artifacts, library, copying, control_dir),
+    *(posix, sharing, staging, striping, syscalls, save),
 )
 SOURCES = "/src/"
 

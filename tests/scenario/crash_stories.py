@@ -21,34 +21,17 @@ from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.domain.sealing import check_part, check_plan, root_manifest
 from snapshot_agent.handlers.artifacts import proven_parts
 from snapshot_agent.ports import GenerationRef
-from snapshot_shared import files
+from snapshot_shared import files, ledger, orders
 from snapshot_shared.artifact import QUARANTINE, ROOT_MANIFEST, Facts, PartManifest
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, digest, encode_json
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.journal import KEEP_S, Journal
-from snapshot_shared.ledger import (
-    Accepted,
-    Began,
-    Delivered,
-    Ended,
-    Ledger,
-    Record,
-    Reported,
-)
-from snapshot_shared.orders import (
-    ArtifactRef,
-    LayoutRef,
-    PartResult,
-    PodRef,
-    Report,
-    SealOrder,
-    VectorEntry,
-)
 from snapshot_shared.stripes import StripeRoots
 from tests.scenario.crash_rig import Story, run
+from tests.support import builders
 
 NOW = 2_000_000_000.0
-UID = "00000000-0000-4000-8000-000000000001"
+UID = builders.UID
 BASE = Path("/sim/nodes")
 STATE_FILES = {"empty": b"", "small.json": b"{}" * 50, "weights": bytes(range(256)) * 36}
 INFOS = [
@@ -58,12 +41,13 @@ INFOS = [
 MEMORY = [memoryview(bytearray(range(len(info.id), 256)) * 40)[: info.size] for info in INFOS]
 SHARDS = {"shard-0000.bin": 5000, "shard-0001.bin": 8192, "shard-0002.bin": 808}
 """What a save writes, in bytes; each is one chunk."""
-LAYOUT = LayoutRef(
-    device="GPU-1", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=14000
-)
-VECTOR = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT)]
+LAYOUT = builders.layout(bytes=14000)
+VECTOR = [
+    orders.VectorEntry(part="process"),
+    orders.VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT),
+]
 
-_DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+_DECODER: msgspec.json.Decoder[ledger.Record] = msgspec.json.Decoder(ledger.Record)
 
 
 async def _nobody_asks(done: int) -> None:
@@ -84,7 +68,7 @@ class Capture(Story):
         self.state = base / "state"
         self.root = ArtifactRoot(self.artifacts)
         self.place = GenerationRef("default", UID, self.generation)
-        self.results: dict[str, PartResult] = {}
+        self.results: dict[str, orders.PartResult] = {}
         self.moved = 0
 
     def prepare(self) -> None:
@@ -94,6 +78,13 @@ class Capture(Story):
             files.write_all(fd, data)
             files.os.close(fd)
         files.os.close(folder)
+
+    def sealed(self) -> Capture:
+        """Do everything but the removal, and return the story itself."""
+        self.prepare()
+        for step in ("stage_process", "stage_gpu", "seal"):
+            getattr(self, step)()
+        return self
 
     def stage_process(self) -> None:
         manifest, found = run(self._staged_process())
@@ -131,31 +122,23 @@ class Capture(Story):
         self._promise_part("gpu-0", done.bytes, done.digest)
 
     def task(self) -> SaveTask:
-        return SaveTask(
-            socket_dir="/nowhere",
+        return builders.save_task(
             root=str(self.artifacts),
-            device="GPU-1",
-            namespace="default",
-            content_uid=UID,
             generation=self.generation,
-            part="gpu-0",
-            deadline_s=60.0,
             threads=1,
-            order=f"save-{UID}-gpu-0",
-            fence_token="t",
             layout=LAYOUT,
             shard_bytes=8192,
         )
 
     def _promise_part(self, part: str, size: int, found: str) -> None:
-        self.results[part] = PartResult(part=part, bytes=size, digest=found)
+        self.results[part] = orders.PartResult(part=part, bytes=size, digest=found)
         self.promises[f"staged {part}"] = found
 
     def seal(self) -> None:
         self.promises["sealed"] = run(self._sealed())
 
     async def _sealed(self) -> str:
-        order = SealOrder(
+        order = orders.SealOrder(
             order=f"seal-{UID}",
             attempt=self.generation,
             node="node-1",
@@ -163,7 +146,7 @@ class Capture(Story):
             deadline_s=60.0,
             namespace="default",
             content_uid=UID,
-            pod=PodRef(namespace="default", name="llm", uid=UID),
+            pod=orders.PodRef(namespace="default", name="llm", uid=UID),
             vector=VECTOR,
             parts=list(self.results.values()),
         )
@@ -234,10 +217,7 @@ class SecondCapture(Capture):
     generation = 2
 
     def prepare(self) -> None:
-        super().prepare()
-        self.older = Capture(self.base)
-        for step in self.older.steps[:-1]:
-            getattr(self.older, step)()
+        Capture(self.base).sealed()
 
     def check_generation(self, promises: dict[str, Any]) -> None:
         older = GenerationRef("default", UID, 1)
@@ -389,19 +369,19 @@ class Journaling(Story):
         self.promises = {"records": self.journal.ledger.records(), "under way": []}
 
     def accept(self) -> None:
-        self._append(accepted(1), Began(order=order(1), attempt=1, step="freeze"))
+        self._append(accepted(1), ledger.Began(order=order(1), attempt=1, step="freeze"))
 
     def begin_and_end(self) -> None:
-        self._append(Ended(order=order(1), attempt=1, step="freeze"))
+        self._append(ledger.Ended(order=order(1), attempt=1, step="freeze"))
         self._append(accepted(2))
 
     def append_at_start(self) -> None:
-        self._append(Began(order=order(2), attempt=1, step="freeze"))
+        self._append(ledger.Began(order=order(2), attempt=1, step="freeze"))
 
     def append_more(self) -> None:
-        self._append(Ended(order=order(2), attempt=1, step="freeze"), accepted(3))
+        self._append(ledger.Ended(order=order(2), attempt=1, step="freeze"), accepted(3))
 
-    def _append(self, *records: Record) -> None:
+    def _append(self, *records: ledger.Record) -> None:
         assert self.journal is not None
         before = list(self.promises["records"])
         self.promises = {"records": before, "under way": list(records)}
@@ -421,9 +401,9 @@ class Journaling(Story):
         assert self.known(again.ledger) == self.known(wanted)
         again.close()
 
-    def known(self, ledger: Ledger) -> list[bytes]:
+    def known(self, found: ledger.Ledger) -> list[bytes]:
         """Give what a journal knows, comparable."""
-        return [encode_json(record) for record in ledger.records()]
+        return [encode_json(record) for record in found.records()]
 
 
 class OlderJournal(Journaling):
@@ -440,9 +420,9 @@ class OlderJournal(Journaling):
         run(journal.append(accepted(7), *finished(8)))
         journal.close()
 
-    def known(self, ledger: Ledger) -> list[bytes]:
-        ledger.entries.pop(order(8), None)
-        return super().known(ledger)
+    def known(self, found: ledger.Ledger) -> list[bytes]:
+        found.entries.pop(order(8), None)
+        return super().known(found)
 
 
 class Service(SecondCapture):
@@ -463,44 +443,33 @@ class Service(SecondCapture):
         """Do the capture, each step on record before and after. NoSpace may end it anywhere."""
         self.log._append(accepted(1))
         for step in ("stage_process", "stage_gpu", "seal"):
-            self.log._append(Began(order=order(1), attempt=1, step=step))
+            self.log._append(ledger.Began(order=order(1), attempt=1, step=step))
             getattr(self, step)()
-            self.log._append(Ended(order=order(1), attempt=1, step=step))
+            self.log._append(ledger.Ended(order=order(1), attempt=1, step=step))
 
 
 def order(number: int) -> str:
     return f"dump-{UID[:-1]}{number}"
 
 
-def accepted(number: int, wall: float = NOW) -> Accepted:
-    return Accepted(
-        order=order(number),
-        attempt=1,
-        payload=msgspec.Raw(b"{}"),
-        boot_id="b",
-        monotonic=1.0,
-        wall=wall,
-        deadline_s=10.0,
-    )
+def accepted(number: int, wall: float = NOW) -> ledger.Accepted:
+    return builders.accepted(order=order(number), wall=wall)
 
 
-def finished(number: int) -> list[Record]:
+def finished(number: int) -> list[ledger.Record]:
     """Give the records of an order that ended so long ago that they may go."""
-    report = Report(
-        order=order(number), attempt=1, n=1, kind="staged", node="n", service="agent", at=1.0
-    )
     return [
         accepted(number, NOW - 2 * KEEP_S),
-        Reported(report=report),
-        Delivered(order=order(number), attempt=1, n=1),
+        ledger.Reported(report=builders.told(order=order(number), kind="staged")),
+        ledger.Delivered(order=order(number), attempt=1, n=1),
     ]
 
 
-def folded(records: list[Record]) -> Ledger:
-    ledger = Ledger()
+def folded(records: list[ledger.Record]) -> ledger.Ledger:
+    found = ledger.Ledger()
     for record in records:
-        ledger.apply(record)
-    return ledger
+        found.apply(record)
+    return found
 
 
 def visible(artifacts: Path, place: GenerationRef) -> str | None:
@@ -518,12 +487,7 @@ def visible(artifacts: Path, place: GenerationRef) -> str | None:
 
 def verify(root: ArtifactRoot, place: GenerationRef, root_digest: str) -> None:
     """Read a whole artifact as `verify` does, and its GPU memory as GMS does."""
-    ref = ArtifactRef(
-        namespace=place.namespace,
-        content_uid=place.content_uid,
-        generation=place.generation,
-        root_digest=root_digest,
-    )
+    ref = orders.ArtifactRef(**place._asdict(), root_digest=root_digest)
     manifest = run(root.read_root(ref))
     machine: Any = SimpleNamespace(artifacts=root)
     for part in run(proven_parts(machine, ref, manifest)):

@@ -25,21 +25,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from tests.scenario.effects import (
-    LOST,
-    WHOLE,
-    Change,
-    Content,
-    Doubt,
-    Effect,
-    Entries,
-    Image,
-    Kept,
-    Resize,
-    Write,
-    minus,
-    reachable,
-)
+from tests.scenario import effects
 from tests.scenario.sim_os import SimFcntl, SimOs
 
 ROOT = 1
@@ -88,11 +74,11 @@ class SimDisk:
         owner: Callable[[], Owner] = _nobody,
         *,
         mount: str = "/sim",
-        image: Image | None = None,
+        image: effects.Image | None = None,
     ) -> None:
         self.owner = owner
         self.mount = mount
-        self.image: Image = {ROOT: {}} if image is None else image
+        self.image: effects.Image = {ROOT: {}} if image is None else image
         self.nodes: dict[int, Node] = {}
         self.capacity: int | None = None
         """Bytes of file data that fit, for everybody."""
@@ -115,7 +101,7 @@ class SimDisk:
         """Says whether an fsync is to do anything."""
         self.on_misuse: Callable[[int], None] | None = None
         """Is told each descriptor that is used after its owner has closed it."""
-        self._unsynced: dict[int, Effect] = {}
+        self._unsynced: dict[int, effects.Effect] = {}
         self._faults: list[_Fault] = []
         self._numbers = itertools.count(max(self.image) + 1)
         self._effects = itertools.count(1)
@@ -139,7 +125,7 @@ class SimDisk:
         todo += [n for effect in self._unsynced.values() for n in effect.inodes() if n not in links]
         while todo:
             number = todo.pop()
-            content = self.image.get(number, "")
+            content = self.image.get(number)
             if number not in held and isinstance(content, dict):
                 todo += content.values()
             held.add(number)
@@ -202,7 +188,7 @@ class SimDisk:
 
     # What the calls of an operating system come down to.
 
-    def add(self, content: Content, mode: int) -> int:
+    def add(self, content: effects.Content, mode: int) -> int:
         """Make an inode that no name leads to yet."""
         number = next(self._numbers)
         self.image[number] = content
@@ -212,10 +198,10 @@ class SimDisk:
     def enter(self, operation: str, *wanted: tuple[int, str, int | None]) -> None:
         """Change names together: (directory, name, inode or None)."""
         changes = tuple(
-            Change(directory, name, self.names(directory).get(name), inode)
+            effects.Change(directory, name, self.names(directory).get(name), inode)
             for directory, name, inode in wanted
         )
-        effect = Entries(self.owner()[0], changes)
+        self._record(effects.Entries(self.owner()[0], changes))
         for directory, name, before, after in changes:
             if after is None:
                 del self.names(directory)[name]
@@ -224,7 +210,6 @@ class SimDisk:
                 self.nodes[after].links += 1
             if before is not None:
                 self.nodes[before].links -= 1
-        self._record(effect, *{change.directory for change in changes})
         for change in changes:
             if change.before is not None:
                 self.release(change.before)
@@ -235,9 +220,9 @@ class SimDisk:
         data, node = self.data(number), self.nodes[number]
         new = new[: self._room(number, offset, len(new))]
         stop = offset + len(new)
-        self._record(Write(self.owner()[0], number, offset, data, new), number)
-        holes, filled = minus(node.holes, offset, stop)
-        node.holes, node.doubts = holes, minus(node.doubts, offset, stop)[0]
+        self._record(effects.Write(self.owner()[0], number, offset, data, new))
+        holes, filled = effects.minus(node.holes, offset, stop)
+        node.holes, node.doubts = holes, effects.minus(node.doubts, offset, stop)[0]
         if offset > len(data):
             node.holes.append((len(data), offset))
             data.extend(bytes(offset - len(data)))
@@ -252,13 +237,13 @@ class SimDisk:
         data, node = self.data(number), self.nodes[number]
         if size == len(data):
             return
-        self._record(Resize(self.owner()[0], number, data, size), number)
+        self._record(effects.Resize(self.owner()[0], number, data, size))
         if size > len(data):
             node.holes.append((len(data), size))
             data.extend(bytes(size - len(data)))
         else:
-            node.holes, empty = minus(node.holes, size, len(data))
-            node.doubts = minus(node.doubts, size, len(data))[0]
+            node.holes, empty = effects.minus(node.holes, size, len(data))
+            node.doubts = effects.minus(node.doubts, size, len(data))[0]
             self._give_back(node, len(data) - size - empty)
             del data[size:]
         self.tell("ftruncate")
@@ -287,7 +272,7 @@ class SimDisk:
 
     def _spoil(self, number: int, node: Node) -> None:
         for effect in node.unsynced:
-            if isinstance(found := self._unsynced.get(effect), Write):
+            if isinstance(found := self._unsynced.get(effect), effects.Write):
                 node.doubts.append((found.offset, found.offset + len(found.new)))
                 del self._unsynced[effect]
         node.unsynced = [effect for effect in node.unsynced if effect in self._unsynced]
@@ -342,10 +327,10 @@ class SimDisk:
         if self.after:
             self.after(operation)
 
-    def _record(self, effect: Effect, *inodes: int) -> None:
+    def _record(self, effect: effects.Effect) -> None:
         number = next(self._effects)
         self._unsynced[number] = effect
-        for inode in inodes:
+        for inode in effect.holders():
             self.nodes[inode].unsynced.append(number)
 
     def _room(self, number: int, offset: int, count: int) -> int:
@@ -354,7 +339,7 @@ class SimDisk:
         node, size = self.nodes[number], len(self.data(number))
 
         def needed(length: int) -> int:
-            return minus(node.holes, offset, offset + length)[1] + max(
+            return effects.minus(node.holes, offset, offset + length)[1] + max(
                 0, offset + length - max(size, offset)
             )
 
@@ -383,15 +368,15 @@ class SimDisk:
     def power_lost(self, machine: str, rng: Random) -> None:
         """Replace what this machine did and nobody secured by one of the states it may leave."""
         self.os.close_all(lambda found: found[0] == machine)
-        effects = self._in_doubt()
-        image = self._base(effects)
-        for effect in effects:
+        pending = self._in_doubt()
+        image = self._base(pending)
+        for effect in pending:
             if effect.machine == machine:
                 effect.redo(image, _chosen(effect, rng))
             else:
                 effect.rebase(image)
-                effect.redo(image, WHOLE)
-        self._adopt(image, [effect for effect in effects if effect.machine != machine])
+                effect.redo(image, effects.WHOLE)
+        self._adopt(image, [effect for effect in pending if effect.machine != machine])
 
     def legal_states(self, seen: set[int] | None = None, bound: int = 3) -> Iterator[SimDisk]:
         """Give what a power loss of all machines may leave now, each different state once.
@@ -400,12 +385,12 @@ class SimDisk:
         older ones all kept, all lost, cut off at one point, or one alone lost or kept. A state
         whose key is in `seen` is left out; the keys of the others are added.
         """
-        effects = self._in_doubt()
-        base = self._base(effects)
+        pending = self._in_doubt()
+        base = self._base(pending)
         seen = set() if seen is None else seen
-        for choice in _choices(effects, bound):
+        for choice in _choices(pending, bound):
             image = dict(base)
-            for effect, kept in zip(effects, choice, strict=True):
+            for effect, kept in zip(pending, choice, strict=True):
                 effect.redo(image, kept)
             if (key := _key(image)) not in seen:
                 seen.add(key)
@@ -415,84 +400,71 @@ class SimDisk:
         """Give a disk with the same files, all of them secured."""
         return SimDisk(self.owner, mount=self.mount, image=_copied(self.image))
 
-    def tree(self) -> dict[str, Content]:
+    def tree(self) -> dict[str, effects.Content]:
         """Give every path with its content; a directory's is empty."""
-        found = reachable(self.image, ROOT)
+        found = effects.reachable(self.image, ROOT)
         return {path: {} if isinstance(c, dict) else c for path, c in found if path}
 
     def key(self) -> int:
         """Give a number that equal trees share."""
         return _key(self.image)
 
-    def _in_doubt(self) -> list[Effect]:
+    def _in_doubt(self) -> list[effects.Effect]:
         """Give the effects in order; an unsecured write that a failed fsync spoilt comes first."""
         doubts = [
-            Doubt(node.machine, number, start, stop)
+            effects.Doubt(node.machine, number, start, stop)
             for number, node in self.nodes.items()
             for start, stop in node.doubts
         ]
         return [*doubts, *self._unsynced.values()]
 
-    def _base(self, effects: list[Effect]) -> Image:
+    def _base(self, pending: list[effects.Effect]) -> effects.Image:
         image = dict(self.image)
-        for effect in reversed(effects):
+        for effect in reversed(pending):
             effect.undo(image)
         return image
 
-    def _adopt(self, image: Image, left: list[Effect]) -> None:
+    def _adopt(self, image: effects.Image, left: list[effects.Effect]) -> None:
         self.image = image
-        for node in self.nodes.values():
-            node.unsynced.clear()
-            node.doubts.clear()
-        self._unsynced.clear()
+        self.sync_all()
         for effect in left:
-            match effect:
-                case Entries():
-                    self._record(effect, *{change.directory for change in effect.changes})
-                case Doubt():
-                    self.nodes[effect.inode].doubts.append((effect.start, effect.stop))
-                case _:
-                    self._record(effect, effect.inode)
+            if isinstance(effect, effects.Doubt):
+                self.nodes[effect.inode].doubts.append((effect.start, effect.stop))
+            else:
+                self._record(effect)
         self._take_stock()
 
 
-def _chosen(effect: Effect, rng: Random) -> Kept:
-    return rng.choice((LOST, WHOLE, None)) or effect.any_damage(rng)
+def _chosen(effect: effects.Effect, rng: Random) -> effects.Kept:
+    return rng.choice((effects.LOST, effects.WHOLE, None)) or effect.any_damage(rng)
 
 
-def _choices(effects: list[Effect], bound: int) -> Iterator[list[Kept]]:
-    count = len(effects)
+def _choices(pending: list[effects.Effect], bound: int) -> Iterator[list[effects.Kept]]:
+    count = len(pending)
     older = max(0, count - bound)
-    for rest in (LOST, WHOLE) if older else (WHOLE,):
-        for window in itertools.product((WHOLE, LOST), repeat=count - older):
+    for rest in (effects.LOST, effects.WHOLE) if older else (effects.WHOLE,):
+        for window in itertools.product((effects.WHOLE, effects.LOST), repeat=count - older):
             choice = [rest] * older + list(window)
             yield choice
             for index in range(older, count):
-                for damage in effects[index].damages():
+                for damage in pending[index].damages():
                     yield [*choice[:index], damage, *choice[index + 1 :]]
     for index in range(count):
-        yield [WHOLE] * index + [LOST] * (count - index)
-        yield [WHOLE] * index + [LOST] + [WHOLE] * (count - index - 1)
-        yield [LOST] * index + [WHOLE] + [LOST] * (count - index - 1)
-        for damage in effects[index].damages():
-            yield [WHOLE] * index + [damage] + [WHOLE] * (count - index - 1)
+        yield [effects.WHOLE] * index + [effects.LOST] * (count - index)
+        yield [effects.WHOLE] * index + [effects.LOST] + [effects.WHOLE] * (count - index - 1)
+        yield [effects.LOST] * index + [effects.WHOLE] + [effects.LOST] * (count - index - 1)
+        for damage in pending[index].damages():
+            yield [effects.WHOLE] * index + [damage] + [effects.WHOLE] * (count - index - 1)
 
 
-def _key(image: Image) -> int:
+def _key(image: effects.Image) -> int:
     return hash(
         frozenset(
-            (path, bytes(content) if isinstance(content, bytearray) else str(type(content)))
-            for path, content in reachable(image, ROOT)
+            (path, bytes(content) if isinstance(content, bytearray) else None)
+            for path, content in effects.reachable(image, ROOT)
         )
     )
 
 
-def _copied(image: Image) -> Image:
-    return {
-        number: bytearray(content)
-        if isinstance(content, bytearray)
-        else dict(content)
-        if isinstance(content, dict)
-        else content
-        for number, content in image.items()
-    }
+def _copied(image: effects.Image) -> effects.Image:
+    return {number: content.copy() for number, content in image.items()}

@@ -1,8 +1,8 @@
 """What a file operation changed and a crash may still take back.
 
 An image maps inode numbers to contents: a bytearray is a file, a dict of names to inode numbers is
-a directory, a str is a symbolic link. `undo` and `redo` put changed copies into the image and
-leave the objects that were there as they are, so that images may share them.
+a directory. `undo` and `redo` put changed copies into the image and leave the objects that were
+there as they are, so that images may share them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 BLOCK = 4096
 
-Content = bytearray | dict[str, int] | str
+Content = bytearray | dict[str, int]
 Image = dict[int, Content]
 
 
@@ -32,24 +32,57 @@ LOST = Kept(0)
 WHOLE = Kept(2**63)
 
 
-class Write:
+class Effect:
+    """What a machine did to a file, or to the names of a directory."""
+
+    __slots__ = ("inode", "machine")
+
+    def __init__(self, machine: str, inode: int) -> None:
+        self.machine, self.inode = machine, inode
+
+    def holders(self) -> set[int]:
+        """Give the inodes whose fsync makes it durable."""
+        return {self.inode}
+
+    def inodes(self) -> set[int]:
+        """Give the inodes that it concerns."""
+        return {self.inode}
+
+    def note(self, data: bytearray) -> None:
+        """Remember what of a file it replaces."""
+
+    def rebase(self, image: Image) -> None:
+        """Take what is in the image for what was there before."""
+        self.note(_file(image, self.inode))
+
+    def undo(self, image: Image) -> None:
+        """Take it back."""
+
+    def redo(self, image: Image, kept: Kept) -> None:
+        """Do of it what is kept."""
+        raise NotImplementedError
+
+    def damages(self) -> list[Kept]:
+        """Give the ways to keep a part that an exhaustive search tries."""
+        return []
+
+    def any_damage(self, rng: Random) -> Kept:
+        return rng.choice((LOST, WHOLE))
+
+
+class Write(Effect):
     """`new` went to `offset` of a file that had `old_size` bytes, over the bytes `old`."""
 
-    __slots__ = ("inode", "machine", "new", "offset", "old", "old_size")
+    __slots__ = ("new", "offset", "old", "old_size")
 
     def __init__(self, machine: str, inode: int, offset: int, data: bytearray, new: bytes) -> None:
-        self.machine, self.inode, self.offset, self.new = machine, inode, offset, new
+        super().__init__(machine, inode)
+        self.offset, self.new = offset, new
         self.note(data)
 
     def note(self, data: bytearray) -> None:
         self.old_size = len(data)
         self.old = bytes(data[self.offset : self.offset + len(self.new)])
-
-    def inodes(self) -> set[int]:
-        return {self.inode}
-
-    def rebase(self, image: Image) -> None:
-        self.note(_file(image, self.inode))
 
     def undo(self, image: Image) -> None:
         data = bytearray(_file(image, self.inode))
@@ -68,7 +101,6 @@ class Write:
         image[self.inode] = data
 
     def damages(self) -> list[Kept]:
-        """Give the ways to keep a part that an exhaustive search tries."""
         size, first = len(self.new), self.offset // BLOCK
         blocks = range(first, -(-(self.offset + size) // BLOCK))
         cuts = {1, size // 2, size - 1, (first + 1) * BLOCK - self.offset}
@@ -86,23 +118,18 @@ class Write:
         return Kept(size, frozenset(block for block in blocks if rng.random() < 0.5))
 
 
-class Resize:
+class Resize(Effect):
     """A file of `old_size` bytes was given `size`; `tail` is what that cut off."""
 
-    __slots__ = ("inode", "machine", "old_size", "size", "tail")
+    __slots__ = ("old_size", "size", "tail")
 
     def __init__(self, machine: str, inode: int, data: bytearray, size: int) -> None:
-        self.machine, self.inode, self.size = machine, inode, size
+        super().__init__(machine, inode)
+        self.size = size
         self.note(data)
 
     def note(self, data: bytearray) -> None:
         self.old_size, self.tail = len(data), bytes(data[self.size :])
-
-    def inodes(self) -> set[int]:
-        return {self.inode}
-
-    def rebase(self, image: Image) -> None:
-        self.note(_file(image, self.inode))
 
     def undo(self, image: Image) -> None:
         image[self.inode] = bytearray(_file(image, self.inode)[: self.old_size]) + self.tail
@@ -112,29 +139,15 @@ class Resize:
             data = bytearray(_file(image, self.inode)[: self.size])
             image[self.inode] = data + bytes(self.size - len(data))
 
-    def damages(self) -> list[Kept]:
-        return []
 
-    def any_damage(self, rng: Random) -> Kept:
-        return rng.choice((LOST, WHOLE))
-
-
-class Doubt:
+class Doubt(Effect):
     """Bytes of a file whose fsync failed: the cache shows them, the disk may hold zeros."""
 
-    __slots__ = ("inode", "machine", "start", "stop")
+    __slots__ = ("start", "stop")
 
     def __init__(self, machine: str, inode: int, start: int, stop: int) -> None:
-        self.machine, self.inode, self.start, self.stop = machine, inode, start, stop
-
-    def inodes(self) -> set[int]:
-        return {self.inode}
-
-    def rebase(self, image: Image) -> None:
-        pass
-
-    def undo(self, image: Image) -> None:
-        pass
+        super().__init__(machine, inode)
+        self.start, self.stop = start, stop
 
     def redo(self, image: Image, kept: Kept) -> None:
         if not kept.upto:
@@ -142,12 +155,6 @@ class Doubt:
             stop = min(self.stop, len(data))
             data[self.start : stop] = bytes(max(0, stop - self.start))
             image[self.inode] = data
-
-    def damages(self) -> list[Kept]:
-        return []
-
-    def any_damage(self, rng: Random) -> Kept:
-        return rng.choice((LOST, WHOLE))
 
 
 class Change(NamedTuple):
@@ -159,20 +166,22 @@ class Change(NamedTuple):
     after: int | None
 
 
-class Entries:
+class Entries(Effect):
     """Names that changed together: one for a creation or removal, two for a rename."""
 
-    __slots__ = ("changes", "machine")
+    __slots__ = ("changes",)
 
     def __init__(self, machine: str, changes: tuple[Change, ...]) -> None:
-        self.machine, self.changes = machine, changes
+        super().__init__(machine, changes[0].directory)
+        self.changes = changes
+
+    def holders(self) -> set[int]:
+        return {change.directory for change in self.changes}
 
     def inodes(self) -> set[int]:
-        """Give the inodes that it concerns."""
-        found: set[int] = set()
-        for directory, _, before, after in self.changes:
-            found.update(number for number in (directory, before, after) if number)
-        return found
+        return {n for change in self.changes for n in (change.before, change.after) if n} | (
+            self.holders()
+        )
 
     def rebase(self, image: Image) -> None:
         self.changes = tuple(
@@ -188,15 +197,6 @@ class Entries:
         if kept.upto:
             for change in self.changes:
                 _enter(image, change.directory, change.name, change.after)
-
-    def damages(self) -> list[Kept]:
-        return []
-
-    def any_damage(self, rng: Random) -> Kept:
-        return rng.choice((LOST, WHOLE))
-
-
-Effect = Write | Resize | Doubt | Entries
 
 
 def minus(

@@ -19,7 +19,7 @@ from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
 from snapshot_shared.views import orders_of
 from tests.scenario.builds import BUILDS
-from tests.scenario.peers import begin_crowd, begin_flood
+from tests.scenario.gpu import begin_crowd, begin_flood
 from tests.scenario.worker import Habits
 from tests.support.objects import checkpoint_document, pod_template, restore_document
 
@@ -83,7 +83,6 @@ class Settings(msgspec.Struct, frozen=True):
     """When a node is cordoned, and when it is uncordoned again."""
 
     def rate(self, index: int) -> float:
-        """Give the rate of the clocks of a node."""
         return self.rates[index % len(self.rates)]
 
 
@@ -293,26 +292,12 @@ WEIGHTS = {
 def _target(kind: str, rng: random.Random, settings: Settings) -> str:
     node = f"node-{rng.randrange(settings.nodes)}"
     operator = f"operator-{rng.randrange(settings.operators)}"
-    match kind:
-        case "hang" | "apart" | "operator-clock":
-            return operator
-        case "crash" | "fuse" | "pause" | "partition":
-            return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
-        case (
-            "power"
-            | "retire"
-            | "upgrade"
-            | "jump"
-            | "full"
-            | "eio"
-            | "kill-worker"
-            | "kill-transfer"
-            | "poison"
-            | "hostile"
-        ):
-            return node
-        case _:
-            return ""
+    if kind in ("hang", "apart", "operator-clock"):
+        return operator
+    if kind in ("crash", "fuse", "pause", "partition"):
+        return rng.choice((f"{node}/agent", f"{node}/agent", f"{node}/gms", operator))
+    is_of_all = kind.startswith("bus-") or kind in ("flip", "rewind", "truncate")
+    return "" if is_of_all else node
 
 
 def _checkpoint(name: str, rng: random.Random) -> dict[str, Any]:
@@ -371,7 +356,6 @@ def _habits(rng: random.Random) -> Habits:
 
 
 def act(world: World, fault: Fault) -> None:
-    """Make a fault happen."""
     if world.is_over:
         return
     world.note(str(fault))
@@ -637,12 +621,8 @@ def _poison(world: World, fault: Fault) -> None:
 
 def _bus_crash(world: World, fault: Fault) -> None:
     world.server.crash()
-    world.loop.in_world(fault.amount**2 * 30, _bus_restart, world)
-
-
-def _bus_restart(world: World) -> None:
-    if not world.server.is_up:
-        world.server.restart()
+    restart = world.server.restart
+    world.loop.in_world(fault.amount**2 * 30, lambda: world.server.is_up or restart())
 
 
 _ACTS: dict[str, Callable[[Any, Fault], None]] = {

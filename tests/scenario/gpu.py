@@ -2,8 +2,9 @@
 
 The memory server, the sessions and the orders are real; clients reach them as over the socket.
 
-The lock, the fence, generations and hidden loads are the product's own. What is simulated is the
-memory, the sockets and the process that moves the bytes.
+The lock, the fence, generations, hidden loads, turns and shares are the product's own. What is
+simulated is the memory, the sockets and the process that moves the bytes. Each piece of work keeps
+the server's process busy.
 """
 
 from __future__ import annotations
@@ -11,20 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from gms.adapters.backends import find_backend
+from gms.adapters.turns import Turns
+from gms.domain import task_rules
 from gms.domain.sessions import Peer, Session
-from gms.domain.task_rules import (
-    check_fenced,
-    check_room,
-    check_shape,
-    load_request,
-    save_request,
-)
+from gms.domain.shares import Shares, TooManySessions
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferLeased
 from gms.domain.transfer import check_loadable, metadata_of, plan_files
 from gms.handlers.control import GmsControl
@@ -33,39 +31,31 @@ from gms.handlers.sessions import LeaseSessions
 from gms.ports import DeviceInfo
 from gms.transfer_child.load import read_manifest
 from gms.transfer_child.save import saved_before, write_part
-from snapback_client.frames import (
-    Access,
-    AllocateMany,
-    AllocationInfo,
-    AllocationSpec,
-    Attach,
-    Attached,
-    Commit,
-    Committed,
-    ListAllocations,
-    MetadataGet,
-    MetadataItem,
-    MetadataPut,
-)
+from snapback_client import frames
+from snapshot_shared import errors
 from snapshot_shared.artifact import part_path
-from snapshot_shared.errors import (
-    ConnectionLost,
-    GmsUnavailable,
-    OutOfDeviceMemory,
-    TransferKilled,
-)
 from snapshot_shared.files import open_dir, open_root, opened
 from snapshot_shared.frames import FenceRequest, StatusRequest, UnfenceRequest
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
-from tests.scenario.door import HOSTILE, Door
 from tests.scenario.loop import CURRENT, Process, ask
 
 if TYPE_CHECKING:
     from tests.scenario.node import SimNode
+    from tests.scenario.world import World
 
 GRANULARITY = 4096
 CAPACITY = 64 * GRANULARITY
 PRODUCT = "sim"
+HOSTILE = "hostile"
+"""The pod of the clients that take more than their share."""
+LIMITS = {"all": 64, "user": 48, "pod": 24, "process": 12}
+PIECE_S, TURN_S = 0.0002, 0.001
+PIECES_A_TURN = round(TURN_S / PIECE_S)
+FLOODERS, FRAMES = 2, 50
+"""How many processes send how many frames ahead, on each connection."""
+PROCESSES, SESSIONS = 3, 20
+"""How many processes open how many sessions each."""
+LOCK_S = 2.0
 
 
 class SimDevice:
@@ -95,12 +85,12 @@ class SimDevice:
 
     def create(self, size: int) -> int:
         if size > self.info.capacity - self.used:
-            raise OutOfDeviceMemory(f"{size} bytes are needed on {self.info.uuid}")
+            raise errors.OutOfDeviceMemory(f"{size} bytes are needed on {self.info.uuid}")
         handle = next(self._handles)
         self.bytes[handle] = bytearray(size)
         return handle
 
-    def export(self, handle: int, access: Access) -> int:
+    def export(self, handle: int, access: frames.Access) -> int:
         raise NotImplementedError
 
     def seal(self, handle: int) -> None:
@@ -111,6 +101,66 @@ class SimDevice:
 
     def close(self) -> None:
         self.bytes.clear()
+
+
+class Door:
+    """What is between the clients of a server and its sessions, and what must hold there."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+        self._shares = Shares(LIMITS, "clients")
+        self._turns = Turns(TURN_S, lambda: self.pieces * PIECE_S)
+        self.pieces = 0
+        """How many pieces of work there have been."""
+        self._turn = self._in_turn = 0
+        self._waiting: Counter[Hashable] = Counter()
+
+    @contextlib.contextmanager
+    def entering(self, peer: Peer) -> Iterator[None]:
+        """Count a client in, unless it is refused within the block."""
+        try:
+            self._shares.check(peer)
+            self._shares.add(peer)
+            try:
+                yield
+            except BaseException:
+                self._shares.remove(peer)
+                raise
+        except TooManySessions as error:
+            if peer.pod != HOSTILE:
+                self._world.rules.fail("lost", f"{CURRENT.get()} was refused {peer}: {error}")
+            else:
+                self._world.refused += 1
+            raise
+
+    def leave(self, peer: Peer) -> None:
+        """Count a client out."""
+        self._shares.remove(peer)
+
+    async def turn(self, owner: Hashable) -> None:
+        """Wait until a client may have its next piece of work done.
+
+        An owner that asks for one waits for no more than what is left of a turn and one piece of
+        each owner that waits already; and one turn of the loop has no more pieces than two budgets.
+        """
+        asked_at, ahead = self.pieces, len(+self._waiting)
+        is_first = not self._waiting[owner]
+        self._waiting[owner] += 1
+        try:
+            await self._turns.take(owner)
+        finally:
+            self._waiting[owner] -= 1
+        others = self.pieces - asked_at
+        if is_first and others > PIECES_A_TURN + ahead + 1:
+            self._world.rules.fail("lost", f"{owner} waited while others did {others} pieces")
+        self.pieces += 1
+        self._process.use(PIECE_S)
+        turn = self._world.loop.turns
+        self._in_turn = self._in_turn + 1 if turn == self._turn else 1
+        self._turn = turn
+        if self._in_turn > 2 * PIECES_A_TURN:
+            self._world.rules.fail("lost", f"{self._in_turn} pieces in one turn of the loop")
 
 
 class SimGms:
@@ -161,21 +211,23 @@ class SimGms:
 class SimLease:
     """A client's connection to the lease socket; it ends with the client's process."""
 
-    def __init__(self, server: SimGms, client: Process, session: Session, told: Attached) -> None:
+    def __init__(
+        self, server: SimGms, client: Process, session: Session, told: frames.Attached
+    ) -> None:
         self._server = server
         self._client = client
         self.session = session
         self.attached = told
 
     @classmethod
-    async def attach(cls, node: SimNode, request: Attach) -> SimLease:
+    async def attach(cls, node: SimNode, request: frames.Attach) -> SimLease:
         client = CURRENT.get()
         server = node.gms
         assert client is not None
         if server is None or not server.process.is_alive:
             raise _lost()
 
-        async def admit() -> tuple[Session, Attached]:
+        async def admit() -> tuple[Session, frames.Attached]:
             with server.entering(client) as peer:
                 session = await server.sessions.attach(request, peer)
                 if not client.is_alive:
@@ -200,7 +252,7 @@ class SimLease:
         await self._server.turn(self.session)
         if self.session.id not in self._server.live:
             raise _lost()
-        if isinstance(request, AllocateMany):
+        if isinstance(request, frames.AllocateMany):
             found = await self._server.sessions.allocate(self.session, request)
         else:
             found = self._server.sessions.call(self.session, request)
@@ -210,21 +262,21 @@ class SimLease:
             else:
                 yield message.frame
 
-    async def allocations(self) -> list[AllocationInfo]:
-        frames = await self.call(ListAllocations())
-        return [info for frame in frames for info in frame.allocations]
+    async def allocations(self) -> list[frames.AllocationInfo]:
+        answers = await self.call(frames.ListAllocations())
+        return [info for frame in answers for info in frame.allocations]
 
-    async def metadata(self) -> list[MetadataItem]:
-        return [entry for frame in await self.call(MetadataGet()) for entry in frame.entries]
+    async def metadata(self) -> list[frames.MetadataItem]:
+        return [entry for frame in await self.call(frames.MetadataGet()) for entry in frame.entries]
 
-    async def allocate(self, sizes: dict[str, int]) -> list[AllocationInfo]:
-        specs = [AllocationSpec(id=key, size=size) for key, size in sizes.items()]
-        frames = await self.call(AllocateMany(allocations=specs, wait_s=5.0))
-        return [info for frame in frames for info in frame.allocations]
+    async def allocate(self, sizes: dict[str, int]) -> list[frames.AllocationInfo]:
+        specs = [frames.AllocationSpec(id=key, size=size) for key, size in sizes.items()]
+        answers = await self.call(frames.AllocateMany(allocations=specs, wait_s=5.0))
+        return [info for frame in answers for info in frame.allocations]
 
-    async def commit(self, **fields: Any) -> Committed:
-        (done,) = await self.call(Commit(**fields))
-        assert isinstance(done, Committed)
+    async def commit(self, **fields: Any) -> frames.Committed:
+        (done,) = await self.call(frames.Commit(**fields))
+        assert isinstance(done, frames.Committed)
         return done
 
     def memory(self) -> dict[str, bytearray]:
@@ -248,7 +300,7 @@ class SimLease:
 
 
 def _lost() -> Exception:
-    return ConnectionLost("the GPU memory service closed the connection")
+    return errors.ConnectionLost("the GPU memory service closed the connection")
 
 
 def _hang_up(server: SimGms, session: Session) -> None:
@@ -288,7 +340,7 @@ class SimGpuMemory:
         return (await self._ask(lambda gms: gms.control.fence(request))).vector
 
     async def unfence(self, token: str) -> None:
-        with contextlib.suppress(GmsUnavailable):
+        with contextlib.suppress(errors.GmsUnavailable):
             await self._ask(lambda gms: gms.control.unfence(UnfenceRequest(token=token)))
 
     async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
@@ -314,7 +366,7 @@ class SimGpuMemory:
 
 
 def _unavailable() -> Exception:
-    return GmsUnavailable("the GPU memory service does not answer")
+    return errors.GmsUnavailable("the GPU memory service does not answer")
 
 
 class SimTransfers:
@@ -343,7 +395,7 @@ class SimTransfers:
             except Exception as error:  # noqa: BLE001 - it is the last event
                 events.put_nowait(error)
 
-        child.at_exit(events, lambda: events.put_nowait(TransferKilled("killed")))
+        child.at_exit(events, lambda: events.put_nowait(errors.TransferKilled("killed")))
         child.spawn(main(), "transfer")
         try:
             while True:
@@ -364,12 +416,12 @@ async def _save(node: SimNode, task: SaveTask, events: asyncio.Queue[Any]) -> Tr
     with opened(open_root(task.root, create=True)) as root:
         if (known := saved_before(root, task)) is not None:
             return known
-        lease = await SimLease.attach(node, save_request(task))
+        lease = await SimLease.attach(node, task_rules.save_request(task))
         try:
-            check_fenced(task.layout, lease.attached)
+            task_rules.check_fenced(task.layout, lease.attached)
             events.put_nowait(TransferLeased())
             infos, metadata = await lease.allocations(), await lease.metadata()
-            check_shape(infos, metadata, task.layout)
+            task_rules.check_shape(infos, metadata, task.layout)
             memory = lease.memory()
             buffers = [memoryview(memory[info.id])[: info.size] for info in infos]
             await node.work()
@@ -394,9 +446,9 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
             names=[entry.name for entry in manifest.files],
             chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
         )
-        lease = await SimLease.attach(node, load_request(task))
+        lease = await SimLease.attach(node, task_rules.load_request(task))
         try:
-            check_room(layout.allocations, lease.attached)
+            task_rules.check_room(layout.allocations, lease.attached)
             events.put_nowait(TransferLeased())
             infos = await lease.allocate({entry.id: entry.size for entry in layout.allocations})
             memory = lease.memory()
@@ -412,7 +464,7 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
             )
             await node.work()
             if layout.metadata:
-                await lease.call(MetadataPut(entries=metadata_of(layout.metadata)))
+                await lease.call(frames.MetadataPut(entries=metadata_of(layout.metadata)))
             done = await lease.commit(if_match=task.if_match, hidden=True, layout_id=task.layout_id)
         except BaseException:
             lease.close()
@@ -427,3 +479,49 @@ async def _load(node: SimNode, task: LoadTask, events: asyncio.Queue[Any]) -> Tr
         bytes=done.bytes,
     )
     return TransferDone(bytes=manifest.bytes, digest=task.part_digest, layout=ref)
+
+
+# Clients that take more than their share.
+
+
+def begin_flood(node: SimNode, connections: int) -> None:
+    """Have processes send frames on several connections as fast as the service takes them."""
+    for _ in range(FLOODERS):
+        process = node.process(HOSTILE)
+        process.spawn(_flood(node, process, connections))
+
+
+def begin_crowd(node: SimNode, hold_s: float) -> None:
+    """Have processes open many sessions, and end with what they have of them."""
+    for _ in range(PROCESSES):
+        process = node.process(HOSTILE)
+        for index in range(SESSIONS):
+            process.spawn(_held(node, index, hold_s))
+        node.loop.in_world(hold_s, process.kill, 0)
+
+
+async def _flood(node: SimNode, process: Process, connections: int) -> None:
+    await asyncio.gather(*(_sent(node, index) for index in range(connections)))
+    process.kill(0)
+
+
+async def _sent(node: SimNode, index: int) -> None:
+    with contextlib.suppress(errors.SnapbackError):
+        lease = await _attached(node, index, LOCK_S)
+        await lease.call(*[frames.ListAllocations()] * FRAMES)
+
+
+async def _held(node: SimNode, index: int, hold_s: float) -> None:
+    with contextlib.suppress(errors.SnapbackError):
+        await _attached(node, index, hold_s)
+
+
+async def _attached(node: SimNode, index: int, deadline_s: float) -> SimLease:
+    request = frames.Attach(
+        device=f"GPU-{node.name}-{index % node.gpus}",
+        domain=frames.MemoryDomain.WEIGHTS,
+        lock=frames.LockMode.RO,
+        deadline_s=deadline_s,
+        client=HOSTILE,
+    )
+    return await SimLease.attach(node, request)

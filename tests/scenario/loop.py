@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import heapq
+import itertools
 import random
 import sys
 from collections import deque
@@ -40,7 +41,7 @@ class _Task(asyncio.Task[Any]):
     """A task whose place in a set is the same in every run of a seed."""
 
     def __init__(self, coro: Any, *, loop: VirtualLoop, context: Any, **options: Any) -> None:
-        self.number = loop.next_number()
+        self.number = next(loop.numbers)
         self.process = CURRENT.get() if context is None else context.get(CURRENT)
         super().__init__(coro, loop=loop, context=context, **options)
 
@@ -63,7 +64,7 @@ class _Future(asyncio.Future[Any]):
     """A future whose place in a set is the same in every run of a seed."""
 
     def __init__(self, *, loop: VirtualLoop) -> None:
-        self.number = loop.next_number()
+        self.number = next(loop.numbers)
         super().__init__(loop=loop)
 
     def __hash__(self) -> int:
@@ -102,7 +103,7 @@ class Process:
         self.loop = loop
         self.machine = machine
         self.name = name
-        self.pid = loop.next_pid()
+        self.pid = next(loop.pids)
         self.is_alive = True
         self.is_stopped = False
         self.fuse: int | None = None
@@ -123,8 +124,7 @@ class Process:
         """Run a coroutine as a task of this process."""
         context = contextvars.Context()
         context.run(CURRENT.set, self)
-        task = self.loop.create_task(work, name=name or self.name, context=context)
-        self.loop.keep(task)
+        task: asyncio.Task[T] = self.loop.create_task(work, name=name or self.name, context=context)
         return task
 
     def at_exit(self, key: object, act: Callable[[], None]) -> None:
@@ -208,23 +208,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.steps = 0
         self.turns = 0
         self._rng = rng
-        self._pids = 100
-        self._numbers = 0
+        self.pids, self.numbers = itertools.count(101), itertools.count(1)
+        """The numbers of processes, and of tasks, futures and timers."""
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._kept: list[asyncio.Task[Any]] = []
         self._clock_resolution = 1e-9
-        self.after_step: Callable[[], None] | None = None
-
-    def next_pid(self) -> int:
-        """Number the next process."""
-        self._pids += 1
-        return self._pids
-
-    def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold on to a task: a killed one must not be collected, which would run its `finally`."""
-        self._kept.append(task)
 
     def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
+        """Make a task, and keep it: a killed one that is collected would run its `finally`."""
         task = _Task(coro, loop=self, name=name, context=context)
         self._kept.append(task)
         return task
@@ -235,11 +226,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def moment(self) -> float:
         """Choose how long something waits that follows soon, in seconds."""
         return self._rng.choice((0.0, 0.0, 0.01, 5.0)) * self._rng.random()
-
-    def next_number(self) -> int:
-        """Number the next task or future."""
-        self._numbers += 1
-        return self._numbers
 
     def time(self) -> float:
         process = CURRENT.get()
@@ -262,7 +248,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _schedule(self, when: float, act: Any, args: Any, context: Any) -> asyncio.TimerHandle:
         when = max(when, self.now)
         timer = asyncio.TimerHandle(when, act, args, self, context)
-        heapq.heappush(self._timers, (when, self.next_number(), timer))
+        heapq.heappush(self._timers, (when, next(self.numbers), timer))
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -312,8 +298,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 continue
             self.steps += 1
             self._run_handle(handle, context)
-            if self.after_step is not None:
-                self.after_step()
 
     def _run_handle(self, handle: asyncio.Handle, context: Any) -> None:
         """Do as `Handle._run`, which costs two calls more."""

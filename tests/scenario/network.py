@@ -1,6 +1,6 @@
 """What a network does between a client and the simulated server: latency, order, loss, partition.
 
-All time is the loop's, all chance comes from `Faults`. Every callback runs in the server's context.
+All time is the loop's, all chance comes from `Faults`.
 """
 
 from __future__ import annotations
@@ -22,55 +22,22 @@ UNANSWERED = object()
 """Given by an operation whose answer comes later."""
 
 
-class Faults:
-    """Every decision of the network between one client and the server; this network is calm.
+class _Calm(Random):
+    """No chance: everything takes as long as it does on average, and nothing goes wrong."""
 
-    Times are seconds. Decisions are taken when they are needed, in the order of the run, so that
-    a seed gives the same run again.
-    """
-
-    def latency(self) -> float:
-        """How long a packet takes one way."""
-        return 0.0005
-
-    def loses_request(self) -> bool:
-        """Whether a request never reaches the server."""
-        return False
-
-    def loses_answer(self) -> bool:
-        """Whether a request is carried out and its answer never comes."""
-        return False
-
-    def loses_announcement(self) -> bool:
-        """Whether a core message to this client is lost."""
-        return False
-
-    def postpones(self) -> float:
-        """How much later than its turn a message of a durable is delivered; 0: in its turn."""
-        return 0.0
-
-    def repeats(self) -> float:
-        """How long after its delivery a message comes again, acked or not; 0: it does not."""
-        return 0.0
-
-    def notices(self) -> float:
-        """How long a cut connection looks alive to its client."""
-        return 20.0
-
-    def returns(self) -> float:
-        """How long a client takes to connect again once it can."""
+    def random(self) -> float:
         return 0.5
 
-    def choose(self, count: int) -> int:
-        """Which of the instances of a service gets a request."""
-        return 0
 
+class Faults:
+    """Every decision of the network between one client and the server, by chance or calm.
 
-class SeededFaults(Faults):
-    """Faults by chance. The fields are probabilities and may be changed at any time."""
+    Times are seconds. Decisions are taken when they are needed, in the order of the run, so that
+    a seed gives the same run again. The fields are probabilities and may be changed at any time.
+    """
 
-    def __init__(self, random: Random, *, slowest_s: float = 0.005) -> None:
-        self.random = random
+    def __init__(self, random: Random | None = None, *, slowest_s: float = 0.001) -> None:
+        self.random = random or _Calm()
         self.slowest_s = slowest_s
         self.lost_requests = 0.0
         self.lost_answers = 0.0
@@ -80,30 +47,39 @@ class SeededFaults(Faults):
         self.longest_s = 60.0
 
     def latency(self) -> float:
+        """How long a packet takes one way."""
         return self.random.random() * self.slowest_s
 
     def loses_request(self) -> bool:
+        """Whether a request never reaches the server."""
         return self._happens(self.lost_requests)
 
     def loses_answer(self) -> bool:
+        """Whether a request is carried out and its answer never comes."""
         return self._happens(self.lost_answers)
 
     def loses_announcement(self) -> bool:
+        """Whether a core message to this client is lost."""
         return self._happens(self.lost_announcements)
 
     def postpones(self) -> float:
+        """How much later than its turn a message of a durable is delivered; 0: in its turn."""
         return self._sometime() if self._happens(self.postponed) else 0.0
 
     def repeats(self) -> float:
+        """How long after its delivery a message comes again, acked or not; 0: it does not."""
         return self._sometime() if self._happens(self.repeated) else 0.0
 
     def notices(self) -> float:
+        """How long a cut connection looks alive to its client."""
         return 10.0 + 20.0 * self.random.random()
 
     def returns(self) -> float:
+        """How long a client takes to connect again once it can."""
         return 0.05 + self.random.random()
 
     def choose(self, count: int) -> int:
+        """Which of the instances of a service gets a request."""
         return self.random.randrange(count)
 
     def _happens(self, probability: float) -> bool:

@@ -11,7 +11,7 @@ import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gms.handlers.control import GmsControl
 from gms.handlers.orders import GmsOrders
@@ -37,14 +37,6 @@ from snapshot_shared.artifact import Facts
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import Failure, NoSpace, SourceExited
-from snapshot_shared.files import (
-    make_dir,
-    open_root,
-    opened,
-    read_bounded,
-    remove_tree,
-    write_replacing,
-)
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.keys import ArtifactKeys
@@ -124,8 +116,8 @@ class SimNode:
     def boot(self) -> None:
         """Start the services of the node."""
         self.machine.is_on = True
-        self.start_gms()
-        self.start_agent()
+        self.start("gms")
+        self.start("agent")
 
     def lose_power(self) -> None:
         """End everything at once; what was not made durable is in doubt."""
@@ -145,8 +137,8 @@ class SimNode:
         for service in ("agent", "gms"):
             with contextlib.suppress(OSError, NoSpace):
                 journal = self.world.read(str(self.state / service / "journal"))
-                with opened(open_root(str(self.state / service))) as folder:
-                    write_replacing(folder, "journal", self.build.written(journal))
+                with files.opened(files.open_root(str(self.state / service))) as folder:
+                    files.write_replacing(folder, "journal", self.build.written(journal))
         self.build = build
 
     def heal(self) -> None:
@@ -160,29 +152,26 @@ class SimNode:
         if not self.machine.is_on and not self.is_retired:
             self.boot()
 
-    def start_gms(self) -> None:
-        """Start the GPU memory service; it is started again whenever it ends."""
-        process = self.process("gms")
-        process.at_exit("again", lambda: self._again("gms", process))
-        context = process.spawn(_gms_main(self, process), "gms")
-        context.add_done_callback(lambda task: self.world.ended(process, task))
-
-    def start_agent(self) -> None:
-        """Start the agent; it is started again whenever it ends."""
-        process = self.agent = self.process("agent")
-        process.at_exit("again", lambda: self._again("agent", process))
-        task = process.spawn(_agent_main(self, process), "agent")
+    def start(self, which: str) -> None:
+        """Start a service; it is started again whenever it ends."""
+        process = self.process(which)
+        if which == "agent":
+            self.agent = process
+        process.at_exit("again", lambda: self._again(which))
+        main = _agent_main if which == "agent" else _gms_main
+        task = process.spawn(main(self, process), which)
         task.add_done_callback(lambda done: self.world.ended(process, done))
 
-    def _again(self, which: str, process: Process) -> None:
+    def _again(self, which: str) -> None:
         if which == "gms":
             self.gms_is_up.clear()
             self.gms = None
         if self.machine.is_on:
             delay = AGAIN_S + self.rng.random() * self.world.restart_s
-            start = self.start_gms if which == "gms" else self.start_agent
             boots = self.machine.boots
-            self.loop.in_world(delay, lambda: start() if boots == self.machine.boots else None)
+            self.loop.in_world(
+                delay, lambda: self.start(which) if boots == self.machine.boots else None
+            )
 
     def clocks(self) -> Clocks:
         """Give the clocks of this machine, and its boot id of now."""
@@ -202,19 +191,21 @@ class SimNode:
 
     def save_state(self, places: ContainerPaths, name: str, data: bytes) -> None:
         """Have a worker write a file of its state."""
-        with opened(open_root(str(places.control / control.STATE), create=True)) as folder:
-            write_replacing(folder, name, data)
+        with files.opened(
+            files.open_root(str(places.control / control.STATE), create=True)
+        ) as folder:
+            files.write_replacing(folder, name, data)
 
     def read_state(self, places: ContainerPaths, name: str) -> bytes:
         """Have a worker read a file of its state."""
-        with opened(open_root(str(places.control / control.STATE))) as folder:
-            return read_bounded(folder, name, 65536)
+        with files.opened(files.open_root(str(places.control / control.STATE))) as folder:
+            return files.read_bounded(folder, name, 65536)
 
     def empty(self, folder: Path) -> None:
         """Remove what is in a folder."""
-        with opened(open_root(str(folder.parent), create=True)) as parent:
-            remove_tree(parent, folder.name)
-            files.os.close(make_dir(parent, [folder.name]))  # type: ignore[attr-defined]
+        with files.opened(files.open_root(str(folder.parent), create=True)) as parent:
+            files.remove_tree(parent, folder.name)
+            files.os.close(files.make_dir(parent, [folder.name]))  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -223,56 +214,61 @@ def _tracer(service: str, node: str) -> Telemetry:
     return Telemetry(service, node, "0")
 
 
+class _Service(NamedTuple):
+    """What both services of a node are made of."""
+
+    clocks: Clocks
+    telemetry: Telemetry
+    journal: Journal
+    bus: Any
+    book: OrderBook
+
+    def courier(self, node: SimNode, handlers: Any) -> Courier:
+        runner = Runner(self.journal, self.telemetry)
+        made = Courier(
+            self.book, self.bus, telemetry=self.telemetry, runner=runner, handlers=handlers
+        )
+        made.schemas = node.build.schemas
+        return made
+
+
+def _service(node: SimNode, process: Process, name: str) -> _Service:
+    clocks = node.clocks()
+    journal = Journal.open(node.state / name, wall=clocks.wall)
+    node.world.rules.journals[f"{name}@{node.name}"] = journal
+    bus = node.world.bus(f"{name}-{node.name}", process, node.build)
+    book = OrderBook(node=check_node(node.name), service=name, journal=journal, clocks=clocks)
+    return _Service(clocks, _tracer(f"snap-{name}", node.name), journal, bus, book)
+
+
 async def _gms_main(node: SimNode, process: Process) -> None:
     server = SimGms(node, process)
-    clocks = node.clocks()
-    telemetry = _tracer("snap-gms", node.name)
-    journal = Journal.open(node.state / "gms", wall=clocks.wall)
-    bus = node.world.bus(f"gms-{node.name}", process, node.build)
-    book = OrderBook(node=check_node(node.name), service="gms", journal=journal, clocks=clocks)
+    service = _service(node, process, "gms")
 
     async def own(_pod: PodRef | None) -> Memory:
         return Memory(GmsControl(server.gms), Path("/run"))
 
-    orders = GmsOrders(
-        own,
-        SimTransfers(node),
-        telemetry,
-        book,
-        root=SHARED,
-    )
-    courier = Courier(
-        book,
-        bus,
-        telemetry=telemetry,
-        runner=Runner(journal, telemetry),
-        handlers=orders.routes(),
-    )
-    courier.schemas = node.build.schemas
+    orders = GmsOrders(own, SimTransfers(node), service.telemetry, service.book, root=SHARED)
+    courier = service.courier(node, orders.routes())
     node.gms = server
     node.gms_is_up.set()
-    node.world.rules.watch_journal(f"gms@{node.name}", journal)
     main = asyncio.current_task()
     assert main is not None
     process.on_term = functools.partial(asyncio.Task.cancel, main)
     try:
-        await bus.connect()
+        await service.bus.connect()
         await courier.serve()
     except asyncio.CancelledError:
         main.uncancel()
-        await book.drain()
-        await _close(node, process, journal)
+        await service.book.drain()
+        await _close(node, process, service.journal)
 
 
 async def _agent_main(node: SimNode, process: Process) -> None:
-    clocks = node.clocks()
-    telemetry = _tracer("snap-agent", node.name)
-    journal = Journal.open(node.state / "agent", wall=clocks.wall)
-    node.world.rules.watch_journal(f"agent@{node.name}", journal)
-    bus = node.world.bus(f"agent-{node.name}", process, node.build)
+    service = _service(node, process, "agent")
+    clocks, bus = service.clocks, service.bus
     root = ArtifactRoot(SHARED)
     gpu_memory = SimGpuMemory(node)
-    book = OrderBook(node=check_node(node.name), service="agent", journal=journal, clocks=clocks)
     operator = OperatorClient(bus, node.name)
     machine = AgentMachine(
         launcher=SimLauncher(node, process),
@@ -288,26 +284,13 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         facts=Facts(arch="x86_64", kernel="sim", python="3"),
     )
     around = NodeEnvironment(node.name, "sim", Path("/run"), Path("/"), "/bin", "/", Path("/"))
-    agent = Agent(machine, book, around, node.state, SLOTS)
-    courier = Courier(
-        book,
-        bus,
-        telemetry=telemetry,
-        runner=Runner(journal, telemetry),
-        handlers=routes(agent),
-    )
-    courier.schemas = node.build.schemas
-
-    build = node.build
+    agent = Agent(machine, service.book, around, node.state, SLOTS)
+    courier = service.courier(node, routes(agent))
+    build, every_s = node.build, INVENTORY_EVERY_S
     inventory = Inventory(
-        ArtifactLibrary(SHARED),
-        operator,
-        node.name,
-        clocks.wall,
-        every_s=INVENTORY_EVERY_S,
+        ArtifactLibrary(SHARED), operator, node.name, clocks.wall, every_s=every_s
     )
-
-    pods = PodInventory(agent.pods, operator, every_s=INVENTORY_EVERY_S)
+    pods = PodInventory(agent.pods, operator, every_s=every_s)
 
     async def presence(devices: list[PresenceDevice]) -> Presence:
         return Presence(
@@ -337,9 +320,9 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         pods.run(stop),
     )
     if stop.is_set():
-        await book.drain()
+        await service.book.drain()
         await agent.close()
-        await _close(node, process, journal)
+        await _close(node, process, service.journal)
 
 
 async def _close(node: SimNode, process: Process, journal: Journal) -> None:
@@ -366,9 +349,11 @@ class SimLauncher:
         task.add_done_callback(self._node.world.defect)
         return ProcessId(process.pid, 1)
 
+    def _living(self) -> list[SimWorker]:
+        return [each for each in self._node.workers.values() if each.process.is_alive]
+
     def adopt(self, process: ProcessId) -> bool:
-        worker = self._node.workers.get(process.pid)
-        return worker is not None and worker.process.is_alive
+        return self._node.living(process) is not None
 
     async def ended(self, process: ProcessId) -> int | None:
         worker = self._node.workers.get(process.pid)
@@ -380,26 +365,23 @@ class SimLauncher:
     async def terminate(
         self, process: ProcessId | None, where: ContainerPaths | None, grace_s: float
     ) -> None:
-        for worker in list(self._node.workers.values()):
+        for worker in self._living():
             is_meant = process is not None and worker.process.pid == process.pid
-            if (is_meant or worker.paths == where) and worker.process.is_alive:
+            if is_meant or worker.paths == where:
                 terminate(worker, grace_s)
                 await asyncio.shield(worker.process.ended)
 
     async def find(self, where: ContainerPaths) -> ProcessId | None:
-        for worker in self._node.workers.values():
-            if worker.paths == where and worker.process.is_alive:
-                return ProcessId(worker.process.pid, 1)
-        return None
+        found = (worker.process.pid for worker in self._living() if worker.paths == where)
+        return next((ProcessId(pid, 1) for pid in found), None)
 
     async def running(self, where: Path) -> list[str]:
-        workers = [each for each in self._node.workers.values() if each.process.is_alive]
-        homes = [worker.paths.home for worker in workers]
+        homes = [worker.paths.home for worker in self._living()]
         return sorted(home.name for home in homes if home.parent == where)
 
     async def folders(self, where: Path) -> list[str]:
         try:
-            with opened(open_root(str(where))) as folder:
+            with files.opened(files.open_root(str(where))) as folder:
                 return sorted(files.names_in(folder))
         except FileNotFoundError:
             return []
@@ -407,8 +389,11 @@ class SimLauncher:
     async def remove(self, where: Path) -> None:
         if not where.is_relative_to(MOUNT):
             return  # Sockets of a pod are not simulated.
-        with contextlib.suppress(FileNotFoundError), opened(open_root(str(where.parent))) as parent:
-            remove_tree(parent, where.name)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            files.opened(files.open_root(str(where.parent))) as parent,
+        ):
+            files.remove_tree(parent, where.name)
 
 
 class SimControl:

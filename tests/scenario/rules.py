@@ -18,14 +18,7 @@ from snapshot_operator.core import fold
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.quarantine import damage_in
 from snapshot_operator.local.pods import holds_devices
-from snapshot_shared.artifact import (
-    PART_MANIFEST,
-    QUARANTINE,
-    ROOT_MANIFEST,
-    PartManifest,
-    RootManifest,
-    generation_path,
-)
+from snapshot_shared import artifact
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.ids import OrderId, owner_of
@@ -109,10 +102,6 @@ class Rules:
         self._world.stop()
 
     # While it runs.
-
-    def watch_journal(self, name: str, journal: Journal) -> None:
-        """Remember the journal of a service that has started."""
-        self.journals[name] = journal
 
     @contextlib.contextmanager
     def dumping(self, node: SimNode, worker: Worker) -> Iterator[None]:
@@ -394,21 +383,21 @@ class Rules:
         committed = content.status.committed
         assert committed is not None
         path = "/".join(
-            generation_path(
+            artifact.generation_path(
                 content.spec.source.namespace, content.artifact_uid, committed.generation
             )
         )
         try:
-            data = self._world.read(f"{SHARED}/{path}/{ROOT_MANIFEST}")
+            data = self._world.read(f"{SHARED}/{path}/{artifact.ROOT_MANIFEST}")
             if digest(data) != committed.root_digest:
                 return "the root manifest is another"
-            root = decode_json(data, RootManifest)
+            root = decode_json(data, artifact.RootManifest)
             for part in root.parts:
                 where = f"{SHARED}/{path}/{part.part}"
-                data = self._world.read(f"{where}/{PART_MANIFEST}")
+                data = self._world.read(f"{where}/{artifact.PART_MANIFEST}")
                 if digest(data) != part.digest:
                     return f"the manifest of {part.part} is another"
-                for entry in decode_json(data, PartManifest).files:
+                for entry in decode_json(data, artifact.PartManifest).files:
                     data = self._world.read(f"{where}/{entry.name}")
                     chunks = [
                         xxhash.xxh3_128_hexdigest(data[at : at + entry.chunk_bytes])
@@ -430,7 +419,9 @@ class Rules:
         while todo:
             path = todo.pop()
             try:
-                inode = self._world.disk.os.find("/".join((str(SHARED), QUARANTINE, *path)))
+                inode = self._world.disk.os.find(
+                    "/".join((str(SHARED), artifact.QUARANTINE, *path))
+                )
             except OSError:
                 continue
             found = self._world.disk.image[inode]
@@ -464,7 +455,9 @@ class Rules:
     def _unknown_left(self) -> Iterator[tuple[Kind, str]]:
         """Nothing that nobody knows is ever removed, and what shall be moved is moved."""
         tree = self._world.disk.tree()
-        set_aside = {"/".join(path.split("/")[4:]) for path in tree if f"/{QUARANTINE}/" in path}
+        set_aside = {
+            "/".join(path.split("/")[4:]) for path in tree if f"/{artifact.QUARANTINE}/" in path
+        }
         for path, is_moved in self._world.unknown.items():
             is_there = f"/shared/{path}" in tree
             if not is_there and path not in set_aside:
@@ -551,7 +544,8 @@ class Rules:
             case Pod():
                 if value.status.phase == "Unknown":
                     yield "Unknown"
-                if value.status.phase == "Pending" and not self._world.may_wait(value):
+                # One without a node may wait for ever: nothing in the world can start it.
+                if value.status.phase == "Pending" and value.status.node_name:
                     yield "Pending"
             case SnapshotRestore():
                 yield from self._unrestored(value)
@@ -562,7 +556,7 @@ class Rules:
         if restore.status.state not in RESTORE.terminal() and not (
             restore.status.state is Restore.PENDING
             and isinstance(pod, Pod)
-            and self._world.may_wait(pod)
+            and not pod.status.node_name
         ):
             yield restore.status.state
 

@@ -35,21 +35,17 @@ class Outcome(NamedTuple):
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
     """Run the world of a seed, with its own faults or with these."""
-    return _outcome(_world(seed, faults))
-
-
-def _world(seed: int, faults: Sequence[Fault] | None) -> World:
-    chosen = faults_of(seed) if faults is None else list(faults)
-    world = World(seed, settings_of(seed), chosen)
-    world.run()
-    return world
-
-
-def _outcome(world: World) -> Outcome:
+    world = _world(seed, faults_of(seed) if faults is None else list(faults))
     rules, loop = world.rules, world.loop
     return Outcome(
-        world.seed, rules.broken, rules.kinds, rules.captures, rules.restores, loop.now, loop.steps
+        seed, rules.broken, rules.kinds, rules.captures, rules.restores, loop.now, loop.steps
     )
+
+
+def _world(seed: int, faults: list[Fault]) -> World:
+    world = World(seed, settings_of(seed), faults)
+    world.run()
+    return world
 
 
 def shortened(seed: int) -> list[Fault]:

@@ -1,13 +1,12 @@
 """A simulated nats-server, and what can happen to it.
 
-A client that stops running holds nothing up: what the server does, it does in its own context and
-not in a task of a client.
+A client that stops running holds nothing up: what the server does, it does in the world of a
+simulation and not in a task of a client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,23 +22,10 @@ NO_STREAM = 10059
 NO_CONSUMER = 10014
 
 
-class _Durable(Durable):
-    """A durable with the clients that wait for its next message."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.waiting: deque[Pull] = deque()
-        self.alarm: asyncio.TimerHandle | None = None
-
-
 class SimServer:
-    """The server: streams, buckets, durables, core subjects, and what can happen to it.
-
-    It lives in the context in which it is made; make it outside every simulated process.
-    """
+    """The server: streams, buckets, durables, core subjects, and what can happen to it."""
 
     def __init__(self) -> None:
-        self.context = contextvars.copy_context()
         self.streams: dict[str, Stream] = {}
         self.is_up = True
         self.is_stalled = False
@@ -50,7 +36,7 @@ class SimServer:
         """By subject, the name of the stream that stores it."""
         self._stalls = 0
 
-    # Time, in the server's own context.
+    # Time, outside of every simulated process.
 
     @property
     def now(self) -> float:
@@ -67,15 +53,12 @@ class SimServer:
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualLoop):
             return loop.in_world(when - loop.now, run, *arguments)
-        return loop.call_at(when, run, *arguments, context=self.context)
+        return loop.call_at(when, run, *arguments)
 
     # What can happen to it.
 
-    def crash(self, *, forgotten_acks: int = 0, lost_messages: int = 0) -> None:
-        """End at once: memory streams, ids of messages that are gone, and all waits are forgotten.
-
-        A power failure also takes the newest acks of each durable and messages of each stream.
-        """
+    def crash(self) -> None:
+        """End at once: memory streams, ids of messages that are gone, and all waits are lost."""
         self.is_up = False
         self._end_stall()
         self.held.clear()
@@ -85,11 +68,9 @@ class SimServer:
             if stream.config.storage is StorageType.MEMORY
         )
         for stream in self.streams.values():
-            stream.forget_newest(lost_messages)
             stream.forget_ids()
             for durable in stream.durables.values():
                 durable.waiting.clear()
-                durable.forget_acks(forgotten_acks)
         for link in self._links.values():
             link.break_off()
 
@@ -179,9 +160,7 @@ class SimServer:
         """Create the streams and buckets of the product that are missing."""
         wanted = [*assets.STREAMS, *map(stream_of_bucket, assets.BUCKETS)]
         for config in wanted:
-            name = config.name or ""
-            if name not in self.streams:
-                self.streams[name] = Stream(config)
+            self.streams.setdefault(config.name or "", Stream(config))
 
     def stream(self, name: str) -> Stream:
         """Give a stream without what is too old. Refused when there is none."""
@@ -212,38 +191,36 @@ class SimServer:
     ) -> None:
         """Create a durable, or change the settings of one."""
         self.stream(name).bind(
-            _Durable(durable, filter_, ack_wait=ack_wait_s, max_pending=max_pending)
+            Durable(durable, filter_, ack_wait=ack_wait_s, max_pending=max_pending)
         )
 
     def pull(self, pull: Call) -> Any:
         """Deliver the next messages to this request when there are some."""
         assert isinstance(pull, Pull)
-        name, durable = pull.place
-        stream = self.stream(name)
-        found = stream.durables.get(durable)
-        if found is None:
-            raise Refused(NO_CONSUMER, "consumer not found")
+        stream, found = self._bound(*pull.place)
         found.waiting.append(pull)
         self._feed(stream, found)
         return UNANSWERED
 
     def ack(self, name: str, durable: str, sequence: int) -> None:
         """Take an ack."""
-        stream = self.stream(name)
-        found = stream.durables.get(durable)
-        if found is None:
-            raise Refused(NO_CONSUMER, "consumer not found")
+        stream, found = self._bound(name, durable)
         found.settle(sequence)
         self._feed(stream, found)
 
     def nak(self, name: str, durable: str, sequence: int) -> None:
         """Take a message back that was delivered and not used; it goes out again at once."""
-        stream = self.stream(name)
-        found = stream.durables.get(durable)
-        if found is not None and sequence in found.pending:
+        stream, found = self._bound(name, durable)
+        if sequence in found.pending:
             self._deliver_again(stream, found, sequence)
 
-    def _feed(self, stream: Stream, durable: _Durable) -> None:
+    def _bound(self, name: str, durable: str) -> tuple[Stream, Durable]:
+        stream = self.stream(name)
+        if (found := stream.durables.get(durable)) is None:
+            raise Refused(NO_CONSUMER, "consumer not found")
+        return stream, found
+
+    def _feed(self, stream: Stream, durable: Durable) -> None:
         """Deliver as long as there are messages and clients that wait."""
         if not self.is_up or self.is_stalled:
             return
@@ -267,16 +244,16 @@ class SimServer:
                 self.later(delay, self._deliver_again, stream, durable, message.sequence)
         self._arm(stream, durable)
 
-    def _deliver_again(self, stream: Stream, durable: _Durable, sequence: int) -> None:
+    def _deliver_again(self, stream: Stream, durable: Durable, sequence: int) -> None:
         durable.put_back(sequence)
         self._feed(stream, durable)
 
-    def _arm(self, stream: Stream, durable: _Durable) -> None:
+    def _arm(self, stream: Stream, durable: Durable) -> None:
         at = durable.next_expiry()
         if durable.alarm is None and at is not None:
             durable.alarm = self.at(at, self._expire, stream, durable)
 
-    def _expire(self, stream: Stream, durable: _Durable) -> None:
+    def _expire(self, stream: Stream, durable: Durable) -> None:
         durable.alarm = None
         if self.is_up:
             durable.expire(self.now)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tests.scenario.disk import Owner, SimDisk
 
 FIRST = 1_000_000
-MAX_LINKS = 40
 LONGEST = 255
 """The most bytes of a name."""
 
@@ -49,6 +49,27 @@ def _error(number: int, path: object = None) -> OSError:
     return OSError(number, os.strerror(number), None if path is None else str(path))
 
 
+def _or_real(name: str, simulated: Callable[..., Any]) -> Callable[..., Any]:
+    real = getattr(os, name)
+
+    @functools.wraps(simulated)
+    def call(self: SimOs, what: Any, *rest: Any, **options: Any) -> Any:
+        if self._ours(what, options.get("dir_fd", options.get("src_dir_fd"))):
+            return simulated(self, what, *rest, **options)
+        return real(what, *rest, **options)
+
+    return call
+
+
+def _beside_the_real(face: type[SimOs]) -> type[SimOs]:
+    """Leave each call to the real `os` whose path or descriptor is none of the disk."""
+    for name, method in list(vars(face).items()):
+        if callable(method) and name[0] != "_" and name != "fsync" and hasattr(os, name):
+            setattr(face, name, _or_real(name, method))
+    return face
+
+
+@_beside_the_real
 class SimOs:
     """An `os` whose file operations work on a simulated disk."""
 
@@ -83,39 +104,28 @@ class SimOs:
             raise _error(errno.EBADF)
         return found[0]
 
-    def find(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> int:
+    def find(self, path: Any, dir_fd: int | None = None) -> int:
         """Give the inode at a path, or behind a descriptor. ENOENT."""
         if isinstance(path, int):
             return self.opened(path).inode
-        place = self._walk(path, dir_fd, follow=follow)
+        place = self._walk(path, dir_fd)
         if place.inode is None:
             raise _error(errno.ENOENT, path)
         return place.inode
 
-    def _walk(self, path: Any, dir_fd: int | None, *, follow: bool) -> _Place:
+    def _walk(self, path: Any, dir_fd: int | None) -> _Place:
         """Go along a path; what is missing at its end is no error, what is missing before is."""
         text = path if isinstance(path, str) else os.fsdecode(path)
         if "\0" in text:
             raise ValueError("embedded null byte")
         start = 1 if text.startswith("/") or dir_fd is None else self.opened(dir_fd).inode
-        if "/" not in text and text not in ("", ".", ".."):
-            place = self._step([start], text, path)
-            if place.inode is None or not isinstance(self._disk.image[place.inode], str):
-                return place
-        trail, names, links = [start], self._parts(text), 0
-        place = _Place(start, ".", start)
-        while names:
-            name = names.pop()
+        if text.startswith("/"):
+            text = text[len(self._mount) - 1 :]
+        names = [part for part in text.split("/") if part not in ("", ".")]
+        trail, place = [start], _Place(start, ".", start)
+        for left, name in zip(reversed(range(len(names))), names, strict=True):
             place = self._step(trail, name, path)
-            target = None if place.inode is None else self._disk.image[place.inode]
-            if isinstance(target, str) and (names or follow):
-                links += 1
-                if links > MAX_LINKS:
-                    raise _error(errno.ELOOP, path)
-                if target.startswith("/"):
-                    trail[:] = [1]
-                names += self._parts(target)
-            elif names and name != "..":
+            if left and name != "..":
                 if place.inode is None:
                     raise _error(errno.ENOENT, path)
                 trail.append(place.inode)
@@ -131,22 +141,11 @@ class SimOs:
             raise _error(errno.ENAMETOOLONG, path)
         return _Place(trail[-1], name, entries.get(name))
 
-    def _parts(self, path: str) -> list[str]:
-        """Cut a path into names, the last first; an absolute one must lie on this disk."""
-        if path.startswith("/"):
-            if not self._ours(path):
-                raise _error(errno.EXDEV, path)
-            path = path[len(self._mount) - 1 :]
-        return [part for part in reversed(path.split("/")) if part not in ("", ".")]
-
     # Descriptors.
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if not self._ours(path, dir_fd):
-            return os.open(path, flags, mode, dir_fd=dir_fd)
         self._disk.begin("open")
-        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        place = self._walk(path, dir_fd, follow=not (exclusive or flags & os.O_NOFOLLOW))
+        place = self._walk(path, dir_fd)
         inode = place.inode
         if inode is None:
             if not flags & os.O_CREAT:
@@ -165,12 +164,10 @@ class SimOs:
     def _check_open(self, inode: int, flags: int, path: Any) -> None:
         if flags & os.O_CREAT and flags & os.O_EXCL:
             raise _error(errno.EEXIST, path)
-        content = self._disk.image[inode]
-        if isinstance(content, str):
-            raise _error(errno.ENOTDIR if flags & os.O_DIRECTORY else errno.ELOOP, path)
-        if flags & os.O_DIRECTORY and not isinstance(content, dict):
+        is_folder = isinstance(self._disk.image[inode], dict)
+        if flags & os.O_DIRECTORY and not is_folder:
             raise _error(errno.ENOTDIR, path)
-        if isinstance(content, dict) and flags & (os.O_ACCMODE | os.O_CREAT):
+        if is_folder and flags & (os.O_ACCMODE | os.O_CREAT):
             raise _error(errno.EISDIR, path)
 
     def _descriptor(self, opened: _Open) -> int:
@@ -179,9 +176,6 @@ class SimOs:
         return fd
 
     def close(self, fd: int) -> None:
-        if fd < FIRST:
-            os.close(fd)
-            return
         if fd in self._dead:
             self._dead.discard(fd)
             return
@@ -201,15 +195,11 @@ class SimOs:
             self._dead.add(fd)
 
     def dup(self, fd: int) -> int:
-        if fd < FIRST:
-            return os.dup(fd)
         opened = self.opened(fd)
         opened.descriptors += 1
         return self._descriptor(opened)
 
     def lseek(self, fd: int, position: int, how: int) -> int:
-        if fd < FIRST:
-            return os.lseek(fd, position, how)
         opened = self.opened(fd)
         start = (0, opened.position, len(self._disk.data(opened.inode)))[how]
         opened.position = start + position
@@ -230,16 +220,12 @@ class SimOs:
     # Bytes.
 
     def read(self, fd: int, count: int) -> bytes:
-        if fd < FIRST:
-            return os.read(fd, count)
         opened = self.opened(fd)
         data = self.pread(fd, count, opened.position)
         opened.position += len(data)
         return data
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
-        if fd < FIRST:
-            return os.pread(fd, count, offset)
         opened = self.opened(fd)
         if opened.flags & os.O_ACCMODE == os.O_WRONLY:
             raise _error(errno.EBADF)
@@ -248,8 +234,6 @@ class SimOs:
         return bytes(self._disk.data(opened.inode)[offset : offset + count])
 
     def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        if fd < FIRST:
-            return os.preadv(fd, buffers, offset)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         data = self.pread(fd, sum(map(len, views)), offset)
         done = 0
@@ -260,8 +244,6 @@ class SimOs:
         return done
 
     def write(self, fd: int, data: Any) -> int:
-        if fd < FIRST:
-            return os.write(fd, data)
         opened = self.opened(fd)
         done = self._write(opened, data, opened.position)
         if not opened.flags & os.O_APPEND:
@@ -269,13 +251,9 @@ class SimOs:
         return done
 
     def pwrite(self, fd: int, data: Any, offset: int) -> int:
-        if fd < FIRST:
-            return os.pwrite(fd, data, offset)
         return self._write(self.opened(fd), data, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        if fd < FIRST:
-            return os.pwritev(fd, buffers, offset)
         return self._write(self.opened(fd), b"".join(buffers), offset)
 
     def _write(self, opened: _Open, data: Any, offset: int) -> int:
@@ -295,37 +273,25 @@ class SimOs:
             raise _error(errno.EINVAL)
 
     def fsync(self, fd: int) -> None:
-        if fd < FIRST:
+        if not self._ours(fd):
             # The folder that holds the mount: the real disk has nothing to secure.
             return
         self._disk.sync(self.opened(fd).inode)
 
     def fdatasync(self, fd: int) -> None:
-        if fd < FIRST:
-            os.fdatasync(fd)
-            return
         self._disk.sync(self.opened(fd).inode)
 
     def ftruncate(self, fd: int, size: int) -> None:
-        if fd < FIRST:
-            os.ftruncate(fd, size)
-            return
         self._disk.begin("ftruncate")
         self._disk.resize(self.opened(fd).inode, size)
 
     # Names.
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        if not self._ours(path, dir_fd):
-            os.mkdir(path, mode, dir_fd=dir_fd)
-            return
         place = self._vacant("mkdir", path, dir_fd)
         self._disk.enter("mkdir", (place.directory, place.name, self._disk.add({}, mode)))
 
     def makedirs(self, name: Any, mode: int = 0o777, exist_ok: bool = False) -> None:
-        if not self._ours(name):
-            os.makedirs(name, mode, exist_ok)
-            return
         head = os.path.dirname(os.fsdecode(name).rstrip("/"))
         if self._ours(head) and not self.path.exists(head):
             self.makedirs(head, exist_ok=True)
@@ -335,14 +301,6 @@ class SimOs:
             if not exist_ok or not self.path.isdir(name):
                 raise
 
-    def symlink(self, target: Any, path: Any, *, dir_fd: int | None = None) -> None:
-        if not self._ours(path, dir_fd):
-            os.symlink(target, path, dir_fd=dir_fd)
-            return
-        place = self._vacant("symlink", path, dir_fd)
-        inode = self._disk.add(os.fsdecode(target), 0o777)
-        self._disk.enter("symlink", (place.directory, place.name, inode))
-
     def link(
         self,
         src: Any,
@@ -350,18 +308,9 @@ class SimOs:
         *,
         src_dir_fd: int | None = None,
         dst_dir_fd: int | None = None,
-        follow_symlinks: bool = True,
+        **_: bool,
     ) -> None:
-        if not self._ours(dst, dst_dir_fd):
-            os.link(
-                src,
-                dst,
-                src_dir_fd=src_dir_fd,
-                dst_dir_fd=dst_dir_fd,
-                follow_symlinks=follow_symlinks,
-            )
-            return
-        inode = self.find(src, src_dir_fd, follow=follow_symlinks)
+        inode = self.find(src, src_dir_fd)
         place = self._vacant("link", dst, dst_dir_fd)
         if isinstance(self._disk.image[inode], dict):
             raise _error(errno.EPERM, src)
@@ -369,7 +318,7 @@ class SimOs:
 
     def _vacant(self, operation: str, path: Any, dir_fd: int | None) -> _Place:
         self._disk.begin(operation)
-        place = self._walk(path, dir_fd, follow=False)
+        place = self._walk(path, dir_fd)
         if place.inode is not None:
             raise _error(errno.EEXIST, path)
         return place
@@ -377,12 +326,9 @@ class SimOs:
     def rename(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
-        if not self._ours(src, src_dir_fd):
-            os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-            return
         self._disk.begin("rename")
-        source = self._walk(src, src_dir_fd, follow=False)
-        target = self._walk(dst, dst_dir_fd, follow=False)
+        source = self._walk(src, src_dir_fd)
+        target = self._walk(dst, dst_dir_fd)
         if source.inode is None:
             raise _error(errno.ENOENT, src)
         if target.inode == source.inode:
@@ -395,8 +341,6 @@ class SimOs:
             (target.directory, target.name, source.inode),
         )
 
-    replace = rename
-
     def _check_replaced(self, source: int, target: int, path: Any) -> None:
         moved, there = self._disk.image[source], self._disk.image[target]
         if isinstance(there, dict):
@@ -408,77 +352,39 @@ class SimOs:
             raise _error(errno.ENOTDIR, path)
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        if not self._ours(path, dir_fd):
-            os.unlink(path, dir_fd=dir_fd)
-            return
         self._disk.begin("unlink")
-        place = self._walk(path, dir_fd, follow=False)
+        place = self._walk(path, dir_fd)
         if place.inode is None:
             raise _error(errno.ENOENT, path)
         if isinstance(self._disk.image[place.inode], dict):
             raise _error(errno.EISDIR, path)
         self._disk.enter("unlink", (place.directory, place.name, None))
 
-    remove = unlink
-
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        if not self._ours(path, dir_fd):
-            os.rmdir(path, dir_fd=dir_fd)
-            return
         self._disk.begin("rmdir")
-        place = self._walk(path, dir_fd, follow=False)
+        place = self._walk(path, dir_fd)
         if place.inode is None:
             raise _error(errno.ENOENT, path)
         if self._disk.names(place.inode):
             raise _error(errno.ENOTEMPTY, path)
         self._disk.enter("rmdir", (place.directory, place.name, None))
 
-    def readlink(self, path: Any, *, dir_fd: int | None = None) -> str:
-        if not self._ours(path, dir_fd):
-            return os.readlink(path, dir_fd=dir_fd)
-        content = self._disk.image[self.find(path, dir_fd, follow=False)]
-        if not isinstance(content, str):
-            raise _error(errno.EINVAL, path)
-        return content
-
     def listdir(self, path: Any = ".") -> list[str]:
-        if not self._ours(path):
-            return os.listdir(path)
         self._disk.begin("listdir")
         return list(self._disk.names(self.find(path)))
 
-    def scandir(self, path: Any = ".") -> Any:
-        if not self._ours(path):
-            return os.scandir(path)
-        names = self._disk.names(self.find(path))
-        folder = "" if isinstance(path, int) else os.fsdecode(path)
-        return _Scan([_Entry(self, folder, name, inode) for name, inode in names.items()])
-
     # What is known.
 
-    def stat(
-        self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
-    ) -> os.stat_result:
-        if not self._ours(path, dir_fd):
-            return os.stat(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
-        return self.status(self.find(path, dir_fd, follow=follow_symlinks))
-
-    def lstat(self, path: Any, *, dir_fd: int | None = None) -> os.stat_result:
-        return self.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+    def stat(self, path: Any, *, dir_fd: int | None = None, **_: bool) -> os.stat_result:
+        return self.status(self.find(path, dir_fd))
 
     def fstat(self, fd: int) -> os.stat_result:
-        return os.fstat(fd) if fd < FIRST else self.status(self.opened(fd).inode)
+        return self.status(self.opened(fd).inode)
 
     def status(self, inode: int) -> os.stat_result:
         """Give the status of an inode."""
         content, node = self._disk.image[inode], self._disk.nodes[inode]
-        kind = (
-            stat.S_IFDIR
-            if isinstance(content, dict)
-            else stat.S_IFLNK
-            if isinstance(content, str)
-            else stat.S_IFREG
-        )
+        kind = stat.S_IFDIR if isinstance(content, dict) else stat.S_IFREG
         size = 4096 if isinstance(content, dict) else len(content)
         links = node.links + (1 if isinstance(content, dict) else 0)
         who = os.getuid(), os.getgid()
@@ -487,8 +393,6 @@ class SimOs:
         return os.stat_result(plain, {"st_blocks": blocks})
 
     def statvfs(self, path: Any) -> os.statvfs_result:
-        if not self._ours(path):
-            return os.statvfs(path)
         free = self._disk.free()
         return os.statvfs_result((1, 1, 2**40, free, free, 2**20, 2**20, 2**20, 0, 255))
 
@@ -496,58 +400,10 @@ class SimOs:
         return self.statvfs(fd)
 
     def chmod(self, path: Any, mode: int, **options: Any) -> None:
-        if not self._ours(path, options.get("dir_fd")):
-            os.chmod(path, mode, **options)
-            return
         self._disk.nodes[self.find(path, options.get("dir_fd"))].mode = mode
 
     def fchmod(self, fd: int, mode: int) -> None:
         self.chmod(fd, mode)
-
-    def access(self, path: Any, mode: int, **options: Any) -> bool:
-        if not self._ours(path, options.get("dir_fd")):
-            return os.access(path, mode, **options)
-        return self.path.exists(path)
-
-
-class _Entry:
-    """What `scandir` gives."""
-
-    def __init__(self, sim: SimOs, folder: str, name: str, inode: int) -> None:
-        self._sim, self.name, self._inode = sim, name, inode
-        self.path = f"{folder}/{name}" if folder else name
-
-    def inode(self) -> int:
-        return self._inode
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self._sim.status(self._inode)
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return stat.S_ISDIR(self.stat().st_mode)
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return stat.S_ISREG(self.stat().st_mode)
-
-    def is_symlink(self) -> bool:
-        return stat.S_ISLNK(self.stat().st_mode)
-
-
-class _Scan:
-    def __init__(self, entries: Iterable[_Entry]) -> None:
-        self._entries = iter(entries)
-
-    def __enter__(self) -> Iterator[_Entry]:
-        return self._entries
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __iter__(self) -> Iterator[_Entry]:
-        return self._entries
-
-    def close(self) -> None:
-        self._entries = iter(())
 
 
 class _SimPath:
@@ -559,26 +415,17 @@ class _SimPath:
     def __getattr__(self, name: str) -> Any:
         return getattr(os.path, name)
 
-    def _mode(self, path: Any, *, follow: bool = True) -> int:
+    def _mode(self, path: Any) -> int:
         try:
-            return self._sim.stat(path, follow_symlinks=follow).st_mode
+            return self._sim.stat(path).st_mode
         except (OSError, ValueError):
             return 0
 
     def exists(self, path: Any) -> bool:
         return self._mode(path) != 0
 
-    def lexists(self, path: Any) -> bool:
-        return self._mode(path, follow=False) != 0
-
     def isdir(self, path: Any) -> bool:
         return stat.S_ISDIR(self._mode(path))
-
-    def isfile(self, path: Any) -> bool:
-        return stat.S_ISREG(self._mode(path))
-
-    def islink(self, path: Any) -> bool:
-        return stat.S_ISLNK(self._mode(path, follow=False))
 
 
 class SimFcntl:

@@ -1,15 +1,20 @@
-"""The object store as one simulated operator reaches it: over a network, and with late events.
+"""The object store and the lease as one simulated operator reaches them.
 
 What is written and read by name goes to the store that all share, and takes a moment. Events come
 later, as those of the caches of the Kubernetes API: each kind by its own time, an object's changes
 in their order, several of them as one, those of the process itself among them.
+
+Which operator is the active one a lock of a file decides, or a lease. The lock goes with its
+holder's process, and a holder that is stopped keeps it. The lease has to be renewed: whoever is
+stopped or cut off for too long loses it, and learns that when it looks again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapshot_operator.local.pods import holds_devices
@@ -25,12 +30,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LASTS_S = 15.0
+"""How long a lease is held without a renewal, in seconds."""
+RENEW_S = 4.0
+GIVE_UP_S = 10.0
+"""How long its holder goes on without a renewal that succeeded, in seconds."""
+ENDING_S = 0.01
+"""How long a write may take that was under way when the loss was noticed, in seconds."""
+LOOK_S = 0.5
+"""The longest time that a look at the lease takes, in seconds."""
 TRIP_S = 0.002
 """The longest way to the store, or back from it, in seconds."""
 TIMEOUT_S = 2.0
 """How long a call waits for a store that is out of reach, in seconds."""
 TOUCHED = "example.com/touched"
 """The annotation that somebody else writes, so that the operator's next write is a conflict."""
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    async def call(self: SimStore, *arguments: Any) -> Any:
+        return await self._call(getattr(self._world.store, name)(*arguments))
+
+    return call
 
 
 class SimStore:
@@ -100,17 +121,10 @@ class SimStore:
         await self._trip()
         return result
 
-    async def list(self, kind: str) -> list[AnyObject]:
-        return await self._call(self._world.store.list(kind))
-
-    async def read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
-        return await self._call(self._world.store.read(kind, namespace, name))
-
-    async def find(self, uid: str) -> AnyObject | None:
-        return await self._call(self._world.store.find(uid))
-
-    async def create(self, value: AnyObject) -> AnyObject:
-        return await self._call(self._world.store.create(value))
+    list, read, find, create = map(_passed_on, ("list", "read", "find", "create"))
+    update_spec, annotate, label = map(_passed_on, ("update_spec", "annotate", "label"))
+    add_finalizer, remove_finalizer = map(_passed_on, ("add_finalizer", "remove_finalizer"))
+    delete = _passed_on("delete")
 
     async def update_status(self, value: AnyObject) -> AnyObject:
         await self._meddle(value)
@@ -147,20 +161,124 @@ class SimStore:
             text = f"{self._process}-{self._touches}"
             await world.store.annotate(found, TOUCHED, text)
 
-    async def update_spec(self, value: AnyObject) -> AnyObject:
-        return await self._call(self._world.store.update_spec(value))
 
-    async def annotate(self, value: AnyObject, key: str, text: str) -> AnyObject:
-        return await self._call(self._world.store.annotate(value, key, text))
+class Lease:
+    """The lock or the lease of one world. It is no process: whoever holds it may end."""
 
-    async def label(self, value: AnyObject, key: str, text: str | None) -> AnyObject:
-        return await self._call(self._world.store.label(value, key, text))
+    def __init__(self, world: World) -> None:
+        """`Settings.lease` decides which of the two it is."""
+        self._world = world
+        self.is_file = world.settings.lease == "file"
+        self.holder: Process | None = None
+        self.active: dict[Process, int] = {}
+        """The processes that work as the active one, each with the number of its term."""
+        self._noticed: dict[Process, float] = {}
+        self._terms = 0
+        self._renewed_at = 0.0
+        self._waiting: dict[Process, asyncio.Future[None]] = {}
 
-    async def add_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject:
-        return await self._call(self._world.store.add_finalizer(value, finalizer))
+    def take(self, process: Process) -> bool:
+        """Give a process the lease if it is free."""
+        if not self._is_free:
+            return False
+        self.holder, self._renewed_at = process, self._world.loop.now
+        self._terms += 1
+        self.active[process] = self._terms
+        process.at_exit(self, lambda: self._ended(process))
+        self._world.note(f"{process} is the active operator")
+        return True
 
-    async def remove_finalizer(self, value: AnyObject, finalizer: str) -> AnyObject | None:
-        return await self._call(self._world.store.remove_finalizer(value, finalizer))
+    @property
+    def _is_free(self) -> bool:
+        if self.holder is None:
+            return True
+        return not self.is_file and self._world.loop.now >= self._expires_at
 
-    async def delete(self, value: AnyObject) -> AnyObject | None:
-        return await self._call(self._world.store.delete(value))
+    @property
+    def _expires_at(self) -> float:
+        return self._renewed_at + LASTS_S
+
+    def renew(self, process: Process) -> bool:
+        """Renew the lease; False when another has it."""
+        if self.holder is not process:
+            return False
+        self._renewed_at = self._world.loop.now
+        return True
+
+    def is_noticed(self, process: Process) -> bool:
+        """Whether a process has had the time to end its work since it learned of its loss."""
+        at = self._noticed.get(process)
+        return at is not None and self._world.loop.now > at + ENDING_S
+
+    def notice(self, process: Process) -> None:
+        """Note that a process has learned that the lease is lost."""
+        self._noticed[process] = self._world.loop.now
+        self._world.note(f"{process} has lost the lease")
+
+    def leave(self, process: Process) -> None:
+        """Note that a process does not work as the active one any more."""
+        self.active.pop(process, None)
+
+    def _ended(self, process: Process) -> None:
+        self.leave(process)
+        if self.is_file and self.holder is process:
+            self.holder = None
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_result(None)
+
+    async def is_free_again(self, process: Process) -> None:
+        """Wait until the lease may be free."""
+        if not self.is_file:
+            await asyncio.sleep(max(self._expires_at - self._world.loop.now, 0.0))
+            return
+        future = self._waiting[process] = asyncio.get_running_loop().create_future()
+        process.at_exit(future, lambda: self._waiting.pop(process, None))
+        await future
+
+
+class Candidate:
+    """The `Leadership` port of one operator process."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        """Stand for the lease of a world."""
+        self._world = world
+        self._lease = world.lease
+        self._process = process
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[asyncio.Event]:
+        """Wait for the lease; the event is set when it was lost, or cannot be renewed."""
+        lease, process, lost = self._lease, self._process, asyncio.Event()
+        while self._is_apart or not lease.take(process):
+            await lease.is_free_again(process)
+            await self._look()
+        keeping = asyncio.ensure_future(self._keep(lost))
+        try:
+            yield lost
+        finally:
+            keeping.cancel()
+            lease.leave(process)
+
+    @property
+    def _is_apart(self) -> bool:
+        return self._process.name in self._world.apart
+
+    async def _look(self) -> None:
+        await asyncio.sleep(self._world.rng.random() * LOOK_S)
+
+    async def _keep(self, lost: asyncio.Event) -> None:
+        if self._lease.is_file:
+            return
+        renewed_at = asked_at = self._world.loop.now
+        while asked_at - renewed_at < GIVE_UP_S:
+            await asyncio.sleep(RENEW_S)
+            asked_at = self._world.loop.now
+            await self._look()
+            if self._is_apart:
+                continue
+            if not self._lease.renew(self._process):
+                break
+            renewed_at = asked_at
+        self._lease.notice(self._process)
+        lost.set()

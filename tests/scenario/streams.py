@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
 
@@ -84,7 +84,10 @@ class Durable:
         self.again: deque[int] = deque()
         self.pending: dict[int, float] = {}
         """Sequence to the time at which it is delivered again, earliest first."""
-        self._settled: deque[int] = deque(maxlen=64)
+        self.waiting: deque[Any] = deque()
+        """The requests of clients that wait for the next message."""
+        self.alarm: Any = None
+        """What ends the earliest wait for an ack."""
 
     def take(self, stream: Stream, now: float) -> Stored | None:
         """Give the next message and count it as delivered: first what comes again."""
@@ -102,7 +105,6 @@ class Durable:
         """Take an ack; one that is old or unknown changes nothing."""
         if self.pending.pop(sequence, None) is None and sequence in self.again:
             self.again.remove(sequence)
-        self._settled.append(sequence)
 
     def expire(self, now: float) -> None:
         """Put what was not acked in time back into the queue."""
@@ -127,18 +129,6 @@ class Durable:
     def restart(self, now: float) -> None:
         """Begin the waits for acks afresh, as a server does that comes back."""
         self.pending = dict.fromkeys(self.pending, now + self.ack_wait)
-
-    def forget_acks(self, count: int) -> None:
-        """Lose the newest acks, which had not reached the disk."""
-        for _ in range(min(count, len(self._settled))):
-            self.put_back(self._settled.pop())
-
-    def forget_after(self, sequence: int) -> None:
-        """Know nothing of later messages: their sequences will be given out again."""
-        self.todo = deque(found for found in self.todo if found <= sequence)
-        self.again = deque(found for found in self.again if found <= sequence)
-        self.pending = {found: at for found, at in self.pending.items() if found <= sequence}
-        self._settled = deque((found for found in self._settled if found <= sequence), maxlen=64)
 
 
 class Stream:
@@ -289,14 +279,6 @@ class Stream:
     def forget_ids(self) -> None:
         """Lose the ids of messages that are not stored any more, as a crash does."""
         self._ids = {key: seen for key, seen in self._ids.items() if seen[0] in self.messages}
-
-    def forget_newest(self, count: int) -> None:
-        """Lose the newest messages, which had not reached the disk, and their sequences."""
-        for sequence in list(self.messages)[max(0, len(self.messages) - count) :]:
-            self._drop(sequence)
-            self.last_sequence = min(self.last_sequence, sequence - 1)
-        for durable in self.durables.values():
-            durable.forget_after(self.last_sequence)
 
 
 def _limits(value: float | None) -> bool:

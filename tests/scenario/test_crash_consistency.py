@@ -7,35 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.scenario import crash_stories as stories
 from tests.scenario.crash_rig import Recording, Site, Sound, Story, recorded, violations
-from tests.scenario.crash_stories import (
-    Capture,
-    Journaling,
-    OlderJournal,
-    ResumedSave,
-    SecondCapture,
-    SetAside,
-    StripedCapture,
-)
 
 STORIES: tuple[type[Story], ...] = (
-    Journaling,
-    OlderJournal,
-    Capture,
-    SecondCapture,
-    ResumedSave,
-    StripedCapture,
-    SetAside,
+    *(stories.Journaling, stories.OlderJournal, stories.Capture, stories.SecondCapture),
+    *(stories.ResumedSave, stories.StripedCapture, stories.SetAside),
 )
 SYNCED_FILES = {
-    "files.py",
-    "journal.py",
-    "artifacts.py",
-    "library.py",
-    "copying.py",
-    "posix.py",
-    "staging.py",
-    "stripes.py",
+    *("files.py", "journal.py", "artifacts.py", "library.py"),
+    *("copying.py", "posix.py", "staging.py", "stripes.py"),
 }
 
 
@@ -76,12 +57,12 @@ def _killed(story: type[Story], skipped: Site | None = None) -> Iterator[Recordi
 def _fsyncs() -> list[Site]:
     """Find every line of the product that calls fsync in any of the stories."""
     found = set().union(*(_plain(story).sites for story in STORIES))
-    for story in (Journaling, Capture, ResumedSave):
+    for story in (stories.Journaling, stories.Capture, stories.ResumedSave):
         found.update(*(recording.sites for recording in _killed(story)))
     return sorted(found)
 
 
-@each(slow={SecondCapture})
+@each(slow={stories.SecondCapture})
 def test_every_state_that_a_power_loss_may_leave_keeps_what_was_promised(
     story: type[Story],
 ) -> None:
@@ -89,7 +70,7 @@ def test_every_state_that_a_power_loss_may_leave_keeps_what_was_promised(
     assert list(_broken(story, _plain(story))) == []
 
 
-@each(slow={SecondCapture, StripedCapture})
+@each(slow={stories.SecondCapture, stories.StripedCapture})
 def test_a_process_that_goes_on_after_a_kill_promises_only_what_a_power_loss_spares(
     story: type[Story],
 ) -> None:

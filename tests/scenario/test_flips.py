@@ -20,15 +20,8 @@ from snapshot_agent.adapters import copying
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
 from snapshot_shared.journal import Journal, JournalCorrupt
+from tests.scenario import crash_stories as stories
 from tests.scenario.crash_rig import mounted, run
-from tests.scenario.crash_stories import (
-    MEMORY,
-    NOW,
-    Capture,
-    Journaling,
-    accepted,
-    verify,
-)
 from tests.scenario.disk import SimDisk
 
 FLIPS = int(os.environ.get("FLIPS", "800"))
@@ -39,7 +32,7 @@ CHUNK = 4096
 
 
 class _Saved(NamedTuple):
-    story: Capture
+    story: stories.Capture
     disk: SimDisk
     parts: dict[str, PartManifest]
 
@@ -49,11 +42,9 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> _Saved:
     """A sealed artifact on a simulated disk, in chunks of one page."""
     monkeypatch.setattr(copying, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(transfer, "CHUNK_BYTES", CHUNK)
-    story, disk = Capture(), SimDisk()
+    story, disk = stories.Capture(), SimDisk()
     with mounted(disk):
-        story.prepare()
-        for step in ("stage_process", "stage_gpu", "seal"):
-            getattr(story, step)()
+        story.sealed()
         parts = {
             part: run(story.root.read_part(story.place, part))[0] for part in ("process", "gpu-0")
         }
@@ -83,13 +74,13 @@ def test_a_flipped_bit_of_an_artifact_is_refused_with_its_place(saved: _Saved) -
     assert {"root.json", "process/part.json", "gpu-0/part.json"} < hit
     assert {"process/weights", "gpu-0/shard-0001.bin"} < hit
     with mounted(saved.disk):
-        verify(saved.story.root, saved.story.place, saved.story.promises["sealed"])
+        stories.verify(saved.story.root, saved.story.place, saved.story.promises["sealed"])
 
 
 def _check_refused(saved: _Saved, path: str, bit: int) -> None:
     name = path.rpartition("/")[2]
     with pytest.raises((ArtifactCorrupt, ArtifactMissing)) as caught:
-        verify(saved.story.root, saved.story.place, saved.story.promises["sealed"])
+        stories.verify(saved.story.root, saved.story.place, saved.story.promises["sealed"])
     values = caught.value.values
     if name == "root.json":
         assert values["file"] == name
@@ -110,12 +101,12 @@ def _load_refusal(saved: _Saved) -> tuple[str, int]:
         [entry.size for entry in manifest.files],
         chunk_bytes=[entry.chunk_bytes for entry in manifest.files],
     )
-    memory = [memoryview(bytearray(len(view))) for view in MEMORY]
+    memory = [memoryview(bytearray(len(view))) for view in stories.MEMORY]
 
     async def load() -> None:
         async with saved.story.root.open_part(saved.story.place, "gpu-0") as folder:
             find_backend(DEFAULT_BACKEND).read_files(
-                folder, plans, manifest.files, memory, threads=1, advance=_count
+                folder, plans, manifest.files, memory, threads=1, advance=abs
             )
 
     with pytest.raises(ArtifactCorrupt) as caught:
@@ -123,13 +114,9 @@ def _load_refusal(saved: _Saved) -> tuple[str, int]:
     return caught.value.values["file"], caught.value.values["chunk"]
 
 
-def _count(size: int) -> None:
-    pass
-
-
 def test_a_flipped_bit_of_a_journal_is_refused_with_its_line() -> None:
-    story, disk = Journaling(), SimDisk()
-    records = [accepted(number) for number in range(1, 8)]
+    story, disk = stories.Journaling(), SimDisk()
+    records = [stories.accepted(number) for number in range(1, 8)]
     with mounted(disk):
         story.open()
         assert story.journal is not None
@@ -145,7 +132,7 @@ def test_a_flipped_bit_of_a_journal_is_refused_with_its_line() -> None:
         damaged.flip(name, bit)
         with mounted(damaged):
             try:
-                found = Journal.open(story.folder, wall=lambda: NOW)
+                found = Journal.open(story.folder, wall=lambda: stories.NOW)
             except JournalCorrupt as error:
                 refused += error.values["line"] >= 1
             else:

@@ -20,17 +20,8 @@ from snapshot_shared.errors import NoSpace, StorageFailed
 from snapshot_shared.files import free_bytes, open_root, opened
 from snapshot_shared.ids import NodeName
 from snapshot_shared.order_book import OrderBook
+from tests.scenario import crash_stories as stories
 from tests.scenario.crash_rig import mounted, run
-from tests.scenario.crash_stories import (
-    NOW,
-    UID,
-    Journaling,
-    OlderJournal,
-    Service,
-    accepted,
-    verify,
-    visible,
-)
 from tests.scenario.disk import SimDisk
 
 OFFSETS = 50
@@ -42,8 +33,8 @@ def _kind(name: str) -> str:
     return names.get(name, "journal" if "journal" in name else "data")
 
 
-def _world(*, direct: bool = True) -> tuple[Service, SimDisk]:
-    service, disk = Service(), SimDisk()
+def _world(*, direct: bool = True) -> tuple[stories.Service, SimDisk]:
+    service, disk = stories.Service(), SimDisk()
     disk.os.takes_direct = direct
     with mounted(disk):
         service.prepare()
@@ -52,7 +43,7 @@ def _world(*, direct: bool = True) -> tuple[Service, SimDisk]:
     return service, disk
 
 
-def _refused_at(room: int) -> tuple[str, Service, SimDisk]:
+def _refused_at(room: int) -> tuple[str, stories.Service, SimDisk]:
     """Run a capture with room for so many bytes, and give the kind of file that had too little."""
     # The whole pages of direct requests are given back, and later files never lack room.
     service, disk = _world(direct=False)
@@ -80,41 +71,36 @@ def _offsets() -> list[int]:
     disk.after = look
     with mounted(disk):
         service.play_all()
-    chosen: list[int] = []
-    for turn in itertools.count():
-        for kind in KINDS:
-            if turn < len(seen[kind]):
-                step = max(1, len(seen[kind]) // (OFFSETS // len(KINDS) + 1))
-                chosen.append(seen[kind][turn * step % len(seen[kind])])
-        if len(set(chosen)) >= OFFSETS:
-            return sorted(set(chosen))
-    raise AssertionError
+    each = OFFSETS // len(KINDS) + 1
+    return sorted(
+        {found[turn * len(found) // each] for found in seen.values() for turn in range(each)}
+    )
 
 
-def _check_after_refusal(service: Service) -> None:
+def _check_after_refusal(service: stories.Service) -> None:
     """Check what must hold while the disk is full, and once more when there is room."""
-    place, older = service.place, GenerationRef("default", UID, 1)
-    if half := visible(service.artifacts, place):
+    place, older = service.place, GenerationRef("default", stories.UID, 1)
+    if half := stories.visible(service.artifacts, place):
         # Only what came after the seal can have failed.
-        verify(service.root, place, half)
-    found = visible(service.artifacts, older)
+        stories.verify(service.root, place, half)
+    found = stories.visible(service.artifacts, older)
     assert found is not None
-    verify(service.root, older, found)
+    stories.verify(service.root, older, found)
     run(service.root.remove(place))
     assert not files.os.path.exists(service.where())
 
 
-def _check_journal(log: OlderJournal) -> None:
+def _check_journal(log: stories.OlderJournal) -> None:
     """Check that the journal goes on where it was, and is whole when it is opened again."""
     assert log.journal is not None
     log.promises = {"records": log.promises["records"], "under way": []}
     try:
-        log._append(accepted(3))
+        log._append(stories.accepted(3))
     except StorageFailed:
         # Who met a broken disk does not trust it any more; the next start finds out what it holds.
         log.journal.close()
         log.recover()
-        log._append(accepted(3))
+        log._append(stories.accepted(3))
     log.journal.close()
     log.check(log.promises)
 
@@ -134,7 +120,7 @@ def test_a_disk_that_is_full_at_any_byte_refuses_cleanly() -> None:
 
 
 def test_an_outcome_is_written_when_there_is_room_again_though_nats_is_away() -> None:
-    story, disk = Journaling(), SimDisk()
+    story, disk = stories.Journaling(), SimDisk()
 
     async def report() -> None:
         assert story.journal is not None
@@ -142,9 +128,9 @@ def test_an_outcome_is_written_when_there_is_room_again_though_nats_is_away() ->
             node=NodeName("node-1"),
             service="agent",
             journal=story.journal,
-            clocks=Clocks(lambda: 0.0, lambda: NOW, "boot"),
+            clocks=Clocks(lambda: 0.0, lambda: stories.NOW, "boot"),
         )
-        await story.journal.append(accepted(1))
+        await story.journal.append(stories.accepted(1))
         (entry,) = story.journal.ledger.entries.values()
         disk.capacity = disk.used
         reporting = asyncio.ensure_future(book.report(entry, "staged"))
@@ -161,7 +147,7 @@ def test_an_outcome_is_written_when_there_is_room_again_though_nats_is_away() ->
 
 
 def test_a_record_that_found_no_room_does_not_count() -> None:
-    log, disk = OlderJournal(), SimDisk()
+    log, disk = stories.OlderJournal(), SimDisk()
     with mounted(disk):
         log.prepare()
         log.open()
@@ -169,18 +155,18 @@ def test_a_record_that_found_no_room_does_not_count() -> None:
         before = log.known(log.journal.ledger)
         disk.capacity = disk.used
         with pytest.raises(NoSpace):
-            run(log.journal.append(accepted(3)))
+            run(log.journal.append(stories.accepted(3)))
         assert log.known(log.journal.ledger) == before
         log.journal.close()
 
 
 def test_what_has_room_counts_though_it_was_handed_over_with_what_has_none() -> None:
-    log, disk = OlderJournal(), SimDisk()
+    log, disk = stories.OlderJournal(), SimDisk()
 
     async def hand_over() -> list[BaseException | None]:
         assert log.journal is not None
-        large = [log.journal.write(*map(accepted, range(10, 40)))]
-        small = [log.journal.write(accepted(number)) for number in (3, 4)]
+        large = [log.journal.write(*map(stories.accepted, range(10, 40)))]
+        small = [log.journal.write(stories.accepted(number)) for number in (3, 4)]
         return await asyncio.gather(*large, *small, return_exceptions=True)
 
     with mounted(disk):
@@ -209,17 +195,20 @@ def test_the_space_of_a_refused_capture_comes_back() -> None:
         service.stage_process()
         service.stage_gpu()
         service.seal()
-        verify(service.root, service.place, service.promises["sealed"])
+        stories.verify(service.root, service.place, service.promises["sealed"])
 
 
-@pytest.mark.parametrize("operation", ["create", "mkdir", "link", "write", "fsync"])
-def test_a_call_that_finds_no_space_refuses_cleanly_whenever_it_comes(operation: str) -> None:
-    assert _fails_everywhere(operation, errno.ENOSPC) >= 3
-
-
-@pytest.mark.parametrize("operation", ["write", "fsync"])
-def test_a_disk_that_fails_ends_the_capture_and_spares_what_was_there(operation: str) -> None:
-    assert _fails_everywhere(operation, errno.EIO) >= 10
+@pytest.mark.parametrize(
+    ("operation", "error", "least"),
+    [
+        *((each, errno.ENOSPC, 3) for each in ("create", "mkdir", "link", "write", "fsync")),
+        *((each, errno.EIO, 10) for each in ("write", "fsync")),
+    ],
+)
+def test_a_call_that_fails_ends_the_capture_and_spares_what_was_there_whenever_it_comes(
+    operation: str, error: int, least: int
+) -> None:
+    assert _fails_everywhere(operation, error) >= least
 
 
 def _fails_everywhere(operation: str, error: int) -> int:
@@ -245,7 +234,7 @@ def test_short_writes_leave_nothing_out() -> None:
     disk.fail("write", 1, 0, times=10_000)
     with mounted(disk):
         service.play_all()
-        verify(service.root, service.place, service.promises["sealed"])
+        stories.verify(service.root, service.place, service.promises["sealed"])
 
 
 @pytest.fixture
@@ -273,13 +262,13 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_real_file_system_that_is_full_refuses_cleanly(small: Path, eighths: int) -> None:
     for name in ("roomy", "full"):
         (small / name).mkdir()
-    roomy = Service(small / "roomy")
+    roomy = stories.Service(small / "roomy")
     roomy.prepare()
     before = _free(small)
     roomy.play_all()
     needed = before - _free(small)
     shutil.rmtree(small / "roomy")
-    service = Service(small / "full")
+    service = stories.Service(small / "full")
     service.prepare()
     with (small / "ballast").open("wb") as file:
         file.write(bytes(_free(small) - needed * eighths // 8))

@@ -23,22 +23,8 @@ from hypothesis import strategies as st
 from gms.domain.transfer import check_loadable, plan_files
 from snapback_client.frames import Request, decode_reply, decode_request
 from snapshot_agent.domain.sealing import check_proven
+from snapshot_shared import codec, errors
 from snapshot_shared.artifact import RootManifest, generation_path
-from snapshot_shared.codec import (
-    MAX_FRAME_BYTES,
-    MAX_MANIFEST_BYTES,
-    MAX_MESSAGE_BYTES,
-    decode_json,
-    digest,
-)
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    ArtifactMissing,
-    InvalidMessage,
-    InvalidName,
-    SnapbackError,
-    UnsupportedVersion,
-)
 from snapshot_shared.files import check_component
 from snapshot_shared.orders import AnyOrder, ArtifactRef
 from tests.scenario.crash_rig import mounted, run
@@ -102,9 +88,7 @@ class _Saved(NamedTuple):
 def _saved() -> _Saved:
     story, disk = Capture(), SimDisk()
     with mounted(disk):
-        story.prepare()
-        for step in ("stage_process", "stage_gpu", "seal"):
-            getattr(story, step)()
+        story.sealed()
     tree = disk.tree()
     below = str(story.where()).removeprefix("/sim")
     names = ("root.json", "process/part.json", "gpu-0/part.json")
@@ -115,57 +99,27 @@ def _saved() -> _Saved:
 SAVED = _saved()
 
 
-def _is_named(error: SnapbackError) -> bool:
+def _is_named(error: errors.SnapbackError) -> bool:
     """Say whether a refusal tells what is wrong: a file, a part, a field, or a path in JSON."""
     known = {"file", "path", "part", "field", "missing", "value", "parts"}
     return bool(known & set(error.values)) or "`$" in error.message or "Object" in error.message
 
 
-def _refusal(work: Callable[[], object]) -> SnapbackError | None:
+def _refusal(work: Callable[[], object]) -> errors.SnapbackError | None:
     try:
         work()
-    except SnapbackError as error:
+    except errors.SnapbackError as error:
         return error
     return None
 
 
-def _check_swapped(name: str, document: Any, work: Callable[[bytes], object]) -> None:
-    data = msgspec.json.encode(document)
-    before = SAVED.swap(name, data)
-    tree, used = SAVED.disk.tree(), SAVED.disk.operations
-    try:
-        with mounted(SAVED.disk):
-            error = _refusal(lambda: work(data))
-    finally:
-        assert SAVED.disk.tree() == tree
-        SAVED.swap(name, before)
-    assert SAVED.disk.operations - used < 200
-    assert SAVED.disk.os.open_descriptors() == []
-    assert error is not None
-    assert _is_named(error), (error.message, error.values)
-
-
-@many
-@given(document=damaged([SAVED.manifests["process/part.json"]]))
-def test_a_hostile_manifest_of_a_process_part_is_refused(document: Any) -> None:
-    if document != SAVED.manifests["process/part.json"]:
-        _check_swapped("process/part.json", document, _read_everything)
-
-
-@many
-@given(document=damaged([SAVED.manifests["gpu-0/part.json"]]))
-def test_a_hostile_manifest_of_a_part_of_gpu_memory_is_refused(document: Any) -> None:
-    if document != SAVED.manifests["gpu-0/part.json"]:
-        _check_swapped("gpu-0/part.json", document, _load_then_read_everything)
-
-
-def _read_everything(data: bytes) -> None:
+def _read_everything(_: bytes) -> None:
     verify(SAVED.story.root, SAVED.story.place, SAVED.story.promises["sealed"])
 
 
 def _load_then_read_everything(data: bytes) -> None:
     """Plan a load as if the digest of the manifest had been trusted, then read as `verify` does."""
-    with contextlib.suppress(SnapbackError):
+    with contextlib.suppress(errors.SnapbackError):
         manifest, _ = run(SAVED.story.root.read_part(SAVED.story.place, "gpu-0"))
         layout = check_loadable(
             manifest, layout_id=LAYOUT.layout_id, wanted_hash=LAYOUT.structure_hash
@@ -175,26 +129,44 @@ def _load_then_read_everything(data: bytes) -> None:
     _read_everything(data)
 
 
-@many
-@given(document=damaged([SAVED.manifests["root.json"]]))
-def test_a_hostile_root_manifest_is_refused_even_with_its_own_digest(document: Any) -> None:
-    def read(data: bytes) -> None:
-        place = SAVED.story.place
-        ref = ArtifactRef(
-            namespace=place.namespace,
-            content_uid=place.content_uid,
-            generation=place.generation,
-            root_digest=digest(data),
-        )
-        root = run(SAVED.story.root.read_root(ref))
-        for row in root.parts:
-            manifest, found = run(SAVED.story.root.read_part(place, row.part))
-            check_proven(root, row, manifest, found)
-        # What is left to differ says nothing about the bytes; the digest of the store refuses it.
-        _read_everything(data)
+def _trust_then_read_everything(data: bytes) -> None:
+    """Read what a root manifest with a digest of its own names, then read as `verify` does."""
+    ref = ArtifactRef(**SAVED.story.place._asdict(), root_digest=codec.digest(data))
+    root = run(SAVED.story.root.read_root(ref))
+    for row in root.parts:
+        manifest, found = run(SAVED.story.root.read_part(SAVED.story.place, row.part))
+        check_proven(root, row, manifest, found)
+    # What is left to differ says nothing about the bytes; the digest of the store refuses it.
+    _read_everything(data)
 
-    if document != SAVED.manifests["root.json"]:
-        _check_swapped("root.json", document, read)
+
+READERS = {
+    "process/part.json": _read_everything,
+    "gpu-0/part.json": _load_then_read_everything,
+    "root.json": _trust_then_read_everything,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@many
+@given(draw=st.data())
+def test_a_hostile_manifest_is_refused(name: str, draw: st.DataObject) -> None:
+    document = draw.draw(damaged([SAVED.manifests[name]]))
+    if document == SAVED.manifests[name]:
+        return
+    data = msgspec.json.encode(document)
+    before = SAVED.swap(name, data)
+    tree, used = SAVED.disk.tree(), SAVED.disk.operations
+    try:
+        with mounted(SAVED.disk):
+            error = _refusal(lambda: READERS[name](data))
+    finally:
+        assert SAVED.disk.tree() == tree
+        SAVED.swap(name, before)
+    assert SAVED.disk.operations - used < 200
+    assert SAVED.disk.os.open_descriptors() == []
+    assert error is not None
+    assert _is_named(error), (error.message, error.values)
 
 
 ORDERS = [msgspec.json.decode(f.read_bytes()) for f in sorted(DATA.glob("messages/*_order.json"))]
@@ -207,9 +179,9 @@ FRAMES = [f.read_bytes() for f in sorted(DATA.glob("frames/*.msgpack")) if "grpc
 def test_a_hostile_order_is_refused_or_names_nothing_outside_the_root(document: Any) -> None:
     found: list[Any] = []
     data = msgspec.json.encode(document)
-    error = _refusal(lambda: found.append(decode_json(data, AnyOrder)))  # type: ignore[arg-type]
+    error = _refusal(lambda: found.append(codec.decode_json(data, AnyOrder)))  # type: ignore[arg-type]
     if error is not None:
-        assert isinstance(error, InvalidMessage)
+        assert isinstance(error, errors.InvalidMessage)
         assert _is_named(error), error.message
         return
     order = found[0]
@@ -224,8 +196,8 @@ def test_a_hostile_order_is_refused_or_names_nothing_outside_the_root(document: 
 def test_bytes_that_are_no_order_are_refused(data: bytes, cut: st.DataObject) -> None:
     if data.startswith(b"{"):
         data = data[: cut.draw(st.integers(0, len(data) - 1))]
-    with pytest.raises(InvalidMessage):
-        decode_json(data, AnyOrder)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidMessage):
+        codec.decode_json(data, AnyOrder)  # type: ignore[arg-type]
 
 
 @many
@@ -239,7 +211,7 @@ def test_a_hostile_frame_is_refused_or_is_a_frame(document: Any) -> None:
             again = msgspec.msgpack.decode(msgspec.msgpack.encode(found[0]))
             assert again["type"] == document["type"]
         else:
-            assert isinstance(error, InvalidMessage | UnsupportedVersion)
+            assert isinstance(error, errors.InvalidMessage | errors.UnsupportedVersion)
 
 
 @many
@@ -247,7 +219,7 @@ def test_a_hostile_frame_is_refused_or_is_a_frame(document: Any) -> None:
 def test_bytes_that_are_no_frame_are_refused(data: bytes, change: st.DataObject) -> None:
     if data in FRAMES:
         data = data[: change.draw(st.integers(0, min(len(data) - 1, 2000)))]
-    with pytest.raises((InvalidMessage, UnsupportedVersion)):
+    with pytest.raises((errors.InvalidMessage, errors.UnsupportedVersion)):
         decode_request(data)
 
 
@@ -258,15 +230,18 @@ WIDE = b'{"type":"snapback.v1.part_manifest","files":[' + b"{}," * 1_000_000 + b
 @pytest.mark.parametrize(
     ("decode", "data"),
     [
-        (lambda data: decode_json(data, AnyOrder), DEEP_JSON),
-        (lambda data: decode_json(data, AnyOrder), b'{"a":' * 50_000),
-        (lambda data: decode_json(data, AnyOrder), b" " * (MAX_MESSAGE_BYTES + 1)),
-        (lambda data: decode_json(data, RootManifest, limit=MAX_MANIFEST_BYTES), DEEP_JSON),
-        (lambda data: decode_json(data, RootManifest, limit=MAX_MANIFEST_BYTES), WIDE),
-        (decode_request, b"\x91" * MAX_FRAME_BYTES),
+        (lambda data: codec.decode_json(data, AnyOrder), DEEP_JSON),
+        (lambda data: codec.decode_json(data, AnyOrder), b'{"a":' * 50_000),
+        (lambda data: codec.decode_json(data, AnyOrder), b" " * (codec.MAX_MESSAGE_BYTES + 1)),
+        (
+            lambda data: codec.decode_json(data, RootManifest, limit=codec.MAX_MANIFEST_BYTES),
+            DEEP_JSON,
+        ),
+        (lambda data: codec.decode_json(data, RootManifest, limit=codec.MAX_MANIFEST_BYTES), WIDE),
+        (decode_request, b"\x91" * codec.MAX_FRAME_BYTES),
         (decode_request, b"\xdd\xff\xff\xff\xff"),
         (decode_request, b"\x81\xa4type\xdb\xff\xff\xff\xff"),
-        (decode_request, b"\0" * (MAX_FRAME_BYTES + 1)),
+        (decode_request, b"\0" * (codec.MAX_FRAME_BYTES + 1)),
     ],
     ids=[
         *("deep order", "deep order of objects", "long order", "deep manifest", "wide manifest"),
@@ -278,7 +253,7 @@ def test_what_is_deep_wide_or_long_is_refused_in_little_memory(
 ) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises((InvalidMessage, UnsupportedVersion)):
+        with pytest.raises((errors.InvalidMessage, errors.UnsupportedVersion)):
             decode(data)
         assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
     finally:
@@ -290,7 +265,7 @@ def test_a_manifest_that_is_too_long_is_not_read(name: str, real: Capture) -> No
     os.truncate(real.where() / name, 2**40)
     tracemalloc.start()
     try:
-        with pytest.raises(ArtifactCorrupt, match="limit is"):
+        with pytest.raises(errors.ArtifactCorrupt, match="limit is"):
             verify(real.root, real.place, real.promises["sealed"])
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
@@ -300,10 +275,7 @@ def test_a_manifest_that_is_too_long_is_not_read(name: str, real: Capture) -> No
 @pytest.fixture
 def real(tmp_path: Path) -> Capture:
     """Seal an artifact on the real file system, with something precious beside it."""
-    story = Capture(tmp_path / "node")
-    story.prepare()
-    for step in ("stage_process", "stage_gpu", "seal"):
-        getattr(story, step)()
+    story = Capture(tmp_path / "node").sealed()
     (tmp_path / "precious").write_bytes(story.where().joinpath("process/weights").read_bytes())
     return story
 
@@ -370,7 +342,9 @@ def test_an_artifact_that_was_tampered_with_is_refused_and_removed_without_a_tra
 ) -> None:
     attack(real.where())
     precious = (tmp_path / "precious").read_bytes()
-    with pytest.raises((ArtifactCorrupt, ArtifactMissing, InvalidName)) as caught:
+    with pytest.raises(
+        (errors.ArtifactCorrupt, errors.ArtifactMissing, errors.InvalidName)
+    ) as caught:
         verify(real.root, real.place, real.promises["sealed"])
     assert _is_named(caught.value), (caught.value.message, caught.value.values)
     moved = tmp_path / "moved"
@@ -391,7 +365,7 @@ def test_chunks_that_would_fill_the_memory_are_refused(real: Capture) -> None:
     manifest["bytes"] += size - row["size"]
     row.update(size=size, chunk_bytes=2**30, chunks=["0" * 32])
     path.write_bytes(msgspec.json.encode(manifest))
-    with pytest.raises(ArtifactCorrupt, match="chunk") as caught:
+    with pytest.raises(errors.ArtifactCorrupt, match="chunk") as caught:
         run(real.root.read_part(real.place, "process"))
     assert _is_named(caught.value)
 
@@ -403,7 +377,7 @@ def test_requests_are_what_a_client_may_send() -> None:
 
 
 def _is_request(data: bytes) -> bool:
-    with contextlib.suppress(InvalidMessage):
+    with contextlib.suppress(errors.InvalidMessage):
         decode_request(data)
         return True
     return False

@@ -24,11 +24,11 @@ from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter
 from snapshot_shared.transitions import Capture, Restore
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together
-from tests.scenario.lease import LASTS_S
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SimDriver
 from tests.scenario.rules import FROZEN_S
 from tests.scenario.run import regressions, run_seed
+from tests.scenario.store import LASTS_S
 from tests.scenario.world import World
 from tests.support.objects import checkpoint_document, pod_template, restore_document
 
@@ -48,6 +48,33 @@ def few(values: Iterable[Any], count: int) -> list[Any]:
     return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in given]
 
 
+def world_of(*faults: Fault, seed: int = 1, **changes: Any) -> World:
+    """Return a world of one checkpoint and one restore, with these faults and other settings."""
+    return World(seed, msgspec.structs.replace(CALM, **changes), [*faults])
+
+
+def lives(world: World, captures: int | None = 1, restores: int | None = 1) -> list[str]:
+    """Run a world in which no rule may be broken, and return its diary."""
+    assert world.run() == []
+    assert captures in (None, world.rules.captures)
+    assert restores in (None, world.rules.restores)
+    return world.notes
+
+
+def second(lines: list[str], words: str) -> float:
+    """Return when the one line of a diary was written that has these words."""
+    (line,) = [line for line in lines if words in line]
+    return float(line.split()[0])
+
+
+LET_GO = "goes on after snapshot-aborted"
+
+
+def of_nodes(at: float, kind: str, service: str = "", amount: float = 0.0) -> list[Fault]:
+    """Return a fault of each of the two nodes, or of a service of each."""
+    return [Fault(at, kind, f"node-{index}{service}", amount) for index in range(2)]
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """Services log what befalls them; the diary of a world has it already."""
@@ -57,9 +84,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_a_calm_world_captures_and_restores_and_leaves_nothing_behind() -> None:
-    world = World(1, CALM, [])
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    lives(world_of())
 
 
 def test_the_same_seed_tells_the_same_story() -> None:
@@ -72,13 +97,10 @@ def test_the_same_seed_tells_the_same_story() -> None:
 
 
 def test_a_worker_whose_agent_hangs_is_let_go_by_its_guard_at_the_deadline() -> None:
-    settings = msgspec.structs.replace(CALM, fault_s=2 * HOLD_S)
     # The worker is asked to be quiet, and nothing has begun to dump it.
-    hangs = [Fault(1.06, "pause", f"node-{index}/agent", 5.0) for index in range(2)]
-    world = World(1, settings, hangs)
-    assert world.run() == []
-    (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
-    assert HOLD_S < float(let_go.split()[0]) < HOLD_S + 2 * MARGIN_S
+    world = world_of(*of_nodes(1.06, "pause", "/agent", 5.0), fault_s=2 * HOLD_S)
+    let_go = second(lives(world, None, None), LET_GO)
+    assert HOLD_S < let_go < HOLD_S + 2 * MARGIN_S
 
 
 def test_a_worker_whose_agent_hangs_within_a_dump_is_thawed_by_its_guard_long_before(
@@ -92,16 +114,14 @@ def test_a_worker_whose_agent_hangs_within_a_dump_is_thawed_by_its_guard_long_be
         return []
 
     monkeypatch.setattr(SimDriver, "copy", hang)
-    world = World(1, msgspec.structs.replace(CALM, fault_s=2 * HOLD_S), [])
-    assert world.run() == []
-    (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
-    assert BUDGET_S["dump"] < float(let_go.split()[0]) < FROZEN_S + 5.0
+    let_go = second(lives(world_of(fault_s=2 * HOLD_S), None, None), LET_GO)
+    assert BUDGET_S["dump"] < let_go < FROZEN_S + 5.0
 
 
 def test_an_abort_without_room_for_its_tombstone_lets_the_worker_go_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(1, CALM, [])
+    world = world_of()
     refused: list[bytes] = []
     write = world.disk.os.write
 
@@ -123,41 +143,31 @@ def test_an_abort_without_room_for_its_tombstone_lets_the_worker_go_at_once(
     monkeypatch.setattr(SimDriver, "copy", slow)
     monkeypatch.setattr(world.disk.os, "write", without_room)
     world.store.subscribe(give_up)
-    assert world.run() == []
+    assert second(lives(world, None, None), LET_GO) < 10.0
     assert len(refused) == 1
-    (let_go,) = [line for line in world.notes if "goes on after snapshot-aborted" in line]
-    assert float(let_go.split()[0]) < 10.0
 
 
 # In two of these worlds the answer to a report is lost that nobody asks for again.
 @pytest.mark.parametrize("seed", [14, 26, *few(range(4), 1)])
 def test_requests_and_answers_that_are_lost_delay_a_capture_and_end_none(seed: int) -> None:
-    world = World(seed, msgspec.structs.replace(CALM, lost_answers=0.2), [])
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    lives(world_of(seed=seed, lost_answers=0.2))
 
 
 @pytest.mark.parametrize("seed", few(range(6), 2))
 def test_operators_that_see_each_others_writes_late_delay_a_capture_and_end_none(seed: int) -> None:
-    world = World(seed, msgspec.structs.replace(CALM, operators=2, stale_s=3.0), [])
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    lives(world_of(seed=seed, operators=2, stale_s=3.0))
 
 
 def test_an_operator_that_starts_with_an_old_view_of_the_store_leaves_nothing_behind() -> None:
-    settings = msgspec.structs.replace(CALM, stale_s=3.0, restart_s=0.1)
     crashes = [Fault(1.0 + tenth / 10, "crash", "operator-0") for tenth in range(0, 200, 3)]
-    world = World(1, settings, crashes)
-    assert world.run() == []
-    assert world.rules.captures == 1
+    lives(world_of(*crashes, stale_s=3.0, restart_s=0.1), restores=None)
 
 
 @pytest.mark.parametrize("moment", few(range(600, 2400, 150), 3))
 def test_a_leader_that_is_stopped_and_wakes_after_another_took_over_breaks_no_rule(
     moment: int,
 ) -> None:
-    settings = msgspec.structs.replace(CALM, operators=2, stale_s=0.2, lease="lease")
-    world = World(1, settings, [])
+    world = world_of(operators=2, stale_s=0.2, lease="lease")
 
     def stop() -> None:
         assert world.lease.holder is not None
@@ -165,17 +175,16 @@ def test_a_leader_that_is_stopped_and_wakes_after_another_took_over_breaks_no_ru
         world.loop.in_world(LASTS_S + 5.0, world.lease.holder.resume)
 
     world.loop.in_world(moment / 1000, stop)
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
-    assert any("has lost the lease" in note for note in world.notes)
-    assert len([note for note in world.notes if "is the active operator" in note]) == 2
+    notes = lives(world)
+    assert any("has lost the lease" in note for note in notes)
+    assert len([note for note in notes if "is the active operator" in note]) == 2
 
 
 @pytest.mark.parametrize("writes", few(range(1, 60, 4), 4))
 def test_an_operator_that_is_killed_between_two_of_its_writes_leaves_nothing_behind(
     writes: int,
 ) -> None:
-    world = World(1, msgspec.structs.replace(CALM, operators=2, restart_s=0.1), [])
+    world = world_of(operators=2, restart_s=0.1)
     left = [writes]
 
     def count(_: Event) -> None:
@@ -185,34 +194,28 @@ def test_an_operator_that_is_killed_between_two_of_its_writes_leaves_nothing_beh
             world.loop.in_world(0.0, process.kill)
 
     world.store.subscribe(count)
-    assert world.run() == []
-    assert world.rules.captures == 1
+    lives(world, restores=None)
 
 
 def test_an_operator_that_wakes_carries_out_once_what_people_still_wait_for() -> None:
-    world = World(1, CALM, [])
+    world = world_of()
     at = CALM.applied[0][0]
     operators = world.operators
     world.loop.in_world(at, lambda: operators[0] and operators[0].stop())
     world.loop.in_world(at + 30.0, lambda: operators[0] and operators[0].resume())
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
-    (added,) = [line for line in world.notes if "added DynamoCheckpoint a" in line]
-    assert float(added.split()[0]) > at + 30.0
+    assert second(lives(world), "added DynamoCheckpoint a") > at + 30.0
 
 
 @pytest.mark.parametrize("hours", [-1.9, 1.9])
 def test_an_operator_whose_clock_is_set_while_it_works_ends_nothing(hours: float) -> None:
-    world = World(1, CALM, [Fault(1.1, "operator-clock", "operator-0", 0.5 + hours / 4)])
-    assert world.run() == []
-    assert world.rules.captures == 1
+    clock = Fault(1.1, "operator-clock", "operator-0", 0.5 + hours / 4)
+    lives(world_of(clock), restores=None)
 
 
 def test_lies_of_a_node_end_no_operator_and_are_kept_for_people() -> None:
-    lies = [Fault(1.0 + i / 20, "hostile", f"node-{i % 2}") for i in range(80)]
-    world = World(1, CALM, lies)
-    assert world.run() == []
-    assert not any("operator-0" in note and "ended" in note for note in world.notes)
+    world = world_of(*(Fault(1.0 + i / 20, "hostile", f"node-{i % 2}") for i in range(80)))
+    notes = lives(world, None, None)
+    assert not any("operator-0" in note and "ended" in note for note in notes)
     dead = world.server.streams[subjects.DEAD].select(subjects.dead(NodeName("operator")))
     refused = {decode_json(letter.data, DeadLetter).payload for letter in dead}
     assert refused
@@ -221,29 +224,24 @@ def test_lies_of_a_node_end_no_operator_and_are_kept_for_people() -> None:
 
 def test_values_that_are_nested_deeply_end_no_operator_and_delay_nothing() -> None:
     depths = [Fault(1.0 + i / 20, "deep", f"node-{i % 2}", i / 80) for i in range(80)]
-    world = World(1, CALM, depths)
-    assert world.run() == []
-    assert not any("operator-0" in note and "ended" in note for note in world.notes)
+    world = world_of(*depths)
+    notes = lives(world)
+    assert not any("operator-0" in note and "ended" in note for note in notes)
     assert len(world.rules.lies) > 20
-    assert len([note for note in world.notes if "apply deep: Invalid" in note]) == len(depths)
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    assert len([note for note in notes if "apply deep: Invalid" in note]) == len(depths)
 
 
 @pytest.mark.parametrize("moment", few([900, 1050, 1100, 1110, 19_900, 20_000, 20_030], 3))
 def test_clients_that_flood_a_memory_service_keep_nobody_waiting(moment: int) -> None:
-    floods = [Fault(moment / 1000, "flood", f"node-{index}", 0.95) for index in range(2)]
-    world = World(1, CALM, floods)
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    world = world_of(*of_nodes(moment / 1000, "flood", amount=0.95))
+    lives(world)
     assert sum(node.gms.door.pieces for node in world.nodes) > 1000  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("moment", few([500, 1000, 1050, 19_900, 20_000], 2))
 def test_clients_that_open_many_sessions_are_refused_and_nobody_else_is(moment: int) -> None:
-    crowds = [Fault(moment / 1000, "crowd", f"node-{index}", 0.5) for index in range(2)]
-    world = World(1, CALM, crowds)
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    world = world_of(*of_nodes(moment / 1000, "crowd", amount=0.5))
+    lives(world)
     assert world.refused > 0
 
 
@@ -252,13 +250,13 @@ def test_clients_that_open_many_sessions_are_refused_and_nobody_else_is(moment: 
 def test_services_that_end_while_their_tasks_are_cancelled_thrice_leave_nothing_open(
     moment: int, stall: float
 ) -> None:
-    services = [f"node-{index}/{service}" for index in range(2) for service in ("agent", "gms")]
-    faults = [Fault(0.9, "cancel-again", service, 1.0) for service in services]
-    faults += [Fault(moment / 1000, "stall", f"node-{index}", stall) for index in range(2)]
-    faults += [Fault(moment / 1000 + 0.01, "term", service) for service in services]
-    world = World(moment, CALM, faults)
-    assert world.run() == []
-    assert len([note for note in world.notes if "has nothing open" in note]) == len(services)
+    faults = of_nodes(moment / 1000, "stall", amount=stall)
+    for service in ("/agent", "/gms"):
+        faults += of_nodes(0.9, "cancel-again", service, 1.0)
+        faults += of_nodes(moment / 1000 + 0.01, "term", service)
+    world = world_of(*faults, seed=moment)
+    notes = lives(world, None, None)
+    assert len([note for note in notes if "has nothing open" in note]) == 4
     assert not [path for path in world.disk.tree() if path.endswith(".tmp")]
 
 
@@ -266,7 +264,6 @@ def test_services_that_end_while_their_tasks_are_cancelled_thrice_leave_nothing_
 def test_an_operator_that_ends_while_its_tasks_are_cancelled_thrice_leaves_work_to_the_next(
     moment: int,
 ) -> None:
-    settings = msgspec.structs.replace(CALM, operators=2, stale_s=0.2)
     faults = [
         fault
         for index in range(2)
@@ -275,17 +272,14 @@ def test_an_operator_that_ends_while_its_tasks_are_cancelled_thrice_leaves_work_
             Fault(moment / 1000 + 0.4 * index, "term", f"operator-{index}"),
         )
     ]
-    world = World(moment, settings, faults)
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    lives(world_of(*faults, seed=moment, operators=2, stale_s=0.2))
 
 
 @pytest.mark.parametrize("tenth", few(range(10, 40, 3), 3))
 def test_answers_about_cleaning_that_are_lost_are_asked_for_again(tenth: int) -> None:
     losses = [Fault(tenth / 10 + i / 50, "truncate") for i in range(100)]
     deleted = ((2.0, "DynamoCheckpoint", "a"), (25.0, "Pod", "b"))
-    world = World(1, msgspec.structs.replace(CALM, deleted=deleted), losses)
-    assert world.run() == []
+    lives(world_of(*losses, deleted=deleted), None, None)
 
 
 @pytest.mark.parametrize("copied", [0.2, 0.6, 0.9])
@@ -294,9 +288,8 @@ def test_a_store_that_is_restored_from_an_older_copy_leaves_nothing_open(
     moment: int, copied: float
 ) -> None:
     captured = checkpoint_document("a", podTemplateSpec=ONE_GPU, activeDeadlineSeconds=300)
-    settings = msgspec.structs.replace(CALM, applied=((0.5, captured), *CALM.applied[1:]))
-    world = World(1, settings, [Fault(moment / 1000, "rewind", amount=copied)])
-    assert world.run() == []
+    rewind = Fault(moment / 1000, "rewind", amount=copied)
+    lives(world_of(rewind, applied=((0.5, captured), *CALM.applied[1:])), None, None)
 
 
 @pytest.mark.parametrize("order", few(itertools.permutations(range(3)), 3))
@@ -304,24 +297,17 @@ def test_a_worker_a_snapshot_of_it_and_a_restore_are_applied_together(
     order: tuple[int, ...],
 ) -> None:
     documents = together()
-    applied = ((0.5, *(documents[index] for index in order)),)
-    world = World(1, Settings(applied=applied), [])
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    lives(world_of(applied=((0.5, *(documents[index] for index in order)),)))
 
 
 @pytest.mark.parametrize("builds", [("older", "newer"), ("newer", "older"), ("next", "newer")])
 def test_nodes_of_several_versions_capture_and_restore(builds: tuple[str, str]) -> None:
-    world = World(1, msgspec.structs.replace(CALM, builds=builds), [])
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
+    lives(world_of(builds=builds))
 
 
 def test_a_node_that_cannot_read_orders_yet_is_left_alone_and_used_once_it_can() -> None:
-    world = World(1, msgspec.structs.replace(CALM, builds=("next",)), [])
-    assert world.run() == []
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
-    began = next(line for line in world.notes if "Pod" in line and "run-" in line)
+    notes = lives(world_of(builds=("next",)))
+    began = next(line for line in notes if "Pod" in line and "run-" in line)
     assert float(began.split()[0]) > CALM.fault_s
 
 
@@ -329,33 +315,26 @@ def test_a_node_that_cannot_read_orders_yet_is_left_alone_and_used_once_it_can()
 def test_services_replaced_by_other_versions_at_any_moment_of_a_capture_lose_nothing(
     tenth: int,
 ) -> None:
-    settings = msgspec.structs.replace(CALM, builds=("newer",), restart_s=0.1)
     upgrades = [
-        Fault(tenth / 10 + again, "upgrade", f"node-{index}", amount)
-        for index in range(2)
+        fault
         for again, amount in ((0.0, 0.1), (0.4, 0.9), (0.8, 0.5))
+        for fault in of_nodes(tenth / 10 + again, "upgrade", amount=amount)
     ]
-    world = World(1, settings, upgrades)
-    assert world.run() == []
+    lives(world_of(*upgrades, builds=("newer",), restart_s=0.1), None, None)
 
 
 @pytest.mark.parametrize("tenth", few(range(10, 14), 2))
 def test_a_worker_whose_agent_stays_away_is_let_go_by_its_guard(tenth: int) -> None:
-    settings = msgspec.structs.replace(CALM, restart_s=200.0)
-    crashes = [Fault(tenth / 10 + 0.05, "crash", f"node-{index}/agent") for index in range(2)]
-    world = World(1, settings, crashes)
-    assert world.run() == []
+    lives(world_of(*of_nodes(tenth / 10 + 0.05, "crash", "/agent"), restart_s=200.0), None, None)
 
 
 @pytest.mark.parametrize("moment", few(range(1100, 1300, 8), 5))
 def test_a_memory_service_killed_at_any_moment_of_a_capture_breaks_no_rule(moment: int) -> None:
-    crashes = [Fault(moment / 1000, "crash", f"node-{index}/gms") for index in range(2)]
-    world = World(1, CALM, crashes)
-    assert world.run() == []
+    lives(world_of(*of_nodes(moment / 1000, "crash", "/gms")), None, None)
 
 
 def test_a_restore_whose_memory_service_is_killed_before_the_commit_loads_again() -> None:
-    world = World(1, CALM, [])
+    world = world_of()
     killed: list[Process] = []
 
     def kill(event: Event) -> None:
@@ -367,19 +346,23 @@ def test_a_restore_whose_memory_service_is_killed_before_the_commit_loads_again(
                 world.loop.in_world(0.0, process.kill)
 
     world.store.subscribe(kill)
-    assert world.run() == []
+    lives(world)
     assert len(killed) == 2
-    assert (world.rules.captures, world.rules.restores) == (1, 1)
 
 
 @pytest.mark.parametrize("moment", few(range(1000, 1320, 8), 8))
 def test_a_capture_that_is_aborted_at_any_moment_breaks_no_rule(moment: int) -> None:
-    aborts = ((moment / 1000, "DynamoCheckpoint", "a"),)
-    world = World(1, msgspec.structs.replace(CALM, aborted=aborts), [])
-    assert world.run() == []
-    (answer,) = [note for note in world.notes if "abort DynamoCheckpoint a" in note]
+    world = world_of(aborted=((moment / 1000, "DynamoCheckpoint", "a"),))
+    (answer,) = [note for note in lives(world, None, None) if "abort DynamoCheckpoint a" in note]
     is_aborted = answer.split(": ")[1] in ("Pending", "Preparing", "Staging", "Sealing")
     assert world.rules.captures == (not is_aborted)
+
+
+def on_disks(world: World, operation: str, which: Iterable[int], error: int) -> None:
+    """Let calls of every node fail, counted from the beginning."""
+    for node in world.nodes:
+        for nth in which:
+            world.disk.fail(operation, nth, error, machine=node.name)
 
 
 @pytest.mark.parametrize("gap", range(2, 12, 3))
@@ -387,11 +370,9 @@ def test_a_capture_that_is_aborted_at_any_moment_breaks_no_rule(moment: int) -> 
 def test_a_disk_without_room_for_two_of_the_writes_of_a_capture_breaks_no_rule(
     nth: int, gap: int
 ) -> None:
-    world = World(1, CALM, [])
-    for node in world.nodes:
-        for which in (nth, nth + gap):
-            world.disk.fail("write", which, errno.ENOSPC, machine=node.name)
-    assert world.run() == []
+    world = world_of()
+    on_disks(world, "write", (nth, nth + gap), errno.ENOSPC)
+    lives(world, None, None)
 
 
 @pytest.mark.parametrize("nth", few(range(1, 60, 3), 5))
@@ -399,10 +380,9 @@ def test_a_disk_without_room_for_two_of_the_writes_of_a_capture_breaks_no_rule(
 def test_a_disk_that_fails_at_any_moment_of_a_capture_breaks_no_rule(
     operation: str, nth: int
 ) -> None:
-    world = World(1, CALM, [])
-    for node in world.nodes:
-        world.disk.fail(operation, nth, machine=node.name)
-    assert world.run() == []
+    world = world_of()
+    on_disks(world, operation, (nth,), errno.EIO)
+    lives(world, None, None)
 
 
 @pytest.mark.parametrize("seed", regressions())

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.local.controllers import INDEXES
 from snapshot_operator.ports import Event
-from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.errors import Conflict, StoreBusy
 from tests.scenario.faults import Settings
-from tests.scenario.lease import LASTS_S, LOOK_S, Candidate
 from tests.scenario.loop import Machine, Process
-from tests.scenario.store import TIMEOUT_S, SimStore
+from tests.scenario.store import LASTS_S, LOOK_S, TIMEOUT_S, Candidate, SimStore
 from tests.scenario.world import World
 from tests.support.objects import checkpoint
 
@@ -70,13 +67,6 @@ def heard(store: SimStore) -> list[str]:
     return lines
 
 
-def test_what_is_stored_is_read_and_listed_at_once(pair: Pair) -> None:
-    first = pair.on(pair.mine, pair.mine.create(checkpoint()))
-    assert pair.on(pair.theirs, pair.theirs.list("DynamoCheckpoint")) == [first]
-    assert pair.on(pair.theirs, pair.theirs.find(first.metadata.uid)) == first
-    assert pair.on(pair.theirs, pair.theirs.read("DynamoCheckpoint", "default", "llm")) == first
-
-
 def test_events_come_late_to_the_writer_too_and_several_as_one(pair: Pair) -> None:
     mine, theirs = heard(pair.mine), heard(pair.theirs)
     first = pair.on(pair.mine, pair.mine.create(checkpoint()))
@@ -84,20 +74,6 @@ def test_events_come_late_to_the_writer_too_and_several_as_one(pair: Pair) -> No
     assert mine == theirs == []
     pair.wait(LATE_S)
     assert mine == theirs == ["MODIFIED llm"]
-
-
-def test_memory_over_a_late_store_holds_its_own_writes(pair: Pair) -> None:
-    cluster = Cluster(pair.mine, INDEXES)
-    pair.on(pair.mine, cluster.sync())
-    first = pair.on(pair.mine, cluster.create(checkpoint()))
-    assert cluster.get("DynamoCheckpoint", "default", "llm") == first
-
-
-def test_memory_that_is_filled_anew_holds_what_others_wrote(pair: Pair) -> None:
-    first = pair.on(pair.theirs, pair.theirs.create(checkpoint()))
-    cluster = Cluster(pair.mine, INDEXES)
-    pair.on(pair.mine, cluster.sync())
-    assert cluster.get("DynamoCheckpoint", "default", "llm") == first
 
 
 def test_a_process_that_ended_hears_nothing_any_more(pair: Pair) -> None:
@@ -130,67 +106,56 @@ def test_somebody_else_writes_first_where_conflicts_are_wanted() -> None:
     pair.end()
 
 
-class Holder:
-    """An operator process that holds the lease, or waits for it."""
-
-    def __init__(self, pair: Pair, process: Process) -> None:
-        self.process = process
-        self.is_active = self.has_lost = False
-        self.candidate = Candidate(pair.world, process)
-        process.spawn(self._hold())
-
-    async def _hold(self) -> None:
-        async with self.candidate.held() as lost:
-            self.is_active = True
-            await lost.wait()
-            self.has_lost = True
+async def hold(pair: Pair, process: Process) -> None:
+    async with Candidate(pair.world, process).held() as lost:
+        await lost.wait()
 
 
-def holders(pair: Pair) -> tuple[Holder, Holder]:
-    first = Holder(pair, pair.mine._process)
-    pair.wait(0.1)
-    second = Holder(pair, pair.theirs._process)
-    pair.wait(3 * LASTS_S)
-    assert (first.is_active, second.is_active) == (True, False)
+def candidates(pair: Pair) -> tuple[Process, Process]:
+    """Return the holder of the lease, and who waits for it."""
+    first, second = pair.mine._process, pair.theirs._process
+    for process in (first, second):
+        process.spawn(hold(pair, process))
+        pair.wait(3 * LASTS_S)
+    assert [*pair.world.lease.active] == [first]
     return first, second
 
 
 def test_a_lease_is_lost_by_who_is_stopped_and_that_is_noticed_after_a_moment(pair: Pair) -> None:
-    first, second = holders(pair)
-    first.process.stop()
+    first, second = candidates(pair)
+    first.stop()
     pair.wait(LASTS_S + LOOK_S)
-    assert second.is_active
-    first.process.resume()
-    assert not first.has_lost
+    assert second in pair.world.lease.active
+    first.resume()
+    assert first in pair.world.lease.active
     pair.wait(2 * LOOK_S)
-    assert first.has_lost
-    assert not second.has_lost
+    assert [*pair.world.lease.active] == [second]
 
 
 def test_a_lease_is_given_up_by_who_is_cut_off_before_another_has_it(pair: Pair) -> None:
-    first, second = holders(pair)
+    first, second = candidates(pair)
     pair.world.apart.add("operator-0")
-    while not second.is_active:
+    while second not in pair.world.lease.active:
         pair.wait(0.1)
-    assert first.has_lost
+    assert first not in pair.world.lease.active
 
 
 def test_a_lease_goes_on_for_a_while_after_the_end_of_its_holder(pair: Pair) -> None:
-    first, second = holders(pair)
-    first.process.kill()
+    first, second = candidates(pair)
+    first.kill()
     pair.wait(1.0)
-    assert not second.is_active
+    assert not pair.world.lease.active
     pair.wait(LASTS_S + LOOK_S)
-    assert second.is_active
+    assert second in pair.world.lease.active
 
 
 def test_the_lock_of_a_file_goes_with_its_holder_and_stays_with_one_that_is_stopped() -> None:
     pair = Pair(Settings(lease="file"))
-    first, second = holders(pair)
-    first.process.stop()
+    first, second = candidates(pair)
+    first.stop()
     pair.wait(3 * LASTS_S)
-    assert not second.is_active
-    first.process.kill()
+    assert second not in pair.world.lease.active
+    first.kill()
     pair.wait(LOOK_S)
-    assert second.is_active
+    assert second in pair.world.lease.active
     pair.end()

@@ -7,7 +7,6 @@ and the GPU memory services are the product's own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import logging
@@ -29,42 +28,23 @@ from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.world import World as OperatorWorld
 from snapshot_operator.wiring import Environment, encoded_schemas
 from snapshot_operator.wiring import serve as serve_operator
-from snapshot_shared import subjects
-from snapshot_shared.api import (
-    ASKED_AT,
-    WITHIN,
-    AbortReply,
-    AbortRequest,
-    ApplyReply,
-    ApplyRequest,
-    CordonReply,
-    CordonRequest,
-    DeleteReply,
-    DeleteRequest,
-    GetReply,
-    GetRequest,
-    VerifyReply,
-    VerifyRequest,
-    age_headers,
-)
+from snapshot_shared import api, subjects
 from snapshot_shared.bus import REQUEST_S, Handler
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
-from tests.scenario.bus import SeededFaults, SimBus, SimServer
+from tests.scenario.bus import Faults, SimBus, SimServer
 from tests.scenario.crash_rig import mounted
 from tests.scenario.disk import SimDisk
 from tests.scenario.faults import Fault, Settings, act
-from tests.scenario.lease import Candidate, Lease
 from tests.scenario.loop import CURRENT, Machine, Process, Quiet, VirtualLoop
 from tests.scenario.node import MOUNT, SimNode, owner_of
 from tests.scenario.rules import Kind, Rules
-from tests.scenario.store import SimStore
+from tests.scenario.store import Candidate, Lease, SimStore
 from tests.scenario.worker import Habits, SimWorker
 from tests.support.objects import restore_document
 
@@ -112,7 +92,7 @@ class World:
         """Files that nobody asked for, by their path below the root; whether they must be moved."""
         self.is_over = False
         self.is_healed = False
-        self.network = SeededFaults(self.rng, slowest_s=settings.latency_s)
+        self.network = Faults(self.rng, slowest_s=settings.latency_s)
         self.network.repeated = settings.duplicates
         self.network.postponed = settings.duplicates
         self.network.lost_answers = settings.lost_answers
@@ -147,7 +127,6 @@ class World:
             )
             for index in range(settings.nodes)
         ]
-        self._worker_habits: dict[str, Habits] = {}
 
     @property
     def wall(self) -> float:
@@ -160,7 +139,6 @@ class World:
         return self.loop.now < self.rewound_at + IN_FLIGHT_S
 
     def node(self, name: str) -> SimNode:
-        """Find a node."""
         return next(node for node in self.nodes if node.name == name)
 
     def read(self, path: str) -> bytes:
@@ -194,9 +172,8 @@ class World:
     def partition(self, name: str, seconds: float) -> None:
         """Part a process from the bus for a while."""
         if bus := self.buses.get(name):
-            with contextlib.suppress(KeyError):
-                self.server.cut(bus)
-                self.loop.in_world(seconds, self.server.heal, bus)
+            self.server.cut(bus)
+            self.loop.in_world(seconds, self.server.heal, bus)
 
     def habits_of(self, spec: ProcessSpec) -> Habits:
         """Give how the worker of a pod behaves."""
@@ -208,10 +185,6 @@ class World:
             for worker in node.workers.values():
                 if worker.process.is_alive:
                     yield worker
-
-    def may_wait(self, pod: Pod) -> bool:
-        """Say whether a pod may stay Pending for ever: nothing in the world can start it."""
-        return not pod.status.node_name
 
     def ended(self, process: Process, task: asyncio.Task[None]) -> None:
         """Note how a service's main task ended; it is a crash, and it is started again."""
@@ -230,7 +203,6 @@ class World:
             self.rules.fail("defect", f"{context['message']}: {error!r}")
 
     def stop(self) -> None:
-        """End the run."""
         self.is_over = True
         self.loop.call_soon(self.loop.stop)
 
@@ -296,7 +268,7 @@ class World:
         Each time is a new request: nobody waits for the earlier ones any more.
         """
         while True:
-            headers = age_headers(self.wall, REQUEST_S)
+            headers = api.age_headers(self.wall, REQUEST_S)
             try:
                 data = await self.user.request(
                     subjects.api(verb), encode_json(request), headers=headers
@@ -313,10 +285,10 @@ class World:
     async def apply(self, *documents: dict[str, Any], nested: bytes = b"") -> None:
         """Apply manifests together; `nested` is what stands for each value "nested" in them."""
         texts = [json.dumps(document).encode() for document in documents]
-        request = ApplyRequest(
+        request = api.ApplyRequest(
             documents=[msgspec.Raw(text.replace(b'"nested"', nested)) for text in texts]
         )
-        reply = await self.ask_for("apply", request, ApplyReply)
+        reply = await self.ask_for("apply", request, api.ApplyReply)
         if reply.failure is not None:
             names = ", ".join(document["metadata"]["name"] for document in documents)
             self.note(f"apply {names}: {reply.failure}")
@@ -324,31 +296,31 @@ class World:
     async def delete(self, kind: str, name: str) -> None:
         """Delete the object that has this name now; a Node only when it has been away for long."""
         space = None if kind == "Node" else "default"
-        reading = GetRequest(kind=kind, namespace=space, name=name)
-        found = await self.ask_for("get", reading, GetReply)
+        reading = api.GetRequest(kind=kind, namespace=space, name=name)
+        found = await self.ask_for("get", reading, api.GetReply)
         reply = found
         if found.failure is None:
             uid = found.items[0]["metadata"]["uid"]
-            request = DeleteRequest(kind=kind, namespace=space, name=name, uid=uid)
-            reply = await self.ask_for("delete", request, DeleteReply, "Forbidden")
+            request = api.DeleteRequest(kind=kind, namespace=space, name=name, uid=uid)
+            reply = await self.ask_for("delete", request, api.DeleteReply, "Forbidden")
         self.note(f"delete {kind} {name}: {reply.failure or 'ok'}")
 
     async def verify(self, kind: str, name: str) -> None:
         """Ask for a verification."""
-        request = VerifyRequest(kind=kind, namespace="default", name=name)
-        reply = await self.ask_for("verify", request, VerifyReply)
+        request = api.VerifyRequest(kind=kind, namespace="default", name=name)
+        reply = await self.ask_for("verify", request, api.VerifyReply)
         self.note(f"verify {kind} {name}: {reply.failure or reply.verification}")
 
     async def abort(self, kind: str, name: str) -> None:
         """Ask for a capture to be ended."""
-        request = AbortRequest(kind=kind, namespace="default", name=name, by="people@desk")
-        reply = await self.ask_for("abort", request, AbortReply)
+        request = api.AbortRequest(kind=kind, namespace="default", name=name, by="people@desk")
+        reply = await self.ask_for("abort", request, api.AbortReply)
         self.note(f"abort {kind} {name}: {reply.failure or reply.capture}")
 
     async def import_(self, at: float) -> None:
         """Note what is captured; name the first of it again at a time, and restore from it."""
-        reading = GetRequest(kind="SnapshotContent")
-        found = await self.ask_for("get", reading, GetReply)
+        reading = api.GetRequest(kind="SnapshotContent")
+        found = await self.ask_for("get", reading, api.GetReply)
         captured = [
             content
             for content in (decode_json(encode_json(i), SnapshotContent) for i in found.items)
@@ -360,14 +332,11 @@ class World:
 
     async def cordon(self, node: str, until: float) -> None:
         """Let nothing new begin on a node until a time, or as long as the operator is not there."""
-        await self._cordon(node, unschedulable=True)
-        await asyncio.sleep(max(until - self.loop.now, 0.0))
-        await self._cordon(node, unschedulable=False)
-
-    async def _cordon(self, node: str, *, unschedulable: bool) -> None:
-        request = CordonRequest(node=node, unschedulable=unschedulable)
-        reply = await self.ask_for("cordon", request, CordonReply)
-        self.note(f"cordon {node} {unschedulable}: {reply.failure or reply.changed}")
+        for unschedulable in (True, False):
+            request = api.CordonRequest(node=node, unschedulable=unschedulable)
+            reply = await self.ask_for("cordon", request, api.CordonReply)
+            self.note(f"cordon {node} {unschedulable}: {reply.failure or reply.changed}")
+            await asyncio.sleep(max(until - self.loop.now, 0.0))
 
     # The run.
 
@@ -536,7 +505,7 @@ class _OperatorBus(BuildBus):
         """Whether a request has outlived its client's wait, as far as right clocks can say."""
         if self._process.machine.jump:
             return False
-        return self._world.wall > float(headers[ASKED_AT]) + float(headers[WITHIN])
+        return self._world.wall > float(headers[api.ASKED_AT]) + float(headers[api.WITHIN])
 
 
 class _Server(SimServer):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from gms.domain.tasks import SaveTask
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
@@ -154,6 +155,15 @@ def layout(**more: Any) -> LayoutRef:
     fields: dict[str, Any] = {"device": "GPU-1", "incarnation": "i", "generation": 1}
     fields |= {"layout_id": "l", "structure_hash": "h", "bytes": 1}
     return LayoutRef(**{**fields, **more})
+
+
+def save_task(**more: Any) -> SaveTask:
+    """Return the task that saves one device as `gpu-0`."""
+    fields: dict[str, Any] = {"socket_dir": "/nowhere", "root": "/nowhere", "device": "GPU-1"}
+    fields |= {"namespace": "default", "content_uid": UID, "generation": 1, "part": "gpu-0"}
+    fields |= {"deadline_s": 60.0, "fence_token": "t", "layout": layout()}
+    order = f"save-{more.get('content_uid', UID)}-gpu-0"
+    return SaveTask(**{**fields, "order": order, **more})
 
 
 def span(**more: Any) -> SpanRecord:
