@@ -372,18 +372,3 @@ def test_all_kinds_are_found_by_their_short_names_and_in_one_list(
         name = stored[kind]["metadata"]["name"]
         assert name in kube.done("get", KINDS[kind].short, "-o", "name")
         assert name in kube.done("get", "snapback", "-o", "name")
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("dynamocheckpoint", "Asks for a checkpoint of a worker"),
-        ("dckpt.spec.job.targetContainerName", "The container to capture."),
-        ("dckpt.spec.gpuMemoryService.checkpoint.saver.command", "The whole argument vector"),
-        ("snap.spec.source", "exactly one of the two"),
-        ("snapcontent.status.orders.payload", "The order as it is published."),
-        ("srestore.spec.source", "The Snapshot or DynamoCheckpoint"),
-    ],
-)
-def test_kubectl_explains_a_field(kube: Kube, path: str, text: str) -> None:
-    assert text in " ".join(kube.done("explain", path).split())
