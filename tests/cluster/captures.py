@@ -42,6 +42,13 @@ class Captures(NamedTuple):
         again = placeholder(f"{name}-again", name, "node-2")
         await asyncio.to_thread(self.nodes.apply, again)
 
+    async def example(self) -> dict[str, Any]:
+        """Capture and restore a worker while nothing goes wrong; return the outcome."""
+        await self.apply("llm-00")
+        wanted = await self.ended("llm-00")
+        await self.end("llm-00")
+        return wanted
+
     async def outcome(self, name: str) -> dict[str, Any]:
         """Return what is there of a checkpoint, without what differs from run to run."""
         items = self.rig.items

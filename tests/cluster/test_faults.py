@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -31,30 +32,38 @@ def rig(site: Rig) -> Rig:
     return site
 
 
-@pytest.mark.timeout(1200)
-async def test_an_operator_killed_between_any_two_writes_goes_on_where_it_was(
-    captures: Captures, crew: Crew, rig: Rig
-) -> None:
-    operator = await crew.start()
-    await operator.until_ready()
-    await captures.apply("llm-00")
-    wanted = await captures.ended("llm-00")
-    assert (wanted["jobs"], wanted["workers"], wanted["generations"]) == (1, 1, ["gen-1"])
+async def after_each_write(captures: Captures, act: Callable[[], None]) -> AsyncIterator[str]:
+    """Act after each write of a capture and a restore in turn, and yield the name of each."""
     number = FIRST
     while True:
         name = f"llm-{number:02}"
-        reached = after_writes(rig, {number: operator.process.kill})
+        reached = after_writes(captures.rig, {number: act})
         await captures.apply(name)
         await first_of(reached.wait(), captures.ended(name))
         if not reached.is_set():
             break
-        await crew.gone(operator)
-        await crew.free_the_lease()
-        operator = await crew.start()
-        await captures.reaches(name, wanted)
+        yield name
         await captures.end(name)
         number += EVERY
     assert number > LEAST_WRITES
+
+
+@pytest.mark.timeout(1200)
+async def test_an_operator_killed_between_any_two_writes_goes_on_where_it_was(
+    captures: Captures, crew: Crew, rig: Rig
+) -> None:
+    await (await crew.start()).until_ready()
+    wanted = await captures.example()
+    assert (wanted["jobs"], wanted["workers"], wanted["generations"]) == (1, 1, ["gen-1"])
+
+    def kill() -> None:
+        crew.running[0].process.kill()
+
+    async for name in after_each_write(captures, kill):
+        await crew.gone(crew.running[0])
+        await crew.free_the_lease()
+        await crew.start()
+        await captures.reaches(name, wanted)
 
 
 async def paused(
@@ -105,9 +114,7 @@ async def test_a_leader_paused_between_any_two_writes_does_no_harm_when_it_wakes
     """It wakes while the next one works, or afterwards, and believes to be the leader still."""
     for _ in range(2):
         await (await crew.start()).until_ready()
-    await captures.apply("llm-00")
-    wanted = await captures.ended("llm-00")
-    await captures.end("llm-00")
+    wanted = await captures.example()
     number = FIRST
     while await paused(
         captures,
@@ -126,8 +133,7 @@ async def test_a_leader_that_is_paused_for_longer_than_its_lease_ends_when_it_wa
 ) -> None:
     for _ in range(2):
         await (await crew.start()).until_ready()
-    await captures.apply("llm-00")
-    wanted = await captures.ended("llm-00")
+    wanted = await captures.example()
     assert await paused(captures, crew, "llm-01", wanted, after=9, until=NEVER, expires=True)
 
 
@@ -144,21 +150,9 @@ async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses
 ) -> None:
     async with program(rig) as operator:
         await operator.until_ready()
-        await captures.apply("llm-00")
-        wanted = await captures.ended("llm-00")
-        await captures.end("llm-00")
-        number = FIRST
-        while True:
-            name = f"llm-{number:02}"
-            reached = after_writes(rig, {number: partial(wipe, server)})
-            await captures.apply(name)
-            await first_of(reached.wait(), captures.ended(name))
-            if not reached.is_set():
-                break
+        wanted = await captures.example()
+        async for name in after_each_write(captures, partial(wipe, server)):
             await captures.reaches(name, wanted)
-            await captures.end(name)
-            number += EVERY
-    assert number > LEAST_WRITES
 
 
 @pytest.mark.parametrize("number", [3, 10, 15, 20])

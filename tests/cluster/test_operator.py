@@ -134,16 +134,6 @@ async def test_a_job_is_not_deleted_with_the_rights_of_the_operator(rig: Rig) ->
     assert (await rig.get("jobs", "mine"))["metadata"].get("deletionTimestamp") is None
 
 
-async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
-    await rig.apply("still", sleeper("sleep 600"))
-    await rig.condition("dynamocheckpoints", "still", "Ready", "False")
-    await rig.phase("still", "Running")
-    await asyncio.sleep(3.0)
-    rig.proxy.requests.clear()
-    await asyncio.sleep(5.0)
-    assert not [key for key in rig.proxy.requests if key[0] != "WATCH"]
-
-
 @pytest.mark.parametrize("pod_name", ["again", LONGEST], ids=["short", "longest"])
 async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(
     rig: Rig, pod_name: str

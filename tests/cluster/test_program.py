@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from snapshot_operator.core.presence import LOST_AFTER_S
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.crds import PART_OF, definitions
 from snapshot_operator.kube.definitions import PATH as DEFINITIONS
-from snapshot_operator.runtime.presence import EVERY_S
 from snapshot_shared import subjects
 from snapshot_shared.codec import encode_json
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
@@ -101,28 +99,6 @@ async def test_what_happens_to_a_checkpoint_is_in_its_events(rig: Rig) -> None:
         await polled(are_said)
         assert {type_ for type_, _ in await events("plain")} == {"Normal"}
         assert await events("asking") == [("Warning", "GMSSnapshotDisabled")]
-
-
-@pytest.mark.slow
-async def test_a_node_whose_agent_stays_away_loses_the_label_and_not_before_it_is_lost(
-    rig: Rig, own_cluster: Cluster
-) -> None:
-    first, second = await named_nodes(rig)
-    await label(rig, f"{NODES}/{first}", AGENT_LABEL, "true")
-    await label(rig, f"{NODES}/{second}", AGENT_LABEL, None)
-
-    async def is_labelled() -> bool:
-        found = await rig.get(NODES, first)
-        return AGENT_LABEL in found["metadata"]["labels"]
-
-    async with program(rig) as it:
-        await it.until_ready()
-        await asyncio.sleep(LOST_AFTER_S - 20.0)
-        assert await is_labelled()
-        async with asyncio.timeout(60.0 + EVERY_S):
-            while await is_labelled():  # noqa: ASYNC110 - no event reports it
-                await asyncio.sleep(1.0)
-        assert rig.proxy.requests["PATCH", "nodes"] == 1
 
 
 async def test_it_is_not_ready_while_a_definition_belongs_to_another_product(
