@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,14 @@ from snapshot_shared.objects.snapback import (
     SnapshotStatus,
     restore_name,
 )
-from snapshot_shared.orders import LayoutRef, PartResult, PresenceDevice, Progress, Report
+from snapshot_shared.orders import (
+    LayoutRef,
+    PartResult,
+    PresenceDevice,
+    Progress,
+    Report,
+    VectorEntry,
+)
 from snapshot_shared.spans import SpanRecord
 
 NOW = 1_000_000.0
@@ -154,6 +162,16 @@ def layout(**more: Any) -> LayoutRef:
     fields: dict[str, Any] = {"device": "GPU-1", "incarnation": "i", "generation": 1}
     fields |= {"layout_id": "l", "structure_hash": "h", "bytes": 1}
     return LayoutRef(**{**fields, **more})
+
+
+def vector(devices: Iterable[dict[str, Any]], of_each: int) -> list[VectorEntry]:
+    """Return what a capture has to take: a process, and so many bytes of each of these devices."""
+    entries = [VectorEntry(part="process")]
+    for each in devices:
+        number = each["ordinal"]
+        found = layout(device=each["uuid"], layout_id=f"layout-{number}", bytes=of_each)
+        entries.append(VectorEntry(part=f"gpu-{number}", ordinal=number, layout=found))
+    return entries
 
 
 def span(**more: Any) -> SpanRecord:

