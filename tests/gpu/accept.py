@@ -23,7 +23,6 @@ import importlib.util
 import itertools
 import json
 import math
-import mmap
 import os
 import resource
 import select
@@ -37,13 +36,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [str(ROOT / each / "src") for each in ("services/gms", "services/gms-client", "shared")]
+SOURCES = [
+    *(str(ROOT / each / "src") for each in ("services/gms", "services/gms-client", "shared")),
+    str(ROOT),
+]
 sys.path[:0] = SOURCES
 
 MIB, GIB = 2**20, 2**30
@@ -857,38 +858,17 @@ class Transfers:
         self._service.run(gms.drop_hidden_when_unused(self._device, token, wait_s=30))
         return loaded
 
-    def files(self) -> list[Path]:
-        return sorted(self.folder.rglob("shard-*"))
 
+def disk_gb_s(folder: Path, size: int, threads: int, *, write: bool) -> float:
+    """Return the rate of O_DIRECT requests in files of their own, which are written first."""
+    from tests.bench import disk
 
-def disk_gb_s(files: Sequence[Path], threads: int, most: int, *, write: bool) -> float:
-    """Return the rate of O_DIRECT requests of 8 MiB in some files; writing replaces their bytes."""
-    step, places = 8 * MIB, []
-    for path in files:
-        places += [(path, at) for at in range(0, path.stat().st_size // step * step, step)]
-    places = places[: max(threads, most // step)]
-    flags_ = os.O_DIRECT | (os.O_WRONLY if write else os.O_RDONLY)
-    handles = {path: os.open(path, flags_) for path in {path for path, _ in places}}
-    kept = threading.local()
-
-    def move(place: tuple[Path, int]) -> None:
-        if not hasattr(kept, "buffer"):
-            # Aligned to a page, as O_DIRECT wants it.
-            kept.buffer = mmap.mmap(-1, step)
-        path, at = place
-        moved = (os.pwritev if write else os.preadv)(handles[path], [kept.buffer], at)
-        require(moved == step, f"{moved} of {step} bytes at {at} of {path.name}")
-
+    call, memory = os.pwritev if write else os.preadv, [disk.huge_pages() for _ in range(threads)]
     begin = time.monotonic()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(move, places))
-    if write:
-        for handle in handles.values():
-            os.fsync(handle)
-    spent = time.monotonic() - begin
-    for handle in handles.values():
-        os.close(handle)
-    return len(places) * step / spent / 1e9
+    disk.raw_transfer(
+        folder / "raw", memory, size, call, threads=threads, files=disk.files_of(size)
+    )
+    return size / (time.monotonic() - begin) / 1e9
 
 
 def pcie_gb_s(uuid: str, granule: int) -> dict[str, float]:
@@ -971,12 +951,12 @@ def role_bandwidth(folder: str, ordinal: str, size: str, threads: str) -> None:
 def one_round(
     transfers: Transfers, threads: int, probed: int, pcie: dict[str, float]
 ) -> dict[str, float]:
-    """Save, read, load and write the files with so many requests at a time; rates in GB/s."""
+    """Save, load, write and read with so many requests at a time; rates in GB/s."""
     transfers.folder.mkdir(parents=True)
     saving, saved = transfers.save(threads)
-    raw_read = disk_gb_s(transfers.files(), threads, probed, write=False)
+    raw_write = disk_gb_s(transfers.folder, probed, threads, write=True)
     loading, _ = transfers.load(threads, saved)
-    raw_write = disk_gb_s(transfers.files(), threads, probed, write=True)
+    raw_read = disk_gb_s(transfers.folder, probed, threads, write=False)
     shutil.rmtree(transfers.folder)
     save, load = saved.moved / saving / 1e9, saved.moved / loading / 1e9
     return {

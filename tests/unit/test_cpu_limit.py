@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.cpu import CPU_S, cpu_limit
+from tests.support.limits import CPU_S, cpu_limit
 
 
 def _compute_for_ever() -> None:
