@@ -241,12 +241,10 @@ async def test_certificates_are_renewed_while_the_api_server_asks_and_no_request
             values = [base64.b64encode(each).decode() for each in change(stored)]
             found["data"] = dict(zip(FIELDS, values, strict=True))
             await client.request("PUT", secret, body=found)
-
-            async def is_followed() -> bool:
-                now: Any = msgspec.json.decode(await client.request("GET", secret))
-                return bool(now["data"] != found["data"])
-
-            await polled(is_followed)
+            await polled(
+                lambda: client.request("GET", secret),
+                lambda now: msgspec.json.decode(now)["data"] != found["data"],
+            )
             await asyncio.sleep(1.0)
 
         async def authorities() -> int:

@@ -97,11 +97,10 @@ async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kub
     [root] = artifacts.glob("*/*/gen-1/root.json")
     assert json.loads(root.read_text())["facts"]["devices"] == 1
     memory.apply(placeholder("without", "llm", "node-2"))
-
-    async def why() -> str:
-        return str((await rig.rows("pods", "without")).get(RESTORED, {}).get("message", ""))
-
-    assert "the source had 1 GPUs, the pod has 0" in await polled(why)
+    rows = await polled(
+        lambda: rig.rows("pods", "without"), lambda rows: rows.get(RESTORED, {}).get("message")
+    )
+    assert "the source had 1 GPUs, the pod has 0" in rows[RESTORED]["message"]
 
 
 async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(

@@ -97,12 +97,9 @@ async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_los
         nodes.apply(placeholder("again", "llm", "node-2"))
         await rig.restored("again")
         await did(nodes, "again", "restored 1")
-
-        async def said_of_its_heap() -> list[dict[str, Any]]:
-            said = await said_by(nodes, "again")
-            return said if any(line["heap"] for line in said) else []
-
-        lines = await polled(said_of_its_heap)
+        lines = await polled(
+            lambda: said_by(nodes, "again"), lambda said: any(line["heap"] for line in said)
+        )
     finally:
         await asyncio.to_thread(own_cluster.start, "node-1")
     first, last = lines[0], lines[-1]
@@ -187,15 +184,13 @@ async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leav
 
     await polled(is_stopped)
     await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
-
-    async def is_ending() -> bool:
-        pods = await asyncio.to_thread(nodes.list, "pods", "--selector=app=snapback-node")
-        return any(
+    await polled(
+        lambda: asyncio.to_thread(nodes.list, "pods", "--selector=app=snapback-node"),
+        lambda pods: any(
             pod["spec"]["nodeName"] == "node-1" and "deletionTimestamp" in pod["metadata"]
             for pod in pods
-        )
-
-    await polled(is_ending)
+        ),
+    )
     await asyncio.to_thread(node.run, "pkill", "-CONT", "-f", DUMPS)
     failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
     assert failed["reason"] in ("ServiceStopped", "OutcomeUnknown")
@@ -204,12 +199,7 @@ async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leav
     )
     name = await running(nodes, "llm")
     await did(nodes, name, "snapshot-aborted")
-
-    async def goes_on() -> bool:
-        return not (await said_by(nodes, name))[-1]["did"]
-
-    await polled(goes_on)
-    lines = await said_by(nodes, name)
+    lines = await polled(lambda: said_by(nodes, name), lambda said: not said[-1]["did"])
     assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
     assert not [path for path in artifacts.rglob("*") if path.is_file()]
     assert not list((node.home / "snapback" / "helper" / "dumps").iterdir())

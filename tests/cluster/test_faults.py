@@ -95,12 +95,8 @@ async def paused(
         wake()
     await crew.gone(leader)
     assert leader.process.returncode == 0
-
-    async def is_taken_over() -> bool:
-        return await crew.holder() not in ("", held)
-
     # One that starts before the one that stands by has the lease could get it first.
-    await polled(is_taken_over)
+    await polled(crew.holder, lambda found: found not in ("", held))
     await (await crew.start()).until_ready()
     await captures.reaches(name, wanted)
     await captures.end(name)

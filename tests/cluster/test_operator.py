@@ -83,11 +83,8 @@ async def test_quantities_may_be_fractions_and_what_is_null_is_nothing(rig: Rig)
 async def test_a_quota_that_refuses_a_job_is_said_and_waited_for(rig: Rig) -> None:
     hard = {"hard": {"count/jobs.batch": "0"}}
     await rig.post("resourcequotas", {"metadata": {"name": "jobs"}, "spec": hard})
-
-    async def counts() -> bool:
-        return bool((await rig.get("resourcequotas", "jobs"))["status"].get("hard"))
-
-    await polled(counts)
+    quota = ("resourcequotas", "jobs")
+    await polled(lambda: rig.get(*quota), lambda found: found["status"].get("hard"))
     await rig.apply("many", sleeper("sleep 600"))
     assert "exceeded quota: jobs" in await rig.reason("many", "Refused")
     await rig.delete("resourcequotas", "jobs")
@@ -149,8 +146,4 @@ async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(
     waits = await rig.condition("snapshotrestores", name, "Ready", "False")
     assert waits["reason"] == "WaitingForSnapshot"
     await rig.delete("pods", pod_name, {"gracePeriodSeconds": 0})
-
-    async def is_gone() -> bool:
-        return not await rig.exists("snapshotrestores", name)
-
-    assert await polled(is_gone)
+    await polled(lambda: rig.exists("snapshotrestores", name), lambda is_there: not is_there)

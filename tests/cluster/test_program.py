@@ -108,12 +108,8 @@ async def test_it_is_not_ready_while_a_definition_belongs_to_another_product(
     await label(rig, f"{DEFINITIONS}/{name}", PART_OF[0], "other")
     try:
         async with program(rig) as it:
-
-            async def says_so() -> bool:
-                code, text = await it.ask("/readyz")
-                return code == 503 and f"CRDsOwnedByOther: {name} (of other)" in text
-
-            await polled(says_so)
+            why = f"CRDsOwnedByOther: {name} (of other)"
+            await polled(lambda: it.ask("/readyz"), lambda said: said[0] == 503 and why in said[1])
 
             async def events() -> list[Any]:
                 found = await rig.items("events")
