@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,39 +15,26 @@ import yaml
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.webhooks import MUTATING, VALIDATING, Endpoint, configurations
 from tests.cluster.kubectl import Kubectl
-from tests.cluster.simulated import until
+from tests.cluster.simulated import Service, until
 from tests.support.ports import free_port
 
 INIT = "snapback.local/init:1"
 
 
-class Operator:
+class Operator(Service):
     """`python -m snapshot_operator.main`, with the rights of the operator alone."""
 
     def __init__(
         self, namespace: str, endpoint: Endpoint, settings: dict[str, str], log: Path
     ) -> None:
+        super().__init__("snapshot_operator.main", settings, log)
         self.namespace = namespace
         self.endpoint = endpoint
-        self.log = log
-        self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, **settings: str) -> None:
+    def start(self) -> None:
         """Start, and return when it answers at its port."""
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "snapshot_operator.main"],
-                env=os.environ | self._settings | settings,
-                stderr=log,
-            )
+        self.begin()
         until(self._answers, f"the operator answers, whose log is {self.log}")
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(30)
-            self._process = None
 
     def _answers(self) -> bool:
         assert self._process is not None

@@ -13,17 +13,7 @@ import pytest
 
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube import restoring
-from tests.cluster.agents import (
-    READER,
-    TINY_WORKER,
-    arm,
-    events_of,
-    placeholder,
-    running,
-    standby_with_weights,
-    with_weights,
-    worker,
-)
+from tests.cluster import agents
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.rig import Rig, polled
@@ -37,37 +27,37 @@ pytestmark = pytest.mark.cluster
 async def is_quiet(nodes: Kubectl, job: str) -> bool:
     """Whether the worker of a Job has become quiet."""
     with contextlib.suppress(KubectlError, ValueError):
-        return "quiesced 1" in await events_of(nodes, await running(nodes, job))
+        return "quiesced 1" in await agents.events_of(nodes, await agents.running(nodes, job))
     return False
 
 
 async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
     rig: Rig, nodes: Kubectl, artifacts: Path
 ) -> None:
-    source = pod("source", worker("--answer", "42", "--child"), nodeName="node-1")
+    source = pod("source", agents.worker("--answer", "42", "--child"), nodeName="node-1")
     await rig.captured("llm", source["spec"])
     assert list(artifacts.glob("*/*/gen-1/process/weights.bin"))
-    events = await events_of(nodes, await running(nodes, "llm"))
+    events = await agents.events_of(nodes, await agents.running(nodes, "llm"))
     assert events[-2:] == ["quiesced 1", "snapshot-complete 1"]
-    nodes.apply(placeholder("again", "llm", "node-2"))
+    nodes.apply(agents.placeholder("again", "llm", "node-2"))
     await rig.restored("again")
-    assert (await events_of(nodes, "again"))[-1] == "restored 42 1024"
+    assert (await agents.events_of(nodes, "again"))[-1] == "restored 42 1024"
 
 
 async def test_a_worker_whose_restore_fails_is_started_again_and_serves_cold(
     rig: Rig, nodes: Kubectl, artifacts: Path
 ) -> None:
-    source = pod("source", worker("--answer", "42"), nodeName="node-1")
+    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
     await rig.captured("llm", source["spec"])
     [weights] = artifacts.glob("*/*/gen-1/process/weights.bin")
     # It is found only while they are copied into the folder of the worker.
     flip(weights, 100)
-    again = placeholder("again", "llm", "node-2")
+    again = agents.placeholder("again", "llm", "node-2")
     [main] = again["spec"]["containers"]
     main["startupProbe"] = restoring.startup_probe(main)
     nodes.apply(again)
     await asyncio.to_thread(nodes.wait, "pod/again", until="condition=Ready", within_s=60)
-    assert await events_of(nodes, "again") == ["started ", "cold"]
+    assert await agents.events_of(nodes, "again") == ["started ", "cold"]
     found = await asyncio.to_thread(nodes.get, "pod", "again")
     assert found["status"]["containerStatuses"][0]["restartCount"] == 1
     [row] = [row for row in found["status"]["conditions"] if row["type"] == RESTORED]
@@ -77,12 +67,12 @@ async def test_a_worker_whose_restore_fails_is_started_again_and_serves_cold(
 async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node_is_lost(
     rig: Rig, memory: Kubectl, artifacts: Path, own_cluster: Cluster
 ) -> None:
-    await rig.captured("llm", with_weights("node-1")["spec"], gms={})
+    await rig.captured("llm", agents.with_weights("node-1")["spec"], gms={})
     assert len(list(artifacts.glob("*/*/gen-1/gpu-0"))) == 1
     own_cluster.kill("node-1")
-    memory.apply(standby_with_weights("again", "llm", "node-2"))
+    memory.apply(agents.standby_with_weights("again", "llm", "node-2"))
     await rig.restored("again")
-    words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", READER)
+    words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", agents.READER)
     assert await asyncio.to_thread(memory.run, *words) == "1.5 1.5 (1024, 1024)\n"
     await asyncio.to_thread(own_cluster.start, "node-1")
 
@@ -91,12 +81,12 @@ async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kub
     rig: Rig, memory: Kubectl, artifacts: Path
 ) -> None:
     memory.apply(template("one-gpu"))
-    main = {**worker("--answer", "42"), "resources": GPU}
+    main = {**agents.worker("--answer", "42"), "resources": GPU}
     source = pod("source", main, claim="one-gpu", nodeSelector={"kubernetes.io/hostname": "node-1"})
     await rig.captured("llm", source["spec"])
     [root] = artifacts.glob("*/*/gen-1/root.json")
     assert json.loads(root.read_text())["facts"]["devices"] == 1
-    memory.apply(placeholder("without", "llm", "node-2"))
+    memory.apply(agents.placeholder("without", "llm", "node-2"))
     rows = await polled(
         lambda: rig.rows("pods", "without"), lambda rows: rows.get(RESTORED, {}).get("message")
     )
@@ -106,16 +96,16 @@ async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kub
 async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(
     rig: Rig, memory: Kubectl, artifacts: Path
 ) -> None:
-    await arm(rig, "node-1", "facts", "crash")
-    await rig.captured("llm", with_weights("node-1")["spec"], gms={})
+    await agents.arm(rig, "node-1", "facts", "crash")
+    await rig.captured("llm", agents.with_weights("node-1")["spec"], gms={})
     assert [path.name for path in artifacts.glob("*/*/*")] == ["gen-2"]
 
 
 async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster
 ) -> None:
-    await arm(rig, "node-1", "copy-state", "stall")
-    source = pod("source", worker("--child"), nodeName="node-1")
+    await agents.arm(rig, "node-1", "copy-state", "stall")
+    source = pod("source", agents.worker("--child"), nodeName="node-1")
     await rig.apply("llm", {"spec": source["spec"]})
     node = own_cluster.machine("node-1")
     folders = node.home / "kubelet" / "pods"
@@ -125,7 +115,9 @@ async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
         return list(folders.glob(f"{where}/{name}"))
 
     def states() -> str:
-        script = f"for each in $(pgrep -f {TINY_WORKER}); do cut -d' ' -f3 /proc/$each/stat; done"
+        script = (
+            f"for each in $(pgrep -f {agents.TINY_WORKER}); do cut -d' ' -f3 /proc/$each/stat; done"
+        )
         return node.run("sh", "-c", script)
 
     async def is_frozen() -> bool:
@@ -149,7 +141,7 @@ async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_
 ) -> None:
     # It takes a moment to copy so much.
     much = ("--answer", "42", "--state-bytes", str(256 * 2**20))
-    source = pod("source", worker(*much), nodeName="node-1")
+    source = pod("source", agents.worker(*much), nodeName="node-1")
     await rig.apply("llm", {"spec": source["spec"]})
     node = own_cluster.machine("node-1")
 
@@ -164,14 +156,14 @@ async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_
     await asyncio.to_thread(node.stop, component)
     try:
         await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
-        nodes.apply(placeholder("again", "llm", "node-2"))
+        nodes.apply(agents.placeholder("again", "llm", "node-2"))
         await rig.restored("again")
     finally:
         node.start_again(component)
 
     async def events() -> list[str]:
         with contextlib.suppress(KubectlError, ValueError):
-            return await events_of(nodes, await running(nodes, "llm"))
+            return await agents.events_of(nodes, await agents.running(nodes, "llm"))
         return []
 
     assert (await polled(events))[-2:] == ["quiesced 1", "snapshot-complete 1"]
@@ -183,12 +175,12 @@ FAILS = "import os, time\nwhile not os.path.exists('/fail'): time.sleep(0.1)\nra
 async def test_a_worker_beside_a_failed_container_is_ended_if_it_is_there_to_be_captured_alone(
     rig: Rig, nodes: Kubectl
 ) -> None:
-    await arm(rig, "node-1", "facts", "stall")
+    await agents.arm(rig, "node-1", "facts", "stall")
     side = container("side", sys.executable, "-c", FAILS)
-    source = pod("source", worker("--answer", "42"), side, nodeName="node-1")
+    source = pod("source", agents.worker("--answer", "42"), side, nodeName="node-1")
     await rig.apply("llm", {"spec": source["spec"]}, sourcePolicy="Terminate")
     await polled(lambda: is_quiet(nodes, "llm"))
-    words = ("exec", await running(nodes, "llm"), "--container=side", "--", "touch", "/fail")
+    words = ("exec", await agents.running(nodes, "llm"), "--container=side", "--", "touch", "/fail")
     await asyncio.to_thread(nodes.run, *words)
     failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
     assert failed["reason"] == "CheckpointContainerFailed"
@@ -199,13 +191,13 @@ async def test_a_worker_beside_a_failed_container_is_ended_if_it_is_there_to_be_
 async def test_agents_that_are_replaced_in_the_middle_of_a_capture_lose_none(
     rig: Rig, nodes: Kubectl
 ) -> None:
-    await arm(rig, "node-1", "facts", "stall")
-    source = pod("source", worker("--answer", "42"), nodeName="node-1")
+    await agents.arm(rig, "node-1", "facts", "stall")
+    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
     await rig.apply("llm", {"spec": source["spec"]})
     await polled(lambda: is_quiet(nodes, "llm"))
     await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
     await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
-    events = await events_of(nodes, await running(nodes, "llm"))
+    events = await agents.events_of(nodes, await agents.running(nodes, "llm"))
     assert [event.split()[0] for event in events[1:]] == [
         "quiesced",
         "snapshot-aborted",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from snapshot_agent.adapters.gms_grpc import PodGms
 from snapshot_agent.adapters.node_gpus import NodeGpus
 from snapshot_shared.orders import PodRef
 from tests.cluster.cluster import Cluster
+from tests.cluster.kubectl import Kubectl
 from tests.cluster.simulated import (
     DEVICE_BYTES,
     DEVICES,
     GPU,
     ROOT,
     Driver,
-    PodKubectl,
     container,
     pod,
     template,
@@ -59,18 +59,11 @@ with client.connect(0, lock='RO', deadline_s=60) as pool:
 
 
 @pytest.fixture(scope="module")
-def cluster(own_cluster: Cluster) -> PodKubectl:
-    """The cluster of the session, whose nodes have their folders on this machine."""
-    found = own_cluster.kubectl
-    found.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
-    return PodKubectl(found.kubeconfig, found.program)
-
-
-@pytest.fixture(scope="module")
 def drivers(
-    own_cluster: Cluster, cluster: PodKubectl, tmp_path_factory: pytest.TempPathFactory
+    own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Driver]]:
-    state = tmp_path_factory.mktemp("d")
+    cluster, state = own_cluster.kubectl, tmp_path_factory.mktemp("d")
+    cluster.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
     found = {node.name: Driver(node.name, node.home, state, cluster) for node in own_cluster.nodes}
     try:
         for driver in found.values():
@@ -82,20 +75,19 @@ def drivers(
 
 
 @pytest.fixture
-def kubectl(cluster: PodKubectl, drivers: dict[str, Driver]) -> Iterator[PodKubectl]:
+def kubectl(namespace: Kubectl, drivers: dict[str, Driver]) -> Iterator[Kubectl]:
     """A namespace of its own; the devices of its pods are free again after the test."""
-    namespace = f"dra-{secrets.token_hex(4)}"
-    cluster.run("create", "namespace", namespace)
-    within = PodKubectl(cluster.kubeconfig, cluster.program, namespace)
-    within.wait("serviceaccount/default", until="create")
-    try:
-        yield within
-    finally:
-        within.run("delete", "pods", "--all")
-        cluster.run("delete", "namespace", namespace, "--wait=false")
+    yield namespace
+    namespace.run("delete", "pods", "--all")
 
 
-def given(kubectl: PodKubectl, driver: Driver, name: str, container: str = "main") -> list[str]:
+def python(kubectl: Kubectl, pod: str, code: str, container: str = "main") -> Any:
+    """Run code in a container and return the JSON that it prints."""
+    words = ("exec", pod, "--container", container, "--", sys.executable, "-c", code)
+    return json.loads(kubectl.run(*words))
+
+
+def given(kubectl: Kubectl, driver: Driver, name: str, container: str = "main") -> list[str]:
     """Return the uuids of the GPUs that a kubelet says it gave to a container."""
     where = PodRef(uid="", name=name, namespace=str(kubectl.namespace), container=container)
     gms = PodGms(driver.sockets, driver.kubelet)
@@ -109,18 +101,18 @@ def given(kubectl: PodKubectl, driver: Driver, name: str, container: str = "main
     return asyncio.run(asked())
 
 
-def condition(kubectl: PodKubectl, name: str, kind: str) -> dict[str, Any]:
+def condition(kubectl: Kubectl, name: str, kind: str) -> dict[str, Any]:
     conditions = kubectl.get("pod", name)["status"].get("conditions", [])
     return next((each for each in conditions if each["type"] == kind), {})
 
 
 def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
+    kubectl: Kubectl, drivers: dict[str, Driver]
 ) -> None:
     both, bare = container("main", resources=GPU), container("other")
     kubectl.apply(template("two", count=2), pod("p", both, bare, claim="two"))
     kubectl.wait("pod/p", until="condition=Ready")
-    found = kubectl.python("p", LOOK)
+    found = python(kubectl, "p", LOOK)
     driver = drivers[kubectl.get("pod", "p")["spec"]["nodeName"]]
     published = driver.devices().values()
     assert sorted(given(kubectl, driver, "p")) == sorted(published)
@@ -136,18 +128,18 @@ def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
     }
     assert [path for path, _ in found["mounts"]] == ["/run/snapback/gpu/0", "/run/snapback/gpu/1"]
     assert all(options.split(",")[0] == "ro" for _, options in found["mounts"])
-    assert kubectl.python("p", LOOK, "other") == {"environment": {}, "devices": {}, "mounts": []}
+    assert python(kubectl, "p", LOOK, "other") == {"environment": {}, "devices": {}, "mounts": []}
 
 
 def test_pods_share_no_device_and_one_too_many_waits_until_one_is_free(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
+    kubectl: Kubectl, drivers: dict[str, Driver]
 ) -> None:
     kubectl.apply(template("one"))
     names = [f"p{number}" for number in range(DEVICES * len(drivers))]
     for name in names:
         kubectl.apply(pod(name, container("main", resources=GPU), claim="one"))
     kubectl.wait(*(f"pod/{name}" for name in names), until="condition=Ready")
-    uuids = [kubectl.python(name, LOOK)["environment"]["SNAPBACK_GPU_0"] for name in names]
+    uuids = [python(kubectl, name, LOOK)["environment"]["SNAPBACK_GPU_0"] for name in names]
     assert sorted(uuids) == sorted(
         uuid for driver in drivers.values() for uuid in driver.devices().values()
     )
@@ -157,11 +149,11 @@ def test_pods_share_no_device_and_one_too_many_waits_until_one_is_free(
     assert "cannot allocate all claims" in message
     kubectl.run("delete", "pod", names[0])
     kubectl.wait("pod/late", until="condition=Ready")
-    assert kubectl.python("late", LOOK)["environment"]["SNAPBACK_GPU_0"] == uuids[0]
+    assert python(kubectl, "late", LOOK)["environment"]["SNAPBACK_GPU_0"] == uuids[0]
 
 
 def test_selectors_that_are_written_for_nvidias_driver_choose_simulated_devices(
-    kubectl: PodKubectl,
+    kubectl: Kubectl,
 ) -> None:
     selector = (
         "device.attributes['gpu.nvidia.com'].productName.lowerAscii().matches('^.*h200.*$') && "
@@ -223,12 +215,12 @@ def served_pod() -> dict[str, Any]:
 
 
 def test_a_pod_is_not_charged_for_memory_of_its_device_and_keeps_it_while_the_driver_is_away(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
+    kubectl: Kubectl, drivers: dict[str, Driver]
 ) -> None:
     kubectl.apply(template("one"), served_pod())
     kubectl.wait("pod/p", until="condition=Ready")
-    assert kubectl.python("p", WORKER) == {"kind": "simulated", "sum": 7000}
-    assert kubectl.python("p", READER) == {"sum": 7000}
+    assert python(kubectl, "p", WORKER) == {"kind": "simulated", "sum": 7000}
+    assert python(kubectl, "p", READER) == {"sum": 7000}
     statuses = kubectl.get("pod", "p")["status"]
     containers = statuses["containerStatuses"] + statuses["initContainerStatuses"]
     assert [each["restartCount"] for each in containers] == [0, 0]
@@ -237,7 +229,7 @@ def test_a_pod_is_not_charged_for_memory_of_its_device_and_keeps_it_while_the_dr
     uid = claim["metadata"]["uid"]
     driver.end(signal.SIGKILL)
     try:
-        assert kubectl.python("p", READER) == {"sum": 7000}
+        assert python(kubectl, "p", READER) == {"sum": 7000}
         kubectl.run("delete", "pod", "p", "--wait=false")
         assert driver.holds(uid)
     finally:
@@ -248,7 +240,7 @@ def test_a_pod_is_not_charged_for_memory_of_its_device_and_keeps_it_while_the_dr
 
 
 def test_the_device_plugin_gives_limits_of_nvidia_gpus(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
+    kubectl: Kubectl, drivers: dict[str, Driver]
 ) -> None:
     node, driver = next(iter(drivers.items()))
     driver.end()
@@ -261,7 +253,7 @@ def test_the_device_plugin_gives_limits_of_nvidia_gpus(
         # Each container has devices of its own: the API knows no claim that they share.
         kubectl.apply(pod("p", container("main", **limits), container("second", **limits)))
         kubectl.wait("pod/p", until="condition=Ready")
-        found = [kubectl.python("p", LOOK, each) for each in ("main", "second")]
+        found = [python(kubectl, "p", LOOK, each) for each in ("main", "second")]
         uuids = [each["environment"]["SNAPBACK_GPU_0"] for each in found]
         held = [given(kubectl, driver, "p", each) for each in ("main", "second")]
         assert held == [[uuid] for uuid in uuids]
