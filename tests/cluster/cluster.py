@@ -13,12 +13,9 @@ import os
 import secrets
 import shutil
 import signal
-import ssl
 import subprocess
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -358,17 +355,8 @@ class Cluster:
         return self.folder / f"{user}.kubeconfig"
 
     def _api_answers(self) -> bool:
-        config = json.loads(self.kubectl.kubeconfig.read_text())
-        server = config["clusters"][0]["cluster"]["server"]
-        token = config["users"][0]["user"]["token"]
-        context = ssl.create_default_context(cafile=self.folder / "pki" / "ca.crt")
-        headers = {"Authorization": f"Bearer {token}"}
-        request = urllib.request.Request(f"{server}/readyz", headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S, context=context):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
+        words = ("get", "--raw", "/readyz", f"--request-timeout={ANSWER_S:g}s")
+        return self.kubectl.try_(*words).returncode == 0
 
     def _dns_answers(self) -> bool:
         return _answers(self.control, "bash", "-c", f"exec 3<>/dev/tcp/{files.API_ADDRESS}/53")

@@ -392,18 +392,6 @@ def test_a_pod_that_is_to_be_restored_waits_and_what_is_wrong_is_refused_by_its_
     assert REFUSED in refusal(namespace)
 
 
-def test_the_rights_to_make_keys_end_with_the_install(release: Release) -> None:
-    words = (
-        "serviceaccounts,roles,rolebindings,jobs,daemonsets,pods",
-        f"--selector={release.label},{COMPONENT} in (keys,node-keys)",
-    )
-    # The pods of a DaemonSet end after it.
-    until(lambda: release.kubectl.list(*words) == [], "the end of what made keys", PATIENCE_S)
-    of_cluster = ("clusterroles,clusterrolebindings", f"--selector={release.label}")
-    found = {each["metadata"]["name"] for each in release.kubectl.list(*of_cluster)}
-    assert found == {f"{release.name}-snapback-{each}" for each in ("operator", "simulation")}
-
-
 async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
     release: Release, tmp_path: Path
 ) -> None:

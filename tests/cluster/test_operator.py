@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from snapshot_shared import subjects
-from snapshot_shared.api import DeleteReply, DeleteRequest
-from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotFound
 from snapshot_shared.kube_client import KubeClient
 from tests.cluster.lying_proxy import Lie
@@ -43,29 +41,6 @@ async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_
     assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
     assert "livenessProbe" not in container
     assert job["spec"]["template"]["metadata"]["labels"]["mine"] == "kept"
-
-
-async def test_a_template_that_kubernetes_refuses_fails_the_checkpoint_with_the_path(
-    rig: Rig,
-) -> None:
-    template = sleeper()
-    template["spec"]["containers"][0]["image"] = ""
-    await rig.apply("wrong", template)
-    failed = await rig.condition("dynamocheckpoints", "wrong", "Failed", "True")
-    assert failed["reason"] == "PodTemplateInvalid"
-    assert "containers[0].image" in failed["message"]
-
-
-async def test_a_secret_that_is_missing_is_named_and_waited_for(rig: Rig) -> None:
-    template = sleeper("sleep 600")
-    secret = {"secretRef": {"name": "credentials"}}
-    template["spec"]["containers"][0]["envFrom"] = [secret]
-    await rig.apply("lacks", template)
-    message = await rig.reason("lacks", "PodTemplateInvalid")
-    assert 'container main: secret "credentials" not found' in message
-    assert "Next: " in message
-    await rig.post("secrets", {"metadata": {"name": "credentials"}})
-    await rig.phase("lacks", "Running")
 
 
 async def test_quantities_may_be_fractions_and_what_is_null_is_nothing(rig: Rig) -> None:
@@ -118,17 +93,6 @@ async def test_an_operator_that_loses_its_lease_during_its_first_lists_ends(
             lost.set()
             async with asyncio.timeout(10.0):
                 await operator
-
-
-async def test_a_job_is_not_deleted_with_the_rights_of_the_operator(rig: Rig) -> None:
-    await rig.apply("mine", sleeper("sleep 600"))
-    await rig.phase("mine", "Running")
-    request = encode_json(DeleteRequest(kind="job", name="mine", namespace=rig.namespace))
-    answer = await rig.bus.request(subjects.api("delete"), request)
-    reply = decode_json(answer, DeleteReply)
-    assert reply.failure is not None
-    assert reply.failure.next_step == f"kubectl delete job mine --namespace {rig.namespace}"
-    assert (await rig.get("jobs", "mine"))["metadata"].get("deletionTimestamp") is None
 
 
 @pytest.mark.parametrize("pod_name", ["again", LONGEST], ids=["short", "longest"])
