@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -210,7 +209,8 @@ class Cluster:
 
     def _make_images(self) -> None:
         init, source = self.folder / "init", Path(__file__).with_name("init.c")
-        _call("gcc", "-static", "-O2", "-s", "-o", str(init), str(source))
+        words = ("gcc", "-static", "-O2", "-s", "-o", str(init), str(source))
+        programs.said_by(*words, error=ClusterError)
         write_image(self.folder / "pause.tar", files.PAUSE_IMAGE, {"/pause": init}, ["/pause"])
 
     def _connect_control_plane(self) -> None:
@@ -242,7 +242,8 @@ class Cluster:
         signed = ("-CA", f"{pki}/ca.crt", "-CAkey", f"{pki}/ca.key")
 
         def certificate(name: str, *words: str) -> None:
-            _call(*make, "-keyout", f"{pki}/{name}.key", "-out", f"{pki}/{name}.crt", *words)
+            out = ("-keyout", f"{pki}/{name}.key", "-out", f"{pki}/{name}.crt")
+            programs.said_by(*make, *out, *words, error=ClusterError)
 
         certificate("ca", "-subj", "/CN=ca", "-addext", "basicConstraints=critical,CA:TRUE")
         names = f"subjectAltName={files.server_names(address)}"
@@ -432,12 +433,6 @@ def _answers(machine: Machine, *words: str) -> bool:
     except ComponentError:
         return False
     return True
-
-
-def _call(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ClusterError(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
 def _write(file: Path, content: str) -> None:

@@ -381,9 +381,9 @@ class Rig:
     def seal_order(self, pod: Pod, prepared: Report, *parts: PartResult | None) -> SealOrder:
         """Seal what was staged for the capture that this report is of."""
         content = prepared.order.removeprefix("prepare-")
-        fields = {"namespace": "default", "content_uid": content, "vector": prepared.vector}
         found = [part for part in parts if part is not None]
-        return self._of(SealOrder, content, pod=pod.ref, parts=found, **fields)
+        fields: dict[str, Any] = {"namespace": "default", "content_uid": content, "parts": found}
+        return self._of(SealOrder, content, pod=pod.ref, vector=prepared.vector, **fields)
 
     async def staged(self, pod: Pod, content: str, **fields: Any) -> tuple[Report, Report]:
         """Prepare and dump without devices; the worker is still held."""
