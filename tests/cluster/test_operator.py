@@ -1,4 +1,7 @@
-"""The operator on a real API server: from an applied checkpoint to the first order."""
+"""The operator on a real API server: from an applied checkpoint to the first order.
+
+`rig` has it in this process, `site` as a program with exactly the rights of its roles.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,22 @@ from typing import Any
 
 import pytest
 
+from snapshot_operator.kube import rbac
+from snapshot_operator.kube.crds import PART_OF, definitions
+from snapshot_operator.kube.definitions import PATH as DEFINITIONS
 from snapshot_shared import subjects
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import NotFound
 from snapshot_shared.kube_client import KubeClient
+from snapshot_shared.objects.kubernetes import AGENT_LABEL
+from tests.cluster.cluster import Cluster
 from tests.cluster.lying_proxy import Lie
-from tests.cluster.rig import OURS, SHELL, Rig, polled, serving, sleeper
+from tests.cluster.rig import OURS, SHELL, Rig, polled, program, serving, sleeper
+from tests.support.objects import presence
 
 pytestmark = pytest.mark.cluster
 
+NODES = "/api/v1/nodes"
 LONGEST = f"{'a' * 62}.{'b' * 190}"
 """As long as Kubernetes lets the name of an object be."""
 
@@ -111,3 +122,105 @@ async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(
     assert waits["reason"] == "WaitingForSnapshot"
     await rig.delete("pods", pod_name, {"gracePeriodSeconds": 0})
     await polled(lambda: rig.exists("snapshotrestores", name), lambda is_there: not is_there)
+
+
+async def named_nodes(site: Rig) -> list[str]:
+    return sorted(item["metadata"]["name"] for item in await site.items(NODES))
+
+
+async def label(site: Rig, path: str, key: str, value: str | None) -> None:
+    await site.patch(path, metadata={"labels": {key: value}})
+
+
+async def test_it_serves_selected_namespaces_alone(site: Rig) -> None:
+    async with program(site, SNAPBACK_NAMESPACE_SELECTOR=f"test={site.namespace}") as it:
+        await it.until_ready()
+        assert (await site.get("leases", rbac.NAME))["spec"]["holderIdentity"]
+        crd = await site.get(DEFINITIONS, definitions()[0]["metadata"]["name"])
+        assert rbac.NAME in {row["manager"] for row in crd["metadata"]["managedFields"]}
+        await site.apply("llm", sleeper("sleep 600"))
+        await asyncio.sleep(2.0)
+        left = await site.get("dynamocheckpoints", "llm")
+        assert "finalizers" not in left["metadata"]
+        assert "status" not in left
+        await label(site, f"/api/v1/namespaces/{site.namespace}", "test", site.namespace)
+        await polled(lambda: site.exists("jobs", "llm"))
+
+
+async def test_a_pod_is_placed_by_the_label_of_nodes_with_an_agent(
+    site: Rig, own_cluster: Cluster, shell_image: str
+) -> None:
+    first, second = await named_nodes(site)
+    for name in (first, second):
+        await label(site, f"{NODES}/{name}", AGENT_LABEL, None)
+    async with program(site) as it:
+        await it.until_ready()
+        template = sleeper()
+        await site.apply("anywhere", template, backoffLimit=2)
+        message = await site.reason("anywhere", "NoAgentOnNode")
+        assert "no node has a snapshot agent" in message
+        template["spec"]["nodeName"] = second
+        await site.apply("placed", template)
+        assert second in await site.reason("placed", "NoAgentOnNode")
+        rows = await site.rows("dynamocheckpoints", "anywhere")
+        assert "spec.job.backoffLimit" in rows["DeprecatedFieldSet"]["message"]
+        job = await site.get("jobs", "anywhere")
+        assert job["spec"]["backoffLimit"] == 0
+        await site.bus.put(subjects.NODES_BUCKET, first, encode_json(presence(first)))
+        await polled(lambda: site.exists("snapshots", "anywhere"))
+        labels = (await site.get(NODES, first))["metadata"]["labels"]
+        assert labels[AGENT_LABEL] == "true"
+        assert not await site.exists("snapshots", "placed")
+
+
+async def test_what_happens_to_a_checkpoint_is_in_its_events(site: Rig) -> None:
+    async with program(site, SNAPBACK_ALLOW_GMS_SNAPSHOT="false") as it:
+        await it.until_ready()
+        await site.apply("plain", sleeper("sleep 600"))
+        await site.apply("asking", sleeper("sleep 600"), gms={"enabled": True})
+        assert "gpuMemoryService" in await site.reason("asking", "GMSSnapshotDisabled")
+        assert not await site.exists("jobs", "asking")
+
+        async def events(name: str) -> list[tuple[str, str]]:
+            found = [
+                item
+                for item in await site.items("events")
+                if item["involvedObject"].get("kind") == "DynamoCheckpoint"
+                and item["involvedObject"]["name"] == name
+            ]
+            return [(item["type"], item["reason"]) for item in found]
+
+        async def are_said() -> bool:
+            return bool(await events("asking")) and bool(await events("plain"))
+
+        await polled(are_said)
+        assert {type_ for type_, _ in await events("plain")} == {"Normal"}
+        assert await events("asking") == [("Warning", "GMSSnapshotDisabled")]
+
+
+async def test_it_is_not_ready_while_a_definition_belongs_to_another_product(
+    site: Rig, own_cluster: Cluster
+) -> None:
+    name = definitions()[1]["metadata"]["name"]
+    await label(site, f"{DEFINITIONS}/{name}", PART_OF[0], "other")
+    try:
+        async with program(site) as it:
+            why = f"CRDsOwnedByOther: {name} (of other)"
+            await polled(lambda: it.ask("/readyz"), lambda said: said[0] == 503 and why in said[1])
+
+            async def events() -> list[Any]:
+                found = await site.items("events")
+                return [item for item in found if item["reason"] == "CRDsOwnedByOther"]
+
+            (event,) = await polled(events)
+            assert name in event["message"]
+            assert event["involvedObject"]["name"] == rbac.NAME
+            await site.apply("llm", sleeper("sleep 600"))
+            await asyncio.sleep(1.0)
+            left = await site.get("dynamocheckpoints", "llm")
+            assert "finalizers" not in left["metadata"]
+            await label(site, f"{DEFINITIONS}/{name}", *PART_OF)
+            await it.until_ready()
+            await polled(lambda: site.exists("jobs", "llm"))
+    finally:
+        await label(site, f"{DEFINITIONS}/{name}", *PART_OF)
