@@ -185,24 +185,6 @@ async def test_a_worker_beside_a_failed_container_is_ended_if_it_is_there_to_be_
     await rig.phase("llm", "Failed")
 
 
-async def test_agents_that_are_replaced_in_the_middle_of_a_capture_lose_none(
-    rig: Rig, nodes: Kubectl
-) -> None:
-    await agents.arm(rig, "node-1", "facts", "stall")
-    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
-    await rig.apply("llm", {"spec": source["spec"]})
-    await polled(lambda: is_quiet(nodes, "llm"))
-    await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
-    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
-    events = await agents.events_of(nodes, await agents.running(nodes, "llm"))
-    assert [event.split()[0] for event in events[1:]] == [
-        "quiesced",
-        "snapshot-aborted",
-        "quiesced",
-        "snapshot-complete",
-    ]
-
-
 INSTALLED = ROOT / ENGINES["onnx"].installed
 ONNX_WORKER = ROOT / "deploy/examples/onnx_worker.py"
 ONNX_PORT = "8080"

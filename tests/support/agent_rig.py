@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -221,22 +221,22 @@ class Rig:
     async def open(self) -> None:
         await self.bus.connect()
         await self.bus.ensure_assets()
-        self._tasks.append(asyncio.create_task(self._collect()))
-        self._tasks.append(asyncio.create_task(self._answer_templates()))
-        self._tasks.append(asyncio.create_task(self._answer_pods()))
+        for subject, take in (
+            (f"snap.report.{self.node}.>", self._collect),
+            (subjects.template(self.node), self._answer),
+            (subjects.pods(self.node), self._answer_pods),
+        ):
+            self._tasks.append(asyncio.create_task(self._listen(subject, take)))
 
-    async def _collect(self) -> None:
-        async with self.bus.listening(f"snap.report.{self.node}.>") as heard:
+    async def _listen(self, subject: str, take: Callable[[Delivery], Awaitable[None]]) -> None:
+        async with self.bus.listening(subject) as heard:
             while True:
-                delivery = await heard.get()
-                async with self._news:
-                    self.reports.append(decode_json(delivery.data, Report))
-                    self._news.notify_all()
+                await take(await heard.get())
 
-    async def _answer_templates(self) -> None:
-        async with self.bus.listening(subjects.template(self.node)) as asked:
-            while True:
-                await self._answer(await asked.get())
+    async def _collect(self, delivery: Delivery) -> None:
+        async with self._news:
+            self.reports.append(decode_json(delivery.data, Report))
+            self._news.notify_all()
 
     async def _answer(self, delivery: Delivery) -> None:
         request = decode_json(delivery.data, TemplateRequest)
@@ -245,17 +245,14 @@ class Rig:
             reply = TemplateReply(spec=self.pods[request.uid].spec)
             await delivery.raw.respond(encode_json(reply))
 
-    async def _answer_pods(self) -> None:
+    async def _answer_pods(self, delivery: Delivery) -> None:
         """Know the pods of the test and no others, while `answers_pods` is set."""
-        async with self.bus.listening(subjects.pods(self.node)) as asked:
-            while True:
-                delivery = await asked.get()
-                await self.answers_pods.wait()
-                request = decode_json(delivery.data, PodsRequest)
-                self.asked_pods.append(request.pods)
-                unknown = [uid for uid in request.pods if uid not in self.pods]
-                reply = PodsReply(unknown=[*unknown, *self.also_unknown])
-                await delivery.raw.respond(encode_json(reply))
+        await self.answers_pods.wait()
+        request = decode_json(delivery.data, PodsRequest)
+        self.asked_pods.append(request.pods)
+        unknown = [uid for uid in request.pods if uid not in self.pods]
+        reply = PodsReply(unknown=[*unknown, *self.also_unknown])
+        await delivery.raw.respond(encode_json(reply))
 
     async def close(self) -> None:
         for process in self._processes:
