@@ -9,7 +9,6 @@ import contextlib
 import os
 import secrets
 import select
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,11 +22,8 @@ from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster, sweep
 from tests.cluster.evidence import collect
 from tests.cluster.host import ClusterError, link_name
-from tests.cluster.images import Images
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.machine import cgroup_of, marked
-from tests.cluster.oci import programs as host_programs
-from tests.cluster.oci import write_image
 from tests.cluster.target import Target
 
 pytestmark = [pytest.mark.cluster, pytest.mark.waits]
@@ -167,20 +163,6 @@ def test_a_node_that_is_killed_becomes_not_ready_and_comes_back_with_its_pods(
     restarted = "jsonpath={.status.containerStatuses[0].restartCount}=1"
     namespace.wait("pod/stays", until=restarted)
     namespace.wait("pod/stays", until="condition=Ready")
-
-
-def test_images_are_loaded_by_a_command_of_the_reader(
-    own_cluster: Cluster, namespace: Kubectl, tmp_path: Path
-) -> None:
-    name = "snapback.local/loaded:1"
-    archive = write_image(tmp_path / "loaded.tar", name, host_programs("bash"), ["bash"])
-    words = [sys.executable, "-m", "tests.cluster", "--name", own_cluster.name, "load"]
-    provided = Images(None, {"LOAD_IMAGES": shlex.join(words)}).provide(archive, name)
-    namespace.apply(
-        pod("loaded", provided[name], "bash", "-c", "echo it runs", restartPolicy="Never")
-    )
-    namespace.wait("pod/loaded", until="jsonpath={.status.phase}=Succeeded")
-    assert namespace.run("logs", "loaded") == "it runs\n"
 
 
 AGENT = """
