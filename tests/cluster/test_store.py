@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.conditions import with_conditions
-from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import AlreadyExists, StoreBusy
 from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie
 from tests.cluster.rig import Rig, opened
@@ -134,43 +132,6 @@ async def _cordon(rig: Rig, *, is_on: bool) -> None:
 def _cordons(events: list[Event]) -> list[bool]:
     values = [event.value for event in events]
     return [value.spec.unschedulable for value in values if isinstance(value, Node)]
-
-
-async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kubelets(
-    rig: Rig, kept: Stored
-) -> None:
-    container = {
-        "name": "main",
-        "image": "snapback.local/pause:1",
-        "resources": {"limits": {"cpu": "10m"}},
-    }
-    body = {
-        "metadata": {"name": "worker", "annotations": {"nvidia.com/restore-from": "llm"}},
-        "spec": {"containers": [container], "terminationGracePeriodSeconds": 0},
-    }
-    await rig.post("pods", body)
-    await until(lambda: _running(kept) is not None, "the pod", within_s=60.0)
-    pod: Any = _running(kept)
-    placed = await rig.get("pods", "worker")
-    assert pod.status.node_name == placed["spec"]["nodeName"]
-    assert pod.metadata.annotations["nvidia.com/restore-from"] == "llm"
-    rows = with_conditions(
-        pod.status.conditions, pod, 0.0, (RESTORED, True, "RestoreSucceeded", "")
-    )
-    stored: Any = await kept.store.update_status(
-        replace(pod, status=replace(pod.status, conditions=rows))
-    )
-    types = {row.type: row.status for row in stored.status.conditions}
-    assert types[RESTORED] == "True"
-    assert types["Ready"] == "True"
-
-
-def _running(kept: Stored) -> Any:
-    for event in reversed(kept.events):
-        value = event.value
-        if isinstance(value, Pod) and value.metadata.namespace == kept.rig.namespace:
-            return value if any(row.ready for row in value.status.container_statuses) else None
-    return None
 
 
 async def test_an_operator_ends_when_the_history_of_the_api_server_has_gone_back(rig: Rig) -> None:

@@ -86,13 +86,7 @@ class NatsServer:
 
     async def start_async(self) -> None:
         """As `start`, while the event loop goes on."""
-        ready = self._launch()
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                self.port = await asyncio.wrap_future(ready)
-        except BaseException:
-            self.stop()
-            raise
+        await asyncio.to_thread(self.start)
 
     def stop(self) -> None:
         """End the server by its pid and wait for its end. Stopping twice is no error."""
