@@ -398,7 +398,7 @@ test-page: $(STAMP) ## Type the commands of docs/kubernetes.md beside a cluster 
 ##@ Measure
 
 idle: $(STAMP) ## Measure what an idle cluster costs (CPU-seconds a minute)
-	$(BIN)/python tests/support/idle_cpu.py
+	$(BIN)/python -m tests.support.soak --idle 60
 
 ##@ Try it
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 
 # Fixtures of all folders, as the contract of the store is kept by a cluster, too.
 from tests.cluster.target import definitions, kubeconfig, target  # noqa: F401
-from tests.support.cpu import CPU_S, cpu_limit
 from tests.support.cuda_rig import CudaNode
 from tests.support.cuda_rig import cuda_node as node_of_cuda
 from tests.support.cuda_rig import library as compiled
+from tests.support.limits import CPU_S, cpu_limit
 from tests.support.nats_server import nats_server
 from tests.support.turns import TURN, others
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from snapshot_shared import subjects
 from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.ids import NodeName
-from tests.cluster.kubectl import Kubectl
-from tests.cluster.rig import Rig
+from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.rig import Rig, polled
 from tests.cluster.simulated import ROOT, container, pod
 
 NAME = "snapback-node"
@@ -217,6 +218,11 @@ async def running(nodes: Kubectl, job: str) -> str:
 
 
 async def events_of(nodes: Kubectl, name: str) -> list[str]:
-    """Return what a worker has written of itself."""
-    said = await asyncio.to_thread(nodes.run, "exec", name, "--", "cat", "/events")
-    return said.splitlines()
+    """Return what a worker has written of itself; a kubelet that starts anew is waited for."""
+
+    async def read() -> str:
+        with contextlib.suppress(KubectlError):
+            return await asyncio.to_thread(nodes.run, "exec", name, "--", "cat", "/events")
+        return ""
+
+    return (await polled(read)).splitlines()

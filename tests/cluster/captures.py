@@ -12,7 +12,7 @@ from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube import rbac
 from snapshot_shared.errors import NotFound, StoreBusy
 from tests.cluster.agents import events_of, placeholder, worker
-from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.kubectl import Kubectl
 from tests.cluster.rig import OURS, SECONDS, Program, Rig, polled, started
 from tests.cluster.simulated import pod
 
@@ -41,6 +41,13 @@ class Captures(NamedTuple):
         await polled(is_applied)
         again = placeholder(f"{name}-again", name, "node-2")
         await asyncio.to_thread(self.nodes.apply, again)
+
+    async def example(self) -> dict[str, Any]:
+        """Capture and restore a worker while nothing goes wrong; return the outcome."""
+        await self.apply("llm-00")
+        wanted = await self.ended("llm-00")
+        await self.end("llm-00")
+        return wanted
 
     async def outcome(self, name: str) -> dict[str, Any]:
         """Return what is there of a checkpoint, without what differs from run to run."""
@@ -110,24 +117,14 @@ class Captures(NamedTuple):
             # It shows where they differ.
             assert found == wanted
 
-    async def events(self, pod: str) -> list[str]:
-        """Return what a worker has written; a kubelet that starts anew is waited for."""
-
-        async def read() -> list[str]:
-            with contextlib.suppress(KubectlError):
-                return await events_of(self.nodes, pod)
-            return []
-
-        return await polled(read)
-
     async def end(self, name: str) -> None:
         """End the workers of a checkpoint, each of which was captured or restored once."""
         again = f"{name}-again"
         words = ("pods", f"--selector=job-name={name}")
         [source] = await asyncio.to_thread(self.nodes.list, *words)
-        events = await self.events(source["metadata"]["name"])
+        events = await events_of(self.nodes, source["metadata"]["name"])
         assert [event.split()[0] for event in events[1:]] == ["quiesced", "snapshot-complete"]
-        events = await self.events(again)
+        events = await events_of(self.nodes, again)
         assert events[-1:] == ["restored 42 1024"]
         names = (f"job/{name}", f"pod/{again}")
         await asyncio.to_thread(self.nodes.run, "delete", *names, "--wait=false")

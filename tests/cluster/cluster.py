@@ -13,12 +13,8 @@ import os
 import secrets
 import shutil
 import signal
-import ssl
-import subprocess
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -213,7 +209,8 @@ class Cluster:
 
     def _make_images(self) -> None:
         init, source = self.folder / "init", Path(__file__).with_name("init.c")
-        _call("gcc", "-static", "-O2", "-s", "-o", str(init), str(source))
+        words = ("gcc", "-static", "-O2", "-s", "-o", str(init), str(source))
+        programs.said_by(*words, error=ClusterError)
         write_image(self.folder / "pause.tar", files.PAUSE_IMAGE, {"/pause": init}, ["/pause"])
 
     def _connect_control_plane(self) -> None:
@@ -245,7 +242,8 @@ class Cluster:
         signed = ("-CA", f"{pki}/ca.crt", "-CAkey", f"{pki}/ca.key")
 
         def certificate(name: str, *words: str) -> None:
-            _call(*make, "-keyout", f"{pki}/{name}.key", "-out", f"{pki}/{name}.crt", *words)
+            out = ("-keyout", f"{pki}/{name}.key", "-out", f"{pki}/{name}.crt")
+            programs.said_by(*make, *out, *words, error=ClusterError)
 
         certificate("ca", "-subj", "/CN=ca", "-addext", "basicConstraints=critical,CA:TRUE")
         names = f"subjectAltName={files.server_names(address)}"
@@ -358,17 +356,8 @@ class Cluster:
         return self.folder / f"{user}.kubeconfig"
 
     def _api_answers(self) -> bool:
-        config = json.loads(self.kubectl.kubeconfig.read_text())
-        server = config["clusters"][0]["cluster"]["server"]
-        token = config["users"][0]["user"]["token"]
-        context = ssl.create_default_context(cafile=self.folder / "pki" / "ca.crt")
-        headers = {"Authorization": f"Bearer {token}"}
-        request = urllib.request.Request(f"{server}/readyz", headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S, context=context):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
+        words = ("get", "--raw", "/readyz", f"--request-timeout={ANSWER_S:g}s")
+        return self.kubectl.try_(*words).returncode == 0
 
     def _dns_answers(self) -> bool:
         return _answers(self.control, "bash", "-c", f"exec 3<>/dev/tcp/{files.API_ADDRESS}/53")
@@ -444,12 +433,6 @@ def _answers(machine: Machine, *words: str) -> bool:
     except ComponentError:
         return False
     return True
-
-
-def _call(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ClusterError(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
 def _write(file: Path, content: str) -> None:

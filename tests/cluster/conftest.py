@@ -142,16 +142,13 @@ async def site(kubeconfig: str, nats_url: str, bus: Bus, tmp_path: Path) -> Asyn
 
 @pytest.fixture(scope="module")
 def operator(
-    target: Target,
+    own_cluster: Cluster,
     kubeconfig: str,
     nats_url_session: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Operator]:
     """An operator that runs, whose webhooks are configured; it is a pod of its own namespace."""
-    if target.own is None:
-        pytest.skip("only on a cluster that the tests start: unset KUBECONFIG")
-    folder = tmp_path_factory.mktemp("operator")
-    yield from admission(target.kubectl, nats_url_session, folder)
+    yield from admission(own_cluster, nats_url_session, tmp_path_factory.mktemp("operator"))
 
 
 @pytest.fixture

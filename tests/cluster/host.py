@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.cluster.programs import said_by
+
 LINKS = ipaddress.IPv4Network("198.18.0.0/15")
 """Where a host reaches its clusters: addresses for tests of networks, which are routed nowhere."""
 
@@ -87,12 +89,7 @@ def link_name(name: str) -> str:
 def ip(*commands: str, network_of: int | None = None) -> None:
     """Carry out commands of the program ip, here or in the network of a process."""
     inside = [] if network_of is None else ["nsenter", f"--net=/proc/{network_of}/ns/net"]
-    words = [*inside, "ip", "-batch", "-"]
-    done = subprocess.run(
-        words, input="\n".join(commands), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ClusterError(f"ip: {done.stderr.strip()}; the commands were: {'; '.join(commands)}")
+    said_by(*inside, "ip", "-batch", "-", error=ClusterError, input="\n".join(commands))
 
 
 def _free_link(name: str) -> tuple[ipaddress.IPv4Address, ipaddress.IPv4Address]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.host import ClusterError
+from tests.cluster.programs import said_by
 
 NEXT_STEP = (
     "the cluster of KUBECONFIG needs images of this repository; give a command that takes the path"
@@ -36,7 +36,7 @@ class Images:
         if self._cluster:
             self._cluster.load(archive)
         elif self._command:
-            _run(*self._command, str(archive))
+            said_by(*self._command, str(archive), error=ClusterError)
         elif self._registry:
             return self._push(archive, names)
         else:
@@ -44,15 +44,9 @@ class Images:
         return {name: name for name in names}
 
     def _push(self, archive: Path, names: tuple[str, ...]) -> dict[str, str]:
-        _run("docker", "load", "--input", str(archive))
+        said_by("docker", "load", "--input", str(archive), error=ClusterError)
         pushed = {name: f"{self._registry}/{name.rpartition('/')[2]}" for name in names}
         for name, target in pushed.items():
-            _run("docker", "tag", name, target)
-            _run("docker", "push", target)
+            said_by("docker", "tag", name, target, error=ClusterError)
+            said_by("docker", "push", target, error=ClusterError)
         return pushed
-
-
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ClusterError(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")

@@ -70,7 +70,7 @@ class Kubectl:
         """Return the objects of a kind."""
         return json.loads(self.run("get", kind, *words, "--output", "json"))["items"]
 
-    def wait(self, *objects: str, until: str, within_s: float = 60.0) -> None:
+    def wait(self, *objects: str, until: str, within_s: float = 90.0) -> None:
         """Wait until objects are as the flag `--for` of `kubectl wait` says."""
         words = ["wait", *objects, f"--for={until}", f"--timeout={within_s:g}s"]
         self.run(*words, within_s=within_s + 30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
@@ -64,12 +63,7 @@ class LyingProxy:
     def cut_watches(self) -> None:
         """End every watch as a broken connection does."""
         for watch in self._watches:
-            watch.cancel("cut")
-
-    def end_watches(self) -> None:
-        """End every watch as a server does when its time is over."""
-        for watch in self._watches:
-            watch.cancel("end")
+            watch.cancel()
 
     def _lie(self, verb: str, kind: str) -> Lie | None:
         for index, lie in enumerate(self._lies):
@@ -95,9 +89,7 @@ class LyingProxy:
                 "reason": lie.reason,
                 "message": "a lie",
             }
-            return web.Response(
-                status=lie.answer, body=json.dumps(status), content_type="application/json"
-            )
+            return web.json_response(status, status=lie.answer)
         kept = ("Accept", "Authorization", "Content-Type")
         headers = {name: request.headers[name] for name in kept if name in request.headers}
         if "Authorization" not in headers:
@@ -138,11 +130,11 @@ class LyingProxy:
         self._watches.add(watch)
         try:
             await watch
-        except asyncio.CancelledError as ended:
+        except asyncio.CancelledError:
             if not watch.done():
                 watch.cancel()
                 raise
-            return response if "end" in ended.args else _cut(request)
+            return _cut(request)
         finally:
             self._watches.discard(watch)
         return response

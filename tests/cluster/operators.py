@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
-
-import yaml
 
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.webhooks import MUTATING, VALIDATING, Endpoint, configurations
+from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
-from tests.cluster.simulated import until
+from tests.cluster.simulated import Service, until
 from tests.support.ports import free_port
 
 INIT = "snapback.local/init:1"
 
 
-class Operator:
+class Operator(Service):
     """`python -m snapshot_operator.main`, with the rights of the operator alone."""
 
     def __init__(
         self, namespace: str, endpoint: Endpoint, settings: dict[str, str], log: Path
     ) -> None:
+        super().__init__("snapshot_operator.main", settings, log)
         self.namespace = namespace
         self.endpoint = endpoint
-        self.log = log
-        self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, **settings: str) -> None:
+    def start(self) -> None:
         """Start, and return when it answers at its port."""
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "snapshot_operator.main"],
-                env=os.environ | self._settings | settings,
-                stderr=log,
-            )
+        self.begin()
         until(self._answers, f"the operator answers, whose log is {self.log}")
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(30)
-            self._process = None
 
     def _answers(self) -> bool:
         assert self._process is not None
@@ -69,39 +51,22 @@ class Operator:
         return x509.load_pem_x509_certificate(pem.encode()).serial_number
 
 
-def host_towards(url: str) -> str:
-    """Return the address of this host that an API server reaches it at."""
-    where = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((where.hostname, where.port))
-        address: str = probe.getsockname()[0]
-    return address
-
-
-def with_token(kubectl: Kubectl, token: str) -> dict[str, Any]:
-    """Return a kubeconfig for the same API server with another user."""
-    config: dict[str, Any] = yaml.safe_load(kubectl.kubeconfig.read_text())
-    config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
-    return config
-
-
-def admission(kubectl: Kubectl, nats_url: str, folder: Path) -> Iterator[Operator]:
+def admission(cluster: Cluster, nats_url: str, folder: Path) -> Iterator[Operator]:
     """Run an operator whose webhooks are configured; for a fixture."""
-    space = f"admission-{os.getpid()}"
-    server = yaml.safe_load(kubectl.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
-    address = host_towards(server)
+    space, kubectl, address = f"admission-{os.getpid()}", cluster.kubectl, cluster.host_address
     endpoint = Endpoint(space, url=f"https://{address}:{free_port(address)}")
     kubectl.run("create", "namespace", space)
     kubectl.run("create", "serviceaccount", rbac.NAME, "--namespace", space)
     kubectl.apply(rbac.cluster_role(), rbac.lease_role(space), *configurations(endpoint))
     account = f"--serviceaccount={space}:{rbac.NAME}"
-    role = f"--clusterrole={rbac.NAME}"
-    kubectl.run("create", "clusterrolebinding", space, role, account)
+    kubectl.run("create", "clusterrolebinding", space, f"--clusterrole={rbac.NAME}", account)
     own = kubectl.within(space)
     own.run("create", "rolebinding", rbac.NAME, f"--role={rbac.NAME}", account)
     token = own.run("create", "token", rbac.NAME, "--duration=2h").strip()
+    config = json.loads(kubectl.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token}
     file = folder / "kubeconfig"
-    file.write_text(yaml.safe_dump(with_token(kubectl, token)))
+    file.write_text(json.dumps(config))
     settings = {
         "SNAPBACK_WORLD": "kubernetes",
         "SNAPBACK_KUBECONFIG": str(file),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 OURS = ("containerd", "containerd-shim-runc-v2", "coredns", "ctr", "etcd", "kube")
@@ -38,6 +41,14 @@ def find(program: str) -> Path | None:
     found = shutil.which(program, path=os.pathsep.join(filter(None, folders)))
     # Not what a link leads to: `kube` is known by the name of the link.
     return Path(found).absolute() if found else None
+
+
+def said_by(*words: str, error: type[Exception], **options: Any) -> str:
+    """Run a command and return what it prints; raise the error with what it says if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
+    if done.returncode:
+        raise error(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
 
 
 def link(folder: Path) -> None:

@@ -51,10 +51,13 @@ BASES = {"jobs": "/apis/batch/v1", "leases": "/apis/coordination.k8s.io/v1"} | d
 T = TypeVar("T")
 
 
-async def polled(look: Callable[[], Awaitable[T]]) -> T:
-    """Return the first answer that is not empty: the API server is asked as people ask it."""
+async def polled(look: Callable[[], Awaitable[T]], holds: Callable[[T], object] = bool) -> T:
+    """Return the first answer of which something holds, which is not empty if nothing is given.
+
+    The API server is asked as people ask it.
+    """
     async with asyncio.timeout(SECONDS):
-        while not (found := await look()):  # noqa: ASYNC110 - no event reports it
+        while not holds(found := await look()):  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.2)
     return found
 
@@ -139,12 +142,11 @@ class Rig:
 
     async def reason(self, name: str, wanted: str) -> str:
         """Wait until a checkpoint is not Ready for a reason, and return the message."""
-
-        async def found() -> str:
-            row = (await self.rows("dynamocheckpoints", name)).get("Ready", {})
-            return str(row["message"]) if row.get("reason") == wanted else ""
-
-        return await polled(found)
+        found = await polled(
+            lambda: self.rows("dynamocheckpoints", name),
+            lambda rows: rows.get("Ready", {}).get("reason") == wanted,
+        )
+        return str(found["Ready"]["message"])
 
     async def captured(self, name: str, spec: dict[str, Any], **options: Any) -> None:
         """Apply a checkpoint of a pod of this spec, and wait until it is ready."""
@@ -153,11 +155,7 @@ class Rig:
 
     async def restored(self, name: str) -> None:
         """Wait until a pod says that it is restored."""
-
-        async def is_true() -> bool:
-            return (await self.rows("pods", name)).get(RESTORED, {}).get("status") == "True"
-
-        await polled(is_true)
+        await self.condition("pods", name, RESTORED, "True")
 
     async def phase(self, job: str, phase: str) -> None:
         """Wait until the pod of a Job is in a phase."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -27,18 +26,6 @@ HOST_PATHS = ("/usr", "/lib", "/lib64", sys.base_prefix, str(ROOT))
 """What an image without files gets of the host, to run this Python with these packages."""
 
 
-class PodKubectl(Kubectl):
-    """Commands in one namespace, of pods that run this Python."""
-
-    def wait(self, *objects: str, until: str, within_s: float = PATIENCE_S) -> None:
-        super().wait(*objects, until=until, within_s=within_s)
-
-    def python(self, pod: str, code: str, container: str = "main") -> Any:
-        """Run code in a container and return the JSON that it prints."""
-        words = ("exec", pod, "--container", container, "--", sys.executable, "-c", code)
-        return json.loads(self.run(*words))
-
-
 def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + patience_s
     while not condition():
@@ -46,7 +33,29 @@ def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE
         threading.Event().wait(0.1)
 
 
-class Driver:
+class Service:
+    """`python -m` of a module, which logs to a file."""
+
+    def __init__(self, module: str, settings: dict[str, str], log: Path) -> None:
+        self.log = log
+        self._command = [sys.executable, "-m", module]
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, **settings: str) -> None:
+        environment = os.environ | self._settings | settings
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, env=environment, stderr=log)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(30)
+            self._process = None
+
+
+class Driver(Service):
     """`python -m gms.main` of one node, on the folders of its kubelet and its runtime."""
 
     def __init__(
@@ -56,10 +65,8 @@ class Driver:
         self.kubelet, self.cdi = home / "kubelet", home / "cdi"
         self.claims = self.kubelet / "plugins" / DRIVER / "claims"
         self.sockets = state / node / "sockets"
-        self.log = state / f"{node}.log"
         self._kubectl = kubectl
-        self._process: subprocess.Popen[bytes] | None = None
-        self._settings = {
+        of_node = {
             "SNAPBACK_NODE": node,
             "SNAPBACK_STATE_DIR": str(state / node),
             "SNAPBACK_ARTIFACT_ROOT": str(state / "artifacts"),
@@ -71,26 +78,14 @@ class Driver:
             "SNAPBACK_KUBELET_DIR": str(self.kubelet),
             "SNAPBACK_CDI_DIR": str(self.cdi),
             "SNAPBACK_KUBECONFIG": str(kubectl.kubeconfig),
-            **settings,
         }
+        super().__init__("gms.main", of_node | settings, state / f"{node}.log")
 
     def start(self, plugin: str = "dra") -> None:
         """Start, and return when the kubelet has registered the plugin."""
         seen = self._registrations()
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gms.main"],
-                env=os.environ | self._settings | {"SNAPBACK_KUBELET_PLUGIN": plugin},
-                stderr=log,
-            )
+        self.begin(SNAPBACK_KUBELET_PLUGIN=plugin)
         until(lambda: self._registrations() > seen, f"the driver of {self.node}: {self.log}")
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it, if it runs."""
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(20)
-            self._process = None
 
     def devices(self) -> dict[str, str]:
         """Return the uuids of the devices that are published, by name."""

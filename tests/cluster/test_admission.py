@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -75,52 +75,39 @@ def env_of(found: Any) -> list[Any]:
     return env
 
 
-def test_a_pod_that_is_to_be_restored_waits_for_it_and_any_other_is_as_it_was_written(
-    operator: Operator, namespace: Kubectl
-) -> None:
-    namespace.apply(pod("restored", restore_from="llm"), pod("other"))
-    restored, other = namespace.get("pod", "restored"), namespace.get("pod", "other")
-    (container,) = restored["spec"]["containers"]
-    assert [row["name"] for row in container["env"]] == [
-        *("Z", "A", "SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR"),
-        *("SNAPSHOT_RESTORE_STANDBY", "DYN_SNAPSHOT_RESTORE_STANDBY"),
-    ]
-    assert STANDBY in container["env"]
-    assert {"name": "snapshot-control", "emptyDir": {}} in restored["spec"]["volumes"]
-    mount = next(row for row in container["volumeMounts"] if row["name"] == "snapshot-control")
-    assert (mount["mountPath"], mount["subPath"]) == ("/snapshot-control", "main")
-    probe = container["startupProbe"]
-    assert (probe["exec"], probe["periodSeconds"]) == ({"command": ["false"]}, 1)
-    assert "initialDelaySeconds" not in probe
-    assert restored["metadata"]["annotations"]["nvidia.com/restore-container"] == "main"
-    (container,) = other["spec"]["containers"]
-    assert [row["name"] for row in container["env"]] == ["Z", "A"]
-    assert "startupProbe" not in container
+@pytest.fixture
+def _placed(namespace: Kubectl) -> Iterator[None]:
+    """Have all nodes say that they have an agent: a pod that waits is placed on one of these."""
+    namespace.run("label", "nodes", "--all", "--overwrite", f"{AGENT_LABEL}=true")
+    yield
+    namespace.run("label", "nodes", "--all", f"{AGENT_LABEL}-")
 
 
+def status_of(namespace: Kubectl) -> Any:
+    (found,) = namespace.get("pod", "restored")["status"]["containerStatuses"]
+    return found
+
+
+@pytest.mark.usefixtures("_placed")
 def test_a_worker_in_standby_has_its_control_directory_and_is_ready_once_it_says_restored(
     operator: Operator, namespace: Kubectl, shell_image: str
 ) -> None:
-    # It is placed where an agent is.
-    namespace.run("label", "nodes", "--all", "--overwrite", f"{AGENT_LABEL}=true")
     document = pod("restored", restore_from="llm")
     document["spec"] |= {"nodeSelector": {}, "terminationGracePeriodSeconds": 0}
     (container,) = document["spec"]["containers"]
     del container["readinessProbe"]
     container["image"] = shell_image
-    namespace.apply(document)
+    namespace.apply(document, pod("other"))
+    (other,) = namespace.get("pod", "other")["spec"]["containers"]
+    assert [row["name"] for row in other["env"]] == ["Z", "A"]
+    assert "startupProbe" not in other
     namespace.wait("pod/restored", until="jsonpath={.status.phase}=Running", within_s=90)
-
-    def status() -> Any:
-        (found,) = namespace.get("pod", "restored")["status"]["containerStatuses"]
-        return found
-
-    assert (status()["started"], status()["ready"]) == (False, False)
+    status = status_of(namespace)
+    assert (status["started"], status["ready"]) == (False, False)
     script = 'test "$SNAPSHOT_RESTORE_STANDBY" = 1 && touch "$SNAPSHOT_CONTROL_DIR/restored"'
     namespace.run("exec", "restored", "--", "bash", "-c", script)
-    until(lambda: status()["ready"] and status()["started"], "the worker is ready")
-    assert status()["restartCount"] == 0
-    namespace.run("label", "nodes", "--all", f"{AGENT_LABEL}-")
+    until(lambda: status_of(namespace)["ready"], "the worker is ready")
+    assert status_of(namespace)["restartCount"] == 0
 
 
 @pytest.fixture
@@ -134,10 +121,10 @@ def init_image(target: Target, tmp_path: Path) -> str:
     return target.images.provide(archive, INIT)[INIT]
 
 
+@pytest.mark.usefixtures("_placed")
 def test_a_container_for_a_process_of_criu_waits_and_ends_at_once_when_its_pod_is_deleted(
     operator: Operator, namespace: Kubectl, shell_image: str, init_image: str
 ) -> None:
-    namespace.run("label", "nodes", "--all", "--overwrite", f"{AGENT_LABEL}=true")
     source = checkpoint("llm")
     source["spec"]["job"] |= {"driver": "criu", "sharedMemory": {"size": "64Mi"}}
     namespace.apply(source)
@@ -149,11 +136,6 @@ def test_a_container_for_a_process_of_criu_waits_and_ends_at_once_when_its_pod_i
     container |= {"image": shell_image, "args": ["600"], "stdin": True}
     namespace.apply(document)
     namespace.wait("pod/restored", until="jsonpath={.status.phase}=Running", within_s=90)
-
-    def status() -> Any:
-        (found,) = namespace.get("pod", "restored")["status"]["containerStatuses"]
-        return found
-
     found = namespace.get("pod", "restored")
     assert found["metadata"]["annotations"]["nvidia.com/restore-driver"] == "criu"
     (container,) = found["spec"]["containers"]
@@ -163,7 +145,8 @@ def test_a_container_for_a_process_of_criu_waits_and_ends_at_once_when_its_pod_i
     shared = next(row for row in container["volumeMounts"] if row["mountPath"] == "/dev/shm")
     assert volumes[shared["name"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Mi"}
     assert "waiting for a restore" in namespace.run("logs", "restored", "--container", "main")
-    assert (status()["started"], status()["restartCount"]) == (False, 0)
+    status = status_of(namespace)
+    assert (status["started"], status["restartCount"]) == (False, 0)
     # What is stored is what a webhook that is called again is given.
     again = copy.deepcopy(found)
     again["metadata"] = {"name": "again", "annotations": found["metadata"]["annotations"]}
@@ -171,50 +154,9 @@ def test_a_container_for_a_process_of_criu_waits_and_ends_at_once_when_its_pod_i
     assert json.loads(namespace.run(*words, given=json.dumps(again)))["spec"] == found["spec"]
 
     namespace.run("delete", "pod", "restored", "--wait=false")
-    until(lambda: "terminated" in status()["state"], "the container has ended")
-    assert status()["state"]["terminated"]["exitCode"] == 128 + signal.SIGTERM
+    until(lambda: "terminated" in status_of(namespace)["state"], "the container has ended")
+    assert status_of(namespace)["state"]["terminated"]["exitCode"] == 128 + signal.SIGTERM
     namespace.run("patch", "pod", "restored", "--patch", '{"metadata": {"finalizers": null}}')
-    namespace.run("label", "nodes", "--all", f"{AGENT_LABEL}-")
-
-
-def test_a_pod_that_asks_for_what_there_is_not_is_refused_with_every_path(
-    operator: Operator, namespace: Kubectl
-) -> None:
-    wrong = pod("wrong", restore_from="llm", restore_container="engine", restore_policy="Never")
-    with pytest.raises(KubectlError, match='The Pod "wrong" is invalid') as caught:
-        namespace.apply(wrong)
-    assert (
-        "restore-container]: 'engine' is no container of the pod (found main)" in f"{caught.value}"
-    )
-    assert "restore-policy]: 'Never' is not one of" in f"{caught.value}"
-
-
-def test_a_pod_that_pins_another_snapshot_is_refused_and_one_that_does_not_wait_starts_cold(
-    operator: Operator, namespace: Kubectl
-) -> None:
-    snapshot = {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": "llm"},
-        "spec": {"source": {"podRef": {"name": "no-such-pod"}}},
-    }
-    namespace.apply(snapshot)
-    uid = namespace.get("snapshot", "llm")["metadata"]["uid"]
-    with pytest.raises(KubectlError, match=f"llm is {uid}, and nvidia.com/restore-from-uid"):
-        namespace.apply(pod("wrong", restore_from="llm", restore_from_uid="another"))
-    namespace.apply(
-        pod("right", restore_from="llm", restore_from_uid=uid),
-        pod("cold", restore_from="llm", restore_policy="Immediate"),
-    )
-    assert STANDBY in env_of(namespace.get("pod", "right"))
-    assert STANDBY not in env_of(namespace.get("pod", "cold"))
-
-
-def test_nothing_is_changed_in_the_namespaces_of_the_system_and_of_the_operator(
-    operator: Operator, target: Target
-) -> None:
-    for space in ("kube-system", operator.namespace):
-        assert STANDBY not in env_of(dry_run(target.kubectl.within(space)))
 
 
 async def test_a_checkpoint_that_is_wrong_is_refused_with_every_path(
@@ -232,31 +174,14 @@ async def test_a_checkpoint_that_is_wrong_is_refused_with_every_path(
     ]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hostNetwork": True},
-        {"tolerations": [{"operator": "Exists"}]},
-        {"containers": [{"name": "main", "image": SHELL, "command": ["sleep", "601"]}]},
-    ],
-)
 def test_no_field_of_a_pod_template_can_be_changed_and_metadata_can(
-    operator: Operator, namespace: Kubectl, change: dict[str, Any]
+    operator: Operator, namespace: Kubectl
 ) -> None:
     namespace.apply(checkpoint("llm"))
     with pytest.raises(KubectlError, match=r"spec\.job\.podTemplateSpec\S*: .*is immutable"):
-        namespace.apply(checkpoint("llm", **change))
+        namespace.apply(checkpoint("llm", hostNetwork=True))
     namespace.run("label", "dynamocheckpoint", "llm", "team=a")
     namespace.apply(checkpoint("llm"))
-
-
-def test_a_volume_that_is_missing_is_a_warning(operator: Operator, namespace: Kubectl) -> None:
-    main = {"name": "main", "image": SHELL, "command": ["sleep"]}
-    main |= {"volumeMounts": [{"name": "models", "mountPath": "/models"}]}
-    given = json.dumps(checkpoint("llm", containers=[main]))
-    done = namespace.try_("apply", "--filename", "-", given=given)
-    assert done.returncode == 0, done.stderr
-    assert "containers[0].volumeMounts[0].name: no volume is called 'models'" in done.stderr
 
 
 def test_without_an_operator_a_pod_starts_cold_and_nothing_is_restored_into_it(
@@ -316,12 +241,10 @@ async def test_certificates_are_renewed_while_the_api_server_asks_and_no_request
             values = [base64.b64encode(each).decode() for each in change(stored)]
             found["data"] = dict(zip(FIELDS, values, strict=True))
             await client.request("PUT", secret, body=found)
-
-            async def is_followed() -> bool:
-                now: Any = msgspec.json.decode(await client.request("GET", secret))
-                return bool(now["data"] != found["data"])
-
-            await polled(is_followed)
+            await polled(
+                lambda: client.request("GET", secret),
+                lambda now: msgspec.json.decode(now)["data"] != found["data"],
+            )
             await asyncio.sleep(1.0)
 
         async def authorities() -> int:

@@ -7,81 +7,59 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube import restoring
-from tests.cluster.agents import (
-    READER,
-    TINY_WORKER,
-    agents,
-    arm,
-    events_of,
-    placeholder,
-    running,
-    standby_with_weights,
-    with_weights,
-    worker,
-)
+from snapshotctl.domain.demo_engines import ENGINES
+from tests.cluster import agents
 from tests.cluster.cluster import Cluster
-from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.kubectl import Kubectl
 from tests.cluster.rig import Rig, polled
-from tests.cluster.simulated import GPU, container, pod, template
+from tests.cluster.simulated import GPU, ROOT, container, pod, template
+from tests.support.waiting import until
+from tests.support.weights import flip
 
 pytestmark = pytest.mark.cluster
-
-ON_THE_FIRST = {"kubernetes.io/hostname": "node-1"}
 
 
 async def is_quiet(nodes: Kubectl, job: str) -> bool:
     """Whether the worker of a Job has become quiet."""
-    with contextlib.suppress(KubectlError, ValueError):
-        return "quiesced 1" in await events_of(nodes, await running(nodes, job))
+    # There is no pod yet.
+    with contextlib.suppress(ValueError):
+        return "quiesced 1" in await agents.events_of(nodes, await agents.running(nodes, job))
     return False
 
 
 async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
     rig: Rig, nodes: Kubectl, artifacts: Path
 ) -> None:
-    source = pod("source", worker("--answer", "42", "--child"), nodeName="node-1")
+    source = pod("source", agents.worker("--answer", "42", "--child"), nodeName="node-1")
     await rig.captured("llm", source["spec"])
     assert list(artifacts.glob("*/*/gen-1/process/weights.bin"))
-    events = await events_of(nodes, await running(nodes, "llm"))
+    events = await agents.events_of(nodes, await agents.running(nodes, "llm"))
     assert events[-2:] == ["quiesced 1", "snapshot-complete 1"]
-    nodes.apply(placeholder("again", "llm", "node-2"))
+    nodes.apply(agents.placeholder("again", "llm", "node-2"))
     await rig.restored("again")
-    assert (await events_of(nodes, "again"))[-1] == "restored 42 1024"
+    assert (await agents.events_of(nodes, "again"))[-1] == "restored 42 1024"
 
 
-def flip_a_byte(generation: Path) -> None:
-    """Damage what is found only while it is copied into the worker's folder."""
-    with (generation / "process" / "weights.bin").open("r+b") as file:
-        file.seek(100)
-        file.write(b"!")
-
-
-def remove_the_root(generation: Path) -> None:
-    """Damage what is found before the worker is touched."""
-    (generation / "root.json").unlink()
-
-
-@pytest.mark.parametrize("damage", [flip_a_byte, remove_the_root])
 async def test_a_worker_whose_restore_fails_is_started_again_and_serves_cold(
-    rig: Rig, nodes: Kubectl, artifacts: Path, damage: Callable[[Path], None]
+    rig: Rig, nodes: Kubectl, artifacts: Path
 ) -> None:
-    source = pod("source", worker("--answer", "42"), nodeName="node-1")
+    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
     await rig.captured("llm", source["spec"])
-    [generation] = artifacts.glob("*/*/gen-1")
-    damage(generation)
-    again = placeholder("again", "llm", "node-2")
+    [weights] = artifacts.glob("*/*/gen-1/process/weights.bin")
+    # It is found only while they are copied into the folder of the worker.
+    flip(weights, 100)
+    again = agents.placeholder("again", "llm", "node-2")
     [main] = again["spec"]["containers"]
     main["startupProbe"] = restoring.startup_probe(main)
     nodes.apply(again)
     await asyncio.to_thread(nodes.wait, "pod/again", until="condition=Ready", within_s=60)
-    assert await events_of(nodes, "again") == ["started ", "cold"]
+    assert await agents.events_of(nodes, "again") == ["started ", "cold"]
     found = await asyncio.to_thread(nodes.get, "pod", "again")
     assert found["status"]["containerStatuses"][0]["restartCount"] == 1
     [row] = [row for row in found["status"]["conditions"] if row["type"] == RESTORED]
@@ -91,12 +69,12 @@ async def test_a_worker_whose_restore_fails_is_started_again_and_serves_cold(
 async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node_is_lost(
     rig: Rig, memory: Kubectl, artifacts: Path, own_cluster: Cluster
 ) -> None:
-    await rig.captured("llm", with_weights("node-1")["spec"], gms={})
+    await rig.captured("llm", agents.with_weights("node-1")["spec"], gms={})
     assert len(list(artifacts.glob("*/*/gen-1/gpu-0"))) == 1
     own_cluster.kill("node-1")
-    memory.apply(standby_with_weights("again", "llm", "node-2"))
+    memory.apply(agents.standby_with_weights("again", "llm", "node-2"))
     await rig.restored("again")
-    words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", READER)
+    words = ("exec", "again", "--container", "main", "--", sys.executable, "-c", agents.READER)
     assert await asyncio.to_thread(memory.run, *words) == "1.5 1.5 (1024, 1024)\n"
     await asyncio.to_thread(own_cluster.start, "node-1")
 
@@ -105,47 +83,31 @@ async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kub
     rig: Rig, memory: Kubectl, artifacts: Path
 ) -> None:
     memory.apply(template("one-gpu"))
-    main = {**worker("--answer", "42"), "resources": GPU}
-    source = pod("source", main, claim="one-gpu", nodeSelector=ON_THE_FIRST)
+    main = {**agents.worker("--answer", "42"), "resources": GPU}
+    source = pod("source", main, claim="one-gpu", nodeSelector={"kubernetes.io/hostname": "node-1"})
     await rig.captured("llm", source["spec"])
     [root] = artifacts.glob("*/*/gen-1/root.json")
     assert json.loads(root.read_text())["facts"]["devices"] == 1
-    memory.apply(placeholder("without", "llm", "node-2"))
-
-    async def why() -> str:
-        return str((await rig.rows("pods", "without")).get(RESTORED, {}).get("message", ""))
-
-    assert "the source had 1 GPUs, the pod has 0" in await polled(why)
+    memory.apply(agents.placeholder("without", "llm", "node-2"))
+    rows = await polled(
+        lambda: rig.rows("pods", "without"), lambda rows: rows.get(RESTORED, {}).get("message")
+    )
+    assert "the source had 1 GPUs, the pod has 0" in rows[RESTORED]["message"]
 
 
 async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(
     rig: Rig, memory: Kubectl, artifacts: Path
 ) -> None:
-    await arm(rig, "node-1", "facts", "crash")
-    await rig.captured("llm", with_weights("node-1")["spec"], gms={})
+    await agents.arm(rig, "node-1", "facts", "crash")
+    await rig.captured("llm", agents.with_weights("node-1")["spec"], gms={})
     assert [path.name for path in artifacts.glob("*/*/*")] == ["gen-2"]
-
-
-async def test_a_worker_goes_on_when_its_agent_is_killed_while_it_is_frozen(
-    rig: Rig, nodes: Kubectl
-) -> None:
-    await arm(rig, "node-1", "copy-state", "crash")
-    source = pod("source", worker("--child"), nodeName="node-1")
-    await rig.apply("llm", {"spec": source["spec"]})
-    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
-    assert failed["reason"] == "AgentRestarted"
-    name = await running(nodes, "llm")
-    assert (await events_of(nodes, name))[-1] == "snapshot-aborted 1"
-    states = "for each in /proc/[0-9]*/stat; do cut -d' ' -f3 $each; done"
-    said = await asyncio.to_thread(nodes.run, "exec", name, "--", "sh", "-c", states)
-    assert "T" not in said
 
 
 async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster
 ) -> None:
-    await arm(rig, "node-1", "copy-state", "stall")
-    source = pod("source", worker("--child"), nodeName="node-1")
+    await agents.arm(rig, "node-1", "copy-state", "stall")
+    source = pod("source", agents.worker("--child"), nodeName="node-1")
     await rig.apply("llm", {"spec": source["spec"]})
     node = own_cluster.machine("node-1")
     folders = node.home / "kubelet" / "pods"
@@ -155,7 +117,9 @@ async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
         return list(folders.glob(f"{where}/{name}"))
 
     def states() -> str:
-        script = f"for each in $(pgrep -f {TINY_WORKER}); do cut -d' ' -f3 /proc/$each/stat; done"
+        script = (
+            f"for each in $(pgrep -f {agents.TINY_WORKER}); do cut -d' ' -f3 /proc/$each/stat; done"
+        )
         return node.run("sh", "-c", script)
 
     async def is_frozen() -> bool:
@@ -167,12 +131,7 @@ async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
     try:
         [agent] = node.run("pgrep", "-f", " -m snapshot_agent.main$").split()
         node.run("kill", "-KILL", agent)
-        async with asyncio.timeout(15):
-
-            async def is_let_go() -> bool:
-                return bool(written("snapshot-aborted"))
-
-            await polled(is_let_go)
+        await until(lambda: written("snapshot-aborted"), "the worker is let go", within_s=15)
         assert "T" not in await asyncio.to_thread(states)
     finally:
         node.send("kubelet", signal.SIGCONT)
@@ -184,7 +143,7 @@ async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_
 ) -> None:
     # It takes a moment to copy so much.
     much = ("--answer", "42", "--state-bytes", str(256 * 2**20))
-    source = pod("source", worker(*much), nodeName="node-1")
+    source = pod("source", agents.worker(*much), nodeName="node-1")
     await rig.apply("llm", {"spec": source["spec"]})
     node = own_cluster.machine("node-1")
 
@@ -199,111 +158,76 @@ async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_
     await asyncio.to_thread(node.stop, component)
     try:
         await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
-        nodes.apply(placeholder("again", "llm", "node-2"))
+        nodes.apply(agents.placeholder("again", "llm", "node-2"))
         await rig.restored("again")
     finally:
         node.start_again(component)
-
-    async def events() -> list[str]:
-        with contextlib.suppress(KubectlError, ValueError):
-            return await events_of(nodes, await running(nodes, "llm"))
-        return []
-
-    assert (await polled(events))[-2:] == ["quiesced 1", "snapshot-complete 1"]
-
-
-async def test_the_drain_of_a_node_ends_a_capture_with_its_reason_and_work_goes_on_elsewhere(
-    rig: Rig, nodes: Kubectl
-) -> None:
-    await arm(rig, "node-1", "facts", "stall")
-    source = pod("source", worker("--answer", "42"), nodeSelector=ON_THE_FIRST)
-    await rig.apply("drained", {"spec": source["spec"]})
-    await polled(lambda: is_quiet(nodes, "drained"))
-    words = ("--ignore-daemonsets", "--force", "--delete-emptydir-data", "--timeout=60s")
-    try:
-        await asyncio.to_thread(nodes.run, "drain", "node-1", *words)
-        failed = await rig.condition("dynamocheckpoints", "drained", "Failed", "True")
-        assert failed["reason"] in (
-            "SourceExited",
-            "JobFailed",
-            "SourcePodGone",
-            "StalePodReference",
-        )
-        del source["spec"]["nodeSelector"]
-        await rig.apply("moved", {"spec": source["spec"]})
-        await rig.condition("dynamocheckpoints", "moved", "Ready", "True")
-    finally:
-        await asyncio.to_thread(nodes.run, "uncordon", "node-1")
+    events = await agents.events_of(nodes, await agents.running(nodes, "llm"))
+    assert events[-2:] == ["quiesced 1", "snapshot-complete 1"]
 
 
 FAILS = "import os, time\nwhile not os.path.exists('/fail'): time.sleep(0.1)\nraise SystemExit(3)"
 
 
-@pytest.mark.parametrize(("policy", "phase"), [("Terminate", "Failed"), ("Resume", "Running")])
 async def test_a_worker_beside_a_failed_container_is_ended_if_it_is_there_to_be_captured_alone(
-    rig: Rig, nodes: Kubectl, policy: str, phase: str
+    rig: Rig, nodes: Kubectl
 ) -> None:
-    await arm(rig, "node-1", "facts", "stall")
+    await agents.arm(rig, "node-1", "facts", "stall")
     side = container("side", sys.executable, "-c", FAILS)
-    source = pod("source", worker("--answer", "42"), side, nodeName="node-1")
-    await rig.apply("llm", {"spec": source["spec"]}, sourcePolicy=policy)
-
-    async def is_quiet() -> bool:
-        with contextlib.suppress(KubectlError, ValueError):
-            words = ("exec", await running(nodes, "llm"), "--container=main", "--", "cat")
-            return "quiesced 1" in await asyncio.to_thread(nodes.run, *words, "/events")
-        return False
-
-    await polled(is_quiet)
-    name = await running(nodes, "llm")
-    words = ("exec", name, "--container=side", "--", "touch", "/fail")
+    source = pod("source", agents.worker("--answer", "42"), side, nodeName="node-1")
+    await rig.apply("llm", {"spec": source["spec"]}, sourcePolicy="Terminate")
+    await polled(lambda: is_quiet(nodes, "llm"))
+    words = ("exec", await agents.running(nodes, "llm"), "--container=side", "--", "touch", "/fail")
     await asyncio.to_thread(nodes.run, *words)
     failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
     assert failed["reason"] == "CheckpointContainerFailed"
     assert "container side" in failed["message"]
-    await rig.phase("llm", phase)
-    if phase == "Running":
-        inside = ("exec", name, "--container=main", "--", "cat", "/events")
-        said = await asyncio.to_thread(nodes.run, *inside)
-        assert said.splitlines()[-1] == "snapshot-aborted 1"
+    await rig.phase("llm", "Failed")
 
 
-async def test_agents_that_are_replaced_in_the_middle_of_a_capture_lose_none(
-    rig: Rig, nodes: Kubectl
+INSTALLED = ROOT / ENGINES["onnx"].installed
+ONNX_WORKER = ROOT / "deploy/examples/onnx_worker.py"
+ONNX_PORT = "8080"
+ONNX_ENVIRONMENT = [
+    {"name": "PYTHONPATH", "value": str(INSTALLED.parent)},
+    {"name": "HTTP_PORT", "value": ONNX_PORT},
+]
+ONNX_CLIENT = f"""
+import json, pathlib, sys, urllib.request
+answers = {{}}
+for name in sys.argv[2:]:
+    content = pathlib.Path(sys.argv[1], name).read_bytes()
+    url = "http://127.0.0.1:{ONNX_PORT}/identify"
+    with urllib.request.urlopen(url, content) as answer:
+        answers[name] = json.load(answer)
+print(json.dumps(answers))
+"""
+
+
+async def asked(nodes: Kubectl, pod: str) -> dict[str, dict[str, object]]:
+    """Return what the engine in a pod says of 20 files."""
+    inside = ("exec", pod, "--container", "main", "--", sys.executable, "-c", ONNX_CLIENT)
+    said = await asyncio.to_thread(nodes.run, *inside, str(ROOT), *ENGINES["onnx"].asked)
+    return dict(json.loads(said))
+
+
+@pytest.mark.skipif(not INSTALLED.exists(), reason="no engines are installed: run `make engines`")
+async def test_a_trained_model_answers_the_same_in_a_pod_of_another_node(
+    rig: Rig, memory: Kubectl, artifacts: Path, own_cluster: Cluster
 ) -> None:
-    await arm(rig, "node-1", "facts", "stall")
-    source = pod("source", worker("--answer", "42"), nodeName="node-1")
-    await rig.apply("llm", {"spec": source["spec"]})
-    await polled(lambda: is_quiet(nodes, "llm"))
-    await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
-    await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
-    events = await events_of(nodes, await running(nodes, "llm"))
-    assert [event.split()[0] for event in events[1:]] == [
-        "quiesced",
-        "snapshot-aborted",
-        "quiesced",
-        "snapshot-complete",
-    ]
-
-
-async def test_a_second_agent_of_a_node_waits_for_the_end_of_the_first(
-    rig: Rig, nodes: Kubectl, nats_url: str, artifacts: Path
-) -> None:
-    other = agents(nats_url, artifacts)
-    other["metadata"]["name"] = "other"
-    labels = other["spec"]["selector"]["matchLabels"] = {"app": "other"}
-    other["spec"]["template"]["metadata"]["labels"] = labels
-    nodes.apply(other)
-
-    async def says_why() -> bool:
-        with contextlib.suppress(KubectlError):
-            words = ("logs", "daemonset/other", "--previous")
-            return "another process works" in await asyncio.to_thread(nodes.run, *words)
-        return False
-
-    await polled(says_why)
-    await asyncio.to_thread(nodes.run, "delete", "daemonset/snapback-node")
-    words = ("rollout", "status", "daemonset/other", "--timeout=90s")
-    await asyncio.to_thread(nodes.run, *words)
-    source = pod("source", worker(), nodeName="node-1")
-    await rig.captured("llm", source["spec"])
+    await rig.captured(
+        "onnx", agents.with_weights("node-1", ONNX_WORKER, env=ONNX_ENVIRONMENT)["spec"], gms={}
+    )
+    before = await asked(memory, await agents.running(memory, "onnx"))
+    assert len(before) == 20
+    assert before["Makefile"]["label"] == "makefile"
+    assert list(artifacts.glob("*/*/gen-1/gpu-0"))
+    own_cluster.kill("node-1")
+    try:
+        memory.apply(
+            agents.standby_with_weights("again", "onnx", "node-2", ONNX_WORKER, ONNX_ENVIRONMENT)
+        )
+        await rig.restored("again")
+        assert await asked(memory, "again") == before
+    finally:
+        await asyncio.to_thread(own_cluster.start, "node-1")

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import secrets
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,26 +38,18 @@ IMMUTABLE = "is immutable"
 STATUS = ("is never changed once it is set", "never falls")
 
 
-class Kube:
-    """A namespace of a cluster, by kubectl."""
-
-    def __init__(self, kubectl: Kubectl, namespace: str) -> None:
-        self.namespace = namespace
-        self._kubectl = kubectl.within(namespace)
-
-    def run(self, *words: str, given: Any = None) -> subprocess.CompletedProcess[str]:
-        """What kubectl does with an object that is given to it, if one is."""
-        return self._kubectl.try_(*words, given="" if given is None else json.dumps(given))
+class Kube(Kubectl):
+    """A namespace of a cluster, in which objects are given to kubectl."""
 
     def done(self, *words: str, given: Any = None) -> str:
         """What kubectl prints; it neither fails nor warns."""
-        result = self.run(*words, given=given)
+        result = self.try_(*words, given=json.dumps(given))
         assert (result.returncode, result.stderr) == (0, ""), result
         return result.stdout
 
     def refused(self, *words: str, given: Any = None) -> dict[str, str]:
         """The message of each path that the API server refuses."""
-        result = self.run(*words, given=given)
+        result = self.try_(*words, given=json.dumps(given))
         assert result.returncode, result
         text = re.sub(r"^The .*? is invalid: ", "* ", result.stderr)
         found = dict(re.findall(r"^\* ([^\s:]+): (.*)$", text, re.MULTILINE))
@@ -66,28 +57,27 @@ class Kube:
         found.pop("<nil>", None)
         return found
 
-    def create(self, found: dict[str, Any]) -> dict[str, Any]:
+    def create(self, found: dict[str, Any]) -> Any:
         """An object as it is stored, with its status."""
-        stored = json.loads(self.done("create", "-f", "-", "-o", "json", given=found))
-        if "status" not in found:
-            return stored  # type: ignore[no-any-return]
-        return json.loads(  # type: ignore[no-any-return]
-            self.done(
+        stored = self.done("create", "-f", "-", "-o", "json", given=found)
+        if "status" in found:
+            stored = self.done(
                 *("patch", found["kind"], found["metadata"]["name"], "--subresource=status"),
                 *("--type=merge", "-o", "json", "-p", json.dumps({"status": found["status"]})),
             )
-        )
+        return json.loads(stored)
 
 
 @pytest.fixture(scope="module")
 def kube(target: Target, definitions: None) -> Iterator[Kube]:
-    found = Kube(target.kubectl, f"crds-{secrets.token_hex(4)}")
-    found.done("create", "namespace", found.namespace)
+    name, kubectl = f"crds-{secrets.token_hex(4)}", target.kubectl
+    kubectl.run("create", "namespace", name)
+    found = Kube(kubectl.kubeconfig, kubectl.program, name)
     yield found
     for kind in KINDS_OF_OURS:
-        scope = [] if KINDS[kind].namespaced else ["-l", f"test={found.namespace}"]
-        found.run("delete", kind, *(scope or ["--all"]), "--wait=false")
-    found.run("delete", "namespace", found.namespace, "--wait=false")
+        scope = [] if KINDS[kind].namespaced else ["-l", f"test={name}"]
+        found.try_("delete", kind, *(scope or ["--all"]), "--wait=false")
+    kubectl.try_("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture(scope="module")
@@ -372,18 +362,3 @@ def test_all_kinds_are_found_by_their_short_names_and_in_one_list(
         name = stored[kind]["metadata"]["name"]
         assert name in kube.done("get", KINDS[kind].short, "-o", "name")
         assert name in kube.done("get", "snapback", "-o", "name")
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("dynamocheckpoint", "Asks for a checkpoint of a worker"),
-        ("dckpt.spec.job.targetContainerName", "The container to capture."),
-        ("dckpt.spec.gpuMemoryService.checkpoint.saver.command", "The whole argument vector"),
-        ("snap.spec.source", "exactly one of the two"),
-        ("snapcontent.status.orders.payload", "The order as it is published."),
-        ("srestore.spec.source", "The Snapshot or DynamoCheckpoint"),
-    ],
-)
-def test_kubectl_explains_a_field(kube: Kube, path: str, text: str) -> None:
-    assert text in " ".join(kube.done("explain", path).split())

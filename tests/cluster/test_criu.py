@@ -19,7 +19,6 @@ from tests.cluster.machine import ComponentError
 from tests.cluster.rig import Rig, polled
 from tests.cluster.simulated import ROOT, container, pod
 from tests.support.json_patch import applied
-from tests.support.live_cluster import snapshot
 
 pytestmark = [
     pytest.mark.cluster,
@@ -98,12 +97,9 @@ async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_los
         nodes.apply(placeholder("again", "llm", "node-2"))
         await rig.restored("again")
         await did(nodes, "again", "restored 1")
-
-        async def said_of_its_heap() -> list[dict[str, Any]]:
-            said = await said_by(nodes, "again")
-            return said if any(line["heap"] for line in said) else []
-
-        lines = await polled(said_of_its_heap)
+        lines = await polled(
+            lambda: said_by(nodes, "again"), lambda said: any(line["heap"] for line in said)
+        )
     finally:
         await asyncio.to_thread(own_cluster.start, "node-1")
     first, last = lines[0], lines[-1]
@@ -119,16 +115,6 @@ async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_los
     assert last["alarms"] > quiet["alarms"]
 
 
-@pytest.fixture
-async def restored_pod(rig: Rig, nodes: Kubectl) -> str:
-    """The name of a pod on node-2 whose process was captured on node-1."""
-    await captured(rig, nodes, "llm")
-    nodes.apply(placeholder("again", "llm", "node-2"))
-    await rig.restored("again")
-    await did(nodes, "again", "restored 1")
-    return "again"
-
-
 async def captured(rig: Rig, nodes: Kubectl, name: str, *arguments: str) -> str:
     """Capture a worker on node-1; return the name of its pod."""
     await rig.captured(name, source(*arguments)["spec"], driver="criu")
@@ -136,61 +122,26 @@ async def captured(rig: Rig, nodes: Kubectl, name: str, *arguments: str) -> str:
 
 
 async def test_a_restored_process_gets_the_signals_of_its_container_and_ends_it(
-    nodes: Kubectl, restored_pod: str
+    rig: Rig, nodes: Kubectl
 ) -> None:
-    inside = await asyncio.to_thread(
-        nodes.run, "exec", restored_pod, "--container=main", "--", "/usr/bin/ls", "/data"
-    )
-    assert {"counts", "lock"} <= set(inside.split())
+    await captured(rig, nodes, "llm")
+    nodes.apply(placeholder("again", "llm", "node-2"))
+    await rig.restored("again")
+    await did(nodes, "again", "restored 1")
+    inside = ("exec", "again", "--container=main", "--")
+    found = await asyncio.to_thread(nodes.run, *inside, "/usr/bin/ls", "/data")
+    assert {"counts", "lock"} <= set(found.split())
     end = "import os, signal; os.kill(1, signal.SIGTERM)"
-    words = ("exec", restored_pod, "--container=main", "--", sys.executable, "-c", end)
     # The end of the container may kill the command: how it ends says nothing.
-    await asyncio.to_thread(nodes.try_, *words)
+    await asyncio.to_thread(nodes.try_, *inside, sys.executable, "-c", end)
 
     async def exit_code() -> int | None:
-        [status] = (await asyncio.to_thread(nodes.get, "pod", restored_pod))["status"][
-            "containerStatuses"
-        ]
+        pod = await asyncio.to_thread(nodes.get, "pod", "again")
+        [status] = pod["status"]["containerStatuses"]
         ended = status["lastState"].get("terminated") or status["state"].get("terminated")
         return int(ended["exitCode"]) if ended else None
 
     assert await polled(exit_code) == 7
-
-
-async def test_a_restored_process_is_captured_and_restored_again(
-    rig: Rig, nodes: Kubectl, restored_pod: str
-) -> None:
-    nodes.apply(snapshot("second", restored_pod, "Resume", driver="criu"))
-    await rig.condition("snapshots", "second", "Ready", "True")
-    await did(nodes, restored_pod, "snapshot-complete")
-    nodes.apply(placeholder("third", "second", "node-1"))
-    await rig.restored("third")
-    await did(nodes, "third", "restored 1")
-    lines = await said_by(nodes, "third")
-    assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
-    assert lines[-1]["host"] == "third"
-
-
-async def test_a_worker_that_stays_connected_to_the_outside_is_refused_and_goes_on(
-    rig: Rig, nodes: Kubectl
-) -> None:
-    listens = container("outside", sys.executable, "-c", LISTENER)
-    one = source("--seqpacket", "outside")
-    one["spec"]["containers"].append(listens)
-    await rig.apply("llm", {"spec": one["spec"]}, driver="criu")
-    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
-    assert failed["reason"] == "NotEligible"
-    assert "@outside" in failed["message"]
-    await did(nodes, await running(nodes, "llm"), "snapshot-aborted")
-
-
-LISTENER = r"""
-import socket
-listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-listener.bind("\0outside")
-listener.listen()
-kept = [listener.accept() for _ in range(8)]
-"""
 
 
 async def test_a_worker_that_only_waits_from_when_it_is_ready_is_asked_for_nothing(
@@ -212,42 +163,10 @@ async def dumping(cluster: Cluster) -> None:
     """Wait until a helper of node-1 has CRIU dump a worker."""
     records = cluster.machine("node-1").home / "snapback" / "helper" / "dumps"
 
-    async def is_under_way() -> bool:
-        # The folder is made by a helper that starts.
-        return any(records.glob("*"))
-
     async with asyncio.timeout(60):
-        while not await is_under_way():  # noqa: ASYNC110 - no event reports it
+        # The folder is made by a helper that starts.
+        while not any(records.glob("*")):  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.002)
-
-
-async def killed(cluster: Cluster, pattern: str) -> None:
-    """Kill the processes on node-1 whose command lines have this pattern."""
-    node = cluster.machine("node-1")
-    pids = (await asyncio.to_thread(node.run, "pgrep", "-f", pattern)).split()
-    # A child ends with its parent, which may be killed before it.
-    await asyncio.to_thread(node.run, "sh", "-c", f"kill -KILL {' '.join(pids)} || true")
-
-
-def left_of_criu(cluster: Cluster) -> str:
-    """Return the processes of CRIU on node-1; none are left when all is well."""
-    node = cluster.machine("node-1")
-    return node.run("sh", "-c", "pgrep -f [c]riu.bin || true").strip()
-
-
-async def test_a_worker_whose_agent_is_killed_while_criu_dumps_goes_on_with_its_connections(
-    rig: Rig, nodes: Kubectl, own_cluster: Cluster
-) -> None:
-    await rig.apply("llm", {"spec": source("--heap-mib", "512")["spec"]}, driver="criu")
-    await dumping(own_cluster)
-    await killed(own_cluster, " -m snapshot_agent.main$")
-    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
-    assert failed["reason"] == "OutcomeUnknown"
-    name = await running(nodes, "llm")
-    await did(nodes, name, "snapshot-aborted")
-    lines = await said_by(nodes, name)
-    assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
-    assert left_of_criu(own_cluster) == ""
 
 
 async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leave_nothing(
@@ -265,15 +184,13 @@ async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leav
 
     await polled(is_stopped)
     await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
-
-    async def is_ending() -> bool:
-        pods = await asyncio.to_thread(nodes.list, "pods", "--selector=app=snapback-node")
-        return any(
+    await polled(
+        lambda: asyncio.to_thread(nodes.list, "pods", "--selector=app=snapback-node"),
+        lambda pods: any(
             pod["spec"]["nodeName"] == "node-1" and "deletionTimestamp" in pod["metadata"]
             for pod in pods
-        )
-
-    await polled(is_ending)
+        ),
+    )
     await asyncio.to_thread(node.run, "pkill", "-CONT", "-f", DUMPS)
     failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
     assert failed["reason"] in ("ServiceStopped", "OutcomeUnknown")
@@ -282,35 +199,13 @@ async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leav
     )
     name = await running(nodes, "llm")
     await did(nodes, name, "snapshot-aborted")
-
-    async def goes_on() -> bool:
-        return not (await said_by(nodes, name))[-1]["did"]
-
-    await polled(goes_on)
-    lines = await said_by(nodes, name)
+    lines = await polled(lambda: said_by(nodes, name), lambda said: not said[-1]["did"])
     assert all(line["child"] == line["tcp"] == line["count"] for line in lines)
     assert not [path for path in artifacts.rglob("*") if path.is_file()]
     assert not list((node.home / "snapback" / "helper" / "dumps").iterdir())
-    assert left_of_criu(own_cluster) == ""
+    assert node.run("sh", "-c", "pgrep -f [c]riu.bin || true") == ""
     worker_pid = node.run("pgrep", "-o", "-f", "full_worker.py").strip()
     network = f"--net=/proc/{worker_pid}/ns/net"
     tables = node.run("nsenter", network, str(CRIU.with_name("nft")), "list", "tables")
     assert "CRIU" not in tables
     assert "/criu-" not in node.run("cat", "/proc/self/mountinfo")
-
-
-async def test_a_worker_whose_helper_is_killed_while_criu_dumps_is_ended(
-    rig: Rig, nodes: Kubectl, own_cluster: Cluster
-) -> None:
-    one = source("--heap-mib", "512")["spec"] | {"restartPolicy": "Never"}
-    await rig.apply("llm", {"spec": one}, driver="criu")
-    await dumping(own_cluster)
-    await killed(own_cluster, "snapshot_agent.helper|criu.bin")
-    await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
-    assert left_of_criu(own_cluster) == ""
-
-    async def has_ended() -> bool:
-        pods = await asyncio.to_thread(nodes.list, "pods", "--selector=job-name=llm")
-        return all(pod["status"]["phase"] == "Failed" for pod in pods)
-
-    await polled(has_ended)

@@ -1,4 +1,7 @@
-"""The cluster of the tests: it comes up, says why not, and never leaves anything."""
+"""The cluster of the tests: it says why it did not start, and never leaves anything.
+
+What works in a cluster (DNS, Services, nodes that share nothing) every other test relies on.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,21 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster, sweep
+from tests.cluster.evidence import collect
 from tests.cluster.host import ClusterError, link_name
+from tests.cluster.kubectl import Kubectl
 from tests.cluster.machine import cgroup_of, marked
+from tests.cluster.target import Target
 
 pytestmark = [pytest.mark.cluster, pytest.mark.waits]
 
@@ -50,18 +55,17 @@ def traces(cluster: Cluster) -> dict[str, list[str]]:
 def _naming(text: str, file: str) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        if process.name != str(os.getpid()):
-            try:
-                if text in (process / file).read_text(errors="replace"):
-                    found.append(f"{process.name} {file}")
-            except OSError:
-                continue
+        with contextlib.suppress(OSError):
+            if process.name != str(os.getpid()) and text in (process / file).read_text(
+                "utf-8", "replace"
+            ):
+                found.append(f"{process.name} {file}")
     return found
 
 
 @contextlib.contextmanager
-def started(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a program of Python that has this repository on its path, and kill it in the end."""
+def started(text: str, *words: str) -> Iterator[None]:
+    """Start a program of Python that prints a line with this text, and kill it in the end."""
     process = subprocess.Popen(
         [sys.executable, "-u", *words],
         stdin=subprocess.PIPE,
@@ -71,35 +75,12 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
         cwd=programs.REPOSITORY,
     )
     try:
-        yield process
+        assert process.stdout
+        assert any(text in line for line in process.stdout), f"it ended without {text!r}"
+        yield
     finally:
         process.kill()
         process.communicate()
-
-
-def finished(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line of clusters to its end."""
-    command = [sys.executable, "-m", "tests.cluster", *words]
-    return subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=READ_S,
-        cwd=programs.REPOSITORY,
-    )
-
-
-def until(process: subprocess.Popen[str], text: str) -> str:
-    """Read what a program prints to the line that has a text, and return all of it."""
-    said = ""
-    assert process.stdout
-    for line in process.stdout:
-        said += line
-        if text in line:
-            return said
-    raise AssertionError(f"ended without {text!r}:\n{said}")
 
 
 @pytest.fixture
@@ -112,53 +93,19 @@ def name() -> Iterator[str]:
     Cluster(name).down()
 
 
-def test_down_leaves_nothing(name: str) -> None:
+@pytest.mark.parametrize("moment", ["machines have booted", "containerd of node-1", "is Ready"])
+def test_down_removes_what_a_harness_that_was_killed_left(name: str, moment: str) -> None:
+    with started(moment, "-m", "tests.cluster", "--name", name, "up", "--nodes=1"):
+        pass
     cluster = Cluster(name)
-    cluster.up(1)
     assert {*traces(cluster)} == {"processes", "mounts", "cgroups", "links", "folders"}
     cluster.down()
     assert traces(cluster) == {}
 
 
-def test_two_clusters_run_at_once(name: str) -> None:
-    names = (name, f"{name}-b")
-    try:
-        with ThreadPoolExecutor() as pool:
-            up = [pool.submit(finished, "--name", each, "up", "--nodes=1") for each in names]
-        assert [each.result().returncode for each in up] == [0, 0], up[0].result().stdout
-        for each in names:
-            [node] = Cluster(each).kubectl.list("nodes")
-            assert node["metadata"]["name"] == "node-1"
-            Cluster(each).kubectl.run("create", "namespace", each)
-        assert "NotFound" in Cluster(name).kubectl.try_("get", "namespace", names[1]).stderr
-    finally:
-        Cluster(names[1]).down()
-    assert traces(Cluster(names[1])) == {}
-
-
-@pytest.mark.parametrize("moment", ["machines have booted", "containerd of node-1", "is Ready"])
-def test_down_removes_what_a_harness_that_was_killed_left(name: str, moment: str) -> None:
-    with started("-m", "tests.cluster", "--name", name, "up", "--nodes=1") as process:
-        until(process, moment)
-    cluster = Cluster(name)
-    assert "processes" in traces(cluster)
-    cluster.down()
-    assert traces(cluster) == {}
-
-
-def test_up_removes_what_a_harness_that_was_killed_left(name: str) -> None:
-    killed = Cluster(f"{name}-killed")
-    with started("-m", "tests.cluster", "--name", killed.name, "up", "--nodes=1") as process:
-        until(process, "the API server answers")
-    assert "processes" in traces(killed)
-    Cluster(name).up(1)
-    assert traces(killed) == {}
-
-
 def test_a_cluster_is_left_alone_while_its_owner_runs_and_ends_with_it(name: str) -> None:
     cluster = Cluster(name)
-    with started("-c", OWNER, name) as process:
-        until(process, "everything runs")
+    with started("everything runs", "-c", OWNER, name):
         sweep()
         with pytest.raises(ClusterError, match=f"{name} is used by a process that runs"):
             cluster.down()
@@ -171,34 +118,92 @@ def test_a_cluster_is_left_alone_while_its_owner_runs_and_ends_with_it(name: str
     assert traces(cluster) == {}
 
 
-def test_the_status_of_a_cluster_that_runs_names_a_component_that_was_killed(name: str) -> None:
-    cluster = Cluster(name)
-    cluster.up(1)
-    with pytest.raises(ClusterError, match="runs already; take it down first"):
-        Cluster(name).up(1)
-    assert finished("--name", name, "status").returncode == 0
-    cluster.machine("node-1").send("kube-proxy", signal.SIGKILL)
-    done = finished("--name", name, "status")
-    assert done.returncode == 1
-    assert "kube-proxy of node-1 ended with exit status 137" in done.stdout
-
-
 def test_a_component_that_ends_is_reported_with_its_log(name: str) -> None:
-    done = finished("--name", name, "up", "--api-flag=--no-such-flag")
+    words = (sys.executable, "-m", "tests.cluster", "--name", name, "up")
+    done = subprocess.run(
+        [*words, "--api-flag=--no-such-flag"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=READ_S,
+        cwd=programs.REPOSITORY,
+    )
     assert done.returncode == 1
-    assert "kube-apiserver of control-plane ended with exit status 1" in done.stdout
-    assert "unknown flag: --no-such-flag" in done.stdout
+    assert "kube-apiserver of control-plane ended with exit status 1" in done.stderr
+    assert "unknown flag: --no-such-flag" in done.stderr
     assert traces(Cluster(name)) == {}
     [log] = (FAILED / name).rglob("kube-apiserver.log")
     assert "unknown flag" in log.read_text()
     shutil.rmtree(FAILED / name)
 
 
-def test_what_is_missing_is_named_with_the_package_that_has_it(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def pod(name: str, image: str, *command: str, **spec: Any) -> dict[str, Any]:
+    """Return a pod that runs a command."""
+    container = {"name": "main", "image": image, "command": command}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {"containers": [container], "terminationGracePeriodSeconds": 0} | spec,
+    }
+
+
+def test_a_node_that_is_killed_becomes_not_ready_and_comes_back_with_its_pods(
+    own_cluster: Cluster, namespace: Kubectl, shell_image: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "runc (package runc)" in programs.lacking()
-    assert "ip (package iproute2)" in programs.lacking()
-    with pytest.raises(ClusterError, match="gcc"):
-        Cluster(name).up(1)
+    namespace.apply(pod("stays", shell_image, "sleep", "infinity", nodeName="node-2"))
+    namespace.wait("pod/stays", until="condition=Ready")
+    own_cluster.kill("node-2")
+    try:
+        own_cluster.kubectl.wait("node/node-2", until="condition=Ready=Unknown")
+        own_cluster.kubectl.wait("node/node-1", until="condition=Ready")
+    finally:
+        own_cluster.start("node-2")
+    own_cluster.kubectl.wait("node/node-2", until="condition=Ready")
+    restarted = "jsonpath={.status.containerStatuses[0].restartCount}=1"
+    namespace.wait("pod/stays", until=restarted)
+    namespace.wait("pod/stays", until="condition=Ready")
+
+
+AGENT = """
+python -P -c 'import snapshot_agent.main'
+cd /opt/snapback
+criu/criu --version | grep -q 'Version: 4'
+criu/nft --version
+./snapback-init --install /tmp/init
+cmp snapback-init /tmp/init
+"""
+
+
+@pytest.mark.timeout(1500)
+def test_the_images_of_the_services_run(namespace: Kubectl, service_images: dict[str, str]) -> None:
+    """Each image has the packages of its service; what they do is for other tests."""
+    commands = {
+        "operator": ["python", "-P", "-c", "import snapshot_operator.main"],
+        "gms": ["python", "-P", "-c", "import gms.main"],
+        "snapshot-agent": ["sh", "-euc", AGENT],
+        "snapshotctl": ["snapshotctl", "--version"],
+        "page": ["python", "-P", "-c", "import snapshot_page.main"],
+        "nats": ["nats-server", "--version"],
+    }
+    assert {*commands} == {*service_images}
+    for name, command in commands.items():
+        namespace.apply(pod(name, service_images[name], *command, restartPolicy="Never"))
+    for name in commands:
+        namespace.wait(f"pod/{name}", until="jsonpath={.status.phase}=Succeeded")
+    assert namespace.run("logs", "nats").startswith("nats-server: v")
+
+
+def test_what_is_kept_of_a_failed_test_has_objects_events_and_logs(
+    target: Target, namespace: Kubectl, shell_image: str, tmp_path: Path
+) -> None:
+    script = "echo the reason; exit 3"
+    namespace.apply(pod("fails", shell_image, "bash", "-c", script, restartPolicy="Never"))
+    namespace.wait("pod/fails", until="jsonpath={.status.phase}=Failed")
+    kept = collect(tmp_path / "kept", namespace, target.own)
+    assert "exitCode: 3" in (kept / "objects.yaml").read_text()
+    assert "pod/fails" in (kept / "events.txt").read_text().lower()
+    assert (kept / "pods" / "fails" / "main.log").read_text() == "the reason\n"
+    assert "kind: Node" in (kept / "cluster-objects.yaml").read_text()
+    if target.own:
+        assert (kept / "components" / "node-1" / "kubelet.log").stat().st_size

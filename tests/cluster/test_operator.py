@@ -1,4 +1,7 @@
-"""The operator on a real API server: from an applied checkpoint to the first order."""
+"""The operator on a real API server: from an applied checkpoint to the first order.
+
+`rig` has it in this process, `site` as a program with exactly the rights of its roles.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,22 @@ from typing import Any
 
 import pytest
 
+from snapshot_operator.kube import rbac
+from snapshot_operator.kube.crds import PART_OF, definitions
+from snapshot_operator.kube.definitions import PATH as DEFINITIONS
 from snapshot_shared import subjects
-from snapshot_shared.api import DeleteReply, DeleteRequest
-from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import NotFound
 from snapshot_shared.kube_client import KubeClient
+from snapshot_shared.objects.kubernetes import AGENT_LABEL
+from tests.cluster.cluster import Cluster
 from tests.cluster.lying_proxy import Lie
-from tests.cluster.rig import OURS, SHELL, Rig, polled, serving, sleeper
+from tests.cluster.rig import OURS, SHELL, Rig, polled, program, serving, sleeper
+from tests.support.objects import presence
 
 pytestmark = pytest.mark.cluster
 
+NODES = "/api/v1/nodes"
 LONGEST = f"{'a' * 62}.{'b' * 190}"
 """As long as Kubernetes lets the name of an object be."""
 
@@ -45,29 +54,6 @@ async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_
     assert job["spec"]["template"]["metadata"]["labels"]["mine"] == "kept"
 
 
-async def test_a_template_that_kubernetes_refuses_fails_the_checkpoint_with_the_path(
-    rig: Rig,
-) -> None:
-    template = sleeper()
-    template["spec"]["containers"][0]["image"] = ""
-    await rig.apply("wrong", template)
-    failed = await rig.condition("dynamocheckpoints", "wrong", "Failed", "True")
-    assert failed["reason"] == "PodTemplateInvalid"
-    assert "containers[0].image" in failed["message"]
-
-
-async def test_a_secret_that_is_missing_is_named_and_waited_for(rig: Rig) -> None:
-    template = sleeper("sleep 600")
-    secret = {"secretRef": {"name": "credentials"}}
-    template["spec"]["containers"][0]["envFrom"] = [secret]
-    await rig.apply("lacks", template)
-    message = await rig.reason("lacks", "PodTemplateInvalid")
-    assert 'container main: secret "credentials" not found' in message
-    assert "Next: " in message
-    await rig.post("secrets", {"metadata": {"name": "credentials"}})
-    await rig.phase("lacks", "Running")
-
-
 async def test_quantities_may_be_fractions_and_what_is_null_is_nothing(rig: Rig) -> None:
     template = sleeper("sleep 600")
     main = template["spec"]["containers"][0]
@@ -83,11 +69,8 @@ async def test_quantities_may_be_fractions_and_what_is_null_is_nothing(rig: Rig)
 async def test_a_quota_that_refuses_a_job_is_said_and_waited_for(rig: Rig) -> None:
     hard = {"hard": {"count/jobs.batch": "0"}}
     await rig.post("resourcequotas", {"metadata": {"name": "jobs"}, "spec": hard})
-
-    async def counts() -> bool:
-        return bool((await rig.get("resourcequotas", "jobs"))["status"].get("hard"))
-
-    await polled(counts)
+    quota = ("resourcequotas", "jobs")
+    await polled(lambda: rig.get(*quota), lambda found: found["status"].get("hard"))
     await rig.apply("many", sleeper("sleep 600"))
     assert "exceeded quota: jobs" in await rig.reason("many", "Refused")
     await rig.delete("resourcequotas", "jobs")
@@ -123,27 +106,6 @@ async def test_an_operator_that_loses_its_lease_during_its_first_lists_ends(
                 await operator
 
 
-async def test_a_job_is_not_deleted_with_the_rights_of_the_operator(rig: Rig) -> None:
-    await rig.apply("mine", sleeper("sleep 600"))
-    await rig.phase("mine", "Running")
-    request = encode_json(DeleteRequest(kind="job", name="mine", namespace=rig.namespace))
-    answer = await rig.bus.request(subjects.api("delete"), request)
-    reply = decode_json(answer, DeleteReply)
-    assert reply.failure is not None
-    assert reply.failure.next_step == f"kubectl delete job mine --namespace {rig.namespace}"
-    assert (await rig.get("jobs", "mine"))["metadata"].get("deletionTimestamp") is None
-
-
-async def test_objects_that_do_not_change_cost_no_request(rig: Rig) -> None:
-    await rig.apply("still", sleeper("sleep 600"))
-    await rig.condition("dynamocheckpoints", "still", "Ready", "False")
-    await rig.phase("still", "Running")
-    await asyncio.sleep(3.0)
-    rig.proxy.requests.clear()
-    await asyncio.sleep(5.0)
-    assert not [key for key in rig.proxy.requests if key[0] != "WATCH"]
-
-
 @pytest.mark.parametrize("pod_name", ["again", LONGEST], ids=["short", "longest"])
 async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(
     rig: Rig, pod_name: str
@@ -159,8 +121,106 @@ async def test_a_pod_that_asks_for_a_restore_gets_one_that_goes_with_it(
     waits = await rig.condition("snapshotrestores", name, "Ready", "False")
     assert waits["reason"] == "WaitingForSnapshot"
     await rig.delete("pods", pod_name, {"gracePeriodSeconds": 0})
+    await polled(lambda: rig.exists("snapshotrestores", name), lambda is_there: not is_there)
 
-    async def is_gone() -> bool:
-        return not await rig.exists("snapshotrestores", name)
 
-    assert await polled(is_gone)
+async def named_nodes(site: Rig) -> list[str]:
+    return sorted(item["metadata"]["name"] for item in await site.items(NODES))
+
+
+async def label(site: Rig, path: str, key: str, value: str | None) -> None:
+    await site.patch(path, metadata={"labels": {key: value}})
+
+
+async def test_it_serves_selected_namespaces_alone(site: Rig) -> None:
+    async with program(site, SNAPBACK_NAMESPACE_SELECTOR=f"test={site.namespace}") as it:
+        await it.until_ready()
+        assert (await site.get("leases", rbac.NAME))["spec"]["holderIdentity"]
+        crd = await site.get(DEFINITIONS, definitions()[0]["metadata"]["name"])
+        assert rbac.NAME in {row["manager"] for row in crd["metadata"]["managedFields"]}
+        await site.apply("llm", sleeper("sleep 600"))
+        await asyncio.sleep(2.0)
+        left = await site.get("dynamocheckpoints", "llm")
+        assert "finalizers" not in left["metadata"]
+        assert "status" not in left
+        await label(site, f"/api/v1/namespaces/{site.namespace}", "test", site.namespace)
+        await polled(lambda: site.exists("jobs", "llm"))
+
+
+async def test_a_pod_is_placed_by_the_label_of_nodes_with_an_agent(
+    site: Rig, own_cluster: Cluster, shell_image: str
+) -> None:
+    first, second = await named_nodes(site)
+    for name in (first, second):
+        await label(site, f"{NODES}/{name}", AGENT_LABEL, None)
+    async with program(site) as it:
+        await it.until_ready()
+        template = sleeper()
+        await site.apply("anywhere", template, backoffLimit=2)
+        message = await site.reason("anywhere", "NoAgentOnNode")
+        assert "no node has a snapshot agent" in message
+        template["spec"]["nodeName"] = second
+        await site.apply("placed", template)
+        assert second in await site.reason("placed", "NoAgentOnNode")
+        rows = await site.rows("dynamocheckpoints", "anywhere")
+        assert "spec.job.backoffLimit" in rows["DeprecatedFieldSet"]["message"]
+        job = await site.get("jobs", "anywhere")
+        assert job["spec"]["backoffLimit"] == 0
+        await site.bus.put(subjects.NODES_BUCKET, first, encode_json(presence(first)))
+        await polled(lambda: site.exists("snapshots", "anywhere"))
+        labels = (await site.get(NODES, first))["metadata"]["labels"]
+        assert labels[AGENT_LABEL] == "true"
+        assert not await site.exists("snapshots", "placed")
+
+
+async def test_what_happens_to_a_checkpoint_is_in_its_events(site: Rig) -> None:
+    async with program(site, SNAPBACK_ALLOW_GMS_SNAPSHOT="false") as it:
+        await it.until_ready()
+        await site.apply("plain", sleeper("sleep 600"))
+        await site.apply("asking", sleeper("sleep 600"), gms={"enabled": True})
+        assert "gpuMemoryService" in await site.reason("asking", "GMSSnapshotDisabled")
+        assert not await site.exists("jobs", "asking")
+
+        async def events(name: str) -> list[tuple[str, str]]:
+            found = [
+                item
+                for item in await site.items("events")
+                if item["involvedObject"].get("kind") == "DynamoCheckpoint"
+                and item["involvedObject"]["name"] == name
+            ]
+            return [(item["type"], item["reason"]) for item in found]
+
+        async def are_said() -> bool:
+            return bool(await events("asking")) and bool(await events("plain"))
+
+        await polled(are_said)
+        assert {type_ for type_, _ in await events("plain")} == {"Normal"}
+        assert await events("asking") == [("Warning", "GMSSnapshotDisabled")]
+
+
+async def test_it_is_not_ready_while_a_definition_belongs_to_another_product(
+    site: Rig, own_cluster: Cluster
+) -> None:
+    name = definitions()[1]["metadata"]["name"]
+    await label(site, f"{DEFINITIONS}/{name}", PART_OF[0], "other")
+    try:
+        async with program(site) as it:
+            why = f"CRDsOwnedByOther: {name} (of other)"
+            await polled(lambda: it.ask("/readyz"), lambda said: said[0] == 503 and why in said[1])
+
+            async def events() -> list[Any]:
+                found = await site.items("events")
+                return [item for item in found if item["reason"] == "CRDsOwnedByOther"]
+
+            (event,) = await polled(events)
+            assert name in event["message"]
+            assert event["involvedObject"]["name"] == rbac.NAME
+            await site.apply("llm", sleeper("sleep 600"))
+            await asyncio.sleep(1.0)
+            left = await site.get("dynamocheckpoints", "llm")
+            assert "finalizers" not in left["metadata"]
+            await label(site, f"{DEFINITIONS}/{name}", *PART_OF)
+            await it.until_ready()
+            await polled(lambda: site.exists("jobs", "llm"))
+    finally:
+        await label(site, f"{DEFINITIONS}/{name}", *PART_OF)

@@ -31,12 +31,8 @@ pytestmark = [
 PAGE = programs.REPOSITORY / "docs" / "kubernetes.md"
 COMMAND_S = 360.0
 OF_THE_CLUSTER = (
-    "componentstatuses",
-    "endpoints",
-    "events",
-    "events.events.k8s.io",
-    "leases.coordination.k8s.io",
-    "nodes.metrics.k8s.io",
+    *("componentstatuses", "endpoints", "events", "events.events.k8s.io"),
+    *("leases.coordination.k8s.io", "nodes.metrics.k8s.io"),
 )
 """Kinds whose objects come and go by themselves."""
 

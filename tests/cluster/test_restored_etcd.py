@@ -22,8 +22,9 @@ from tests.cluster.captures import Captures, Crew, after_writes
 from tests.cluster.cluster import Cluster
 from tests.cluster.images import Images
 from tests.cluster.lying_proxy import Lie
-from tests.cluster.rig import Rig, polled
+from tests.cluster.rig import SECONDS, Rig, polled
 from tests.cluster.target import Target, define
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -86,21 +87,13 @@ async def kept_running(crew: Crew) -> AsyncIterator[list[int]]:
 
 async def restarted(ends: list[int]) -> None:
     """Wait until the operator has ended, as it does when it sees what became of its objects."""
-
-    async def has_ended() -> bool:
-        return bool(ends)
-
-    await polled(has_ended)
+    await until(lambda: ends, "the end of the operator", within_s=SECONDS)
 
 
 async def renewed(rig: Rig) -> None:
     """Wait until the operator renews its Lease, by which it knows a store that has gone back."""
-    before = (await rig.get("leases", NAME))["metadata"]["resourceVersion"]
-
-    async def is_renewed() -> bool:
-        return bool((await rig.get("leases", NAME))["metadata"]["resourceVersion"] != before)
-
-    await polled(is_renewed)
+    before = await rig.get("leases", NAME)
+    await polled(lambda: rig.get("leases", NAME), lambda found: found != before)
 
 
 async def overtaken(rig: Rig, version: int) -> None:
@@ -166,11 +159,8 @@ async def test_an_artifact_whose_deletion_was_lost_is_known_as_damaged_once_it_i
         await captures.ended("llm-00")
         own_cluster.back_up(tmp_path / "backup")
         await rig.delete("dynamocheckpoints", "llm-00")
-
-        async def is_deleted() -> bool:
-            return not list(captures.artifacts.glob("*/*/gen-1"))
-
-        await polled(is_deleted)
+        left = captures.artifacts
+        await until(lambda: not list(left.glob("*/*/gen-1")), "the deletion", within_s=SECONDS)
         await asyncio.to_thread(own_cluster.restore, tmp_path / "backup")
         await asyncio.to_thread(captures.nodes.apply, placeholder("later", "llm-00", "node-2"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import copy
 import stat
 import sys
 from pathlib import Path
@@ -28,8 +28,6 @@ SAVE = f"""#!/bin/sh
 echo "I am $0 with $GMS_TRANSFER_BACKEND, $TOKEN and $(cat /etc/gms-save/settings)"
 exec {sys.executable} -c 'from gms.containers import saver; saver()'
 """
-SPEC = "/spec/job/podTemplateSpec/spec"
-SAVER = "/spec/gpuMemoryService/checkpoint/saver"
 
 
 @pytest.fixture(scope="session")
@@ -49,46 +47,35 @@ def images(target: Target, tmp_path_factory: pytest.TempPathFactory) -> None:
         target.images.provide(oci.write_image(folder / f"{name}.tar", named, found, entry), named)
 
 
-def kustomized(folder: Path, example: dict[str, Any], namespace: str) -> Path:
-    """Return a kustomization: an example as it is, and what this cluster and its user add to it."""
+def adapted(example: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an example, and what this cluster and its user add to it."""
+    found = copy.deepcopy(example)
     runs_here = container("any")["volumeMounts"]
-    volumes = pod("any")["spec"]["volumes"]
     config = {"name": "extra-save-config", "configMap": {"name": "extra-save-config"}}
-    server = container("gms-server", sys.executable, "-m", "gms.main")
-    saver = example["spec"]["gpuMemoryService"]["checkpoint"]["saver"]
-    patch = [
-        {"op": "add", "path": f"{SPEC}/volumes", "value": [*volumes, config]},
-        {"op": "add", "path": f"{SPEC}/initContainers", "value": [server]},
-        {"op": "add", "path": f"{SPEC}/containers/0/volumeMounts", "value": runs_here},
-        {"op": "replace", "path": f"{SPEC}/containers/0/image", "value": "my-vllm-worker:1"},
-        {"op": "replace", "path": f"{SAVER}/image", "value": "my-gms-saver:1"},
-        {
-            "op": "add",
-            "path": f"{SAVER}/volumeMounts",
-            "value": [*saver.get("volumeMounts", []), *runs_here],
-        },
-    ]
-    document = {
-        "namespace": namespace,
-        "resources": ["checkpoint.yaml"],
-        "secretGenerator": [{"name": "gms-save-secret", "literals": ["TOKEN=hunter2"]}],
-        "configMapGenerator": [{"name": "extra-save-config", "literals": ["settings=mine"]}],
-        "generatorOptions": {"disableNameSuffixHash": True},
-        "patches": [{"target": {"kind": "DynamoCheckpoint"}, "patch": json.dumps(patch)}],
+    worker = found["spec"]["job"]["podTemplateSpec"]["spec"]
+    worker["volumes"] = [*pod("any")["spec"]["volumes"], config]
+    worker["initContainers"] = [container("gms-server", sys.executable, "-m", "gms.main")]
+    worker["containers"][0] |= {"image": "my-vllm-worker:1", "volumeMounts": runs_here}
+    saver = found["spec"]["gpuMemoryService"]["checkpoint"]["saver"]
+    saver |= {
+        "image": "my-gms-saver:1",
+        "volumeMounts": [*saver.get("volumeMounts", []), *runs_here],
     }
-    folder.mkdir()
-    (folder / "checkpoint.yaml").write_text(yaml.safe_dump(example))
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(document))
-    return folder
+    secret = {"kind": "Secret", "metadata": {"name": "gms-save-secret"}}
+    settings = {"kind": "ConfigMap", "metadata": {"name": "extra-save-config"}}
+    return [
+        {"apiVersion": "v1", "stringData": {"TOKEN": "hunter2"}, **secret},
+        {"apiVersion": "v1", "data": {"settings": "mine"}, **settings},
+        found,
+    ]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each["metadata"]["name"])
 async def test_a_checkpoint_with_a_saver_of_its_own_is_ready(
-    rig: Rig, memory: Kubectl, images: None, artifacts: Path, tmp_path: Path, example: Any
+    rig: Rig, memory: Kubectl, images: None, artifacts: Path, example: Any
 ) -> None:
     name = example["metadata"]["name"]
-    folder = kustomized(tmp_path / "kustomize", example, rig.namespace)
-    await asyncio.to_thread(memory.run, "apply", "--kustomize", str(folder))
+    memory.apply(*adapted(example))
     await rig.condition("dynamocheckpoints", name, "Ready", "True")
     assert len(list(artifacts.glob("*/*/gen-1/gpu-0/part.json"))) == 1
     [found] = memory.list("pods", f"--selector=job-name={name}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import json
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +14,19 @@ import pytest
 from snapshot_agent.adapters.gms_grpc import PodGms
 from snapshot_agent.adapters.node_gpus import NodeGpus
 from snapshot_shared.orders import PodRef
+from tests.cluster.cluster import Cluster
+from tests.cluster.kubectl import Kubectl
 from tests.cluster.simulated import (
     DEVICE_BYTES,
     DEVICES,
     GPU,
     ROOT,
     Driver,
-    PodKubectl,
     container,
     pod,
     template,
     until,
 )
-from tests.cluster.target import Target
 
 pytestmark = [pytest.mark.cluster, pytest.mark.root, pytest.mark.cpu(240)]
 
@@ -43,7 +42,6 @@ print(json.dumps({
 """
 """Prints what a container has of its devices."""
 
-WAITS = "import signal; signal.pthread_sigmask(0, {15}); signal.sigwait({15})"
 WORKER = """
 import json, time
 import snapback_client as client
@@ -61,33 +59,12 @@ with client.connect(0, lock='RO', deadline_s=60) as pool:
 
 
 @pytest.fixture(scope="module")
-def cluster(target: Target) -> PodKubectl:
-    """The cluster of the session, whose nodes have their folders on this machine."""
-    if target.own is None:
-        pytest.skip("only on a cluster that the tests start: unset KUBECONFIG")
-    found = target.kubectl
-    found.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
-    return PodKubectl(found.kubeconfig, found.program)
-
-
-def nodes(kubectl: PodKubectl) -> list[str]:
-    return [each["metadata"]["name"] for each in kubectl.list("nodes")]
-
-
-def home(kubeconfig: str, node: str) -> Path:
-    """Return the folder of a node: beside the kubeconfig."""
-    return Path(kubeconfig).parent / node
-
-
-@pytest.fixture(scope="module")
 def drivers(
-    cluster: PodKubectl, tmp_path_factory: pytest.TempPathFactory
+    own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Driver]]:
-    state = tmp_path_factory.mktemp("d")
-    found = {
-        node: Driver(node, home(str(cluster.kubeconfig), node), state, cluster)
-        for node in nodes(cluster)
-    }
+    cluster, state = own_cluster.kubectl, tmp_path_factory.mktemp("d")
+    cluster.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
+    found = {node.name: Driver(node.name, node.home, state, cluster) for node in own_cluster.nodes}
     try:
         for driver in found.values():
             driver.start()
@@ -98,30 +75,19 @@ def drivers(
 
 
 @pytest.fixture
-def kubectl(cluster: PodKubectl, drivers: dict[str, Driver]) -> Iterator[PodKubectl]:
+def kubectl(namespace: Kubectl, drivers: dict[str, Driver]) -> Iterator[Kubectl]:
     """A namespace of its own; the devices of its pods are free again after the test."""
-    namespace = f"dra-{secrets.token_hex(4)}"
-    cluster.run("create", "namespace", namespace)
-    within = PodKubectl(cluster.kubeconfig, cluster.program, namespace)
-    within.wait("serviceaccount/default", until="create")
-    try:
-        yield within
-    finally:
-        within.run("delete", "pods", "--all")
-        cluster.run("delete", "namespace", namespace, "--wait=false")
+    yield namespace
+    namespace.run("delete", "pods", "--all")
 
 
-def claims_of(kubectl: PodKubectl) -> dict[str, str]:
-    return {
-        each["metadata"]["name"]: each["metadata"]["uid"] for each in kubectl.list("resourceclaims")
-    }
+def python(kubectl: Kubectl, pod: str, code: str, container: str = "main") -> Any:
+    """Run code in a container and return the JSON that it prints."""
+    words = ("exec", pod, "--container", container, "--", sys.executable, "-c", code)
+    return json.loads(kubectl.run(*words))
 
 
-def driver_of(kubectl: PodKubectl, drivers: dict[str, Driver], name: str) -> Driver:
-    return drivers[kubectl.get("pod", name)["spec"]["nodeName"]]
-
-
-def given(kubectl: PodKubectl, driver: Driver, name: str, container: str = "main") -> list[str]:
+def given(kubectl: Kubectl, driver: Driver, name: str, container: str = "main") -> list[str]:
     """Return the uuids of the GPUs that a kubelet says it gave to a container."""
     where = PodRef(uid="", name=name, namespace=str(kubectl.namespace), container=container)
     gms = PodGms(driver.sockets, driver.kubelet)
@@ -135,19 +101,14 @@ def given(kubectl: PodKubectl, driver: Driver, name: str, container: str = "main
     return asyncio.run(asked())
 
 
-def condition(kubectl: PodKubectl, name: str, kind: str) -> dict[str, Any]:
-    conditions = kubectl.get("pod", name)["status"].get("conditions", [])
-    return next((each for each in conditions if each["type"] == kind), {})
-
-
 def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
+    kubectl: Kubectl, drivers: dict[str, Driver]
 ) -> None:
     both, bare = container("main", resources=GPU), container("other")
     kubectl.apply(template("two", count=2), pod("p", both, bare, claim="two"))
     kubectl.wait("pod/p", until="condition=Ready")
-    found = kubectl.python("p", LOOK)
-    driver = driver_of(kubectl, drivers, "p")
+    found = python(kubectl, "p", LOOK)
+    driver = drivers[kubectl.get("pod", "p")["spec"]["nodeName"]]
     published = driver.devices().values()
     assert sorted(given(kubectl, driver, "p")) == sorted(published)
     assert given(kubectl, driver, "p", "other") == []
@@ -162,47 +123,11 @@ def test_a_container_has_the_devices_of_its_claim_and_others_have_none(
     }
     assert [path for path, _ in found["mounts"]] == ["/run/snapback/gpu/0", "/run/snapback/gpu/1"]
     assert all(options.split(",")[0] == "ro" for _, options in found["mounts"])
-    assert kubectl.python("p", LOOK, "other") == {"environment": {}, "devices": {}, "mounts": []}
-
-
-def test_pods_share_no_device_and_one_too_many_waits_until_one_is_free(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
-) -> None:
-    kubectl.apply(template("one"))
-    names = [f"p{number}" for number in range(DEVICES * len(drivers))]
-    for name in names:
-        kubectl.apply(pod(name, container("main", resources=GPU), claim="one"))
-    kubectl.wait(*(f"pod/{name}" for name in names), until="condition=Ready")
-    uuids = [kubectl.python(name, LOOK)["environment"]["SNAPBACK_GPU_0"] for name in names]
-    assert sorted(uuids) == sorted(
-        uuid for driver in drivers.values() for uuid in driver.devices().values()
-    )
-    kubectl.apply(pod("late", container("main", resources=GPU), claim="one"))
-    kubectl.wait("pod/late", until="condition=PodScheduled=false")
-    message = condition(kubectl, "late", "PodScheduled")["message"]
-    assert "cannot allocate all claims" in message
-    kubectl.run("delete", "pod", names[0])
-    kubectl.wait("pod/late", until="condition=Ready")
-    assert kubectl.python("late", LOOK)["environment"]["SNAPBACK_GPU_0"] == uuids[0]
-
-
-def test_containers_and_pods_that_share_a_claim_have_the_same_device(kubectl: PodKubectl) -> None:
-    claim = template("shared")
-    claim |= {"kind": "ResourceClaim", "spec": claim["spec"]["spec"]}
-    mains = [container("main", resources=GPU), container("second", resources=GPU)]
-    shared = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "shared"}]}
-    kubectl.apply(claim, pod("p", *mains, **shared), pod("q", mains[0], **shared))
-    kubectl.wait("pod/p", "pod/q", until="condition=Ready")
-    found = [
-        kubectl.python(name, LOOK, each)
-        for name, each in (("p", "main"), ("p", "second"), ("q", "main"))
-    ]
-    assert found[0]["devices"] == found[1]["devices"] == found[2]["devices"]
-    assert list(found[0]["devices"]) == ["0"]
+    assert python(kubectl, "p", LOOK, "other") == {"environment": {}, "devices": {}, "mounts": []}
 
 
 def test_selectors_that_are_written_for_nvidias_driver_choose_simulated_devices(
-    kubectl: PodKubectl,
+    kubectl: Kubectl,
 ) -> None:
     selector = (
         "device.attributes['gpu.nvidia.com'].productName.lowerAscii().matches('^.*h200.*$') && "
@@ -218,24 +143,16 @@ def test_selectors_that_are_written_for_nvidias_driver_choose_simulated_devices(
     )
     kubectl.wait("pod/fits", until="condition=Ready")
     kubectl.wait("pod/larger", until="condition=PodScheduled=false")
-    assert "cannot allocate all claims" in condition(kubectl, "larger", "PodScheduled")["message"]
+    rows = {row["type"]: row for row in kubectl.get("pod", "larger")["status"]["conditions"]}
+    assert "cannot allocate all claims" in rows["PodScheduled"]["message"]
 
 
-def test_nothing_of_a_claim_is_left_when_its_pod_is_deleted(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
-) -> None:
-    kubectl.apply(template("one"), pod("p", container("main", resources=GPU), claim="one"))
-    kubectl.wait("pod/p", until="condition=Ready")
-    driver = driver_of(kubectl, drivers, "p")
-    (uid,) = claims_of(kubectl).values()
-    assert driver.holds(uid)
-    kubectl.run("delete", "pod", "p")
-    until(lambda: not driver.holds(uid), "unprepare")
-    until(lambda: not claims_of(kubectl), "the end of the claim")
+def served_pod() -> dict[str, Any]:
+    """Return a pod with an engine, and a memory server that is ready when its socket answers.
 
-
-def memory_server(limit: str) -> dict[str, Any]:
-    """Return the memory server of a pod, as a sidecar that is ready when its socket answers."""
+    Neither container may use as much memory as the engine takes of the device, and neither is root.
+    """
+    mounts = [{"name": "sockets", "mountPath": "/sockets"}]
     settings = {
         "SNAPBACK_NODE": "in-the-pod",
         "SNAPBACK_STATE_DIR": "/sockets/state",
@@ -243,66 +160,51 @@ def memory_server(limit: str) -> dict[str, Any]:
         "SNAPBACK_SOCKET_DIR": "/sockets",
         "SNAPBACK_NATS_URL": "nats://127.0.0.1:9",
     }
-    return container(
+    server = container(
         "gms",
-        sys.executable,
-        "-m",
-        "gms.main",
+        *(sys.executable, "-m", "gms.main"),
         restartPolicy="Always",
         env=[{"name": name, "value": value} for name, value in settings.items()],
-        resources=GPU | {"limits": {"memory": limit}},
+        resources=GPU | {"limits": {"memory": "150Mi"}},
         startupProbe={
             "exec": {"command": ["/usr/bin/test", "-S", "/sockets/gms-grpc.sock"]},
             "periodSeconds": 1,
             "failureThreshold": 60,
         },
-        volumeMounts=[{"name": "sockets", "mountPath": "/sockets"}],
+        volumeMounts=mounts,
     )
-
-
-def engine(name: str) -> dict[str, Any]:
-    return container(
-        name,
+    engine = container(
+        "main",
         resources=GPU | {"limits": {"memory": "100Mi"}},
         env=[{"name": "GMS_SOCKET_DIR", "value": "/sockets"}],
-        volumeMounts=[{"name": "sockets", "mountPath": "/sockets"}],
+        volumeMounts=mounts,
+    )
+    return pod(
+        "p",
+        engine,
+        claim="one",
+        initContainers=[server],
+        volumes=[{"name": "sockets", "emptyDir": {}}],
+        securityContext={"runAsUser": 1000, "runAsGroup": 1000},
     )
 
 
-SERVED = {
-    "volumes": [{"name": "sockets", "emptyDir": {}}],
-    "securityContext": {"runAsUser": 1000, "runAsGroup": 1000},
-}
-"""What a pod with a memory server needs besides; no user of it is root."""
-
-
-def test_a_pods_memory_server_has_memory_of_the_device_that_its_pod_is_not_charged_for(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
+def test_a_pod_is_not_charged_for_memory_of_its_device_and_keeps_it_while_the_driver_is_away(
+    kubectl: Kubectl, drivers: dict[str, Driver]
 ) -> None:
-    main = engine("main")
-    # 200 MiB of weights: more than either container may use.
-    servers = {"initContainers": [memory_server("150Mi")], **SERVED}
-    kubectl.apply(template("one"), pod("p", main, claim="one", **servers))
+    kubectl.apply(template("one"), served_pod())
     kubectl.wait("pod/p", until="condition=Ready")
-    assert kubectl.python("p", WORKER) == {"kind": "simulated", "sum": 7000}
-    assert kubectl.python("p", READER) == {"sum": 7000}
+    assert python(kubectl, "p", WORKER) == {"kind": "simulated", "sum": 7000}
+    assert python(kubectl, "p", READER) == {"sum": 7000}
     statuses = kubectl.get("pod", "p")["status"]
     containers = statuses["containerStatuses"] + statuses["initContainerStatuses"]
     assert [each["restartCount"] for each in containers] == [0, 0]
-
-
-def test_a_driver_that_is_killed_takes_no_memory_from_pods_and_ends_them_when_it_is_back(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
-) -> None:
-    servers = {"initContainers": [memory_server("150Mi")], **SERVED}
-    kubectl.apply(template("one"), pod("p", engine("main"), claim="one", **servers))
-    kubectl.wait("pod/p", until="condition=Ready")
-    kubectl.python("p", WORKER)
-    driver = driver_of(kubectl, drivers, "p")
-    (uid,) = claims_of(kubectl).values()
+    driver = drivers[kubectl.get("pod", "p")["spec"]["nodeName"]]
+    [claim] = kubectl.list("resourceclaims")
+    uid = claim["metadata"]["uid"]
     driver.end(signal.SIGKILL)
     try:
-        assert kubectl.python("p", READER) == {"sum": 7000}
+        assert python(kubectl, "p", READER) == {"sum": 7000}
         kubectl.run("delete", "pod", "p", "--wait=false")
         assert driver.holds(uid)
     finally:
@@ -312,28 +214,8 @@ def test_a_driver_that_is_killed_takes_no_memory_from_pods_and_ends_them_when_it
     assert len(driver.devices()) == DEVICES
 
 
-def test_a_pod_starts_again_after_a_driver_restart_that_found_no_specification(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
-) -> None:
-    # Unlike `sleep`, the first process of a container ends at a signal that it waits for.
-    waits = container("main", sys.executable, "-c", WAITS, resources=GPU)
-    kubectl.apply(template("one"), pod("p", waits, claim="one"))
-    kubectl.wait("pod/p", until="condition=Ready")
-    driver = driver_of(kubectl, drivers, "p")
-    before = kubectl.python("p", LOOK)
-    driver.end()
-    for file in driver.cdi.iterdir():
-        file.unlink()
-    driver.start()
-    # The end of the container may kill the command.
-    kubectl.try_("exec", "p", "--", "/usr/bin/kill", "-TERM", "1")
-    kubectl.wait("pod/p", until="jsonpath={.status.containerStatuses[0].restartCount}=1")
-    kubectl.wait("pod/p", until="condition=Ready")
-    assert kubectl.python("p", LOOK) == before
-
-
 def test_the_device_plugin_gives_limits_of_nvidia_gpus(
-    kubectl: PodKubectl, drivers: dict[str, Driver]
+    kubectl: Kubectl, drivers: dict[str, Driver]
 ) -> None:
     node, driver = next(iter(drivers.items()))
     driver.end()
@@ -346,7 +228,7 @@ def test_the_device_plugin_gives_limits_of_nvidia_gpus(
         # Each container has devices of its own: the API knows no claim that they share.
         kubectl.apply(pod("p", container("main", **limits), container("second", **limits)))
         kubectl.wait("pod/p", until="condition=Ready")
-        found = [kubectl.python("p", LOOK, each) for each in ("main", "second")]
+        found = [python(kubectl, "p", LOOK, each) for each in ("main", "second")]
         uuids = [each["environment"]["SNAPBACK_GPU_0"] for each in found]
         held = [given(kubectl, driver, "p", each) for each in ("main", "second")]
         assert held == [[uuid] for uuid in uuids]
@@ -356,14 +238,3 @@ def test_the_device_plugin_gives_limits_of_nvidia_gpus(
     finally:
         driver.end()
         driver.start()
-
-
-def test_the_devices_are_published_again_after_they_were_deleted(
-    cluster: PodKubectl, drivers: dict[str, Driver]
-) -> None:
-    driver = next(iter(drivers.values()))
-    before = driver.devices()
-    assert len(before) == DEVICES
-    # As a kubelet does at its start.
-    cluster.run("delete", "resourceslices", "--all")
-    until(lambda: driver.devices() == before, "the slice")

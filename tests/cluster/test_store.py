@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.conditions import with_conditions
-from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import AlreadyExists, StoreBusy
 from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie
 from tests.cluster.rig import Rig, opened
@@ -82,20 +81,6 @@ async def test_what_changed_while_a_watch_was_broken_is_reported(rig: Rig, kept:
     assert kept.seen("kept") == ["MODIFIED"]
 
 
-async def test_what_vanished_from_a_history_that_has_expired_is_reported_as_deleted(
-    rig: Rig, kept: Stored
-) -> None:
-    await kept.others_create("going")
-    await kept.others_create("staying")
-    rig.proxy.requests.clear()
-    with rig.proxy.lying(Lie(410, "WATCH", "dynamocheckpoints", reason="Expired")):
-        rig.proxy.cut_watches()
-        await rig.delete(MINE, "going")
-        await until(lambda: kept.seen("going"), "the deletion", within_s=30.0)
-    assert kept.seen("going") == ["DELETED"]
-    assert kept.seen("staying") == []
-
-
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_write_that_the_server_refuses_for_now_is_busy_and_changes_nothing(
     rig: Rig, kept: Stored, status: int
@@ -117,18 +102,6 @@ async def test_a_creation_whose_answer_was_lost_is_found_by_the_next_try(
     with pytest.raises(AlreadyExists):
         await kept.store.create(kept.named("once"))
     assert await kept.store.read("DynamoCheckpoint", rig.namespace, "once") is not None
-
-
-async def test_searches_for_unknown_uids_at_one_time_share_two_listings(
-    rig: Rig, kept: Stored
-) -> None:
-    watches = [("WATCH", "snapshotcontents"), ("WATCH", "snapshotrestores")]
-    await until(lambda: all(rig.proxy.requests[watch] for watch in watches), "the watches")
-    rig.proxy.requests.clear()
-    found = await asyncio.gather(*(kept.store.find(str(uuid.uuid4())) for _ in range(20)))
-    assert found == [None] * 20
-    assert rig.proxy.requests["GET", "snapshotcontents"] <= 2
-    assert rig.proxy.requests["GET", "snapshotrestores"] <= 2
 
 
 async def test_what_an_agent_announces_is_joined_with_what_kubernetes_says_of_its_node(
@@ -157,60 +130,8 @@ async def _cordon(rig: Rig, *, is_on: bool) -> None:
 
 
 def _cordons(events: list[Event]) -> list[bool]:
-    return [event.value.spec.unschedulable for event in events if is_node(event)]  # type: ignore[union-attr]
-
-
-def is_node(event: Event) -> bool:
-    return type(event.value).__name__ == "Node"
-
-
-async def test_a_pod_is_known_by_its_facts_and_gets_one_condition_beside_its_kubelets(
-    rig: Rig, kept: Stored
-) -> None:
-    container = {
-        "name": "main",
-        "image": "snapback.local/pause:1",
-        "resources": {"limits": {"cpu": "10m"}},
-    }
-    body = {
-        "metadata": {"name": "worker", "annotations": {"nvidia.com/restore-from": "llm"}},
-        "spec": {"containers": [container], "terminationGracePeriodSeconds": 0},
-    }
-    await rig.post("pods", body)
-    await until(lambda: _running(kept) is not None, "the pod", within_s=60.0)
-    pod: Any = _running(kept)
-    placed = await rig.get("pods", "worker")
-    assert pod.status.node_name == placed["spec"]["nodeName"]
-    assert pod.metadata.annotations["nvidia.com/restore-from"] == "llm"
-    rows = with_conditions(
-        pod.status.conditions, pod, 0.0, (RESTORED, True, "RestoreSucceeded", "")
-    )
-    stored: Any = await kept.store.update_status(
-        replace(pod, status=replace(pod.status, conditions=rows))
-    )
-    types = {row.type: row.status for row in stored.status.conditions}
-    assert types[RESTORED] == "True"
-    assert types["Ready"] == "True"
-
-
-def _running(kept: Stored) -> Any:
-    for event in reversed(kept.events):
-        value: Any = event.value
-        if type(value).__name__ == "Pod" and value.metadata.namespace == kept.rig.namespace:
-            return value if any(row.ready for row in value.status.container_statuses) else None
-    return None
-
-
-async def test_a_watch_that_the_server_ends_goes_on_without_a_list(rig: Rig, kept: Stored) -> None:
-    await kept.others_create("before")
-    rig.proxy.requests.clear()
-    rig.proxy.end_watches()
-    watch = ("WATCH", "dynamocheckpoints")
-    await until(lambda: rig.proxy.requests[watch] > 0, "the next watch", within_s=30.0)
-    await rig.post(MINE, kept.named("after"))
-    await until(lambda: kept.seen("after"), "the change")
-    # Whether the server's history has gone back is asked with one small page.
-    assert rig.proxy.requests["GET", "dynamocheckpoints"] == 1
+    values = [event.value for event in events]
+    return [value.spec.unschedulable for value in values if isinstance(value, Node)]
 
 
 async def test_an_operator_ends_when_the_history_of_the_api_server_has_gone_back(rig: Rig) -> None:
@@ -239,19 +160,17 @@ async def test_a_first_list_that_fails_is_tried_again(rig: Rig, kept: Stored, li
 
 
 async def test_a_uid_is_searched_for_once(rig: Rig, kept: Stored) -> None:
-    def searches() -> int:
-        return rig.proxy.requests["GET", "snapshotcontents"]
-
-    gone = [str(uuid.uuid4()) for _ in range(20)]
+    kinds = ("snapshotcontents", "snapshotrestores")
     # Each watch begins with a request of its own.
-    await until(lambda: rig.proxy.requests["WATCH", "snapshotcontents"], "the watch")
+    await until(lambda: all(rig.proxy.requests["WATCH", kind] for kind in kinds), "the watches")
     rig.proxy.requests.clear()
+    gone = [str(uuid.uuid4()) for _ in range(20)]
     assert await kept.store.find(gone[0]) is None
     assert await kept.store.find(gone[0]) is None
-    assert searches() == 1
+    assert [rig.proxy.requests["GET", kind] for kind in kinds] == [1, 1]
     assert await asyncio.gather(*(kept.store.find(uid) for uid in gone)) == [None] * 20
     # Those that ask while one search runs share the next.
-    assert searches() <= 3
+    assert max(rig.proxy.requests["GET", kind] for kind in kinds) <= 3
 
 
 async def test_a_restore_that_was_just_created_is_found_by_its_uid(rig: Rig, kept: Stored) -> None:

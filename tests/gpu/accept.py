@@ -23,7 +23,6 @@ import importlib.util
 import itertools
 import json
 import math
-import mmap
 import os
 import resource
 import select
@@ -37,13 +36,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [str(ROOT / each / "src") for each in ("services/gms", "services/gms-client", "shared")]
+SOURCES = [
+    *(str(ROOT / each / "src") for each in ("services/gms", "services/gms-client", "shared")),
+    str(ROOT),
+]
 sys.path[:0] = SOURCES
 
 MIB, GIB = 2**20, 2**30
@@ -227,22 +228,19 @@ def footprint(run: Run) -> dict[str, Any]:
         asleep = run.used() - before - size
         run.kill(client)
         gone = run.settled(before + size + SLACK) - before - size
-    found = {
+    left = run.settled(before + SLACK) - before
+    require(idle < SLACK, f"an idle server takes {idle} bytes: it has made a context")
+    more = f"a sleeping client takes {asleep} bytes, its context {context}"
+    require(asleep - context < SLACK, more)
+    require(gone < SLACK, f"{gone} bytes of a client stayed after its end")
+    require(left < SLACK, f"{left} bytes stayed after the server's end")
+    return {
         "idle_server": idle,
         "context": context,
         "sleeping_client": asleep,
         "client_gone": gone,
-        "server_gone": run.settled(before + SLACK) - before,
+        "server_gone": left,
     }
-    require(idle < SLACK, f"an idle server takes {idle} bytes: it has made a context")
-    require(
-        asleep - context < SLACK, f"a sleeping client takes {asleep} bytes, its context {context}"
-    )
-    require(gone < SLACK, f"{gone} bytes of a client stayed after its end")
-    require(
-        found["server_gone"] < SLACK, f"{found['server_gone']} bytes stayed after the server's end"
-    )
-    return found
 
 
 def addresses(run: Run) -> dict[str, Any]:
@@ -410,23 +408,14 @@ def visible_devices(run: Run) -> dict[str, Any]:
 
 
 STEPS: tuple[Callable[[Run], dict[str, Any]], ...] = (
-    facts,
-    conformance,
-    footprint,
-    addresses,
-    full_device,
-    killed_processes,
-    bandwidth,
-    gds,
-    pytorch,
-    checkpoints,
-    flags,
-    visible_devices,
+    *(facts, conformance, footprint, addresses, full_device, killed_processes),
+    *(bandwidth, gds, pytorch, checkpoints, flags, visible_devices),
 )
 
 
-def say(what: object) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def say(what: object = None, **more: object) -> None:
+    """Write a line: a value, or fields of an object."""
+    sys.stdout.write(json.dumps(more or what) + "\n")
     sys.stdout.flush()
 
 
@@ -455,32 +444,25 @@ def role_facts(folder: str) -> None:
         "name,driver_version,persistence_mode,compute_mode,mig.mode.current,pcie.link.gen.current"
     )
     torch = version("torch")
+    told = ("index", "uuid", "product", "capacity", "granularity")
     say(
-        {
-            "devices": [
-                {
-                    "index": each.info.index,
-                    "uuid": each.info.uuid,
-                    "product": each.info.product,
-                    "capacity": each.info.capacity,
-                    "granularity": each.info.granularity,
-                    "capabilities": dict(each.info.capabilities),
-                }
-                for each in open_devices()
-            ],
-            "driver_api": CudaDriver().version,
-            "nvidia_smi": output("nvidia-smi", f"--query-gpu={queried}", "--format=csv,noheader"),
-            "cuda_bindings": version("cuda-bindings"),
-            "torch": torch,
-            "torch_cuda": bool(torch) and _torch_finds_a_device(),
-            "python": sys.version.split()[0],
-            "kernel": os.uname().release,
-            "processors": os.cpu_count(),
-            "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-            "disk_free": shutil.disk_usage(folder).free,
-            "environment": {name: os.environ.get(name) for name in settings},
-        }
+        devices=[
+            {name: getattr(each.info, name) for name in told}
+            | {"capabilities": dict(each.info.capabilities)}
+            for each in open_devices()
+        ],
+        driver_api=CudaDriver().version,
+        nvidia_smi=output("nvidia-smi", f"--query-gpu={queried}", "--format=csv,noheader"),
+        cuda_bindings=version("cuda-bindings"),
+        torch=torch,
+        torch_cuda=bool(torch) and _torch_finds_a_device(),
+        python=sys.version.split()[0],
+        kernel=os.uname().release,
+        processors=os.cpu_count(),
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        disk_free=shutil.disk_usage(folder).free,
+        environment={name: os.environ.get(name) for name in settings},
     )
 
 
@@ -507,9 +489,8 @@ def role_used(uuid: str) -> None:
         handle = nvml.device_get_handle_by_uuid(uuid)
         say(int(nvml.device_get_memory_info_v2(handle).used))
         return
-    found = output(
-        "nvidia-smi", "-i", uuid, "--query-gpu=memory.used", "--format=csv,noheader,nounits"
-    )
+    asked = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    found = output("nvidia-smi", "-i", uuid, *asked)
     say(int(found) * MIB if found.isdigit() else None)
 
 
@@ -681,11 +662,9 @@ def role_fill(uuid: str) -> None:
     freed = time.monotonic()
     device.release(device.create(size))
     say(
-        {
-            "filled_bytes": len(made) * size,
-            "create_gib_s": round(len(made) * size / GIB / (taken - begin), 1),
-            "release_gib_s": round(len(made) * size / GIB / max(freed - taken, 1e-6), 1),
-        }
+        filled_bytes=len(made) * size,
+        create_gib_s=round(len(made) * size / GIB / (taken - begin), 1),
+        release_gib_s=round(len(made) * size / GIB / max(freed - taken, 1e-6), 1),
     )
 
 
@@ -774,12 +753,8 @@ def role_checkpoint(pid: str) -> None:
     lock.timeoutMs = 10_000
     status: dict[str, int] = {}
     begin = time.monotonic()
-    for verb, arguments in (
-        ("Lock", lock),
-        ("Checkpoint", None),
-        ("Restore", None),
-        ("Unlock", None),
-    ):
+    for verb in ("Lock", "Checkpoint", "Restore", "Unlock"):
+        arguments = lock if verb == "Lock" else None
         (found,) = getattr(api, f"cuCheckpointProcess{verb}")(int(pid), arguments)
         status[verb.lower()] = int(found)
         if int(found):
@@ -857,38 +832,17 @@ class Transfers:
         self._service.run(gms.drop_hidden_when_unused(self._device, token, wait_s=30))
         return loaded
 
-    def files(self) -> list[Path]:
-        return sorted(self.folder.rglob("shard-*"))
 
+def disk_gb_s(folder: Path, size: int, threads: int, *, write: bool) -> float:
+    """Return the rate of O_DIRECT requests in files of their own, which are written first."""
+    from tests.bench import disk
 
-def disk_gb_s(files: Sequence[Path], threads: int, most: int, *, write: bool) -> float:
-    """Return the rate of O_DIRECT requests of 8 MiB in some files; writing replaces their bytes."""
-    step, places = 8 * MIB, []
-    for path in files:
-        places += [(path, at) for at in range(0, path.stat().st_size // step * step, step)]
-    places = places[: max(threads, most // step)]
-    flags_ = os.O_DIRECT | (os.O_WRONLY if write else os.O_RDONLY)
-    handles = {path: os.open(path, flags_) for path in {path for path, _ in places}}
-    kept = threading.local()
-
-    def move(place: tuple[Path, int]) -> None:
-        if not hasattr(kept, "buffer"):
-            # Aligned to a page, as O_DIRECT wants it.
-            kept.buffer = mmap.mmap(-1, step)
-        path, at = place
-        moved = (os.pwritev if write else os.preadv)(handles[path], [kept.buffer], at)
-        require(moved == step, f"{moved} of {step} bytes at {at} of {path.name}")
-
+    call, memory = os.pwritev if write else os.preadv, [disk.huge_pages() for _ in range(threads)]
     begin = time.monotonic()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(move, places))
-    if write:
-        for handle in handles.values():
-            os.fsync(handle)
-    spent = time.monotonic() - begin
-    for handle in handles.values():
-        os.close(handle)
-    return len(places) * step / spent / 1e9
+    disk.raw_transfer(
+        folder / "raw", memory, size, call, threads=threads, files=disk.files_of(size)
+    )
+    return size / (time.monotonic() - begin) / 1e9
 
 
 def pcie_gb_s(uuid: str, granule: int) -> dict[str, float]:
@@ -971,12 +925,12 @@ def role_bandwidth(folder: str, ordinal: str, size: str, threads: str) -> None:
 def one_round(
     transfers: Transfers, threads: int, probed: int, pcie: dict[str, float]
 ) -> dict[str, float]:
-    """Save, read, load and write the files with so many requests at a time; rates in GB/s."""
+    """Save, load, write and read with so many requests at a time; rates in GB/s."""
     transfers.folder.mkdir(parents=True)
     saving, saved = transfers.save(threads)
-    raw_read = disk_gb_s(transfers.files(), threads, probed, write=False)
+    raw_write = disk_gb_s(transfers.folder, probed, threads, write=True)
     loading, _ = transfers.load(threads, saved)
-    raw_write = disk_gb_s(transfers.files(), threads, probed, write=True)
+    raw_read = disk_gb_s(transfers.folder, probed, threads, write=False)
     shutil.rmtree(transfers.folder)
     save, load = saved.moved / saving / 1e9, saved.moved / loading / 1e9
     return {
@@ -1059,14 +1013,12 @@ def role_torch_writer(folder: str, uuid: str, size: str) -> None:
         require(places == [each.data_ptr() for each in model.parameters()], "a tensor has moved")
         parameters = sum(each.numel() * each.element_size() for each in model.parameters())
         say(
-            times
-            | {
-                "parameter_bytes": parameters,
-                "committed_of_parameters": round(sum(pool.sizes().values()) / parameters, 3),
-                "state": pool.save_state().hex(),
-                "sums": [sum_of(each) for each in model.state_dict().values()],
-                "answer": before.float().abs().sum().item(),
-            }
+            **times,
+            parameter_bytes=parameters,
+            committed_of_parameters=round(sum(pool.sizes().values()) / parameters, 3),
+            state=pool.save_state().hex(),
+            sums=[sum_of(each) for each in model.state_dict().values()],
+            answer=before.float().abs().sum().item(),
         )
         sys.stdin.read()
 

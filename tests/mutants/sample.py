@@ -58,18 +58,13 @@ SOURCES: dict[str, list[list[str]]] = {
 }
 """The pure modules, and what is run on a mutation of each until something fails."""
 
-_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
+_PAIRS = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
+    *((ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
+)
+_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = dict(
+    (*_PAIRS, *(pair[::-1] for pair in _PAIRS))
+)
 _TYPES = {"Annotated", "Literal", "TypeVar", "TransitionTable"}
 
 

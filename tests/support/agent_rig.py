@@ -15,9 +15,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,13 +53,13 @@ from snapshot_shared.orders import (
     VerifyOrder,
     service_of,
 )
-from tests.support import forked
-from tests.support.forked import Forked
+from tests.support import forks
 from tests.support.waiting import until
 
-AgentProcess = Forked | asyncio.subprocess.Process
+AgentProcess = forks.Forked | asyncio.subprocess.Process
 WORKER = Path(__file__).with_name("tiny_worker.py")
 PATIENCE_S = 20.0
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def fresh_uid() -> str:
@@ -174,7 +174,7 @@ class Rig:
                     sys.executable, *arguments, env=environment, stderr=file
                 )
         else:
-            process = await forked.start("snapshot_agent.main", environment, log)
+            process = await forks.start("snapshot_agent.main", environment, log)
         self._processes.append(process)
         await self.until_serving(lambda: process.returncode is not None)
         return process
@@ -183,7 +183,7 @@ class Rig:
         """The pids of the guards of this node."""
         return [pid for pid, text in below(self.state).items() if "adapters.guard" in text]
 
-    async def gms(self, devices: int, device_bytes: int) -> Forked:
+    async def gms(self, devices: int, device_bytes: int) -> forks.Forked:
         """Start the GPU memory service of the node as a process and wait until it serves."""
         environment = {
             **self.environment,
@@ -192,7 +192,7 @@ class Rig:
             "SNAPBACK_DEVICE_BYTES": str(device_bytes),
         }
         log = self.state.parent / "gms.log"
-        process = await forked.start("gms.main", {**os.environ, **environment}, log)
+        process = await forks.start("gms.main", {**os.environ, **environment}, log)
         self._processes.append(process)
         socket = self.sockets / GRPC_SOCKET
         await until(lambda: socket.exists() or process.returncode is not None, "GMS to serve")
@@ -221,22 +221,22 @@ class Rig:
     async def open(self) -> None:
         await self.bus.connect()
         await self.bus.ensure_assets()
-        self._tasks.append(asyncio.create_task(self._collect()))
-        self._tasks.append(asyncio.create_task(self._answer_templates()))
-        self._tasks.append(asyncio.create_task(self._answer_pods()))
+        for subject, take in (
+            (f"snap.report.{self.node}.>", self._collect),
+            (subjects.template(self.node), self._answer),
+            (subjects.pods(self.node), self._answer_pods),
+        ):
+            self._tasks.append(asyncio.create_task(self._listen(subject, take)))
 
-    async def _collect(self) -> None:
-        async with self.bus.listening(f"snap.report.{self.node}.>") as heard:
+    async def _listen(self, subject: str, take: Callable[[Delivery], Awaitable[None]]) -> None:
+        async with self.bus.listening(subject) as heard:
             while True:
-                delivery = await heard.get()
-                async with self._news:
-                    self.reports.append(decode_json(delivery.data, Report))
-                    self._news.notify_all()
+                await take(await heard.get())
 
-    async def _answer_templates(self) -> None:
-        async with self.bus.listening(subjects.template(self.node)) as asked:
-            while True:
-                await self._answer(await asked.get())
+    async def _collect(self, delivery: Delivery) -> None:
+        async with self._news:
+            self.reports.append(decode_json(delivery.data, Report))
+            self._news.notify_all()
 
     async def _answer(self, delivery: Delivery) -> None:
         request = decode_json(delivery.data, TemplateRequest)
@@ -245,17 +245,14 @@ class Rig:
             reply = TemplateReply(spec=self.pods[request.uid].spec)
             await delivery.raw.respond(encode_json(reply))
 
-    async def _answer_pods(self) -> None:
+    async def _answer_pods(self, delivery: Delivery) -> None:
         """Know the pods of the test and no others, while `answers_pods` is set."""
-        async with self.bus.listening(subjects.pods(self.node)) as asked:
-            while True:
-                delivery = await asked.get()
-                await self.answers_pods.wait()
-                request = decode_json(delivery.data, PodsRequest)
-                self.asked_pods.append(request.pods)
-                unknown = [uid for uid in request.pods if uid not in self.pods]
-                reply = PodsReply(unknown=[*unknown, *self.also_unknown])
-                await delivery.raw.respond(encode_json(reply))
+        await self.answers_pods.wait()
+        request = decode_json(delivery.data, PodsRequest)
+        self.asked_pods.append(request.pods)
+        unknown = [uid for uid in request.pods if uid not in self.pods]
+        reply = PodsReply(unknown=[*unknown, *self.also_unknown])
+        await delivery.raw.respond(encode_json(reply))
 
     async def close(self) -> None:
         for process in self._processes:
@@ -318,19 +315,23 @@ class Rig:
             "deadline_s": 60.0,
         }
 
+    def _of_pod(self, kind: type[T], pod: Pod, **fields: Any) -> T:
+        """Return an order about a pod, which is named after it."""
+        return self._of(kind, pod.ref.uid, pod=pod.ref, **fields)
+
+    def _of(self, kind: type[T], owner: str, attempt: int = 1, **fields: Any) -> T:
+        verb = kind.__name__.removesuffix("Order").lower()
+        return kind(**{**self.common(verb, owner, attempt), **fields})
+
     def run_order(
-        self, pod: Pod, *, standby: bool = False, devices: list[DeviceRef] | None = None
+        self, pod: Pod, *, standby: bool = False, devices: Sequence[DeviceRef] = ()
     ) -> RunOrder:
-        return RunOrder(
-            pod=pod.ref,
-            template_digest=digest(encode_json(pod.spec)),
-            standby=standby,
-            devices=devices or [],
-            **self.common("run", pod.ref.uid),
-        )
+        wanted = digest(encode_json(pod.spec))
+        of_worker = {"template_digest": wanted, "standby": standby, "devices": [*devices]}
+        return self._of_pod(RunOrder, pod, **of_worker)
 
     def stop_order(self, pod: Pod, grace_s: float = 5.0) -> StopOrder:
-        return StopOrder(pod=pod.ref, grace_s=grace_s, **self.common("stop", pod.ref.uid))
+        return self._of_pod(StopOrder, pod, grace_s=grace_s)
 
     async def running(self, *arguments: str, standby: bool = False) -> Pod:
         """Give a pod whose worker is up (and ready, unless it waits or was told otherwise)."""
@@ -346,57 +347,40 @@ class Rig:
     def prepare_order(
         self, pod: Pod, content: str, attempt: int = 1, **fields: Any
     ) -> PrepareOrder:
-        return PrepareOrder(
-            pod=pod.ref,
-            content_uid=content,
-            fence_token=f"{content}.{attempt}",
-            **{**self.common("prepare", content, attempt), **fields},
-        )
+        fields = {"content_uid": content, "fence_token": f"{content}.{attempt}", **fields}
+        return self._of(PrepareOrder, content, attempt, pod=pod.ref, **fields)
 
     def dump_order(
         self, pod: Pod, content: str, vector: list[VectorEntry], attempt: int = 1, **fields: Any
     ) -> DumpOrder:
-        return DumpOrder(
-            pod=pod.ref,
-            content_uid=content,
-            vector=vector,
-            **{**self.common("dump", content, attempt), **fields},
-        )
+        fields = {"content_uid": content, "vector": vector, **fields}
+        return self._of(DumpOrder, content, attempt, pod=pod.ref, **fields)
 
     def release_order(
         self, pod: Pod, content: str, attempt: int = 1, **fields: Any
     ) -> ReleaseOrder:
-        return ReleaseOrder(
-            pod=pod.ref, content_uid=content, **self.common("release", content, attempt), **fields
-        )
+        return self._of(ReleaseOrder, content, attempt, pod=pod.ref, content_uid=content, **fields)
 
     def abort_order(self, pod: Pod | None, content: str, **fields: Any) -> AbortOrder:
-        common = self.common("abort", content)
-        return AbortOrder(pod=pod and pod.ref, content_uid=content, **common, **fields)
+        return self._of(AbortOrder, content, pod=pod and pod.ref, content_uid=content, **fields)
 
     def restore_abort(self, pod: Pod, **fields: Any) -> AbortOrder:
         """Give up the restore of a worker."""
-        return AbortOrder(pod=pod.ref, **self.common("abort", pod.ref.uid), **fields)
+        return self._of_pod(AbortOrder, pod, **fields)
 
     def delete_order(self, content: str, attempt: int = 1) -> DeleteOrder:
-        common = self.common("delete", content, attempt)
-        return DeleteOrder(namespace="default", content_uid=content, generation=1, **common)
+        fields = {"namespace": "default", "content_uid": content, "generation": 1}
+        return self._of(DeleteOrder, content, attempt, **fields)
 
     def verify_order(self, artifact: ArtifactRef, attempt: int = 1) -> VerifyOrder:
-        common = self.common("verify", artifact.content_uid, attempt)
-        return VerifyOrder(artifact=artifact, **common)
+        return self._of(VerifyOrder, artifact.content_uid, attempt, artifact=artifact)
 
     def seal_order(self, pod: Pod, prepared: Report, *parts: PartResult | None) -> SealOrder:
         """Seal what was staged for the capture that this report is of."""
         content = prepared.order.removeprefix("prepare-")
-        return SealOrder(
-            namespace="default",
-            content_uid=content,
-            pod=pod.ref,
-            vector=prepared.vector,
-            parts=[part for part in parts if part is not None],
-            **self.common("seal", content),
-        )
+        found = [part for part in parts if part is not None]
+        fields: dict[str, Any] = {"namespace": "default", "content_uid": content, "parts": found}
+        return self._of(SealOrder, content, pod=pod.ref, vector=prepared.vector, **fields)
 
     async def staged(self, pod: Pod, content: str, **fields: Any) -> tuple[Report, Report]:
         """Prepare and dump without devices; the worker is still held."""
@@ -416,12 +400,10 @@ class Rig:
         return artifact_of(content, sealed)
 
     def place_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> PlaceOrder:
-        common = {**self.common("place", pod.ref.uid), **fields}
-        return PlaceOrder(pod=pod.ref, artifact=artifact, **common)
+        return self._of_pod(PlaceOrder, pod, artifact=artifact, **fields)
 
     def restore_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> RestoreOrder:
-        common = {**self.common("restore", pod.ref.uid), **fields}
-        return RestoreOrder(pod=pod.ref, artifact=artifact, **common)
+        return self._of_pod(RestoreOrder, pod, artifact=artifact, **fields)
 
     def generation(self, content: str) -> Path:
         return self.root / "default" / content / "gen-1"

@@ -10,43 +10,15 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from snapshot_shared.bus import STREAMS, Bus
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.nats_server import NatsServer, running_nats_server
 
 
-class Broker(Protocol):
-    """A server of a test alone, and what a test does to it."""
-
-    def client(self, name: str) -> Bus:
-        """Give a bus that is not connected yet."""
-
-    async def crash(self) -> None:
-        """End the server as `kill -9` does, and wait until its clients know."""
-
-    async def start(self) -> None:
-        """Start it again with what it has on disk."""
-
-    async def wipe(self) -> None:
-        """Start it again with nothing."""
-
-    def freeze(self) -> None:
-        """Let it answer nobody."""
-
-    def thaw(self) -> None:
-        """Let it go on."""
-
-    async def delete_stream(self, name: str) -> None:
-        """Take one stream away."""
-
-    async def limit(self, name: str, **limits: Any) -> None:
-        """Change limits of a stream."""
-
-
 class RealBroker:
-    """A nats-server process."""
+    """A nats-server process of a test alone, and what a test does to it."""
 
     def __init__(self, server: NatsServer, admin: Bus) -> None:
         self._server = server
@@ -54,41 +26,48 @@ class RealBroker:
         self._clients: list[Bus] = []
 
     def client(self, name: str) -> Bus:
+        """Give a bus that is not connected yet."""
         self._clients.append(Bus(self._server.url, name))
         return self._clients[-1]
 
     async def crash(self) -> None:
+        """End the server as `kill -9` does, and wait until its clients know."""
         await asyncio.to_thread(self._server.kill)
         async with asyncio.timeout(5):
             while any(client.is_connected for client in self._clients):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def start(self) -> None:
+        """Start it again with what it has on disk."""
         await self._server.start_async()
 
     async def wipe(self) -> None:
+        """Start it again with nothing."""
         await self.crash()
         await asyncio.to_thread(shutil.rmtree, self._server.store)
         await self.start()
 
     def freeze(self) -> None:
+        """Let it answer nobody."""
         os.kill(self._server.pid, signal.SIGSTOP)
         # Its threads stop one after another; a request may still be answered before the last.
         os.waitid(os.P_PID, self._server.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
+        """Let it go on."""
         os.kill(self._server.pid, signal.SIGCONT)
 
     async def delete_stream(self, name: str) -> None:
         await self._admin.client.jetstream().delete_stream(name)
 
     async def limit(self, name: str, **limits: Any) -> None:
+        """Change limits of a stream."""
         config = next(found for found in STREAMS if found.name == name)
         await self._admin.client.jetstream().update_stream(config.evolve(**limits))
 
 
 class SimulatedBroker:
-    """The server of the simulator."""
+    """The server of the simulator, to which the same is done."""
 
     def __init__(self) -> None:
         self._server = SimServer()
@@ -120,6 +99,9 @@ class SimulatedBroker:
     async def limit(self, name: str, **limits: Any) -> None:
         stream = self._server.streams[name]
         stream.config = stream.config.evolve(**limits)
+
+
+Broker = RealBroker | SimulatedBroker
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -13,28 +14,17 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.ledger import Accepted
+from snapshot_shared.objects import snapback
 from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
 from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
-from snapshot_shared.objects.snapback import (
-    RESTORE_FROM,
-    Committed,
-    ContentSource,
-    PodSource,
-    RestoreTarget,
-    Snapshot,
-    SnapshotContent,
-    SnapshotContentSpec,
-    SnapshotContentStatus,
-    SnapshotRef,
-    SnapshotRestore,
-    SnapshotRestoreSpec,
-    SnapshotRestoreStatus,
-    SnapshotSource,
-    SnapshotSpec,
-    SnapshotStatus,
-    restore_name,
+from snapshot_shared.orders import (
+    LayoutRef,
+    PartResult,
+    PresenceDevice,
+    Progress,
+    Report,
+    VectorEntry,
 )
-from snapshot_shared.orders import LayoutRef, PartResult, PresenceDevice, Progress, Report
 from snapshot_shared.spans import SpanRecord
 
 NOW = 1_000_000.0
@@ -99,7 +89,7 @@ def ended(item: OrderStatus, kind: str, failure: Failure | None = None, **more: 
 
 
 def pod(name: str = "worker", source: str = "", **status: Any) -> Pod:
-    annotations = {RESTORE_FROM: source} if source else {}
+    annotations = {snapback.RESTORE_FROM: source} if source else {}
     return Pod(
         metadata=meta("pod", name, annotations=annotations),
         spec=PodSpec(containers=[Container(name="main", command=["x"])]),
@@ -107,48 +97,50 @@ def pod(name: str = "worker", source: str = "", **status: Any) -> Pod:
     )
 
 
-def restore(source: str = "snap", *, of: str = "worker", **status: Any) -> SnapshotRestore:
+def restore(source: str = "snap", *, of: str = "worker", **status: Any) -> snapback.SnapshotRestore:
     uid = derived_uid("pod", of)
     owner = OwnerReference(api_version="v1", kind="Pod", name=of, uid=uid)
-    return SnapshotRestore(
-        metadata=meta("restore", restore_name(uid), owner_references=[owner]),
-        spec=SnapshotRestoreSpec(pod_ref=RestoreTarget(name=of, uid=uid), source=source),
-        status=SnapshotRestoreStatus(**status),
+    return snapback.SnapshotRestore(
+        metadata=meta("restore", snapback.restore_name(uid), owner_references=[owner]),
+        spec=snapback.SnapshotRestoreSpec(
+            pod_ref=snapback.RestoreTarget(name=of, uid=uid), source=source
+        ),
+        status=snapback.SnapshotRestoreStatus(**status),
     )
 
 
-def snapshot(name: str = "snap", **status: Any) -> Snapshot:
-    return Snapshot(
+def snapshot(name: str = "snap", **status: Any) -> snapback.Snapshot:
+    return snapback.Snapshot(
         metadata=meta("snapshot", name),
-        spec=SnapshotSpec(
-            source=SnapshotSource(
-                pod_ref=PodSource(name="worker", uid=derived_uid("pod", "worker"))
+        spec=snapback.SnapshotSpec(
+            source=snapback.SnapshotSource(
+                pod_ref=snapback.PodSource(name="worker", uid=derived_uid("pod", "worker"))
             )
         ),
-        status=SnapshotStatus(**status),
+        status=snapback.SnapshotStatus(**status),
     )
 
 
-def content(name: str = "snap", **status: Any) -> SnapshotContent:
+def content(name: str = "snap", **status: Any) -> snapback.SnapshotContent:
     owner = derived_uid("snapshot", name)
-    return SnapshotContent(
+    return snapback.SnapshotContent(
         metadata=meta("content", name, namespace=None),
-        spec=SnapshotContentSpec(
-            snapshot_ref=SnapshotRef(namespace="default", name=name, uid=owner),
-            source=ContentSource(
-                pod_ref=PodSource(name="worker", uid=derived_uid("pod", "worker")),
+        spec=snapback.SnapshotContentSpec(
+            snapshot_ref=snapback.SnapshotRef(namespace="default", name=name, uid=owner),
+            source=snapback.ContentSource(
+                pod_ref=snapback.PodSource(name="worker", uid=derived_uid("pod", "worker")),
                 namespace="default",
                 node_name="node-1",
             ),
         ),
-        status=SnapshotContentStatus(**status),
+        status=snapback.SnapshotContentStatus(**status),
     )
 
 
-def committed(**more: Any) -> Committed:
+def committed(**more: Any) -> snapback.Committed:
     parts = [PartResult(part="process", bytes=10, digest=DIGEST)]
     fields: dict[str, Any] = {"generation": 1, "root_digest": DIGEST, "bytes": 10, "parts": parts}
-    return Committed(**{**fields, "vector": [], **more})
+    return snapback.Committed(**{**fields, "vector": [], **more})
 
 
 def layout(**more: Any) -> LayoutRef:
@@ -164,6 +156,16 @@ def save_task(**more: Any) -> SaveTask:
     fields |= {"deadline_s": 60.0, "fence_token": "t", "layout": layout()}
     order = f"save-{more.get('content_uid', UID)}-gpu-0"
     return SaveTask(**{**fields, "order": order, **more})
+
+
+def vector(devices: Iterable[dict[str, Any]], of_each: int) -> list[VectorEntry]:
+    """Return what a capture has to take: a process, and so many bytes of each of these devices."""
+    entries = [VectorEntry(part="process")]
+    for each in devices:
+        number = each["ordinal"]
+        found = layout(device=each["uuid"], layout_id=f"layout-{number}", bytes=of_each)
+        entries.append(VectorEntry(part=f"gpu-{number}", ordinal=number, layout=found))
+    return entries
 
 
 def span(**more: Any) -> SpanRecord:

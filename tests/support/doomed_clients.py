@@ -16,28 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
-from snapback_client.frames import (
-    LEASE_SOCKET,
-    PROTOCOL_VERSIONS,
-    Access,
-    Allocated,
-    AllocateMany,
-    AllocationSpec,
-    Attach,
-    Attached,
-    Commit,
-    Committed,
-    Detach,
-    Done,
-    ErrorReply,
-    ExportMany,
-    GenerationRef,
-    LockMode,
-    MemoryDomain,
-    Reply,
-    Request,
-    error_of,
-)
+from snapback_client import frames
 from snapback_client.lease import Lease
 from snapback_client.wire import prepare
 from snapshot_shared.errors import GenerationMismatch
@@ -46,20 +25,8 @@ SIZE = 2 * 1024 * 1024
 AT_ONCE = 8
 ANY_TIME = "any-time"
 POINTS = (
-    "connected",
-    "attaching",
-    "attached",
-    "allocating",
-    "allocated",
-    "exporting",
-    "exported",
-    "mapped",
-    "committing",
-    "committed",
-    "detaching",
-    "reading",
-    "read",
-    "leaving",
+    *("connected", "attaching", "attached", "allocating", "allocated", "exporting", "exported"),
+    *("mapped", "committing", "committed", "detaching", "reading", "read", "leaving"),
 )
 
 At = Callable[[str], None]
@@ -82,58 +49,60 @@ class Doomed:
             except GenerationMismatch:
                 continue  # Another was faster.
 
-    def _open(self, device: str, lock: LockMode, if_match: GenerationRef | None = None) -> Lease:
+    def _open(
+        self, device: str, lock: frames.LockMode, if_match: frames.GenerationRef | None = None
+    ) -> Lease:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         prepare(sock)
-        sock.connect(os.path.join(self._folder, LEASE_SOCKET))  # noqa: PTH118
+        sock.connect(os.path.join(self._folder, frames.LEASE_SOCKET))  # noqa: PTH118
         self._at("connected")
-        lease = Lease(sock, PROTOCOL_VERSIONS)
-        request = Attach(
+        lease = Lease(sock, frames.PROTOCOL_VERSIONS)
+        request = frames.Attach(
             device=device,
-            domain=MemoryDomain.WEIGHTS,
+            domain=frames.MemoryDomain.WEIGHTS,
             lock=lock,
             deadline_s=50.0,
             if_match=if_match,
         )
         reply = self._ask(lease, request, "attaching")
-        assert isinstance(reply, Attached), reply
+        assert isinstance(reply, frames.Attached), reply
         lease._attached = reply
         self._at("attached")
         return lease
 
-    def _ask(self, lease: Lease, request: Request, point: str) -> Reply:
+    def _ask(self, lease: Lease, request: frames.Request, point: str) -> frames.Reply:
         """Ask, and be where the answer is under way before it is read."""
         lease._send(request)
         self._at(point)
         reply, descriptors = lease._receive(50.0)
-        if isinstance(reply, ErrorReply):
-            raise error_of(reply.to_failure())
+        if isinstance(reply, frames.ErrorReply):
+            raise frames.error_of(reply.to_failure())
         for descriptor in descriptors:
             self._mapped.append(mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ))
             os.close(descriptor)
         return reply
 
     def _read(self) -> None:
-        lease = self._open(self._devices[0], LockMode.RO)
-        self._ask(lease, ExportMany(ids=["a0"], access=Access.RO), "reading")
+        lease = self._open(self._devices[0], frames.LockMode.RO)
+        self._ask(lease, frames.ExportMany(ids=["a0"], access=frames.Access.RO), "reading")
         assert self._mapped[-1][:5] == b"intac"
         self._at("read")
         self._leave(lease, "leaving")
 
-    def _committed(self) -> GenerationRef:
-        lease = self._open(self._devices[1], LockMode.RO)
+    def _committed(self) -> frames.GenerationRef:
+        lease = self._open(self._devices[1], frames.LockMode.RO)
         found = lease.attached
         lease.detach()
-        return GenerationRef(incarnation=found.incarnation, generation=found.generation)
+        return frames.GenerationRef(incarnation=found.incarnation, generation=found.generation)
 
-    def _write(self, replaced: GenerationRef) -> None:
-        lease = self._open(self._devices[1], LockMode.RW, replaced)
-        specs = [AllocationSpec(id="a0", size=SIZE)]
+    def _write(self, replaced: frames.GenerationRef) -> None:
+        lease = self._open(self._devices[1], frames.LockMode.RW, replaced)
+        specs = [frames.AllocationSpec(id="a0", size=SIZE)]
         assert isinstance(
-            self._ask(lease, AllocateMany(allocations=specs), "allocating"), Allocated
+            self._ask(lease, frames.AllocateMany(allocations=specs), "allocating"), frames.Allocated
         )
         self._at("allocated")
-        lease._send(ExportMany(ids=["a0"], access=Access.RW))
+        lease._send(frames.ExportMany(ids=["a0"], access=frames.Access.RW))
         self._at("exporting")
         _, [descriptor] = lease._receive(50.0)
         self._at("exported")
@@ -142,15 +111,15 @@ class Doomed:
         memory[:4] = b"mine"
         self._at("mapped")
         self._mapped.append(memory)
-        reply = self._ask(lease, Commit(if_match=replaced), "committing")
-        assert isinstance(reply, Committed), reply
+        reply = self._ask(lease, frames.Commit(if_match=replaced), "committing")
+        assert isinstance(reply, frames.Committed), reply
         self._at("committed")
         self._leave(lease, "detaching")
 
     def _leave(self, lease: Lease, point: str) -> None:
         while self._mapped:
             self._mapped.pop().close()
-        assert isinstance(self._ask(lease, Detach(), point), Done)
+        assert isinstance(self._ask(lease, frames.Detach(), point), frames.Done)
         lease.close()
 
 

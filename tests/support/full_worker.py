@@ -146,7 +146,6 @@ def main() -> None:
     parser.add_argument("--exit", type=int, default=7)
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--waits", action="store_true")
-    parser.add_argument("--seqpacket", help="stay connected to this abstract socket")
     arguments = parser.parse_args()
     held = Held(arguments.folder, arguments.heap_mib)
     read, write = os.pipe()
@@ -162,18 +161,12 @@ def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve, args=(listener,), daemon=True).start()
     tcp = socket.create_connection(listener.getsockname())
-    public = socket.create_server(("0.0.0.0", arguments.port))
+    _public = socket.create_server(("0.0.0.0", arguments.port))
     local = socket.socket(socket.AF_UNIX)
     local.bind(str(arguments.folder / ".local.sock"))
     local.listen()
     # As servers do whose clients wait for the name.
     name = (arguments.folder / ".local.sock").rename(arguments.folder / "local.sock")
-    kept: list[object] = [public]
-    if arguments.seqpacket:
-        outside = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        while outside.connect_ex(f"\0{arguments.seqpacket}"):
-            time.sleep(0.1)
-        kept.append(outside)
 
     def spin() -> None:
         while True:

@@ -116,10 +116,8 @@ class RunningGms:
     ) -> None:
         self.folder = folder
         self.policy = policy
-        self.devices: Sequence[Device] = devices or [
-            SimulatedDevice(node="n1", index=index, capacity=capacity, granularity=granularity)
-            for index, capacity in enumerate(capacities)
-        ]
+        self._granularity = granularity
+        self.devices: Sequence[Device] = devices or self._simulated(capacities)
         self.uuids = [device.info.uuid for device in self.devices]
         self._transfers = transfers or TransferThreads()
         self._loop = asyncio.new_event_loop()
@@ -147,16 +145,14 @@ class RunningGms:
         self.run(self._close())
         for device in self.devices:
             device.close()
-        self.devices = [
-            SimulatedDevice(
-                node="n1",
-                index=index,
-                capacity=device.info.capacity,
-                granularity=device.info.granularity,
-            )
-            for index, device in enumerate(self.devices)
-        ]
+        self.devices = self._simulated([device.info.capacity for device in self.devices])
         self.run(self._start())
+
+    def _simulated(self, capacities: Sequence[int]) -> Sequence[Device]:
+        return [
+            SimulatedDevice(node="n1", index=index, capacity=size, granularity=self._granularity)
+            for index, size in enumerate(capacities)
+        ]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine where the service runs."""
@@ -306,21 +302,9 @@ def children_of(pid: int | str = "self") -> list[int]:
     return found
 
 
-class _Stream(io.TextIOWrapper):
-    """A standard stream in memory."""
-
-    buffer: io.BytesIO
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
-
-    def text(self) -> str:
-        return self.buffer.getvalue().decode()
-
-
 def gms(*arguments: object, status: int = 0, **environment: str) -> str:
     """Run a command of `gms` in this process; give its output, or what it said of its failure."""
-    out, err = _Stream(), _Stream()
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(out),
@@ -331,6 +315,9 @@ def gms(*arguments: object, status: int = 0, **environment: str) -> str:
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
             cli.main()
-    assert ended.value.code == status, err.text()
-    assert "Traceback" not in err.text()
-    return err.text() if status and not out.text() else out.text()
+    for stream in (out, err):
+        stream.seek(0)
+    said, failed = out.read(), err.read()
+    assert ended.value.code == status, failed
+    assert "Traceback" not in failed
+    return failed if status and not said else said

@@ -21,25 +21,8 @@ if TYPE_CHECKING:
     import pytest
 
 CALLS = (
-    "open",
-    "close",
-    "mkdir",
-    "rmdir",
-    "link",
-    "unlink",
-    "rename",
-    "listdir",
-    "scandir",
-    "stat",
-    "statvfs",
-    "fstatvfs",
-    "fsync",
-    "fdatasync",
-    "ftruncate",
-    "read",
-    "pread",
-    "preadv",
-    "write",
+    *("open", "close", "mkdir", "rmdir", "link", "unlink", "rename", "listdir", "scandir", "stat"),
+    *("statvfs", "fstatvfs", "fsync", "fdatasync", "ftruncate", "read", "pread", "preadv", "write"),
 )
 SOURCES = ("/src/snapshot_", "/src/gms/")
 ROOT, LOCK = "HANGING_ROOT", "HANGING_LOCK"

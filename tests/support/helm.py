@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,8 @@ def run(*words: str, kubeconfig: Path | None = None) -> str:
     environment = {name: value for name, value in os.environ.items() if name[:5] != "HELM_"}
     if kubeconfig:
         environment["KUBECONFIG"] = str(kubeconfig)
-    done = subprocess.run(
-        [str(program), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=COMMAND_S,
-        env=environment,
-    )
-    if done.returncode:
-        raise HelmError(f"helm {' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout
+    words = (str(program), *words)
+    return programs.said_by(*words, error=HelmError, timeout=COMMAND_S, env=environment)
 
 
 def rendered(*words: str, release: str = "snapback") -> list[Any]:

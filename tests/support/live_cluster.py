@@ -32,6 +32,7 @@ from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec, ProcessRecord
 from snapshotctl.domain.targets import Target
+from tests.support.objects import checkpoint_document
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "default"
@@ -59,15 +60,8 @@ def worker_pod(node: str, gpus: int = 1) -> dict[str, Any]:
 
 def checkpoint(name: str, node: str, policy: str = "Resume") -> dict[str, Any]:
     """A checkpoint of a worker of its own."""
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "DynamoCheckpoint",
-        "metadata": {"name": name},
-        "spec": {
-            "identity": {"model": f"example/{name}", "backendFramework": "vllm"},
-            "job": {"sourcePolicy": policy, "podTemplateSpec": {"spec": worker_pod(node)}},
-        },
-    }
+    template = {"spec": worker_pod(node)}
+    return checkpoint_document(name, podTemplateSpec=template, sourcePolicy=policy)
 
 
 def pod(name: str, node: str, source: str | None = None) -> dict[str, Any]:

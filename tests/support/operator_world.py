@@ -32,15 +32,10 @@ from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.orders import (
-    TERMINAL,
-    LayoutRef,
-    PartResult,
-    Presence,
-    Report,
-    VectorEntry,
-)
+from snapshot_shared.orders import TERMINAL, PartResult, Presence, Report
 from snapshot_shared.telemetry import Telemetry
+from tests.support.builders import report as report_of
+from tests.support.builders import vector
 from tests.support.objects import checkpoint_document, presence
 
 DIGEST = "sha256:" + "0" * 64
@@ -186,16 +181,7 @@ class World:
         kind = kind or TERMINAL[order.verb]
         key = (order.order, order.attempt)
         self.numbers[key] = self.numbers.get(key, 0) + 1
-        report = Report(
-            order=order.order,
-            attempt=order.attempt,
-            n=self.numbers[key],
-            kind=kind,  # type: ignore[arg-type]
-            node=order.node,
-            service=order.service,
-            at=self.now,
-            **fields,
-        )
+        report = report_of(order, kind, n=self.numbers[key], at=self.now, **fields)
         if report.is_terminal:
             self.answered.add(key)
         await self.deliver(report)
@@ -253,22 +239,7 @@ def _good_fields(order: OrderStatus) -> dict[str, Any]:
     wanted = payload(order)
     match order.verb:
         case "prepare":
-            layouts = [
-                VectorEntry(
-                    part=f"gpu-{device['ordinal']}",
-                    ordinal=device["ordinal"],
-                    layout=LayoutRef(
-                        device=device["uuid"],
-                        incarnation="one",
-                        generation=1,
-                        layout_id=f"layout-{device['ordinal']}",
-                        structure_hash="hash",
-                        bytes=1024,
-                    ),
-                )
-                for device in wanted["devices"]
-            ]
-            return {"vector": [VectorEntry(part="process"), *layouts]}
+            return {"vector": vector(wanted["devices"], 1024)}
         case "dump":
             return {"part": PartResult(part="process", bytes=10, digest=DIGEST)}
         case "save":

@@ -33,11 +33,8 @@ async def begin(world: PageWorld) -> None:
     await world.capture(14 * GIB)
     await world.apply(restored("mistral-7b-1", "mistral-7b"))
     await world.restore()
-    world.nodes["node-1"].used = [15 * GIB, 15 * GIB]
-    world.nodes["node-1"].sessions = [1, 1]
-    world.nodes["node-2"].used = [15 * GIB, 15 * GIB]
-    world.nodes["node-2"].sessions = [1, 1]
     for node in world.nodes.values():
+        node.used, node.sessions = [15 * GIB, 15 * GIB], [1, 1]
         await node.appear()
 
 

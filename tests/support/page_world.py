@@ -31,18 +31,18 @@ from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import (
     TERMINAL,
     DeadLetter,
-    LayoutRef,
     PartResult,
     Presence,
     PresenceDevice,
     Progress,
     Report,
-    VectorEntry,
 )
 from snapshot_shared.permissions import User, users_of
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters.inotify import appears
+from tests.support.builders import vector
 from tests.support.keyed_server import KeyedServer, keyed_server
+from tests.support.objects import checkpoint_document, pod_template
 
 GIB = 1024**3
 DIGEST = "sha256:" + "0" * 64
@@ -270,20 +270,23 @@ class PageWorld:
     async def report(self, order: dict[str, Any], kind: str, **fields: Any) -> None:
         key = (order["order"], order["attempt"])
         self._numbers[key] = self._numbers.get(key, 0) + 1
-        node = self.nodes[order["node"]]
-        bus = node.agent if order["service"] == "agent" else node.gms
         report = Report(
             order=key[0],
             attempt=key[1],
             n=self._numbers[key],
             kind=kind,  # type: ignore[arg-type]
-            node=node.name,
+            node=order["node"],
             service=order["service"],
             at=time.time(),
             **fields,
         )
-        subject = subjects.report(node.name, OrderId(key[0]), kind)
-        await bus.publish(subject, encode_json(report))
+        subject = subjects.report(order["node"], OrderId(key[0]), kind)
+        await self._bus(order).publish(subject, encode_json(report))
+
+    def _bus(self, order: dict[str, Any]) -> Bus:
+        """The bus of the service that carries an order out."""
+        node = self.nodes[order["node"]]
+        return node.agent if order["service"] == "agent" else node.gms
 
     async def done(self, order: dict[str, Any], **fields: Any) -> None:
         """Accept an order and end it well."""
@@ -295,41 +298,36 @@ class PageWorld:
         await self.report(order, "failed", failure=failure)
 
     async def progress(self, order: dict[str, Any], step: str, done: int, total: int) -> None:
-        node = self.nodes[order["node"]]
-        bus = node.agent if order["service"] == "agent" else node.gms
         message = Progress(
             order=order["order"],
             attempt=order["attempt"],
-            node=node.name,
+            node=order["node"],
             part=order.get("part", "process"),
             step=step,
             done=done,
             total=total,
             at=time.time(),
         )
-        subject = subjects.progress(node.name, OrderId(order["order"]))
-        await bus.publish(subject, encode_json(message))
+        subject = subjects.progress(order["node"], OrderId(order["order"]))
+        await self._bus(order).publish(subject, encode_json(message))
 
     async def span(
         self, order: dict[str, Any], name: str, start: float, seconds: float, **fields: Any
     ) -> None:
         """Publish a finished span below an order; `start` is seconds since the epoch."""
         _, trace, parent, _ = order["traceparent"].split("-")
-        node = self.nodes[order["node"]]
-        service = order["service"]
         span = SpanRecord(
             trace_id=trace,
             span_id=os.urandom(8).hex(),
             parent_id=parent,
             name=name,
-            service=f"snap-{service}",
-            node=node.name,
+            service=f"snap-{order['service']}",
+            node=order["node"],
             start_ns=int(start * 1e9),
             end_ns=int((start + seconds) * 1e9),
             **fields,
         )
-        bus = node.agent if service == "agent" else node.gms
-        await bus.publish(subjects.span(node.name, trace), encode_json(span))
+        await self._bus(order).publish(subjects.span(order["node"], trace), encode_json(span))
 
     async def dead_message(self, node: str, subject: str, failure: Failure) -> None:
         message = DeadLetter(
@@ -357,22 +355,7 @@ class PageWorld:
         """Carry a capture on to its saves and give them, leased; its process part is staged."""
         order = await self.order("prepare")
         await self.report(order, "accepted")
-        vector = [VectorEntry(part="process")] + [
-            VectorEntry(
-                part=f"gpu-{device['ordinal']}",
-                ordinal=device["ordinal"],
-                layout=LayoutRef(
-                    device=device["uuid"],
-                    incarnation="one",
-                    generation=1,
-                    layout_id="layout",
-                    structure_hash="hash",
-                    bytes=bytes_a_gpu,
-                ),
-            )
-            for device in order["devices"]
-        ]
-        await self.report(order, "prepared", vector=vector)
+        await self.report(order, "prepared", vector=vector(order["devices"], bytes_a_gpu))
         began = time.time()
         await self.span(order, "quiesce", began - 0.08, 0.05)
         dump = await self.order("dump")
@@ -417,22 +400,11 @@ class PageWorld:
 
 
 def checkpoint(name: str, *, node: str = "node-1", model: str = "", **meta: Any) -> dict[str, Any]:
-    container = {
-        "name": "main",
-        "command": ["worker"],
-        "env": [{"name": "API_KEY", "value": "TOP-SECRET"}],
-        "resources": {"limits": {"nvidia.com/gpu": 2}},
-    }
-    spec = {"containers": [container], "nodeSelector": {"kubernetes.io/hostname": node}}
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "DynamoCheckpoint",
-        "metadata": {"name": name, **meta},
-        "spec": {
-            "identity": {"model": model or f"example/{name}", "backendFramework": "vllm"},
-            "job": {"sourcePolicy": "Resume", "podTemplateSpec": {"spec": spec}},
-        },
-    }
+    template = pod_template(env=[{"name": "API_KEY", "value": "TOP-SECRET"}])
+    template["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
+    document = checkpoint_document(name, model=model, podTemplateSpec=template)
+    document["metadata"] |= meta
+    return document
 
 
 def restored(name: str, source: str, node: str = "node-2") -> dict[str, Any]:

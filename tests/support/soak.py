@@ -4,26 +4,30 @@ A local cluster of one node. What each service uses, the files below the state f
 messages of streams and buckets are counted after the first hundred captures and after the last.
 Streams that are histories have an age and a size that limit them and are only shown. Exit status 1
 when something has grown.
+
+`make idle` measures what a cluster of two nodes costs that nobody uses. Exit status 1 at one
+CPU-second a minute or more.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from snapshot_shared import subjects
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import is_true
-from tests.support.live_cluster import LiveCluster, Session, find, pod
+from snapshotctl.adapters import processes
+from tests.support.live_cluster import LiveCluster, Session, pod, snapshot
 
 NODE, WORKER = "node-0", "worker"
 FIRST = 100
+SETTLE_S = 10.0
+CPU_LIMIT = 1.0
 MIB = 2**20
 MORE = {"MiB": 8.0, "descriptors": 4.0, "files": 16.0, "messages": 64.0}
 """How much more of each there may be after the last capture than after the hundredth."""
@@ -42,26 +46,10 @@ Counts = dict[tuple[str, str], float]
 """By what has them and their unit."""
 
 
-def snapshot(name: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": {"source": {"podRef": {"name": WORKER}}},
-    }
-
-
 async def capture_and_delete(session: Session, name: str) -> None:
     """Capture the worker once, and wait until nothing is left of that."""
-
-    def is_captured(values: list[AnyObject]) -> bool:
-        found = find(values, "Snapshot", name)
-        rows = found.status.conditions if found else []
-        assert not is_true(rows, "Failed"), rows
-        return is_true(rows, "Ready")
-
-    await session.apply(snapshot(name))
-    await session.until(is_captured, f"the capture {name}")
+    await session.apply(snapshot(name, WORKER, "Resume"))
+    await session.reaches("Snapshot", name)
     await session.delete("Snapshot", name)
     await session.until(lambda values: len(values) == 1, f"the end of {name}")
 
@@ -116,10 +104,7 @@ async def soak(home: Path, captures: int) -> int:
     try:
         async with cluster.session() as session:
             await session.apply(pod(WORKER, NODE))
-            await session.until(
-                lambda values: is_true(find(values, "Pod", WORKER).status.conditions, "Ready"),
-                "a worker",
-            )
+            await session.reaches("Pod", WORKER)
             before, began = {}, time.monotonic()
             for number in range(1, captures + 1):
                 await capture_and_delete(session, f"soak-{number}")
@@ -138,14 +123,41 @@ async def soak(home: Path, captures: int) -> int:
     return 1 if left or grown(before, after) else 0
 
 
+def cpu_s(pid: int) -> float:
+    """Give the CPU time that a process has used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def idle(home: Path, seconds: float) -> int:
+    """Print the CPU-seconds a minute of each process of an idle cluster. The exit status."""
+    cluster = LiveCluster(home)
+    await cluster.up(NODE, "node-1", gpus=2)
+    try:
+        await asyncio.sleep(SETTLE_S)
+        found = processes.members(cluster.run)
+        before = [cpu_s(each.pid) for each in found]
+        await asyncio.sleep(seconds)
+        used = [(cpu_s(each.pid) - b) * 60 / seconds for each, b in zip(found, before, strict=True)]
+    finally:
+        await cluster.down()
+    for each, value in zip(found, used, strict=True):
+        print(f"{value:6.2f}  {each.command[-50:]}")
+    print(f"{sum(used):6.2f}  CPU-seconds a minute in all (limit {CPU_LIMIT})")
+    return 0 if used and sum(used) < CPU_LIMIT else 1
+
+
 def main() -> int:
     """Read the arguments and run."""
     parser = argparse.ArgumentParser(prog="make soak")
     parser.add_argument("--captures", type=int, default=1000)
+    parser.add_argument("--idle", type=float, help="only measure an idle cluster, for so long")
     given = parser.parse_args()
     if given.captures <= FIRST:
         parser.error(f"--captures {given.captures}: take more than {FIRST}")
     with tempfile.TemporaryDirectory(prefix="soak-") as home:
+        if given.idle:
+            return asyncio.run(idle(Path(home), given.idle))
         return asyncio.run(soak(Path(home), given.captures))
 
 

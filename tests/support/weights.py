@@ -107,14 +107,7 @@ class Weights:
     def save_task(self, **changes: Any) -> SaveTask:
         """Return the task that saves the first device under the fence."""
         task = SaveTask(
-            socket_dir=str(self.service.folder),
-            root=str(self.root),
-            device=self.service.uuids[0],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-0",
-            deadline_s=10.0,
+            **self._place(0),
             order=f"save-{UID}-gpu-0",
             fence_token="f1",
             layout=self.layout,
@@ -125,20 +118,25 @@ class Weights:
     def load_task(self, **changes: Any) -> LoadTask:
         """Return the task that loads the part, which is saved, onto the second device."""
         task = LoadTask(
-            socket_dir=str(self.service.folder),
-            root=str(self.root),
-            device=self.service.uuids[1],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-0",
-            deadline_s=10.0,
+            **self._place(1),
             part_digest=digest((self.path / PART_MANIFEST).read_bytes()),
             load_token="l1",
             layout_id=self.layout.layout_id,
             structure_hash=self.layout.structure_hash,
         )
         return replace(task, **{**self._fields, **changes})
+
+    def _place(self, device: int) -> dict[str, Any]:
+        return {
+            "socket_dir": str(self.service.folder),
+            "root": str(self.root),
+            "device": self.service.uuids[device],
+            "namespace": "default",
+            "content_uid": UID,
+            "generation": 1,
+            "part": "gpu-0",
+            "deadline_s": 10.0,
+        }
 
     def run(self, task: SaveTask | LoadTask) -> TransferDone:
         """Carry out a task in this process; return its result."""

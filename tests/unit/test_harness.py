@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.support.cpu import CPU_S, cpu_limit
+from tests.support.limits import CPU_S, cpu_limit
 from tests.unit.tables import each
 
 

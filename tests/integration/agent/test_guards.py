@@ -25,9 +25,8 @@ from snapshot_agent.domain.driving import Release
 from snapshot_agent.ports import GuardLink, GuardSpec, Process
 from snapshot_shared.errors import NoGuard, SourceExited
 from snapshot_shared.service import system_clocks
-from tests.support import forked
+from tests.support import forks
 from tests.support.agent_rig import PATIENCE_S, below, is_gone, state_of
-from tests.support.forked import Forked
 from tests.support.waiting import until
 
 
@@ -87,7 +86,7 @@ class Guarded:
 
 
 @contextlib.asynccontextmanager
-async def starting(folder: Path) -> AsyncIterator[Forked]:
+async def starting(folder: Path) -> AsyncIterator[forks.Forked]:
     """Run what starts guards in a cluster; the agent's folder is `folder`."""
     path = folder / "starter.sock"
     settings = {
@@ -96,7 +95,7 @@ async def starting(folder: Path) -> AsyncIterator[Forked]:
         "SNAPBACK_GUARD_STARTER": str(path),
     }
     log = folder / "starter.log"
-    process = await forked.start("snapshot_agent.guard_starter", os.environ | settings, log)
+    process = await forks.start("snapshot_agent.guard_starter", os.environ | settings, log)
     try:
         await until(path.exists, "the socket of the starter")
         yield process
