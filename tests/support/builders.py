@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -36,6 +36,8 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import LayoutRef, PartResult, PresenceDevice, Progress, Report
 from snapshot_shared.spans import SpanRecord
 
+Object = TypeVar("Object", bound=msgspec.Struct)
+
 NOW = 1_000_000.0
 STAMP = "1970-01-12T13:46:30Z"
 """Ten seconds before NOW."""
@@ -46,6 +48,22 @@ UID = "00000000-0000-4000-8000-000000000001"
 def meta(kind: str, name: str, **more: Any) -> ObjectMeta:
     fields = {"namespace": "default", "uid": derived_uid(kind, name), "creation_timestamp": STAMP}
     return ObjectMeta(name=name, **{**fields, **more})
+
+
+def with_meta(value: Object, **changes: Any) -> Object:
+    return _with(value, "metadata", changes)
+
+
+def with_spec(value: Object, **changes: Any) -> Object:
+    return _with(value, "spec", changes)
+
+
+def with_status(value: Object, **changes: Any) -> Object:
+    return _with(value, "status", changes)
+
+
+def _with(value: Object, field: str, changes: dict[str, Any]) -> Object:
+    return replace(value, **{field: replace(getattr(value, field), **changes)})
 
 
 def row(type_: str, status: str, reason: str, message: str = "") -> Condition:
@@ -128,15 +146,17 @@ def snapshot(name: str = "snap", **status: Any) -> Snapshot:
     )
 
 
-def content(name: str = "snap", **status: Any) -> SnapshotContent:
+def content(
+    name: str = "snap", *, namespace: str = "default", of: str = "worker", **status: Any
+) -> SnapshotContent:
     owner = derived_uid("snapshot", name)
     return SnapshotContent(
         metadata=meta("content", name, namespace=None),
         spec=SnapshotContentSpec(
-            snapshot_ref=SnapshotRef(namespace="default", name=name, uid=owner),
+            snapshot_ref=SnapshotRef(namespace=namespace, name=name, uid=owner),
             source=ContentSource(
-                pod_ref=PodSource(name="worker", uid=derived_uid("pod", "worker")),
-                namespace="default",
+                pod_ref=PodSource(name=of, uid=derived_uid("pod", of)),
+                namespace=namespace,
                 node_name="node-1",
             ),
         ),

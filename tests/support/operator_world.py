@@ -15,6 +15,7 @@ from snapshot_operator.api.objects import Api
 from snapshot_operator.api.operations import Operations, Sweeping
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
+from snapshot_operator.core.plan import Plan, SetStatus
 from snapshot_operator.core.restore import restore_name
 from snapshot_operator.core.retention import Limits
 from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
@@ -27,20 +28,16 @@ from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention
 from snapshot_operator.runtime.world import ALL, Selection
+from snapshot_shared import api
 from snapshot_shared.api import ApplyRequest
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.orders import (
-    TERMINAL,
-    LayoutRef,
-    PartResult,
-    Presence,
-    Report,
-    VectorEntry,
-)
+from snapshot_shared.objects.meta import Condition, OrderStatus, condition
+from snapshot_shared.orders import TERMINAL, PartResult, Presence, Report, VectorEntry
 from snapshot_shared.telemetry import Telemetry
+from tests.support import builders
 from tests.support.objects import checkpoint_document, presence
 
 DIGEST = "sha256:" + "0" * 64
@@ -186,16 +183,7 @@ class World:
         kind = kind or TERMINAL[order.verb]
         key = (order.order, order.attempt)
         self.numbers[key] = self.numbers.get(key, 0) + 1
-        report = Report(
-            order=order.order,
-            attempt=order.attempt,
-            n=self.numbers[key],
-            kind=kind,  # type: ignore[arg-type]
-            node=order.node,
-            service=order.service,
-            at=self.now,
-            **fields,
-        )
+        report = builders.report(order, kind, n=self.numbers[key], at=self.now, **fields)
         if report.is_terminal:
             self.answered.add(key)
         await self.deliver(report)
@@ -226,8 +214,44 @@ class World:
                 await self.answer_well(order)
         raise AssertionError(f"orders never end: {[order.order for order in self.open()]}")
 
+    async def answer(self, *verbs: str) -> None:
+        """Answer well what is open of these verbs, of which there must be some, one by one."""
+        for verb in verbs:
+            orders = self.open(verb)
+            assert orders, f"no {verb} is open"
+            for order in orders:
+                await self.answer_well(order)
+
+    async def capture(self, name: str = "llm", **job: Any) -> None:
+        """Apply a checkpoint, and answer everything well."""
+        await self.apply(checkpoint_document(name, **job))
+        await self.answer_all()
+
+    async def ask(self, verb: str, request: Any, headers: dict[str, str] | None = None) -> Any:
+        """Ask as a client does: bytes in, bytes out; then let the operator settle."""
+        data = request if isinstance(request, bytes) else encode_json(request)
+        answers = self.api.endpoints() | self.nodes.endpoints() | self.operations.endpoints()
+        answer = await answers[verb](data, headers or {})
+        await self.settle()
+        kind = "get" if verb == "view" else verb.removesuffix(".*")
+        return msgspec.json.decode(answer, type=getattr(api, f"{kind.capitalize()}Reply"))
+
+    async def delete(self, kind: str, name: str) -> None:
+        await self.cluster.delete(await self.get(kind, name))
+        await self.settle()
+
+    async def silence(self, absent_s: float) -> None:
+        """Have no node present any more, each last seen `absent_s` ago."""
+        self.present.clear()
+        await self.see(absent_s=absent_s)
+
     async def get(self, kind: str, name: str) -> Any:
-        return self.cluster.get(kind, "default", name)
+        namespace = None if kind in ("Node", "SnapshotContent") else "default"
+        return self.cluster.get(kind, namespace, name)
+
+    async def row(self, kind: str, name: str = "llm", type_: str = "Ready") -> Condition:
+        """Return a condition of an object, which must have it."""
+        return row_of(await self.get(kind, name), type_)
 
     async def restore(self, pod: str) -> Any:
         """Return the restore of a pod."""
@@ -241,6 +265,20 @@ class World:
 
     async def everything(self) -> list[AnyObject]:
         return [value for kind in KINDS for value in self.cluster.all(kind)]
+
+
+def row_of(value: Any, type_: str = "Ready") -> Condition:
+    """Return a condition of an object, which must have it."""
+    found = condition(value.status.conditions, type_)
+    assert found is not None, f"{value.metadata.name} has no condition {type_}"
+    return found
+
+
+def written(plan: Plan) -> Any:
+    """Return the object as the one write of a plan, which must be one of its status, has it."""
+    (write,) = plan.writes
+    assert isinstance(write, SetStatus), write
+    return write.new
 
 
 def payload(order: OrderStatus) -> dict[str, Any]:
@@ -257,13 +295,8 @@ def _good_fields(order: OrderStatus) -> dict[str, Any]:
                 VectorEntry(
                     part=f"gpu-{device['ordinal']}",
                     ordinal=device["ordinal"],
-                    layout=LayoutRef(
-                        device=device["uuid"],
-                        incarnation="one",
-                        generation=1,
-                        layout_id=f"layout-{device['ordinal']}",
-                        structure_hash="hash",
-                        bytes=1024,
+                    layout=builders.layout(
+                        device=device["uuid"], layout_id=f"layout-{device['ordinal']}", bytes=1024
                     ),
                 )
                 for device in wanted["devices"]
@@ -284,6 +317,5 @@ async def world_of(nodes: int, *, gpus: int = 2, captured: bool = False) -> Worl
     world = World()
     await world.join(*(presence(f"node-{number + 1}", gpus=gpus) for number in range(nodes)))
     if captured:
-        await world.apply(checkpoint_document())
-        await world.answer_all()
+        await world.capture()
     return world

@@ -22,7 +22,13 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
 )
 from tests.support.blind_store import BlindStore
-from tests.support.objects import checkpoint_document, pod_template, restore_document
+from tests.support.builders import with_meta, with_spec
+from tests.support.objects import (
+    checkpoint_document,
+    pod_template,
+    restore_document,
+    snapshot_document,
+)
 from tests.support.operator_world import World, world_of
 from tests.unit.tables import each
 
@@ -61,11 +67,6 @@ async def standing(world: World, name: str) -> tuple[str, str]:
     return found.phase, ready.reason if ready is not None else ""
 
 
-async def delete(world: World, kind: str, name: str) -> None:
-    await world.cluster.delete(await world.get(kind, name))
-    await world.settle()
-
-
 def jobs(world: World) -> list[str]:
     return [job.metadata.name for job in world.cluster.page("Job")]
 
@@ -85,11 +86,8 @@ async def test_a_second_checkpoint_waits_for_the_first_and_shares_its_artifact(
     mine, other = await status(world, "second"), await status(world, "first")
     assert (mine.phase, mine.shares, other.shares) == ("Ready", "first", "")
     assert is_true(mine.conditions, "Ready")
-    assert (mine.content_name, mine.snapshot_name, mine.bytes) == (
-        other.content_name,
-        other.snapshot_name,
-        other.bytes,
-    )
+    for field in ("content_name", "snapshot_name", "bytes"):
+        assert getattr(mine, field) == getattr(other, field)
     assert len(contents(world)) == 1
 
 
@@ -177,8 +175,7 @@ def test_a_saver_of_which_nothing_is_given_is_as_good_as_none(
 
     owner, second = made("first", phase="Ready"), made("second")
     kept = msgspec.convert(memory, GpuMemoryServiceSpec)
-    second = replace(second, spec=replace(second.spec, gpu_memory_service=kept))
-    found = conflict(second, owner)
+    found = conflict(with_spec(second, gpu_memory_service=kept), owner)
     assert (found.values["field"] if found else "") == "spec.gpuMemoryService" * is_other
 
 
@@ -203,11 +200,9 @@ async def test_when_the_owner_fails_the_next_oldest_captures_for_the_rest(world:
     assert len(contents(world)) == 1
 
 
-async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(
-    world: World,
-) -> None:
+async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(world: World) -> None:
     await apply(world, "first", "second")
-    await delete(world, "DynamoCheckpoint", "first")
+    await world.delete("DynamoCheckpoint", "first")
     await world.answer_all()
     assert await world.get("DynamoCheckpoint", "first") is None
     found = await status(world, "second")
@@ -221,23 +216,17 @@ async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_
     await world.answer_all()
     lent = (await status(world, "second")).content_name
     world.now += 10_000
-    await delete(world, "DynamoCheckpoint", "first")
+    await world.delete("DynamoCheckpoint", "first")
     for name in ("second", "third"):
         found = await status(world, name)
-        assert (found.phase, found.content_name, found.bytes, found.shares) == (
-            "Creating",
-            "",
-            0,
-            "",
-        )
+        assert found.phase == "Creating"
+        assert (found.content_name, found.bytes, found.shares) == ("", 0, "")
     await world.answer_all()
     second, third = await status(world, "second"), await status(world, "third")
-    assert (second.phase, second.shares, third.phase, third.shares) == (
-        "Ready",
-        "",
-        "Ready",
-        "second",
-    )
+    assert [(item.phase, item.shares) for item in (second, third)] == [
+        ("Ready", ""),
+        ("Ready", "second"),
+    ]
     assert second.content_name != lent
     assert [content.metadata.name for content in contents(world)] == [second.content_name]
 
@@ -245,7 +234,7 @@ async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_
 async def test_a_ready_owner_whose_artifact_is_gone_owns_no_more(world: World) -> None:
     await apply(world, "first", "second")
     await world.answer_all()
-    await delete(world, "Snapshot", "first")
+    await world.delete("Snapshot", "first")
     await world.answer_all()
     await apply(world, "third")
     await world.answer_all()
@@ -257,7 +246,7 @@ async def test_a_ready_owner_whose_artifact_is_gone_owns_no_more(world: World) -
 async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World) -> None:
     await apply(world, "first", "second")
     await world.answer_all()
-    await delete(world, "DynamoCheckpoint", "second")
+    await world.delete("DynamoCheckpoint", "second")
     assert await world.get("DynamoCheckpoint", "second") is None
     assert not world.open()
     assert (await status(world, "first")).phase == "Ready"
@@ -267,15 +256,7 @@ async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World)
 async def test_a_snapshot_with_the_name_of_a_sharer_does_not_concern_it(world: World) -> None:
     await apply(world, "first", "second")
     await world.answer_all()
-    pod = world.cluster.page("Pod")[0].metadata.name
-    await world.apply(
-        {
-            "apiVersion": "nvidia.com/v1alpha1",
-            "kind": "Snapshot",
-            "metadata": {"name": "second"},
-            "spec": {"source": {"podRef": {"name": pod}}},
-        }
-    )
+    await world.apply(snapshot_document("second", world.cluster.page("Pod")[0].metadata.name))
     await world.advance(1.0)
     found = await status(world, "second")
     assert (found.phase, found.shares) == ("Ready", "first")
@@ -285,7 +266,7 @@ async def test_damage_of_the_artifact_is_shown_by_all_that_share_it(world: World
     await apply(world, "first", "second")
     await world.answer_all()
     await world.apply(restore_document("first", node="node-2"))
-    await world.answer_well(world.open("run")[0])
+    await world.answer("run")
     await world.fail(world.open("load")[0], "ArtifactCorrupt")
     await world.answer_all()
     assert await standing(world, "first") == ("Ready", "ArtifactCorrupt")
@@ -298,10 +279,8 @@ async def test_a_pod_is_restored_from_a_checkpoint_that_shares(world: World) -> 
     assert (await world.restore("restored")).status.content_name == ""
     await world.answer_all()
     found = (await world.restore("restored")).status
-    assert (found.state, found.content_name) == (
-        "Restored",
-        (await status(world, "first")).content_name,
-    )
+    assert found.state == "Restored"
+    assert found.content_name == (await status(world, "first")).content_name
 
 
 async def test_a_shared_artifact_counts_once_and_stays_while_a_sharer_is_asked_for(
@@ -345,7 +324,7 @@ async def test_one_that_gave_up_captures_after_its_worker_has_ended_when_the_own
     second, blind = await blind_to_each_other(world)
     await blind.show()
     await second.settle()
-    await delete(second, "DynamoCheckpoint", "first")
+    await second.delete("DynamoCheckpoint", "first")
     assert await standing(second, "second") == ("Creating", "WorkerEnding")
     await second.answer_all()
     found = await status(second, "second")
@@ -361,8 +340,8 @@ async def test_one_that_has_begun_gives_up_its_name_for_a_worker_and_the_worker_
 ) -> None:
     await apply(world, "first")
     owner = await world.get("DynamoCheckpoint", "first")
-    metadata = replace(owner.metadata, name="second", uid=UID)
-    value = replace(owner, metadata=metadata, status=DynamoCheckpointStatus(job_name=job_name))
+    value = replace(owner, status=DynamoCheckpointStatus(job_name=job_name))
+    value = with_meta(value, name="second", uid=UID)
     first = await world.get("Job", "first")
     job = replace(first, metadata=child_meta(value, "second")) if has_job else None
     plan = reconcile(CheckpointView(value, job, owner=owner), world.now)
@@ -423,7 +402,7 @@ async def test_a_conflict_with_an_owner_that_has_failed_unseen_refuses_nothing(
     await late.cluster.sync()
     late.is_synced = True
     blind.hidden.add("DynamoCheckpoint")
-    await delete(world, "DynamoCheckpoint", "first")
+    await world.delete("DynamoCheckpoint", "first")
     await late.apply(document("second", podTemplateSpec=pod_template(args=["--seed", "1"])))
     assert (await status(late, "second")).phase != "Failed"
     await late.advance(1.0)

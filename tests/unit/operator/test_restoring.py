@@ -236,22 +236,12 @@ def test_the_loader_that_a_template_asks_for_is_completed_once() -> None:
     once = patched(document)
     server, loader, fetch = once["spec"]["initContainers"]
     assert [server["name"], loader["name"], fetch["name"]] == ["gms-server", "gms-loader", "fetch"]
+    assert server["resources"]["claims"] == [{"name": "snapback-devices"}]
+    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(document)["env"]
     assert (loader["image"], loader["restartPolicy"]) == ("mine:2", "Always")
     assert loader["env"][0] == {"name": "A", "value": "1"}
     assert {"name": "GMS_ORDER_DIR", "value": "/gms-checkpoint"} in loader["env"]
     assert {"name": "gms-loader", "emptyDir": {}} in once["spec"]["volumes"]
-    assert standby_patch(once) == []
-
-
-def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
-    document = pod({**MAIN, "resources": {"claims": [{"name": "snapback-devices"}]}}, SIDECAR)
-    once = patched(document)
-    [server] = once["spec"]["initContainers"]
-    assert (server["name"], server["resources"]["claims"]) == (
-        "gms-server",
-        [{"name": "snapback-devices"}],
-    )
-    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(document)["env"]
     assert standby_patch(once) == []
 
 

@@ -10,14 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from snapshot_shared.errors import NoSpace
-from snapshot_shared.instruments import (
-    ACCEPTED,
-    ERROR,
-    JOURNAL_DURATION,
-    TABLE,
-    Instrument,
-    Shape,
-)
+from snapshot_shared.instruments import ACCEPTED, ERROR, JOURNAL_DURATION, TABLE, Instrument, Shape
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.spans import message_attributes
 

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from snapshot_shared.errors import NoSpace
-from snapshot_shared.spans import (
-    SpanRecord,
-    derived_context,
-    order_context,
-    parse_traceparent,
-)
+from snapshot_shared.spans import SpanRecord, derived_context, order_context, parse_traceparent
 from snapshot_shared.telemetry import Telemetry, current_traceparent, log_to_stderr
 
 PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
