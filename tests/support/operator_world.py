@@ -224,7 +224,11 @@ class World:
 
     async def capture(self, name: str = "llm", **job: Any) -> None:
         """Apply a checkpoint, and answer everything well."""
-        await self.apply(checkpoint_document(name, **job))
+        await self.perform(checkpoint_document(name, **job))
+
+    async def perform(self, *documents: dict[str, Any]) -> None:
+        """Apply documents, and answer everything well."""
+        await self.apply(*documents)
         await self.answer_all()
 
     async def ask(self, verb: str, request: Any, headers: dict[str, str] | None = None) -> Any:
@@ -239,6 +243,11 @@ class World:
     async def delete(self, kind: str, name: str) -> None:
         await self.cluster.delete(await self.get(kind, name))
         await self.settle()
+
+    async def remove(self, kind: str, name: str) -> None:
+        """Delete an object, and answer everything well."""
+        await self.delete(kind, name)
+        await self.answer_all()
 
     async def silence(self, absent_s: float) -> None:
         """Have no node present any more, each last seen `absent_s` ago."""
@@ -312,10 +321,22 @@ def _good_fields(order: OrderStatus) -> dict[str, Any]:
             return {}
 
 
-async def world_of(nodes: int, *, gpus: int = 2, captured: bool = False) -> World:
-    """Make a world with nodes from node-1 on, and one checkpoint if that is to be captured."""
+async def world_of(
+    nodes: int,
+    *,
+    gpus: int = 2,
+    captured: bool = False,
+    answered: tuple[str, ...] | None = None,
+) -> World:
+    """Make a world with nodes from node-1 on, and one checkpoint if that is to be captured.
+
+    With `answered` there is one, too, of which the orders of these verbs are answered well.
+    """
     world = World()
     await world.join(*(presence(f"node-{number + 1}", gpus=gpus) for number in range(nodes)))
     if captured:
         await world.capture()
+    elif answered is not None:
+        await world.apply(checkpoint_document())
+        await world.answer(*answered)
     return world

@@ -30,6 +30,9 @@ SUBJECT = "subject"
 """The name of what a case captures, restores, stops or deletes."""
 
 
+VERIFIED = Target(KINDS["DynamoCheckpoint"], "default", BASE)
+
+
 def is_of_base(value: AnyObject) -> bool:
     """Say whether an object belongs to the artifact that all cases share."""
     if isinstance(value, SnapshotContent):
@@ -83,26 +86,6 @@ async def _run(session: Session) -> None:
     )
 
 
-async def _restore(session: Session) -> None:
-    await session.apply(live.pod(SUBJECT, NODE, BASE))
-
-
-async def _stop(session: Session) -> None:
-    await session.delete("Pod", SUBJECT)
-
-
-async def _delete(session: Session) -> None:
-    await session.delete("DynamoCheckpoint", SUBJECT)
-
-
-async def _save_will_fail(session: Session) -> None:
-    await session.arm(NODE, Place("gms", "save", "write"), "fail")
-
-
-async def _verify(session: Session) -> None:
-    await session.client.verify(Target(KINDS["DynamoCheckpoint"], "default", BASE))
-
-
 class Story(NamedTuple):
     """What leads to a verb: what must be there before the fault is armed, and what is done then."""
 
@@ -111,22 +94,17 @@ class Story(NamedTuple):
 
 
 CAPTURE = Story(_nothing, _capture)
-RESTORE = Story(need_base, _restore)
+RESTORE = Story(need_base, lambda session: session.apply(live.pod(SUBJECT, NODE, BASE)))
+STOP = Story(_run, lambda session: session.delete("Pod", SUBJECT))
 STORIES: dict[str, Story] = {
-    "run": CAPTURE,
-    "prepare": CAPTURE,
-    "dump": CAPTURE,
-    "save": CAPTURE,
-    "seal": CAPTURE,
-    "release": CAPTURE,
-    "load": RESTORE,
-    "commit": RESTORE,
-    "restore": RESTORE,
-    "stop": Story(_run, _stop),
-    "drop": Story(_run, _stop),
-    "abort": Story(_save_will_fail, _capture),
-    "delete": Story(_captured, _delete),
-    "verify": Story(need_base, _verify),
+    **dict.fromkeys(["run", "prepare", "dump", "save", "seal", "release"], CAPTURE),
+    **dict.fromkeys(["load", "commit", "restore"], RESTORE),
+    **dict.fromkeys(["stop", "drop"], STOP),
+    "abort": Story(
+        lambda session: session.arm(NODE, Place("gms", "save", "write"), "fail"), _capture
+    ),
+    "delete": Story(_captured, lambda session: session.delete("DynamoCheckpoint", SUBJECT)),
+    "verify": Story(need_base, lambda session: session.client.verify(VERIFIED)),
 }
 
 PLACES: list[Place] = [

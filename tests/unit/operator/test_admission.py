@@ -76,12 +76,16 @@ class Api:
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[tuple[Api, Admission]]:
-    behind = Api()
+def behind() -> Api:
+    return Api()
+
+
+@pytest.fixture
+async def admission(behind: Api) -> AsyncIterator[Admission]:
     async with RawTestServer(behind.answer) as server:
         host = f"http://127.0.0.1:{server.port}"
         async with KubeClient(Configuration(host=host)) as client:
-            yield behind, Admission(client)
+            yield Admission(client)
 
 
 def request(document: Any, old: Any = None, operation: str = "CREATE") -> Request:
@@ -95,9 +99,8 @@ def pod(**annotations: str) -> Any:
 
 
 async def test_a_pod_that_asks_for_nothing_or_is_there_already_is_left_alone_without_a_read(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    behind, admission = api
     assert (await admission.pod(request(pod()))).outcome == "allowed"
     later = await admission.pod(request(pod(restore_from="llm"), operation="UPDATE"))
     assert later.outcome == "allowed"
@@ -119,9 +122,8 @@ async def test_a_pod_that_asks_for_nothing_or_is_there_already_is_left_alone_wit
     ],
 )
 async def test_a_pod_is_changed_where_what_is_stored_now_is_what_it_asks_for(
-    api: tuple[Api, Admission], pins: dict[str, str], outcome: str
+    behind: Api, admission: Admission, pins: dict[str, str], outcome: str
 ) -> None:
-    behind, admission = api
     behind.objects = {
         "namespaces/team/snapshots/llm": SNAPSHOT,
         "snapshotcontents/content": CONTENT | {"status": {"committed": COMMITTED}},
@@ -135,9 +137,8 @@ async def test_a_pod_is_changed_where_what_is_stored_now_is_what_it_asks_for(
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
-    api: tuple[Api, Admission], status: int
+    behind: Api, admission: Admission, status: int
 ) -> None:
-    behind, admission = api
     behind.status = status
     pinned = pod(restore_from="llm", restore_from_uid="another", restore_digest=DIGEST)
     assert (await admission.pod(request(pinned))).outcome == "changed"
@@ -156,20 +157,18 @@ async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
     ],
 )
 async def test_a_pod_starts_cold_where_the_operator_reconciles_nothing(
-    api: tuple[Api, Admission], labels: dict[str, str], status: int, warned: tuple[str, ...]
+    behind: Api, admission: Admission, labels: dict[str, str], status: int, warned: tuple[str, ...]
 ) -> None:
-    behind, every = api
     behind.labels, behind.status = labels, status
-    admission = Admission(every._client, selector="team=a")
-    answer = await admission.pod(request(pod(restore_from="llm")))
+    selective = Admission(admission._client, selector="team=a")
+    answer = await selective.pod(request(pod(restore_from="llm")))
     assert (answer.refused, answer.warned) == ((), warned)
     assert bool(answer.patch) != bool(warned)
 
 
 async def test_a_source_that_this_version_cannot_read_is_left_to_the_restore(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    behind, admission = api
     behind.objects = {"namespaces/team/snapshots/llm": SNAPSHOT | {"spec": {"source": 1}}}
     assert (await admission.pod(request(pod(restore_from="llm")))).outcome == "changed"
 
@@ -201,9 +200,8 @@ CHECKPOINT["metadata"] |= META
     ],
 )
 async def test_a_pod_is_a_placeholder_where_the_driver_of_its_source_brings_the_process(
-    api: tuple[Api, Admission], objects: Any, waits_for_a_process: bool
+    behind: Api, admission: Admission, objects: Any, waits_for_a_process: bool
 ) -> None:
-    behind, admission = api
     behind.objects = objects
     answer = await admission.pod(request(pod(restore_from="llm")))
     assert answer.outcome == "changed"
@@ -214,9 +212,8 @@ async def test_a_pod_is_a_placeholder_where_the_driver_of_its_source_brings_the_
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_a_pod_names_the_driver_of_a_source_that_is_not_there_or_cannot_be_read(
-    api: tuple[Api, Admission], status: int
+    behind: Api, admission: Admission, status: int
 ) -> None:
-    behind, admission = api
     behind.status = status
     named = pod(restore_from="llm", restore_driver="criu")
     assert is_placeholder(await admission.pod(request(named)))
@@ -227,9 +224,8 @@ async def test_a_pod_names_the_driver_of_a_source_that_is_not_there_or_cannot_be
 
 @pytest.mark.parametrize("content", [None, CONTENT])
 async def test_a_pod_that_does_not_wait_starts_cold_where_nothing_is_captured(
-    api: tuple[Api, Admission], content: Any
+    behind: Api, admission: Admission, content: Any
 ) -> None:
-    behind, admission = api
     behind.objects = {"namespaces/team/snapshots/llm": SNAPSHOT}
     if content:
         behind.objects["snapshotcontents/content"] = content
@@ -239,9 +235,8 @@ async def test_a_pod_that_does_not_wait_starts_cold_where_nothing_is_captured(
 
 
 async def test_a_spec_is_judged_when_it_is_new_and_never_changes(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    _, admission = api
     old = checkpoint_document()
     new = checkpoint_document()
     new["spec"]["job"]["podTemplateSpec"]["spec"]["hostNetwork"] = True
@@ -327,15 +322,14 @@ def test_the_operator_may_use_its_own_secret_and_configurations_alone() -> None:
 
 
 async def test_an_operator_that_allows_no_memory_servers_refuses_checkpoints_with_one(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    behind, allowing = api
     plain, asking = checkpoint_document(), checkpoint_document()
     asking["spec"]["gpuMemoryService"] = {"enabled": True}
     without = checkpoint_document()
     without["spec"]["gpuMemoryService"] = {"enabled": False}
-    refusing = Admission(allowing._client, allows_gms=False)
-    assert (await allowing.object(request(asking))).outcome == "allowed"
+    refusing = Admission(admission._client, allows_gms=False)
+    assert (await admission.object(request(asking))).outcome == "allowed"
     for document in (plain, without):
         assert (await refusing.object(request(document))).outcome == "allowed"
     (problem,) = (await refusing.object(request(asking))).refused

@@ -243,9 +243,7 @@ PATIENCE_S = 5.0
 @pytest.fixture
 async def running() -> World:
     """A world in which the worker of a checkpoint is ordered to run."""
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    return world
+    return await world_of(1, answered=())
 
 
 CHANGES: dict[str, Any] = {

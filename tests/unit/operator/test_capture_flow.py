@@ -26,11 +26,10 @@ async def world() -> World:
     return await world_of(1)
 
 
-async def capturing(world: World, **job: object) -> None:
-    """Bring a checkpoint to the point where its worker is ready and `prepare` is out."""
+async def capturing(world: World, *answered: str, **job: Any) -> None:
+    """Bring a checkpoint to where `prepare` is out, and on until these verbs are answered."""
     await world.apply(checkpoint_document(**job))
-    (run,) = world.open("run")
-    await world.answer_well(run)
+    await world.answer("run", *answered)
 
 
 async def test_a_checkpoint_becomes_ready_when_every_order_is_answered_well(world: World) -> None:
@@ -54,8 +53,7 @@ async def test_the_plan_is_fixed_before_any_part_is_ordered(world: World) -> Non
 async def test_a_worker_that_goes_on_is_released_once_its_part_is_staged_and_saves_read(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer("prepare", "dump")
+    await capturing(world, "prepare", "dump")
     assert not world.open("release")
     for save in world.open("save"):
         await world.report(save, "leased")
@@ -70,8 +68,7 @@ async def test_the_pause_of_a_worker_is_measured_once_whatever_is_answered_first
     metrics = Metrics("snap-operator", "operator", "0", scraped=True)
     world = World(metrics=metrics)
     await world.join(presence("node-1"))
-    await capturing(world)
-    await world.answer("prepare", "dump")
+    await capturing(world, "prepare", "dump")
     saves = world.open("save")
     for save in saves:
         await world.report(save, "leased")
@@ -94,8 +91,7 @@ async def test_the_pause_of_a_worker_is_measured_once_whatever_is_answered_first
 
 
 async def test_a_worker_that_ends_is_released_only_after_ready_is_stored(world: World) -> None:
-    await capturing(world, sourcePolicy="Terminate")
-    await world.answer("prepare")
+    await capturing(world, "prepare", sourcePolicy="Terminate")
     for order in world.open():
         await world.answer_well(order)
     assert not world.open("release")
@@ -166,8 +162,7 @@ async def test_no_attempt_begins_while_an_abort_that_was_given_again_is_not_answ
 async def test_an_artifact_is_no_larger_than_its_limit(
     world: World, more: int, end: Capture
 ) -> None:
-    await capturing(world)
-    await world.answer("prepare")
+    await capturing(world, "prepare")
     (dump,) = world.open("dump")
     most = 2**50 - 2 * 1024
     part = PartResult(part="process", bytes=most + more, digest=DIGEST)
@@ -177,8 +172,7 @@ async def test_an_artifact_is_no_larger_than_its_limit(
 
 
 async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> None:
-    await capturing(world)
-    await world.answer("prepare")
+    await capturing(world, "prepare")
     await world.fail(world.open("dump")[0], "NoSpace", retryable=True)
     await world.answer_all()
     content = await world.content()
@@ -188,8 +182,7 @@ async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> 
 async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generation(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer("prepare")
+    await capturing(world, "prepare")
     await world.fail(world.open("save")[0], "DeviceError")
     assert sorted(order.service for order in world.open("abort")) == ["agent", "gms"]
     assert not world.open("delete")
@@ -356,8 +349,7 @@ async def test_a_snapshot_deleted_while_it_waits_goes_and_lets_the_next_one_run(
     for name in ("second", "third"):
         world.now += 5
         await world.apply(snapshot_document(name, pod.metadata.name))
-    await world.delete("Snapshot", "second")
-    await world.answer_all()
+    await world.remove("Snapshot", "second")
     names = [value.metadata.name for value in world.cluster.page("Snapshot")]
     assert names == ["llm", "third"]
     assert is_true((await world.get("Snapshot", "third")).status.conditions, "Ready")
@@ -410,8 +402,7 @@ async def test_a_capture_that_has_begun_is_waited_for_by_one_that_comes_before_i
 
 
 async def test_what_a_failed_capture_wrote_stays_until_its_worker_was_let_go(world: World) -> None:
-    await capturing(world)
-    await world.answer("prepare", "dump")
+    await capturing(world, "prepare", "dump")
     first, second = world.open("save")
     for save in (first, second):
         await world.report(save, "leased")
@@ -447,8 +438,7 @@ async def test_a_worker_that_is_held_is_let_go_first_even_if_its_content_is_dele
 
 
 async def test_an_artifact_stays_until_its_worker_was_let_go(world: World) -> None:
-    await capturing(world)
-    await world.answer("prepare", "dump", "save", "seal")
+    await capturing(world, "prepare", "dump", "save", "seal")
     (release,) = world.open("release")
     await world.delete("DynamoCheckpoint", "llm")
     assert await deletion_waits(world) == ("CleaningOwed", "waits for release on node-1")
@@ -505,8 +495,7 @@ async def test_a_delete_that_is_due_waits_for_a_node_and_for_no_time(
 async def test_a_release_that_failed_is_ordered_again_until_the_worker_goes_on(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer("prepare")
+    await capturing(world, "prepare")
     for order in world.open():
         await world.answer_well(order)
     await world.fail(world.open("release")[0], "NoSpace")
@@ -541,8 +530,7 @@ async def snapshot_again(world: World, name: str) -> list[Any]:
 async def test_saves_name_the_last_artifact_of_the_same_worker_as_their_parent(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer("prepare")
+    await capturing(world, "prepare")
     assert [payload(order)["parent"] for order in world.open("save")] == [None, None]
     await world.answer_all()
     first = await world.content()

@@ -9,16 +9,10 @@ from snapshot_shared.api import VerifyRequest
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, world_of
 
 RECONCILES_A_CAPTURE = 60
 """A checkpoint from apply to Ready with two devices, all its objects together."""
-
-
-async def with_nodes(count: int) -> World:
-    world = World()
-    await world.join(*(presence(f"node-{number}") for number in range(count)))
-    return world
 
 
 async def reconciles(world: World, count: int) -> float:
@@ -30,8 +24,8 @@ async def reconciles(world: World, count: int) -> float:
 
 
 async def test_a_capture_takes_a_constant_number_of_decisions() -> None:
-    one = await reconciles(await with_nodes(1), 1)
-    many = await reconciles(await with_nodes(20), 20)
+    one = await reconciles(await world_of(1), 1)
+    many = await reconciles(await world_of(20), 20)
     assert one <= RECONCILES_A_CAPTURE
     assert many <= RECONCILES_A_CAPTURE
 
@@ -39,7 +33,7 @@ async def test_a_capture_takes_a_constant_number_of_decisions() -> None:
 async def test_one_more_checkpoint_beside_many_that_wait_costs_what_it_costs_beside_few() -> None:
     costs = []
     for waiting in (5, 100):
-        world = await with_nodes(1)
+        world = await world_of(1)
         for number in range(waiting + 1):
             await world.apply(checkpoint_document(f"llm-{number}"))
         before = world.manager.reconciles
@@ -51,7 +45,7 @@ async def test_one_more_checkpoint_beside_many_that_wait_costs_what_it_costs_bes
 
 
 async def test_only_the_first_that_waits_for_room_is_woken_when_there_is_some() -> None:
-    world = await with_nodes(1)
+    world = await world_of(1)
     for number in range(50):
         await world.apply(checkpoint_document(f"llm-{number}"))
     before = world.manager.reconciles
@@ -61,14 +55,10 @@ async def test_only_the_first_that_waits_for_room_is_woken_when_there_is_some() 
     assert woken <= 12
 
 
-async def test_a_second_look_at_everything_writes_nothing() -> None:
-    world = await with_nodes(2)
-    await world.capture()
-    await world.apply(restore_document(node="node-1"))
-    await world.answer_all()
+async def test_a_second_look_at_everything_writes_nothing(world: World) -> None:
+    await world.perform(restore_document(node="node-2"))
     versions = [value.metadata.resource_version for value in await world.everything()]
-    world.manager.resync()
-    await world.settle()
+    await world.advance(60.0)
     assert [v.metadata.resource_version for v in await world.everything()] == versions
 
 
@@ -78,19 +68,16 @@ async def sizes_after(world: World, kind: str, name: str, times: int, verb: str)
         for order in world.open(verb):
             await world.fail(order, "DeviceBusy")
         await world.advance(601.0)
-    found = world.cluster.get(kind, None if kind == "SnapshotContent" else "default", name)
-    return len(encode_json(found))
+    return len(encode_json(await world.get(kind, name)))
 
 
 @pytest.mark.parametrize("verb", ["delete", "stop"])
 async def test_an_object_whose_cleaning_fails_a_hundred_times_is_no_larger_than_after_ten(
     verb: str,
 ) -> None:
-    world = await with_nodes(1)
-    await world.capture()
-    name = (await world.content()).metadata.name
+    world = await world_of(1, captured=True)
     kind = "SnapshotContent" if verb == "delete" else "Pod"
-    name = name if verb == "delete" else world.cluster.page("Pod")[0].metadata.name
+    name = world.cluster.page(kind)[0].metadata.name
     await world.delete("DynamoCheckpoint", "llm")
     ten = await sizes_after(world, kind, name, 10, verb)
     hundred = await sizes_after(world, kind, name, 90, verb)
@@ -98,8 +85,7 @@ async def test_an_object_whose_cleaning_fails_a_hundred_times_is_no_larger_than_
 
 
 async def test_an_artifact_that_is_verified_a_hundred_times_is_no_larger_than_after_ten() -> None:
-    world = await with_nodes(1)
-    await world.capture()
+    world = await world_of(1, captured=True)
 
     async def size_after(times: int) -> int:
         for _ in range(times):

@@ -153,16 +153,8 @@ def test_a_pattern_ends_in_go_where_it_ends_in_python(python: str, go: str) -> N
 @each(
     "pattern",
     [
-        "^(?!a)",
-        "(?=a)",
-        "(?<!a)b",
-        r"(a)\1",
-        "^a$",
-        r"^\d\Z",
-        r"\bword",
-        "a++",
-        "a{1001}",
-        "a{2,1001}",
+        *("^(?!a)", "(?=a)", "(?<!a)b", r"(a)\1", "^a$"),
+        *(r"^\d\Z", r"\bword", "a++", "a{1001}", "a{2,1001}"),
     ],
 )
 def test_a_pattern_that_go_lacks_or_reads_differently_is_refused(pattern: str) -> None:

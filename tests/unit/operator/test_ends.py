@@ -62,24 +62,6 @@ def reason(state: Capture, source: Pod | None, *orders: OrderStatus) -> str:
     return found.reason if found is not None else ""
 
 
-@each("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
-@each(
-    ("source", "expected"),
-    [
-        (None, "SourcePodGone"),
-        (pod("Running"), ""),
-        (pod("Unknown"), ""),
-        (pod("Succeeded"), "SourceExited"),
-        (pod("Failed"), "SourceExited"),
-        (pod("Failed", reason="NodeLost"), "NodeLost"),
-    ],
-)
-def test_a_capture_ends_with_its_worker_while_the_process_is_needed(
-    state: Capture, source: Pod | None, expected: str
-) -> None:
-    assert reason(state, source) == expected
-
-
 def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
     """A pod whose worker runs, beside a container that has ended with a code, if it has."""
     state: Any = "running" if code is None else "terminated"
@@ -94,6 +76,12 @@ def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
 @each(
     ("source", "expected"),
     [
+        (None, "SourcePodGone"),
+        (pod("Running"), ""),
+        (pod("Unknown"), ""),
+        (pod("Succeeded"), "SourceExited"),
+        (pod("Failed"), "SourceExited"),
+        (pod("Failed", reason="NodeLost"), "NodeLost"),
         (beside(None), ""),
         (beside(0), ""),
         (beside(3), "CheckpointContainerFailed"),
@@ -101,8 +89,8 @@ def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
         (beside(3, "Unknown"), ""),
     ],
 )
-def test_a_capture_ends_when_a_container_beside_the_worker_fails(
-    state: Capture, source: Pod, expected: str
+def test_a_capture_ends_with_its_worker_or_a_container_beside_while_the_process_is_needed(
+    state: Capture, source: Pod | None, expected: str
 ) -> None:
     assert reason(state, source) == expected
 

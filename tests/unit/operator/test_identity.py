@@ -56,6 +56,11 @@ async def apply(world: World, *names: str) -> None:
         world.now += 1
 
 
+async def captured(world: World, *names: str) -> None:
+    await apply(world, *names)
+    await world.answer_all()
+
+
 async def status(world: World, name: str) -> Any:
     return (await world.get("DynamoCheckpoint", name)).status
 
@@ -92,8 +97,7 @@ async def test_a_second_checkpoint_waits_for_the_first_and_shares_its_artifact(
 
 
 async def test_one_that_comes_after_the_capture_shares_it_at_once(world: World) -> None:
-    await apply(world, "first")
-    await world.answer_all()
+    await captured(world, "first")
     await apply(world, "second")
     assert (await status(world, "second")).phase == "Ready"
     assert not world.open()
@@ -103,8 +107,7 @@ async def test_one_that_comes_after_the_capture_shares_it_at_once(world: World) 
 async def test_of_those_that_are_applied_in_one_request_one_captures_for_all(
     world: World, order: tuple[str, ...]
 ) -> None:
-    await world.apply(*(document(name) for name in order))
-    await world.answer_all()
+    await world.perform(*(document(name) for name in order))
     found = [await status(world, name) for name in ("a", "b", "c")]
     assert [item.phase for item in found] == ["Ready"] * 3
     assert [item.shares for item in found] == ["", "a", "a"]
@@ -116,8 +119,7 @@ async def test_the_one_that_has_begun_stays_the_owner_whatever_its_name(
     world: World, order: tuple[str, str]
 ) -> None:
     for name in order:
-        await world.apply(document(name))
-    await world.answer_all()
+        await world.perform(document(name))
     first, second = order
     assert (await status(world, second)).shares == first
     assert len(contents(world)) == 1
@@ -126,8 +128,7 @@ async def test_the_one_that_has_begun_stays_the_owner_whatever_its_name(
 async def test_other_identities_and_other_namespaces_share_nothing(world: World) -> None:
     elsewhere = document("first")
     elsewhere["metadata"]["namespace"] = "other"
-    await world.apply(document("first"), elsewhere, checkpoint_document("unlike"))
-    await world.answer_all()
+    await world.perform(document("first"), elsewhere, checkpoint_document("unlike"))
     assert len(contents(world)) == 3
 
 
@@ -183,8 +184,7 @@ async def test_policies_and_deadlines_may_differ(world: World) -> None:
     second = document("second", sourcePolicy="Terminate", activeDeadlineSeconds=7, backoffLimit=2)
     second["spec"]["deletionPolicy"] = "Retain"
     await world.apply(document("first"))
-    await world.apply(second)
-    await world.answer_all()
+    await world.perform(second)
     assert (await status(world, "second")).shares == "first"
 
 
@@ -202,8 +202,7 @@ async def test_when_the_owner_fails_the_next_oldest_captures_for_the_rest(world:
 
 async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(world: World) -> None:
     await apply(world, "first", "second")
-    await world.delete("DynamoCheckpoint", "first")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "first")
     assert await world.get("DynamoCheckpoint", "first") is None
     found = await status(world, "second")
     assert (found.phase, found.shares) == ("Ready", "")
@@ -212,8 +211,7 @@ async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(wo
 async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_again(
     world: World,
 ) -> None:
-    await apply(world, "first", "second", "third")
-    await world.answer_all()
+    await captured(world, "first", "second", "third")
     lent = (await status(world, "second")).content_name
     world.now += 10_000
     await world.delete("DynamoCheckpoint", "first")
@@ -232,20 +230,16 @@ async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_
 
 
 async def test_a_ready_owner_whose_artifact_is_gone_owns_no_more(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
-    await world.delete("Snapshot", "first")
-    await world.answer_all()
-    await apply(world, "third")
-    await world.answer_all()
+    await captured(world, "first", "second")
+    await world.remove("Snapshot", "first")
+    await captured(world, "third")
     found = await status(world, "second")
     assert (found.phase, found.shares) == ("Ready", "")
     assert (await status(world, "third")).shares == "second"
 
 
 async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
+    await captured(world, "first", "second")
     await world.delete("DynamoCheckpoint", "second")
     assert await world.get("DynamoCheckpoint", "second") is None
     assert not world.open()
@@ -254,8 +248,7 @@ async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World)
 
 
 async def test_a_snapshot_with_the_name_of_a_sharer_does_not_concern_it(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
+    await captured(world, "first", "second")
     await world.apply(snapshot_document("second", world.cluster.page("Pod")[0].metadata.name))
     await world.advance(1.0)
     found = await status(world, "second")
@@ -263,8 +256,7 @@ async def test_a_snapshot_with_the_name_of_a_sharer_does_not_concern_it(world: W
 
 
 async def test_damage_of_the_artifact_is_shown_by_all_that_share_it(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
+    await captured(world, "first", "second")
     await world.apply(restore_document("first", node="node-2"))
     await world.answer("run")
     await world.fail(world.open("load")[0], "ArtifactCorrupt")
@@ -286,8 +278,7 @@ async def test_a_pod_is_restored_from_a_checkpoint_that_shares(world: World) -> 
 async def test_a_shared_artifact_counts_once_and_stays_while_a_sharer_is_asked_for(
     world: World,
 ) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
+    await captured(world, "first", "second")
     (found,) = (await world.api.retention(RetentionRequest())).artifacts
     assert (found.name, found.content) == ("first", contents(world)[0].metadata.name)
 
@@ -364,8 +355,7 @@ async def test_one_whose_capture_is_under_way_goes_on_beside_the_owner(world: Wo
 async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet(
     world: World,
 ) -> None:
-    await apply(world, "first")
-    await world.answer_all()
+    await captured(world, "first")
     late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
     late.now = world.now
     await apply(late, "second")
@@ -375,8 +365,7 @@ async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet
 
 
 async def test_ready_is_not_taken_back_for_an_artifact_that_is_not_seen_yet(world: World) -> None:
-    await apply(world, "first", "second", "third")
-    await world.answer_all()
+    await captured(world, "first", "second", "third")
     late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
     late.now = world.now
     seen: list[str] = []
@@ -425,8 +414,7 @@ async def test_a_checkpoint_that_stopped_between_its_job_and_its_status_owns_the
     assert (await status(world, "first")).job_name == ""
     await world.advance(1.0)
     assert (await status(world, "first")).job_name == "first"
-    await apply(world, "a-second")
-    await world.answer_all()
+    await captured(world, "a-second")
     assert (await status(world, "a-second")).shares == "first"
 
 

@@ -38,16 +38,14 @@ async def to_retain(world: World, **job: Any) -> SnapshotContent:
     """Capture a worker whose artifact is to be retained."""
     document = checkpoint_document("first", **job)
     document["spec"]["deletionPolicy"] = "Retain"
-    await world.apply(document)
-    await world.answer_all()
+    await world.perform(document)
     return await world.content()  # type: ignore[no-any-return]
 
 
 async def retained(world: World, **job: Any) -> SnapshotContent:
     """Capture a worker and delete its checkpoint; return the content as it was."""
     made = await to_retain(world, **job)
-    await world.delete("DynamoCheckpoint", "first")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "first")
     assert not world.cluster.all("SnapshotContent")
     assert "delete" not in {order.verb for order in world.orders.history}
     return made
@@ -90,8 +88,7 @@ async def test_a_retained_artifact_that_is_named_again_is_restored_from(world: W
     assert content.status.committed == made.status.committed
     assert (content.status.capture, (await ready(world))[0]) == (Capture.READY, True)
     assert is_true(content.status.conditions, "Verified")
-    await world.apply(restore_document(source="again"))
-    await world.answer_all()
+    await world.perform(restore_document(source="again"))
     assert (await world.restore("restored")).status.state is Restore.RESTORED
     read = [payload(order) for order in world.orders.history if "artifact" in payload(order)]
     named = {(found["artifact"]["content_uid"], found["artifact"]["generation"]) for found in read}
@@ -100,8 +97,7 @@ async def test_a_retained_artifact_that_is_named_again_is_restored_from(world: W
 
 async def test_the_driver_of_its_restores_is_that_of_the_artifact(world: World) -> None:
     await imported(world, await retained(world, driver="respawn"))
-    await world.apply(restore_document(source="again"))
-    await world.answer_all()
+    await world.perform(restore_document(source="again"))
     (order,) = [order for order in world.orders.history if order.verb == "restore"]
     assert payload(order)["driver"] == "respawn"
 
@@ -119,8 +115,7 @@ async def test_an_import_waits_while_the_content_that_made_it_is_there(world: Wo
     await world.apply(naming(made))
     assert (await ready(world))[1] == "ArtifactInUse"
     assert made.metadata.name in (await ready(world))[2]
-    await world.delete("DynamoCheckpoint", "first")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "first")
     (order,) = [order for order in world.orders.history if order.verb == "verify"]
     assert payload(order)["artifact"]["content_uid"] == made.metadata.uid
 

@@ -131,8 +131,7 @@ async def test_a_pod_that_is_captured_on_drain_is_captured_on_a_cordoned_node(wo
 
 
 async def test_a_verification_goes_to_a_node_that_is_not_cordoned(world: World) -> None:
-    await prepared(world)
-    await world.answer_all()
+    await world.capture()
     await cordon(world, "node-1")
     await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
     await world.settle()
@@ -142,11 +141,9 @@ async def test_a_verification_goes_to_a_node_that_is_not_cordoned(world: World) 
 
 
 async def test_a_cordoned_node_still_cleans_up(world: World) -> None:
-    await prepared(world)
-    await world.answer_all()
+    await world.capture()
     await cordon(world, "node-1")
-    await world.delete("DynamoCheckpoint", "llm")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     assert not world.cluster.page("SnapshotContent")
 
 
@@ -205,8 +202,7 @@ async def test_asking_twice_to_abort_keeps_who_asked_first(world: World) -> None
 
 
 async def test_a_committed_capture_is_not_aborted(world: World) -> None:
-    await prepared(world)
-    await world.answer_all()
+    await world.capture()
     answer = await abort(world)
     assert answer.failure.reason == "NotEligible"
     assert "generation 1 is committed" in answer.failure.message

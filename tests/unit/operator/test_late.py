@@ -34,10 +34,9 @@ from tests.support.operator_world import World, world_of
 from tests.unit.tables import each
 
 
-async def two_operators() -> tuple[World, World, BlindStore]:
+async def two_operators(nodes: int = 1) -> tuple[World, World, BlindStore]:
     """Return an operator that works, and one that was just as far and hears of nothing since."""
-    first = await world_of(1)
-    await first.apply(checkpoint_document())
+    first = await world_of(nodes, answered=())
     blind = BlindStore(first.store, ())
     second = World(store=blind, orders=first.orders)
     await second.cluster.sync()
@@ -72,8 +71,7 @@ async def test_the_sweep_leaves_an_order_alone_whose_owner_is_not_seen_yet() -> 
 
 
 async def test_a_pod_that_is_not_seen_yet_is_not_given_up() -> None:
-    first = await world_of(1)
-    await first.apply(checkpoint_document())
+    first = await world_of(1, answered=())
     second = World(store=BlindStore(first.store, {"Pod"}))
     await second.cluster.sync()
     (pod,) = first.cluster.page("Pod")
@@ -82,11 +80,7 @@ async def test_a_pod_that_is_not_seen_yet_is_not_given_up() -> None:
 
 
 async def test_the_template_of_a_pod_whose_placement_is_not_seen_yet_is_given() -> None:
-    first = World()
-    await first.apply(checkpoint_document())
-    blind = BlindStore(first.store, ())
-    second = World(store=blind)
-    await second.cluster.sync()
+    first, second, blind = await two_operators(nodes=0)
     blind.hidden.add("Pod")
     await first.join(presence("node-1"))
     (pod,) = first.cluster.page("Pod")
@@ -98,8 +92,7 @@ async def test_the_template_of_a_pod_whose_placement_is_not_seen_yet_is_given() 
 
 
 async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_its_node() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
+    world = await world_of(1, answered=())
     (pod,) = world.cluster.page("Pod")
     stray = "00000000-0000-0000-0000-000000000009"
     request = PodsRequest(node="node-1", pods=[pod.metadata.uid, stray])
@@ -115,11 +108,7 @@ async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_it
 async def test_a_pod_that_is_placed_nowhere_or_elsewhere_is_named_to_the_node_that_runs_it() -> (
     None
 ):
-    first = World()
-    await first.apply(checkpoint_document())
-    blind = BlindStore(first.store, ())
-    second = World(store=blind)
-    await second.cluster.sync()
+    first, second, blind = await two_operators(nodes=0)
     blind.hidden.add("Pod")
     (pod,) = first.cluster.page("Pod")
     uid = pod.metadata.uid
@@ -143,9 +132,7 @@ async def restarted(world: World) -> World:
 
 
 async def test_an_operator_that_was_away_hears_answers_before_it_calls_them_late() -> None:
-    first = await world_of(1)
-    await first.apply(checkpoint_document())
-    await first.answer("run")
+    first = await world_of(1, answered=("run",))
     (prepare,) = first.open("prepare")
     first.now += 3000.0
     second = await restarted(first)
@@ -157,9 +144,7 @@ async def test_an_operator_that_was_away_hears_answers_before_it_calls_them_late
 
 
 async def test_what_is_not_answered_after_a_restart_is_late_in_the_end() -> None:
-    first = await world_of(1)
-    await first.apply(checkpoint_document())
-    await first.answer("run")
+    first = await world_of(1, answered=("run",))
     first.now += 3000.0
     second = await restarted(first)
     await second.advance(16.0)
@@ -219,8 +204,7 @@ async def sharing(world: World) -> None:
     await captured(world)
     for name in ("second", "third"):
         await world.apply(checkpoint_document(name, model="example/llm"))
-    await world.apply(restore_document("second", node="node-2"))
-    await world.answer_all()
+    await world.perform(restore_document("second", node="node-2"))
 
 
 STAGES = (warming_up, capturing, staging, captured, loading, restored, deleting, sharing)
@@ -239,12 +223,8 @@ async def test_an_operator_that_does_not_see_a_kind_yet_ends_nothing(
     second.now = first.now + 1
     await second.advance(1.0)
     await second.advance(5.0)
-    after = {}
-    for kind in KINDS:
-        for value in await first.store.list(kind):
-            after[value.metadata.uid] = shown(value)
-    assert after.keys() == before.keys()
-    assert after == before
+    stored = [value for kind in KINDS for value in await first.store.list(kind)]
+    assert {value.metadata.uid: shown(value) for value in stored} == before
 
 
 def shown(value: AnyObject) -> dict[str, Any]:
@@ -265,8 +245,7 @@ def shown(value: AnyObject) -> dict[str, Any]:
 
 
 async def test_an_absence_that_is_real_is_acted_upon_after_one_live_read() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
+    world = await world_of(1, answered=())
     job = await world.get("Job", "llm")
     await world.store.remove_finalizer(job, job.metadata.finalizers[0])
     await world.store.delete(await world.get("Job", "llm"))
@@ -278,8 +257,7 @@ async def test_an_absence_that_is_real_is_acted_upon_after_one_live_read() -> No
 async def test_a_pod_a_snapshot_of_it_and_a_restore_may_be_applied_together_in_any_order() -> None:
     world = await world_of(2)
     snapshot = snapshot_document("web", "worker")
-    await world.apply(restore_document(name="copy", source="web"), snapshot, pod_document())
-    await world.answer_all()
+    await world.perform(restore_document(name="copy", source="web"), snapshot, pod_document())
     assert is_true((await world.get("Snapshot", "web")).status.conditions, "Ready")
     assert (await world.restore("copy")).status.state == "Restored"
 

@@ -73,8 +73,7 @@ async def test_retention_deletes_nothing_in_a_namespace_that_is_not_selected() -
     await world.capture()
     (pod,) = world.cluster.all("Pod")
     for name in ("older", "newer"):
-        await world.apply(snapshot_document(name, pod.metadata.name))
-        await world.answer_all()
+        await world.perform(snapshot_document(name, pod.metadata.name))
         await world.advance(60.0)
 
     async def retained() -> int:

@@ -266,8 +266,7 @@ async def test_no_pod_goes_to_a_node_with_no_version_in_common() -> None:
 
 
 async def test_a_capture_waits_until_its_node_has_a_version_in_common() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
+    world = await world_of(1, answered=())
     (run,) = world.open("run")
     await world.report(run, "started")
     await world.join(replace(presence("node-1"), schemas=[2]))
@@ -283,9 +282,7 @@ async def test_a_capture_waits_until_its_node_has_a_version_in_common() -> None:
 
 
 async def test_an_order_that_its_node_cannot_read_is_tried_again_before_the_freeze() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    await world.answer("run")
+    world = await world_of(1, answered=("run",))
     (prepare,) = world.open("prepare")
     await world.report(prepare, "prepared", schema=2)
     failure = (await world.content()).status.failure

@@ -49,11 +49,9 @@ async def test_every_order_has_the_time_of_its_verb_and_begins_with_its_first_tr
     world: World,
 ) -> None:
     await world.capture()
-    await world.apply(restore_document(node="node-2"))
-    await world.answer_all()
+    await world.perform(restore_document(node="node-2"))
     await world.delete("Pod", "restored")
-    await world.delete("DynamoCheckpoint", "llm")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     found = {item.verb: item for item in world.orders.history}
     assert {verb: payload(item)["deadline_s"] for verb, item in found.items()} == BUDGETS_S
     for verb, item in found.items():
@@ -245,6 +243,5 @@ async def test_a_checkpoint_and_a_pod_of_the_longest_names_are_captured_and_rest
     await world.capture(LONGEST)
     assert (await world.get("DynamoCheckpoint", LONGEST)).status.phase == "Ready"
     pod = f"{'p' * 62}.{'q' * 190}"
-    await world.apply(restore_document(LONGEST, pod))
-    await world.answer_all()
+    await world.perform(restore_document(LONGEST, pod))
     assert (await world.restore(pod)).status.phase == "Restored"

@@ -66,12 +66,18 @@ async def test_no_process_is_placed_where_none_can_be(
     assert "place" not in {order.verb for order in world.orders.history}
 
 
-async def test_a_load_that_failed_is_tried_again_when_the_process_is_placed() -> None:
+async def busy_device() -> World:
+    """A worker of which a device could not be loaded now, and what was loaded is dropped."""
     world = await waiting()
     first, second = world.open("load")
     await world.fail(first, "DeviceBusy", retryable=True)
     await world.answer_well(second)
     await world.answer("drop")
+    return world
+
+
+async def test_a_load_that_failed_is_tried_again_when_the_process_is_placed() -> None:
+    world = await busy_device()
     # The process may be on its way still.
     assert not world.open("load")
     await world.answer_well(world.open("place")[0])
@@ -93,11 +99,7 @@ async def test_a_process_that_cannot_be_placed_drops_what_was_loaded() -> None:
 
 
 async def test_nothing_is_tried_again_while_nobody_knows_what_became_of_the_process() -> None:
-    world = await waiting()
-    first, second = world.open("load")
-    await world.fail(first, "DeviceBusy", retryable=True)
-    await world.answer_well(second)
-    await world.answer("drop")
+    world = await busy_device()
     await world.advance(3600.0)
     status = (await world.restore("restored")).status
     assert status.state is Restore.FAILED

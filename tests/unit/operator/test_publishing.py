@@ -194,8 +194,7 @@ async def test_the_mirror_agrees_again_after_nats_was_away(mirror: Mirrored) -> 
     await asyncio.sleep(1.0)
     world = mirror.world
     await world.answer("run")
-    await world.delete("DynamoCheckpoint", "llm")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     assert not world.cluster.page("Pod")
     await world.apply(checkpoint_document(name="other"))
     mirror.server.restart()

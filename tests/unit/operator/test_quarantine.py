@@ -63,8 +63,7 @@ async def test_all_who_use_a_damaged_content_say_so_and_stay_captured(world: Wor
 
 
 async def test_who_looks_only_after_the_damage_was_found_still_learns_of_the_capture() -> None:
-    world = await world_of(2)
-    await world.apply(checkpoint_document())
+    world = await world_of(2, answered=())
     while not world.open("seal"):
         await world.answer_well(world.open()[0])
     under_way = {kind: await world.get(kind, "llm") for kind in ("DynamoCheckpoint", "Snapshot")}
@@ -117,8 +116,7 @@ async def test_quarantine_deletes_nothing_and_does_not_stand_in_the_way_of_a_del
 ) -> None:
     await damage_found(world)
     assert not [order for order in world.orders.history if order.verb == "delete"]
-    await world.delete("DynamoCheckpoint", "llm")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     assert not world.cluster.page("SnapshotContent")
 
 
@@ -199,8 +197,7 @@ async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere
     shown = row_of(after)
     assert (shown.status, shown.reason, shown.message) == ("True", before.reason, before.message)
     await world.join(presence("node-3"))
-    await world.apply(restore_document(name="again", node="node-3"))
-    await world.answer_all()
+    await world.perform(restore_document(name="again", node="node-3"))
     assert (await world.restore("again")).status.state is Restore.RESTORED
     await world.advance(60.0)
     assert (await row(world, "Quarantined")).status == "False"

@@ -146,9 +146,7 @@ async def test_a_report_is_acknowledged_when_its_effect_is_stored_and_not_before
 
 
 async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    await world.answer("run", "prepare")
+    world = await world_of(1, answered=("run", "prepare"))
     before = int((await world.content()).metadata.resource_version)
     stored: list[Report] = []
     reports = [report_on(save, "leased") for save in world.open("save")]
@@ -181,9 +179,7 @@ async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_no
 
 async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -> None:
     """As after the store was restored from a backup."""
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    await world.answer("run")
+    world = await world_of(1, answered=("run",))
     (prepare,) = world.open("prepare")
     superseded = Failure(reason="Superseded", message="older", values={"attempt": 7})
     await world.report(prepare, "rejected", failure=superseded)

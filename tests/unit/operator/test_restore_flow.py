@@ -25,8 +25,7 @@ from tests.support.operator_world import World, payload, written
 
 
 async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World) -> None:
-    await world.apply(restore_document())
-    await world.answer_all()
+    await world.perform(restore_document())
     pod = await world.get("Pod", "restored")
     assert (await world.restore("restored")).status.state is Restore.RESTORED
     assert is_true(pod.status.conditions, "Ready")
@@ -55,8 +54,7 @@ async def test_the_driver_of_a_checkpoint_is_that_of_every_order_of_its_capture_
     before = len(world.orders.history)
     await world.capture("again", driver="respawn")
     await world.join(presence("node-3"))
-    await world.apply(restore_document(source="again"))
-    await world.answer_all()
+    await world.perform(restore_document(source="again"))
     assert (await world.restore("restored")).status.state is Restore.RESTORED
     orders = [payload(order) for order in world.orders.history[before:]]
     driven = [order for order in orders if "driver" in order]
@@ -92,8 +90,7 @@ async def placed(world: World) -> None:
 async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(
     world: World, source: str
 ) -> None:
-    await world.delete("Snapshot", "llm")
-    await world.answer_all()
+    await world.remove("Snapshot", "llm")
     assert not world.cluster.all("SnapshotContent")
     await world.apply(restore_document(source=source))
     assert (await world.restore("restored")).status.state is Restore.PENDING
@@ -152,8 +149,7 @@ async def test_a_restore_waits_for_the_memory_server_of_its_pod_and_names_device
 async def test_a_deleted_restore_goes_once_its_content_has_taken_it_off_the_readers(
     world: World,
 ) -> None:
-    await world.apply(restore_document())
-    await world.answer_all()
+    await world.perform(restore_document())
     value, content = await world.restore("restored"), await world.content()
     going = with_columns(with_meta(value, deletion_timestamp="2026-01-01"))
     reading = with_status(content, readers=[value.metadata.uid])
@@ -218,11 +214,9 @@ async def test_the_reader_is_registered_before_the_loads_and_keeps_the_artifact(
 
 async def test_a_restore_that_has_no_place_yet_does_not_keep_what_is_deleted(world: World) -> None:
     for name in ("one", "two"):
-        await world.apply(restore_document(name=name, node="node-2"))
-    await world.answer_all()
+        await world.perform(restore_document(name=name, node="node-2"))
     assert (await world.get("Pod", "two")).status.reason == "Unschedulable"
-    await world.delete("DynamoCheckpoint", "llm")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     assert not world.cluster.page("SnapshotContent")
     pod = await world.get("Pod", "two")
     assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
@@ -349,8 +343,7 @@ async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) 
 
 
 async def test_two_restores_never_share_a_device(world: World) -> None:
-    await world.apply(restore_document(name="one"), restore_document(name="two"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one"), restore_document(name="two"))
     one, two = await world.get("Pod", "one"), await world.get("Pod", "two")
     assert one.status.phase == "Running"
     assert (two.status.phase, two.status.reason) == ("Pending", "Unschedulable")
@@ -363,8 +356,7 @@ async def test_two_restores_never_share_a_device(world: World) -> None:
 async def test_devices_of_an_ended_pod_are_free_only_when_its_memory_is_forgotten(
     world: World,
 ) -> None:
-    await world.apply(restore_document(name="one"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one"))
     await world.apply(restore_document(name="two"))
     run = next(o for o in world.orders.history if o.verb == "run" and payload(o)["standby"])
     await world.report(run, "exited", exit_code=0)
@@ -409,8 +401,7 @@ async def test_a_pod_deleted_during_its_restore_drops_what_was_loaded_and_frees_
     await world.apply(restore_document())
     first, _ = world.open("load")
     await world.answer_well(first)
-    await world.delete("Pod", "restored")
-    await world.answer_all()
+    await world.remove("Pod", "restored")
     assert await world.get("Pod", "restored") is None
     assert (await world.content()).status.readers == []
 
@@ -418,8 +409,7 @@ async def test_a_pod_deleted_during_its_restore_drops_what_was_loaded_and_frees_
 async def test_devices_of_a_silent_node_are_kept_and_its_worker_serves_on_when_it_returns(
     world: World,
 ) -> None:
-    await world.apply(restore_document(name="one", node="node-2"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one", node="node-2"))
     lost = world.present.pop("node-2")
     await world.see(absent_s=100.0)
     one = await world.get("Pod", "one")
@@ -435,8 +425,7 @@ async def test_devices_of_a_silent_node_are_kept_and_its_worker_serves_on_when_i
 
 
 async def test_a_pod_whose_node_is_deleted_fails(world: World) -> None:
-    await world.apply(restore_document(name="one", node="node-2"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one", node="node-2"))
     world.present.pop("node-2")
     await world.see(absent_s=100.0)
     await world.delete("Node", "node-2")
@@ -448,8 +437,7 @@ async def test_a_pod_whose_node_is_deleted_fails(world: World) -> None:
 async def test_a_stop_that_failed_is_tried_again_before_the_devices_are_given_away(
     world: World,
 ) -> None:
-    await world.apply(restore_document(name="one"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one"))
     await world.delete("Pod", "one")
     await world.fail(world.open("stop")[0], "Internal")
     assert not world.open("drop")

@@ -94,8 +94,7 @@ async def restored(world: World, **pins: str) -> SnapshotRestore:
     document = restore_document()
     marks = {f"nvidia.com/{name.replace('_', '-')}": text for name, text in pins.items()}
     document["metadata"]["annotations"] |= marks
-    await world.apply(document)
-    await world.answer_all()
+    await world.perform(document)
     return await world.restore("restored")
 
 

@@ -260,8 +260,7 @@ async def captured_twice() -> World:
     await world.join(presence("node-1"))
     await world.apply(pod_document("worker"))
     for name in ("old", "new"):
-        await world.apply(snapshot_document(name, "worker"))
-        await world.answer_all()
+        await world.perform(snapshot_document(name, "worker"))
         world.now += 60
     return world
 

@@ -19,7 +19,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotStatus,
 )
 from tests.support.builders import with_meta, with_spec, with_status
-from tests.support.objects import checkpoint_document, pod_document, presence, snapshot_document
+from tests.support.objects import pod_document, presence, snapshot_document
 from tests.support.operator_world import DIGEST, World, row_of, world_of, written
 
 UID = "00000000-0000-4000-8000-00000000abcd"
@@ -63,8 +63,7 @@ async def test_a_snapshot_of_another_incarnation_of_a_pod_is_refused_with_both(
 
 async def test_a_snapshot_of_this_incarnation_of_a_pod_is_taken(world: World) -> None:
     pod = running(world)
-    await world.apply(snapshot(pod.metadata.name, uid=pod.metadata.uid))
-    await world.answer_all()
+    await world.perform(snapshot(pod.metadata.name, uid=pod.metadata.uid))
     assert (await said(world, "Ready"))[0] == "Captured"
 
 
@@ -101,8 +100,7 @@ async def test_a_pod_beside_whose_worker_a_container_has_failed_is_not_waited_fo
 
 
 async def test_a_checkpoint_whose_pod_never_gets_ready_without_a_failed_container_ends_it() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
+    world = await world_of(1, answered=())
     (run,) = world.open("run")
     await world.report(run)
     await world.cluster.update_status(beside_a_failed_one(running(world)))

@@ -46,9 +46,7 @@ async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
 
 async def captured_elsewhere() -> World:
     """Give a world with a running worker, whose stream has just become full."""
-    world = await world_of(2)
-    await world.apply(checkpoint_document())
-    await world.answer("run")
+    world = await world_of(2, answered=("run",))
     await asyncio.sleep(0)
     return world
 
@@ -247,8 +245,7 @@ async def test_what_cleans_up_goes_out_however_full_the_stream_is(world: World) 
     await fill(world, 0.8)
     await world.fail(world.open("dump")[0], "NoSpace")
     assert len(world.open("abort")) == 2
-    await world.delete("DynamoCheckpoint", "llm")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     verbs = {order.verb for order in world.orders.history}
     assert verbs >= {"abort", "stop", "drop", "delete"}
     assert not world.cluster.page("Pod")
