@@ -235,10 +235,8 @@ def test_a_newer_definition_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("mode", ["apply", "keep"])
 def test_nothing_is_applied_where_one_belongs_to_another_product(mode: Mode) -> None:
     found = {FIRST: there(labels={PART_OF[0]: "dynamo"})}
-    step = next_step(WANTED, found, mode)
-    assert step.apply == ()
-    assert step.waits_for == (FIRST,)
-    assert step.problem is not None
+    step: Any = next_step(WANTED, found, mode)
+    assert (step.apply, step.waits_for) == ((), (FIRST,))
     assert step.problem.reason == "CRDsOwnedByOther"
     assert f"{FIRST} (of dynamo)" in step.problem.message
     assert "SNAPBACK_CRDS=adopt" in step.problem.next_step
@@ -252,9 +250,8 @@ def test_one_of_another_product_is_applied_where_it_may_be_adopted() -> None:
 def test_keep_applies_none_and_waits_for_those_that_are_absent() -> None:
     assert next_step(WANTED, all_there(), "keep") == ((), (), None)
     found = {name: there() for name in NAMES[1:]}
-    step = next_step(WANTED, found, "keep")
+    step: Any = next_step(WANTED, found, "keep")
     assert (step.apply, step.waits_for) == ((), (FIRST,))
-    assert step.problem is not None
     assert step.problem.reason == "CRDsMissing"
 
 

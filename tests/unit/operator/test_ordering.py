@@ -118,8 +118,7 @@ def run_order(**changes: Any) -> RunOrder:
 
 def test_the_next_try_of_an_order_is_the_same_order_with_a_span_of_its_own() -> None:
     first = ordering.status_of(run_order(), "agent", 100.0, tries=2)
-    again = ordering.again(first, 500.0)
-    assert again is not None
+    again: Any = ordering.again(first, 500.0)
     assert (again.attempt, again.tries, again.ordered_at) == (4, 3, time_of(500.0))
     assert again.deadline == time_of(500.0 + 60.0 + ANSWER_GRACE_S)
     before, after = payload(first), payload(again)
@@ -129,8 +128,8 @@ def test_the_next_try_of_an_order_is_the_same_order_with_a_span_of_its_own() -> 
 
 
 def test_an_order_without_a_trace_has_none_in_its_next_try() -> None:
-    again = ordering.again(ordering.status_of(run_order(traceparent=""), "agent", 100.0), 500.0)
-    assert again is not None
+    item = ordering.status_of(run_order(traceparent=""), "agent", 100.0)
+    again: Any = ordering.again(item, 500.0)
     assert payload(again).get("traceparent", "") == ""
     assert ordering.order_span("", f"run-{UID}", 1) == ""
 

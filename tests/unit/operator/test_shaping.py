@@ -208,8 +208,7 @@ def test_a_parallel_size_of_zero_is_one_rank(sizes: dict[str, int], count: int) 
     document = of_gms({"resources": {}})
     document["spec"]["identity"].pop("tensorParallelSize", None)
     document["spec"]["identity"] |= {"pipelineParallelSize": 0} | sizes
-    claimed = devices_template(_job(checkpoint("llm")), document)
-    assert claimed is not None
+    claimed: Any = devices_template(_job(checkpoint("llm")), document)
     [request] = claimed["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"]["count"] == count
 
@@ -229,8 +228,7 @@ def test_a_worker_claims_as_many_devices_as_its_limit_says_or_it_has_ranks(
 ) -> None:
     document = of_gms({"resources": resources}, deviceClassName="gpu.example.com")
     job = _job(checkpoint("llm"))
-    claimed = devices_template(job, document)
-    assert claimed is not None
+    claimed: Any = devices_template(job, document)
     [request] = claimed["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"] == {"deviceClassName": "gpu.example.com", "count": count}
     assert claimed["metadata"]["ownerReferences"][0]["name"] == "llm"
