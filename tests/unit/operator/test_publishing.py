@@ -23,8 +23,8 @@ from snapshot_shared.views import mirrored
 from tests.scenario.bus import SimBus, SimServer
 from tests.scenario.streams import Stream
 from tests.support import builders
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World
+from tests.support.objects import checkpoint_document
+from tests.support.operator_world import world_of
 
 UID = "00000000-0000-0000-0000-000000000001"
 ORDER = f"prepare-{UID}"
@@ -129,9 +129,7 @@ class Mirrored:
     """The objects of a world, and their mirror on a server that comes and goes."""
 
     async def start(self) -> None:
-        self.world = World()
-        await self.world.join(presence("node-1"))
-        await self.world.apply(checkpoint_document())
+        self.world = await world_of(1, answered=())
         self.server = SimServer()
         self.bus = await SimBus(self.server, "operator").connect()
         await self.bus.ensure_assets()

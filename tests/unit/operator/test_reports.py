@@ -20,8 +20,7 @@ from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import TERMINAL, DeadLetter, Report
 from tests.scenario.bus import SimBus, SimServer
 from tests.support import builders
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World, world_of
+from tests.support.operator_world import world_of
 
 
 def report_on(order: OrderStatus, kind: str = "failed", **fields: Any) -> Report:
@@ -32,11 +31,9 @@ class Intake:
     """A world whose reports come over a bus."""
 
     async def start(self) -> None:
-        self.world, self.server = World(), SimServer()
+        self.world, self.server = await world_of(1, answered=()), SimServer()
         self.bus = await SimBus(self.server, "operator").connect()
         await self.bus.ensure_assets()
-        await self.world.join(presence("node-1"))
-        await self.world.apply(checkpoint_document())
         world = self.world
         self.reports = Reports(self.bus, world.cluster, world.manager, world.clock)  # type: ignore[arg-type]
         self.task = asyncio.ensure_future(self.reports.run())
