@@ -42,6 +42,7 @@ MANY = 3000
 DEVICE = "GPU-2f26acd4-f975-56ae-85be-f9f11cb1cb1c"
 INCARNATION = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
 BEFORE = GenerationRef(incarnation=INCARNATION, generation=3)
+WEIGHTS: dict[str, Any] = {"device": DEVICE, "domain": MemoryDomain.WEIGHTS}
 
 
 def _id(number: int) -> str:
@@ -55,20 +56,17 @@ def _info(number: int) -> AllocationInfo:
     )
 
 
-LAYOUT = LayoutRef(
-    device=DEVICE,
-    incarnation=INCARNATION,
-    generation=4,
-    layout_id="layout-1",
-    structure_hash="ab" * 32,
-    bytes=123_456_789,
-)
+COMMITTED: dict[str, Any] = {
+    "layout_id": "layout-1",
+    "structure_hash": "ab" * 32,
+    "bytes": 123_456_789,
+}
+LAYOUT = LayoutRef(device=DEVICE, incarnation=INCARNATION, generation=4, **COMMITTED)
 ENTRY = MetadataItem(key="embedding", allocation=_id(0), offset=8, value=b"\x00\xff")
 
 REQUESTS: dict[str, Request] = {
     "attach": frames.Attach(
-        device=DEVICE,
-        domain=MemoryDomain.WEIGHTS,
+        **WEIGHTS,
         lock=LockMode.RW,
         deadline_s=60.0,
         if_match=BEFORE,
@@ -78,22 +76,13 @@ REQUESTS: dict[str, Request] = {
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ),
     "attach_save": frames.Attach(
-        device=DEVICE,
-        domain=MemoryDomain.WEIGHTS,
-        lock=LockMode.RO,
-        deadline_s=5.0,
-        fence_token="fence-1",
+        **WEIGHTS, lock=LockMode.RO, deadline_s=5.0, fence_token="fence-1"
     ),
     "attach_kv": frames.Attach(
         device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW_OR_RO, deadline_s=0.5
     ),
     "attach_again": frames.Attach(
-        device=DEVICE,
-        domain=MemoryDomain.WEIGHTS,
-        lock=LockMode.RO,
-        deadline_s=60.0,
-        client="worker",
-        incarnation=INCARNATION,
+        **WEIGHTS, lock=LockMode.RO, deadline_s=60.0, client="worker", incarnation=INCARNATION
     ),
     "allocate_many": frames.AllocateMany(
         allocations=[
@@ -124,9 +113,7 @@ ATTACHED: dict[str, Any] = {
     "granularity": 2**21,
     "incarnation": INCARNATION,
     "generation": 4,
-    "layout_id": "layout-1",
-    "structure_hash": "ab" * 32,
-    "bytes": 123_456_789,
+    **COMMITTED,
 }
 
 REPLIES: dict[str, Reply] = {
@@ -136,13 +123,7 @@ REPLIES: dict[str, Reply] = {
     "allocations": frames.Allocations(allocations=[_info(0)]),
     "metadata": frames.Metadata(entries=[ENTRY]),
     "done": frames.Done(),
-    "committed": frames.Committed(
-        incarnation=INCARNATION,
-        generation=5,
-        layout_id="layout-1",
-        structure_hash="ab" * 32,
-        bytes=123_456_789,
-    ),
+    "committed": frames.Committed(incarnation=INCARNATION, generation=5, **COMMITTED),
     "error": frames.ErrorReply(
         reason="StaleLayout",
         message="another layout is committed",
@@ -390,12 +371,6 @@ def test_a_frame_of_a_later_version_that_does_not_decode_is_refused_for_its_vers
 def test_what_is_no_request_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidMessage):
         frames.decode_request(data)
-
-
-def test_a_frame_that_would_be_too_long_is_not_sent() -> None:
-    entry = MetadataItem(key="k", allocation="a", offset=0, value=bytes(65536))
-    with pytest.raises(InvalidMessage):
-        frames.encode_frame(frames.MetadataPut(entries=[entry] * 17))
 
 
 def test_batches_keep_the_order_and_both_limits() -> None:

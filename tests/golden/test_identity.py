@@ -12,6 +12,7 @@ import pytest
 from snapshot_shared.identity import canonical_json, identity_hash
 from snapshot_shared.manifests import parse_identity
 from snapshot_shared.objects.snapback import IdentitySpec
+from tests.support.objects import checkpoint_document
 from tests.unit.tables import each
 
 VECTORS: list[dict[str, Any]] = msgspec.json.decode(
@@ -45,12 +46,7 @@ def test_what_is_unset_and_what_is_zero_are_one_identity() -> None:
 @pytest.mark.parametrize("field", ["tensorParallelSize", "pipelineParallelSize", "maxModelLen"])
 def test_a_manifest_may_say_zero_for_a_size_as_the_reference_does(field: str) -> None:
     identity = {"model": LLAMA.model, "backendFramework": LLAMA.backend_framework, field: 0}
-    document = {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "DynamoCheckpoint",
-        "metadata": {"name": "c"},
-        "spec": {"identity": identity},
-    }
+    document = {**checkpoint_document(), "spec": {"identity": identity}}
     assert identity_hash(parse_identity(document)) == identity_hash(LLAMA)
 
 

@@ -39,10 +39,9 @@ VECTOR = [
     orders.VectorEntry(part="process"),
     orders.VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT),
 ]
+CONTENT: dict[str, Any] = {"namespace": "default", "content_uid": UID}
 POD = orders.PodRef(namespace="default", name="llm-0", uid=UID)
-ARTIFACT = orders.ArtifactRef(
-    namespace="default", content_uid=UID, generation=1, root_digest=DIGEST
-)
+ARTIFACT = orders.ArtifactRef(**CONTENT, generation=1, root_digest=DIGEST)
 DEVICE = orders.DeviceRef(ordinal=0, uuid="GPU-1")
 PART = orders.PartResult(part="gpu-0", bytes=4096, digest=DIGEST)
 FAILURE = Failure(
@@ -72,16 +71,9 @@ SAMPLES: list[Any] = [
     ),
     orders.DumpOrder(pod=POD, content_uid=UID, vector=VECTOR, **common("dump")),
     orders.SaveOrder(
-        namespace="default",
-        content_uid=UID,
-        part="gpu-0",
-        layout=LAYOUT,
-        fence_token="t",
-        **common("save", "-gpu-0"),
+        **CONTENT, part="gpu-0", layout=LAYOUT, fence_token="t", **common("save", "-gpu-0")
     ),
-    orders.SealOrder(
-        namespace="default", content_uid=UID, pod=POD, vector=VECTOR, parts=[PART], **common("seal")
-    ),
+    orders.SealOrder(**CONTENT, pod=POD, vector=VECTOR, parts=[PART], **common("seal")),
     orders.ReleaseOrder(pod=POD, content_uid=UID, policy="Terminate", **common("release")),
     orders.LoadOrder(
         artifact=ARTIFACT,
@@ -101,9 +93,7 @@ SAMPLES: list[Any] = [
     orders.AbortOrder(
         pod=POD, content_uid=UID, fence_token="t", devices=["GPU-1"], why="w", **common("abort")
     ),
-    orders.DeleteOrder(
-        namespace="default", content_uid=UID, generation=1, **common("delete", "-gen-1")
-    ),
+    orders.DeleteOrder(**CONTENT, generation=1, **common("delete", "-gen-1")),
     orders.VerifyOrder(artifact=ARTIFACT, **common("verify")),
     orders.Report(
         order=f"prepare-{UID}",
@@ -171,8 +161,7 @@ SAMPLES: list[Any] = [
     PartManifest(
         kind="gms",
         part="gpu-0",
-        namespace="default",
-        content_uid=UID,
+        **CONTENT,
         generation=1,
         order=f"save-{UID}-gpu-0",
         bytes=8192,
@@ -194,8 +183,7 @@ SAMPLES: list[Any] = [
         facts=Facts(driver="cooperative", arch="x86_64", devices=1, command=["worker"]),
     ),
     RootManifest(
-        namespace="default",
-        content_uid=UID,
+        **CONTENT,
         generation=1,
         source=POD,
         bytes=8192,

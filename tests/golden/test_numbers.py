@@ -18,16 +18,7 @@ from snapback_client import codec as client_codec
 from snapback_client import control as client_control
 from snapback_client import frames as client_frames
 from snapshot_agent.domain import control
-from snapshot_shared import (
-    artifact,
-    codec,
-    frames,
-    identity,
-    ledger,
-    manifests,
-    orders,
-    validation,
-)
+from snapshot_shared import artifact, codec, frames, identity, ledger, manifests, orders, validation
 
 FILE = Path(__file__).parent / "data" / "numbers.json"
 MODULES = (
@@ -38,26 +29,30 @@ MODULES = (
 
 
 def numbers_of(module: ModuleType) -> dict[str, Any]:
-    """Every constant number of a module and every default of its messages, by name."""
+    """Every constant number of a module, and the defaults of each of its messages, by name."""
+    # The frames of the client and those of the services are one set of messages.
+    prefix = module.__name__.rpartition(".")[2]
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
         if isinstance(value, int | float):
-            found[name] = value
+            found[f"{prefix}.{name}"] = value
         if not isinstance(value, type) or not issubclass(value, msgspec.Struct):
             continue
         if value.__module__ == module.__name__:
-            for field in msgspec.structs.fields(value):
-                if isinstance(field.default, bool | int | float | str | None):
-                    found[f"{name}.{field.name}"] = field.default
-    return dict(sorted(found.items()))
-
-
-def numbers() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for module in MODULES:
-        # The frames of the client and those of the services are one set of messages.
-        found.setdefault(module.__name__.rpartition(".")[2], {}).update(numbers_of(module))
+            defaults = {
+                field.name: field.default
+                for field in msgspec.structs.fields(value)
+                if isinstance(field.default, bool | int | float | str | None)
+            }
+            found |= {f"{prefix}.{name}": defaults} if defaults else {}
     return found
+
+
+def numbers() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for module in MODULES:
+        found |= numbers_of(module)
+    return dict(sorted(found.items()))
 
 
 def test_no_limit_and_no_default_is_another_than_was_released() -> None:
@@ -65,4 +60,5 @@ def test_no_limit_and_no_default_is_another_than_was_released() -> None:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(numbers(), indent=2) + "\n", "utf-8")
+    rows = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in numbers().items())
+    FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +27,8 @@ from snapshot_shared.orders import (
 )
 from snapshot_shared.spans import SpanRecord
 
+Object = TypeVar("Object", bound=msgspec.Struct)
+
 NOW = 1_000_000.0
 STAMP = "1970-01-12T13:46:30Z"
 """Ten seconds before NOW."""
@@ -37,6 +39,22 @@ UID = "00000000-0000-4000-8000-000000000001"
 def meta(kind: str, name: str, **more: Any) -> ObjectMeta:
     fields = {"namespace": "default", "uid": derived_uid(kind, name), "creation_timestamp": STAMP}
     return ObjectMeta(name=name, **{**fields, **more})
+
+
+def with_meta(value: Object, **changes: Any) -> Object:
+    return _with(value, "metadata", changes)
+
+
+def with_spec(value: Object, **changes: Any) -> Object:
+    return _with(value, "spec", changes)
+
+
+def with_status(value: Object, **changes: Any) -> Object:
+    return _with(value, "status", changes)
+
+
+def _with(value: Object, field: str, changes: dict[str, Any]) -> Object:
+    return replace(value, **{field: replace(getattr(value, field), **changes)})
 
 
 def row(type_: str, status: str, reason: str, message: str = "") -> Condition:
@@ -121,15 +139,17 @@ def snapshot(name: str = "snap", **status: Any) -> snapback.Snapshot:
     )
 
 
-def content(name: str = "snap", **status: Any) -> snapback.SnapshotContent:
+def content(
+    name: str = "snap", *, namespace: str = "default", of: str = "worker", **status: Any
+) -> snapback.SnapshotContent:
     owner = derived_uid("snapshot", name)
     return snapback.SnapshotContent(
         metadata=meta("content", name, namespace=None),
         spec=snapback.SnapshotContentSpec(
-            snapshot_ref=snapback.SnapshotRef(namespace="default", name=name, uid=owner),
+            snapshot_ref=snapback.SnapshotRef(namespace=namespace, name=name, uid=owner),
             source=snapback.ContentSource(
-                pod_ref=snapback.PodSource(name="worker", uid=derived_uid("pod", "worker")),
-                namespace="default",
+                pod_ref=snapback.PodSource(name=of, uid=derived_uid("pod", of)),
+                namespace=namespace,
                 node_name="node-1",
             ),
         ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.snapback import DynamoCheckpoint
 from snapshot_shared.orders import Presence, PresenceDevice, UnreadyDriver
 
 GIB = 1024**3
@@ -17,8 +17,10 @@ def pod_template(**container: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{**main, **container}]}}
 
 
-def checkpoint(name: str = "llm", *, model: str = "", **job: Any) -> AnyObject:
-    return parse(checkpoint_document(name, model=model, **job))
+def checkpoint(name: str = "llm", *, model: str = "", **job: Any) -> DynamoCheckpoint:
+    value = parse(checkpoint_document(name, model=model, **job))
+    assert isinstance(value, DynamoCheckpoint)
+    return value
 
 
 def checkpoint_document(name: str = "llm", *, model: str = "", **job: Any) -> dict[str, Any]:
@@ -49,6 +51,22 @@ def restore_document(
             "annotations": {"nvidia.com/restore-from": source},
         },
         "spec": spec,
+    }
+
+
+def pod_document(name: str = "worker", **more: Any) -> dict[str, Any]:
+    """Return a pod that is restored from nothing."""
+    document = restore_document(name=name, **more)
+    del document["metadata"]["annotations"]
+    return document
+
+
+def snapshot_document(name: str, pod: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"source": {"podRef": {"name": pod}}, **spec},
     }
 
 

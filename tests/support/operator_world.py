@@ -15,6 +15,7 @@ from snapshot_operator.api.objects import Api
 from snapshot_operator.api.operations import Operations, Sweeping
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
+from snapshot_operator.core.plan import Plan, SetStatus
 from snapshot_operator.core.restore import restore_name
 from snapshot_operator.core.retention import Limits
 from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
@@ -27,15 +28,16 @@ from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention
 from snapshot_operator.runtime.world import ALL, Selection
+from snapshot_shared import api
 from snapshot_shared.api import ApplyRequest
+from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.meta import Condition, OrderStatus, condition
 from snapshot_shared.orders import TERMINAL, PartResult, Presence, Report
 from snapshot_shared.telemetry import Telemetry
-from tests.support.builders import report as report_of
-from tests.support.builders import vector
+from tests.support import builders
 from tests.support.objects import checkpoint_document, presence
 
 DIGEST = "sha256:" + "0" * 64
@@ -181,7 +183,7 @@ class World:
         kind = kind or TERMINAL[order.verb]
         key = (order.order, order.attempt)
         self.numbers[key] = self.numbers.get(key, 0) + 1
-        report = report_of(order, kind, n=self.numbers[key], at=self.now, **fields)
+        report = builders.report(order, kind, n=self.numbers[key], at=self.now, **fields)
         if report.is_terminal:
             self.answered.add(key)
         await self.deliver(report)
@@ -212,8 +214,53 @@ class World:
                 await self.answer_well(order)
         raise AssertionError(f"orders never end: {[order.order for order in self.open()]}")
 
+    async def answer(self, *verbs: str) -> None:
+        """Answer well what is open of these verbs, of which there must be some, one by one."""
+        for verb in verbs:
+            orders = self.open(verb)
+            assert orders, f"no {verb} is open"
+            for order in orders:
+                await self.answer_well(order)
+
+    async def capture(self, name: str = "llm", **job: Any) -> None:
+        """Apply a checkpoint, and answer everything well."""
+        await self.perform(checkpoint_document(name, **job))
+
+    async def perform(self, *documents: dict[str, Any]) -> None:
+        """Apply documents, and answer everything well."""
+        await self.apply(*documents)
+        await self.answer_all()
+
+    async def ask(self, verb: str, request: Any, headers: dict[str, str] | None = None) -> Any:
+        """Ask as a client does: bytes in, bytes out; then let the operator settle."""
+        data = request if isinstance(request, bytes) else encode_json(request)
+        answers = self.api.endpoints() | self.nodes.endpoints() | self.operations.endpoints()
+        answer = await answers[verb](data, headers or {})
+        await self.settle()
+        kind = "get" if verb == "view" else verb.removesuffix(".*")
+        return msgspec.json.decode(answer, type=getattr(api, f"{kind.capitalize()}Reply"))
+
+    async def delete(self, kind: str, name: str) -> None:
+        await self.cluster.delete(await self.get(kind, name))
+        await self.settle()
+
+    async def remove(self, kind: str, name: str) -> None:
+        """Delete an object, and answer everything well."""
+        await self.delete(kind, name)
+        await self.answer_all()
+
+    async def silence(self, absent_s: float) -> None:
+        """Have no node present any more, each last seen `absent_s` ago."""
+        self.present.clear()
+        await self.see(absent_s=absent_s)
+
     async def get(self, kind: str, name: str) -> Any:
-        return self.cluster.get(kind, "default", name)
+        namespace = None if kind in ("Node", "SnapshotContent") else "default"
+        return self.cluster.get(kind, namespace, name)
+
+    async def row(self, kind: str, name: str = "llm", type_: str = "Ready") -> Condition:
+        """Return a condition of an object, which must have it."""
+        return row_of(await self.get(kind, name), type_)
 
     async def restore(self, pod: str) -> Any:
         """Return the restore of a pod."""
@@ -229,6 +276,20 @@ class World:
         return [value for kind in KINDS for value in self.cluster.all(kind)]
 
 
+def row_of(value: Any, type_: str = "Ready") -> Condition:
+    """Return a condition of an object, which must have it."""
+    found = condition(value.status.conditions, type_)
+    assert found is not None, f"{value.metadata.name} has no condition {type_}"
+    return found
+
+
+def written(plan: Plan) -> Any:
+    """Return the object as the one write of a plan, which must be one of its status, has it."""
+    (write,) = plan.writes
+    assert isinstance(write, SetStatus), write
+    return write.new
+
+
 def payload(order: OrderStatus) -> dict[str, Any]:
     """Return an order as JSON that is published."""
     found: dict[str, Any] = msgspec.json.decode(order.payload)
@@ -239,7 +300,7 @@ def _good_fields(order: OrderStatus) -> dict[str, Any]:
     wanted = payload(order)
     match order.verb:
         case "prepare":
-            return {"vector": vector(wanted["devices"], 1024)}
+            return {"vector": builders.vector(wanted["devices"], 1024)}
         case "dump":
             return {"part": PartResult(part="process", bytes=10, digest=DIGEST)}
         case "save":
@@ -250,11 +311,22 @@ def _good_fields(order: OrderStatus) -> dict[str, Any]:
             return {}
 
 
-async def world_of(nodes: int, *, gpus: int = 2, captured: bool = False) -> World:
-    """Make a world with nodes from node-1 on, and one checkpoint if that is to be captured."""
+async def world_of(
+    nodes: int,
+    *,
+    gpus: int = 2,
+    captured: bool = False,
+    answered: tuple[str, ...] | None = None,
+) -> World:
+    """Make a world with nodes from node-1 on, and one checkpoint if that is to be captured.
+
+    With `answered` there is one, too, of which the orders of these verbs are answered well.
+    """
     world = World()
     await world.join(*(presence(f"node-{number + 1}", gpus=gpus) for number in range(nodes)))
     if captured:
+        await world.capture()
+    elif answered is not None:
         await world.apply(checkpoint_document())
-        await world.answer_all()
+        await world.answer(*answered)
     return world

@@ -1,25 +1,36 @@
-"""The crash points, made from the step tables, and the story that leads to each."""
+"""The crash points, made from the step tables, the story that leads to each, and its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
+from snapshot_agent.domain.control import QUIESCE
+from snapshot_agent.domain.spec import CONTROL_DIR
 from snapshot_operator.local.pods import holds_devices
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import is_true
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.steps import STEPS, VERBS_OF, Place
+from snapshotctl.adapters import processes
 from snapshotctl.domain.targets import Target
 from tests.support import live_cluster as live
 from tests.support import rules
-from tests.support.live_cluster import Session, find
+from tests.support.agent_rig import is_gone
+from tests.support.live_cluster import SETTLE_S, LiveCluster, Session, find
+from tests.support.waiting import until
 
 NODE = "node-1"
 BASE = "base"
 SUBJECT = "subject"
 """The name of what a case captures, restores, stops or deletes."""
+
+
+VERIFIED = Target(KINDS["DynamoCheckpoint"], "default", BASE)
 
 
 def is_of_base(value: AnyObject) -> bool:
@@ -75,26 +86,6 @@ async def _run(session: Session) -> None:
     )
 
 
-async def _restore(session: Session) -> None:
-    await session.apply(live.pod(SUBJECT, NODE, BASE))
-
-
-async def _stop(session: Session) -> None:
-    await session.delete("Pod", SUBJECT)
-
-
-async def _delete(session: Session) -> None:
-    await session.delete("DynamoCheckpoint", SUBJECT)
-
-
-async def _save_will_fail(session: Session) -> None:
-    await session.arm(NODE, Place("gms", "save", "write"), "fail")
-
-
-async def _verify(session: Session) -> None:
-    await session.client.verify(Target(KINDS["DynamoCheckpoint"], "default", BASE))
-
-
 class Story(NamedTuple):
     """What leads to a verb: what must be there before the fault is armed, and what is done then."""
 
@@ -103,22 +94,17 @@ class Story(NamedTuple):
 
 
 CAPTURE = Story(_nothing, _capture)
-RESTORE = Story(need_base, _restore)
+RESTORE = Story(need_base, lambda session: session.apply(live.pod(SUBJECT, NODE, BASE)))
+STOP = Story(_run, lambda session: session.delete("Pod", SUBJECT))
 STORIES: dict[str, Story] = {
-    "run": CAPTURE,
-    "prepare": CAPTURE,
-    "dump": CAPTURE,
-    "save": CAPTURE,
-    "seal": CAPTURE,
-    "release": CAPTURE,
-    "load": RESTORE,
-    "commit": RESTORE,
-    "restore": RESTORE,
-    "stop": Story(_run, _stop),
-    "drop": Story(_run, _stop),
-    "abort": Story(_save_will_fail, _capture),
-    "delete": Story(_captured, _delete),
-    "verify": Story(need_base, _verify),
+    **dict.fromkeys(["run", "prepare", "dump", "save", "seal", "release"], CAPTURE),
+    **dict.fromkeys(["load", "commit", "restore"], RESTORE),
+    **dict.fromkeys(["stop", "drop"], STOP),
+    "abort": Story(
+        lambda session: session.arm(NODE, Place("gms", "save", "write"), "fail"), _capture
+    ),
+    "delete": Story(_captured, lambda session: session.delete("DynamoCheckpoint", SUBJECT)),
+    "verify": Story(need_base, lambda session: session.client.verify(VERIFIED)),
 }
 
 PLACES: list[Place] = [
@@ -129,3 +115,66 @@ PLACES: list[Place] = [
     for step in STEPS[verb]
 ]
 """Every step of a table, in every service that carries it out."""
+
+
+FREE_S = 10.0
+"""How long a worker may stay held once its service has returned, in seconds."""
+
+
+@asynccontextmanager
+async def case(cluster: LiveCluster) -> AsyncIterator[Session]:
+    """A session of one case: its logs are shown when it fails, and what it made is removed."""
+    async with cluster.session() as session:
+        try:
+            yield session
+        except BaseException:
+            print(cluster.logs())
+            raise
+        finally:
+            await _tidy(session)
+
+
+async def _tidy(session: Session) -> None:
+    """Have everything of the case removed: that works after each crash, too."""
+    await session.disarm(NODE)
+    for kind in ("DynamoCheckpoint", "Pod"):
+        await session.delete(kind, SUBJECT)
+    values = await session.until(
+        lambda found: all(map(is_of_base, found)), "the end of the case's objects"
+    )
+    assert await rules.damaged(session.cluster.artifacts, values) == []
+    assert rules.workers(session.cluster.run) == {}
+
+
+async def everything_settles_well(session: Session, within_s: float = SETTLE_S) -> None:
+    """Every object is settled, each order has one outcome, and each artifact is whole."""
+    values = await session.until(lambda found: not rules.unsettled(found), "settling", within_s)
+    assert rules.doubled(session.reports) == []
+    assert await rules.damaged(session.cluster.artifacts, values) == []
+
+
+async def workers_are_free(
+    session: Session, *, has_memory: bool = True, within_s: float = FREE_S
+) -> None:
+    """Each worker goes on, or has ended, within the time; a standby waits for its restore.
+
+    To go on is to answer; where the memory went with its service (`has_memory` is False), it is to
+    be let go by the agent, for the worker itself then waits for its memory.
+    """
+    for pid, pod_uid in rules.workers(session.cluster.run).items():
+        environment = processes.environment_of(pid)
+        if environment.get("SNAPSHOT_RESTORE_STANDBY") == "1":
+            continue
+        quiesce = Path(environment.get(CONTROL_DIR, "")) / QUIESCE
+        try:
+            async with asyncio.timeout(within_s):
+                await until(lambda file=quiesce: not file.exists(), "letting go", within_s=within_s)
+                if has_memory and not await session.answers(NODE, pod_uid):
+                    await until(
+                        lambda one=pid: is_gone(one), f"the end of worker {pid}", within_s=within_s
+                    )
+        except TimeoutError:
+            raise AssertionError(f"worker {pid} is still held after {within_s} s") from None
+    # The next attempt of the capture may have frozen one for a moment.
+    run = session.cluster.run
+    await until(lambda: not rules.frozen(run), "the thaw of all processes", within_s=within_s)

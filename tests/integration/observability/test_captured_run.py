@@ -21,7 +21,7 @@ from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import Place, all_names
 from snapshotctl.views.related import trace_of
-from tests.integration.observability.elsewhere import RECORDED_ELSEWHERE
+from tests.integration.observability.test_faults import RECORDED_ELSEWHERE
 from tests.support.collector import Collector, running_collector
 from tests.support.live_cluster import LiveCluster, checkpoint, find, pod
 

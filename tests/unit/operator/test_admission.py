@@ -1,23 +1,33 @@
-"""What the API server is answered, and when it asks at all."""
+"""What the API server is answered, and the certificate that this is served with."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import ssl
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
+from cryptography import x509
 from kubernetes_asyncio.client import Configuration
 
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.admission import Admission, Answer, Request, RequestedKind, review
+from snapshot_operator.kube.certificates import Certificates, renewal, renewed
+from snapshot_operator.kube.webhook_tls import MountedCertificate, new_context, take
 from snapshot_operator.kube.webhooks import Endpoint, configurations
+from snapshot_shared.errors import InvalidInput
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.validation import Problem
 from tests.support.objects import checkpoint_document
+from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-00000000000a"
 DIGEST = "sha256:" + "0" * 64
@@ -51,7 +61,7 @@ class Api:
         self.labels: dict[str, str] = {}
         """By namespace, the selector that matches it."""
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.BaseRequest) -> web.Response:
         self.asked += 1
         found = self.objects.get(request.path.rpartition("/v1alpha1/")[2])
         if request.path == "/api/v1/namespaces":
@@ -66,17 +76,16 @@ class Api:
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[tuple[Api, Admission]]:
-    behind = Api()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", behind.answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = "http://{}:{}".format(*runner.addresses[0][:2])
-    async with KubeClient(Configuration(host=url)) as client:
-        yield behind, Admission(client)
-    await runner.cleanup()
+def behind() -> Api:
+    return Api()
+
+
+@pytest.fixture
+async def admission(behind: Api) -> AsyncIterator[Admission]:
+    async with RawTestServer(behind.answer) as server:
+        host = f"http://127.0.0.1:{server.port}"
+        async with KubeClient(Configuration(host=host)) as client:
+            yield Admission(client)
 
 
 def request(document: Any, old: Any = None, operation: str = "CREATE") -> Request:
@@ -90,9 +99,8 @@ def pod(**annotations: str) -> Any:
 
 
 async def test_a_pod_that_asks_for_nothing_or_is_there_already_is_left_alone_without_a_read(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    behind, admission = api
     assert (await admission.pod(request(pod()))).outcome == "allowed"
     later = await admission.pod(request(pod(restore_from="llm"), operation="UPDATE"))
     assert later.outcome == "allowed"
@@ -114,9 +122,8 @@ async def test_a_pod_that_asks_for_nothing_or_is_there_already_is_left_alone_wit
     ],
 )
 async def test_a_pod_is_changed_where_what_is_stored_now_is_what_it_asks_for(
-    api: tuple[Api, Admission], pins: dict[str, str], outcome: str
+    behind: Api, admission: Admission, pins: dict[str, str], outcome: str
 ) -> None:
-    behind, admission = api
     behind.objects = {
         "namespaces/team/snapshots/llm": SNAPSHOT,
         "snapshotcontents/content": CONTENT | {"status": {"committed": COMMITTED}},
@@ -130,9 +137,8 @@ async def test_a_pod_is_changed_where_what_is_stored_now_is_what_it_asks_for(
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
-    api: tuple[Api, Admission], status: int
+    behind: Api, admission: Admission, status: int
 ) -> None:
-    behind, admission = api
     behind.status = status
     pinned = pod(restore_from="llm", restore_from_uid="another", restore_digest=DIGEST)
     assert (await admission.pod(request(pinned))).outcome == "changed"
@@ -151,20 +157,18 @@ async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
     ],
 )
 async def test_a_pod_starts_cold_where_the_operator_reconciles_nothing(
-    api: tuple[Api, Admission], labels: dict[str, str], status: int, warned: tuple[str, ...]
+    behind: Api, admission: Admission, labels: dict[str, str], status: int, warned: tuple[str, ...]
 ) -> None:
-    behind, every = api
     behind.labels, behind.status = labels, status
-    admission = Admission(every._client, selector="team=a")
-    answer = await admission.pod(request(pod(restore_from="llm")))
+    selective = Admission(admission._client, selector="team=a")
+    answer = await selective.pod(request(pod(restore_from="llm")))
     assert (answer.refused, answer.warned) == ((), warned)
     assert bool(answer.patch) != bool(warned)
 
 
 async def test_a_source_that_this_version_cannot_read_is_left_to_the_restore(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    behind, admission = api
     behind.objects = {"namespaces/team/snapshots/llm": SNAPSHOT | {"spec": {"source": 1}}}
     assert (await admission.pod(request(pod(restore_from="llm")))).outcome == "changed"
 
@@ -196,9 +200,8 @@ CHECKPOINT["metadata"] |= META
     ],
 )
 async def test_a_pod_is_a_placeholder_where_the_driver_of_its_source_brings_the_process(
-    api: tuple[Api, Admission], objects: Any, waits_for_a_process: bool
+    behind: Api, admission: Admission, objects: Any, waits_for_a_process: bool
 ) -> None:
-    behind, admission = api
     behind.objects = objects
     answer = await admission.pod(request(pod(restore_from="llm")))
     assert answer.outcome == "changed"
@@ -209,9 +212,8 @@ async def test_a_pod_is_a_placeholder_where_the_driver_of_its_source_brings_the_
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_a_pod_names_the_driver_of_a_source_that_is_not_there_or_cannot_be_read(
-    api: tuple[Api, Admission], status: int
+    behind: Api, admission: Admission, status: int
 ) -> None:
-    behind, admission = api
     behind.status = status
     named = pod(restore_from="llm", restore_driver="criu")
     assert is_placeholder(await admission.pod(request(named)))
@@ -222,9 +224,8 @@ async def test_a_pod_names_the_driver_of_a_source_that_is_not_there_or_cannot_be
 
 @pytest.mark.parametrize("content", [None, CONTENT])
 async def test_a_pod_that_does_not_wait_starts_cold_where_nothing_is_captured(
-    api: tuple[Api, Admission], content: Any
+    behind: Api, admission: Admission, content: Any
 ) -> None:
-    behind, admission = api
     behind.objects = {"namespaces/team/snapshots/llm": SNAPSHOT}
     if content:
         behind.objects["snapshotcontents/content"] = content
@@ -234,9 +235,8 @@ async def test_a_pod_that_does_not_wait_starts_cold_where_nothing_is_captured(
 
 
 async def test_a_spec_is_judged_when_it_is_new_and_never_changes(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    _, admission = api
     old = checkpoint_document()
     new = checkpoint_document()
     new["spec"]["job"]["podTemplateSpec"]["spec"]["hostNetwork"] = True
@@ -322,18 +322,161 @@ def test_the_operator_may_use_its_own_secret_and_configurations_alone() -> None:
 
 
 async def test_an_operator_that_allows_no_memory_servers_refuses_checkpoints_with_one(
-    api: tuple[Api, Admission],
+    behind: Api, admission: Admission
 ) -> None:
-    behind, allowing = api
     plain, asking = checkpoint_document(), checkpoint_document()
     asking["spec"]["gpuMemoryService"] = {"enabled": True}
     without = checkpoint_document()
     without["spec"]["gpuMemoryService"] = {"enabled": False}
-    refusing = Admission(allowing._client, allows_gms=False)
-    assert (await allowing.object(request(asking))).outcome == "allowed"
+    refusing = Admission(admission._client, allows_gms=False)
+    assert (await admission.object(request(asking))).outcome == "allowed"
     for document in (plain, without):
         assert (await refusing.object(request(document))).outcome == "allowed"
     (problem,) = (await refusing.object(request(asking))).refused
     assert problem.path == "spec.gpuMemoryService"
     assert "SNAPBACK_ALLOW_GMS_SNAPSHOT" in problem.text
     assert behind.asked == 0
+
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+DAY = timedelta(days=1)
+NAMES = ["localhost", "198.51.100.7"]
+
+
+def made(now: datetime = NOW, names: list[str] = NAMES) -> Certificates:
+    return renewed(None, names, now)
+
+
+def served(found: Certificates) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(found.certificate)
+
+
+def test_a_certificate_has_the_names_and_is_of_an_authority_that_makes_no_others() -> None:
+    found = made()
+    (authority,) = x509.load_pem_x509_certificates(found.authorities)
+    served(found).verify_directly_issued_by(authority)
+    names = served(found).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(each.value) for each in names] == NAMES
+    limits = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert (limits.ca, limits.path_length) == (True, 0)
+
+
+@pytest.mark.parametrize(("days", "is_kept"), [(0, True), (59, True), (60, False), (91, False)])
+def test_a_certificate_of_ninety_days_is_renewed_after_sixty_by_the_same_authority(
+    days: int, is_kept: bool
+) -> None:
+    found = made()
+    later = renewed(found, NAMES, NOW + days * DAY)
+    assert (later == found) is is_kept
+    assert later.authorities == found.authorities
+    served(later).verify_directly_issued_by(*x509.load_pem_x509_certificates(found.authorities))
+    assert renewal(later) > NOW + days * DAY
+
+
+def test_an_authority_is_followed_in_two_steps_and_both_are_trusted_meanwhile() -> None:
+    found = made()
+    late = NOW + 7 * 365 * DAY
+    found = renewed(found, NAMES, late - DAY * 2000)
+    first = renewed(found, NAMES, late)
+    assert first.authorities.endswith(found.authorities)
+    assert (first.certificate, first.key) == (found.certificate, found.key)
+    second = renewed(first, NAMES, late)
+    assert second.authorities == first.authorities
+    (newer, older) = x509.load_pem_x509_certificates(second.authorities)
+    served(second).verify_directly_issued_by(newer)
+    assert renewed(second, NAMES, late) == second
+    # The older one is kept as long as it lasts.
+    assert older.not_valid_after_utc > late
+    later = renewed(second, NAMES, late + 7 * 365 * DAY)
+    (_, kept) = x509.load_pem_x509_certificates(later.authorities)
+    assert kept == newer
+
+
+def test_operators_with_other_names_share_one_certificate_and_do_not_take_turns() -> None:
+    found = renewed(made(), ["other.example"], NOW + DAY)
+    assert renewed(found, NAMES, NOW + DAY) == found
+    names = served(found).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {str(each.value) for each in names} == {"other.example", *NAMES}
+
+
+@each("field", Certificates._fields)
+@each("value", [b"", b"no PEM"])
+def test_what_cannot_be_read_is_made_again(field: str, value: bytes) -> None:
+    found = renewed(made()._replace(**{field: value}), NAMES, NOW)
+    assert getattr(found, field) not in (b"", b"no PEM")
+    assert renewed(found, NAMES, NOW) == found
+
+
+def test_a_key_that_is_none_of_the_authority_is_not_used() -> None:
+    one, other = made(), made()
+    found = renewed(one._replace(authority_key=other.authority_key), NAMES, NOW)
+    assert found.authorities not in (one.authorities, other.authorities)
+
+
+async def subject_served(context: ssl.SSLContext, trusted: Certificates) -> bytes:
+    """Return the certificate that a client gets which trusts an authority alone."""
+
+    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    client = ssl.create_default_context(cadata=trusted.authorities.decode())
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=client, server_hostname="localhost"
+        )
+        found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+    return found
+
+
+async def test_a_certificate_is_taken_into_use_by_a_context_that_serves_already() -> None:
+    one, other = made(datetime.now(UTC)), made(datetime.now(UTC))
+    context = new_context()
+    take(context, one.certificate, one.key)
+    first = await subject_served(context, one)
+    take(context, other.certificate, other.key)
+    assert await subject_served(context, other) != first
+    with pytest.raises(ssl.SSLError):
+        take(context, one.certificate, other.key)
+    assert await subject_served(context, other)
+
+
+def put(folder: Path, found: Certificates) -> None:
+    """Put a certificate into a folder as a kubelet does: both files by one rename of a link."""
+    version = folder / f"..{len([*folder.iterdir()])}"
+    version.mkdir(parents=True)
+    (version / "tls.crt").write_bytes(found.certificate)
+    (version / "tls.key").write_bytes(found.key)
+    link = folder / "..data_tmp"
+    link.symlink_to(version.name)
+    link.rename(folder / "..data")
+    for name in ("tls.crt", "tls.key"):
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(f"..data/{name}")
+
+
+async def test_a_mounted_certificate_is_followed_and_a_broken_one_is_not_served(
+    tmp_path: Path,
+) -> None:
+    one, other = made(datetime.now(UTC)), made(datetime.now(UTC))
+    put(tmp_path, one)
+    async with MountedCertificate(tmp_path).kept() as context:
+        first = await subject_served(context, one)
+        put(tmp_path, one._replace(key=other.key))
+        put(tmp_path, other)
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert await subject_served(context, other) != first
+                    break
+                except ssl.SSLCertVerificationError:
+                    await asyncio.sleep(0.05)
+
+
+async def test_a_folder_without_a_certificate_is_named_with_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="SNAPBACK_WEBHOOK_CERTIFICATE_DIR") as caught:
+        async with MountedCertificate(tmp_path / "none").kept():
+            pass
+    assert "tls.crt" in (caught.value.next_step or "")

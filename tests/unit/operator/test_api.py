@@ -1,4 +1,4 @@
-"""What people get when they apply, read and delete."""
+"""What people get who apply, read and delete, and what comes late or means another object."""
 
 from __future__ import annotations
 
@@ -10,51 +10,34 @@ import pytest
 from snapshot_operator.api.objects import Api
 from snapshot_shared import subjects
 from snapshot_shared.api import (
-    ApplyReply,
+    AbortRequest,
     ApplyRequest,
-    DeleteReply,
+    CordonRequest,
     DeleteRequest,
-    GetReply,
     GetRequest,
-    InventoryReply,
-    RetentionReply,
-    TemplateReply,
     TemplateRequest,
-    VerifyReply,
+    VerifyRequest,
+    age_headers,
 )
 from snapshot_shared.bus import ASKED
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.ids import NodeName
-from tests.support.objects import checkpoint, checkpoint_document, restore_document
+from tests.support.objects import checkpoint, checkpoint_document, pod_document
 from tests.support.operator_world import World, payload, world_of
 from tests.unit.tables import each
 
-REPLIES = {
-    "apply": ApplyReply,
-    "get": GetReply,
-    "view": GetReply,
-    "delete": DeleteReply,
-    "verify": VerifyReply,
-    "retention": RetentionReply,
-    "template.*": TemplateReply,
-    "inventory.*": InventoryReply,
-}
+VERBS = (
+    *("apply", "get", "view", "delete", "verify", "retention", "cordon", "abort", "requeue"),
+    *("template.*", "inventory.*", "pods.*"),
+)
 
 
-async def ask(world: World, verb: str, request: Any, reply: type[Any], *, asked: str = "") -> Any:
-    """Ask as a client does: bytes in, bytes out."""
-    data = request if isinstance(request, bytes) else encode_json(request)
-    endpoints = world.api.endpoints() | world.nodes.endpoints()
-    return msgspec.json.decode(await endpoints[verb](data, {ASKED: asked}), type=reply)
-
-
-async def apply(world: World, *documents: Any, dry_run: bool = False) -> ApplyReply:
+async def apply(world: World, *documents: Any, dry_run: bool = False) -> Any:
     raw = [msgspec.Raw(msgspec.json.encode(document)) for document in documents]
     request = ApplyRequest(
         documents=raw, traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-01", dry_run=dry_run
     )
-    reply: ApplyReply = await ask(world, "apply", request, ApplyReply)
-    return reply
+    return await world.ask("apply", request)
 
 
 async def test_applying_twice_changes_nothing_the_second_time() -> None:
@@ -74,7 +57,6 @@ async def test_one_bad_document_stores_none_and_every_problem_is_named_with_its_
     bad["spec"]["extra"] = 1
     bad["metadata"]["name"] = "A"
     reply = await apply(world, checkpoint_document("one"), bad)
-    assert reply.failure is not None
     assert reply.failure.reason == "InvalidManifest"
     problems = reply.failure.values["problems"]
     assert [problem.split(":")[0] for problem in problems] == [
@@ -88,7 +70,6 @@ async def test_another_spec_under_the_same_name_is_refused() -> None:
     world = World()
     await apply(world, checkpoint_document())
     reply = await apply(world, checkpoint_document(activeDeadlineSeconds=7))
-    assert reply.failure is not None
     assert reply.failure.reason == "AlreadyExists"
     [line] = reply.failure.values["lines"]
     assert line.startswith("spec.job.activeDeadlineSeconds: 7 is wanted, ")
@@ -101,7 +82,6 @@ async def test_a_dry_run_names_what_differs_and_shows_no_secret() -> None:
     [container] = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
     container["env"] = [*container.get("env", []), {"name": "API_TOKEN", "value": "s3cret-value"}]
     reply = await apply(world, document, dry_run=True)
-    assert reply.failure is not None
     assert any("env" in line for line in reply.failure.values["lines"])
     assert "s3cret-value" not in str(reply.failure)
 
@@ -113,7 +93,6 @@ async def test_what_kubectl_has_noted_of_a_manifest_is_not_shown_where_it_differ
     for secret in ("hunter2", "hunter3"):
         document["metadata"]["annotations"] = {key: f'{{"env": "{secret}"}}', "note": secret * 100}
         reply = await apply(world, document)
-    assert reply.failure is not None
     noted, note = reply.failure.values["lines"]
     assert noted == f"metadata.annotations[{key}]: it differs, and is not shown"
     assert note.startswith("metadata.annotations[note]: ")
@@ -135,16 +114,16 @@ async def test_the_trace_of_apply_is_kept_on_the_object_and_its_children() -> No
         assert value.metadata.annotations["nvidia.com/traceparent"].startswith("00-aaaa")
 
 
-@each("verb", REPLIES)
-@each("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7, "after": 7}'])
+@each("verb", VERBS)
+@each("data", [b"", b"null", b"\xff\xfe", b"[" * 10_000, b'{"kind": 7, "after": 7, "node": 7}'])
 async def test_noise_is_answered_with_a_reason(verb: str, data: bytes) -> None:
-    answer = await ask(World(), verb, data, REPLIES[verb])
+    answer = await World().ask(verb, data)
     assert answer.failure.reason == "InvalidMessage"
 
 
 async def test_a_name_that_does_not_exist_says_how_to_list_what_does() -> None:
     request = GetRequest(kind="dckpt", name="none")
-    answer = await ask(World(), "get", request, GetReply)
+    answer = await World().ask("get", request)
     assert answer.failure.reason == "NotFound"
     assert "snapshotctl get dynamocheckpoints" in answer.failure.next_step
 
@@ -157,7 +136,7 @@ async def test_lists_come_in_pages_that_join_without_gaps() -> None:
     after = ""
     while True:
         request = GetRequest(kind="DynamoCheckpoint", limit=10, after=after)
-        page = await ask(world, "get", request, GetReply)
+        page = await world.ask("get", request)
         found += [item["metadata"]["name"] for item in page.items]
         if not page.next:
             break
@@ -175,39 +154,37 @@ async def test_a_viewer_is_shown_no_secret_and_whoever_may_apply_gets_what_was_a
     await apply(world, document)
     by_name = GetRequest(kind="DynamoCheckpoint", name=document["metadata"]["name"])
     for request in (by_name, GetRequest(kind="DynamoCheckpoint")):
-        shown = await ask(world, "view", request, GetReply)
+        shown = await world.ask("view", request)
         assert b"s3cr3t" not in msgspec.json.encode(shown)
-        [item] = (await ask(world, "get", request, GetReply)).items
+        [item] = (await world.ask("get", request)).items
         assert item["spec"]["job"]["podTemplateSpec"]["spec"]["containers"][0]["env"] == pod["env"]
         assert shown.items[0]["metadata"]["uid"] == item["metadata"]["uid"]
 
 
 async def test_a_node_is_not_deleted_by_hand() -> None:
     world = await world_of(1)
-    answer = await ask(world, "delete", DeleteRequest(kind="node", name="node-1"), DeleteReply)
+    answer = await world.ask("delete", DeleteRequest(kind="node", name="node-1"))
     assert answer.failure.reason == "Forbidden"
 
 
 async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() -> None:
     world = await world_of(1)
-    document = restore_document()
-    del document["metadata"]["annotations"]
-    await world.apply(document)
+    await world.apply(pod_document("restored"))
     (run,) = world.open("run")
     request = TemplateRequest(
         namespace="default", name="restored", uid=payload(run)["pod"]["uid"], node="node-1"
     )
     own, others = subjects.template(NodeName("node-1")), subjects.template(NodeName("node-2"))
-    answer = await ask(world, "template.*", request, TemplateReply, asked=own)
+    answer = await world.ask("template.*", request, {ASKED: own})
     assert digest(encode_json(answer.spec)) == payload(run)["template_digest"]
     wrong = msgspec.structs.replace(request, node="node-2")
-    answer = await ask(world, "template.*", wrong, TemplateReply, asked=others)
+    answer = await world.ask("template.*", wrong, {ASKED: others})
     assert answer.failure.reason == "Forbidden"
     # Another node's key does not help whoever knows the pod.
-    answer = await ask(world, "template.*", request, TemplateReply, asked=others)
+    answer = await world.ask("template.*", request, {ASKED: others})
     assert answer.failure.reason == "Forbidden"
     stale = msgspec.structs.replace(request, uid="00000000-0000-4000-8000-000000000000")
-    answer = await ask(world, "template.*", stale, TemplateReply, asked=own)
+    answer = await world.ask("template.*", stale, {ASKED: own})
     assert answer.failure.reason == "StalePodReference"
 
 
@@ -227,7 +204,6 @@ def in_cluster() -> World:
 async def test_the_operator_of_a_cluster_stores_nothing_for_others() -> None:
     world = in_cluster()
     reply = await apply(world, checkpoint_document())
-    assert reply.failure is not None
     assert reply.failure.reason == "Forbidden"
     assert reply.failure.next_step == "kubectl apply -f FILE"
     assert world.cluster.all("DynamoCheckpoint") == []
@@ -247,7 +223,7 @@ async def test_the_operator_of_a_cluster_deletes_no_objects_of_kubernetes_for_ot
     kind: str, name: str, command: str
 ) -> None:
     request = DeleteRequest(kind=kind, name=name)
-    reply = await ask(in_cluster(), "delete", request, DeleteReply)
+    reply = await in_cluster().ask("delete", request)
     assert reply.failure.reason == "Forbidden"
     assert reply.failure.next_step == command
 
@@ -257,5 +233,77 @@ async def test_the_operator_of_a_cluster_deletes_what_it_captured() -> None:
     await world.cluster.sync()
     await world.cluster.create(checkpoint())
     request = DeleteRequest(kind="dckpt", name="llm")
-    reply = await ask(world, "delete", request, DeleteReply)
-    assert reply.failure is None
+    assert (await world.ask("delete", request)).failure is None
+
+
+LATE_S = 33.0
+PATIENCE_S = 5.0
+
+
+@pytest.fixture
+async def running() -> World:
+    """A world in which the worker of a checkpoint is ordered to run."""
+    return await world_of(1, answered=())
+
+
+CHANGES: dict[str, Any] = {
+    "delete": DeleteRequest(kind="dckpt", name="llm"),
+    "cordon": CordonRequest(node="node-1", unschedulable=True),
+    "abort": AbortRequest(kind="dckpt", name="llm", by="x"),
+    "verify": VerifyRequest(kind="dckpt", name="llm"),
+    "apply": ApplyRequest(documents=[]),
+}
+
+
+@pytest.mark.parametrize("verb", CHANGES)
+async def test_a_change_whose_client_has_given_up_is_refused_and_done_never(
+    running: World, verb: str
+) -> None:
+    before = await running.everything()
+    headers = age_headers(running.now - LATE_S, PATIENCE_S)
+    answer = await running.ask(verb, CHANGES[verb], headers)
+    assert answer.failure.reason == "RequestExpired"
+    assert "33.0 s ago" in answer.failure.message
+    assert await running.everything() == before
+
+
+async def test_a_change_that_comes_in_time_is_done(running: World) -> None:
+    headers = age_headers(running.now - 1.0, PATIENCE_S)
+    request = CordonRequest(node="node-1", unschedulable=True)
+    assert (await running.ask("cordon", request, headers)).changed
+
+
+async def test_a_question_is_answered_however_old_it_is(running: World) -> None:
+    headers = age_headers(running.now - LATE_S, PATIENCE_S)
+    answer = await running.ask("get", GetRequest(kind="dckpt", name="llm"), headers)
+    assert answer.failure is None
+
+
+async def test_a_deletion_that_names_another_incarnation_spares_the_one_there_is(
+    running: World,
+) -> None:
+    request = DeleteRequest(kind="dckpt", name="llm", uid="of-before")
+    assert (await running.ask("delete", request)).failure.reason == "Conflict"
+    found = await running.get("DynamoCheckpoint", "llm")
+    assert found.metadata.deletion_timestamp is None
+    request = DeleteRequest(kind="dckpt", name="llm", uid=found.metadata.uid)
+    assert (await running.ask("delete", request)).failure is None
+
+
+@pytest.mark.parametrize("verb", ["abort", "verify"])
+async def test_an_intervention_that_names_another_incarnation_is_a_conflict(
+    running: World, verb: str
+) -> None:
+    await running.answer("run")
+    request: Any = AbortRequest(kind="dckpt", name="llm", by="x", uid="of-before")
+    if verb == "verify":
+        request = VerifyRequest(kind="dckpt", name="llm", uid="of-before")
+    assert (await running.ask(verb, request)).failure.reason == "Conflict"
+
+
+async def test_a_cordon_that_was_decided_on_an_older_node_is_a_conflict(running: World) -> None:
+    version = (await running.get("Node", "node-1")).metadata.resource_version
+    request = CordonRequest(node="node-1", unschedulable=True, resource_version=version)
+    assert (await running.ask("cordon", request)).changed
+    late = CordonRequest(node="node-1", unschedulable=False, resource_version=version)
+    assert (await running.ask("cordon", late)).failure.reason == "Conflict"

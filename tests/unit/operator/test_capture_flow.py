@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import gather, reconcile
-from snapshot_operator.core.plan import SetStatus
 from snapshot_operator.runtime.cluster import Tracker
 from snapshot_shared.metrics import Metrics
-from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import DIGEST, World, payload, world_of
+from tests.support.builders import with_meta, with_spec, with_status
+from tests.support.objects import checkpoint_document, presence, snapshot_document
+from tests.support.operator_world import DIGEST, World, payload, row_of, world_of, written
 
 
 @pytest.fixture
@@ -27,28 +26,18 @@ async def world() -> World:
     return await world_of(1)
 
 
-async def capturing(world: World, **job: object) -> None:
-    """Bring a checkpoint to the point where its worker is ready and `prepare` is out."""
+async def capturing(world: World, *answered: str, **job: Any) -> None:
+    """Bring a checkpoint to where `prepare` is out, and on until these verbs are answered."""
     await world.apply(checkpoint_document(**job))
-    (run,) = world.open("run")
-    await world.answer_well(run)
+    await world.answer("run", *answered)
 
 
 async def test_a_checkpoint_becomes_ready_when_every_order_is_answered_well(world: World) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    await world.capture()
     found = await world.get("DynamoCheckpoint", "llm")
-    assert found.status.phase == "Ready"
-    assert is_true(found.status.conditions, "Ready")
-    assert found.status.bytes == 2058
-
-
-async def test_a_repeated_look_at_settled_objects_writes_nothing(world: World) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    before = await world.everything()
-    await world.advance(60.0)
-    assert await world.everything() == before
+    assert (found.status.phase, found.status.bytes) == ("Ready", 2058)
+    ready = row_of(found)
+    assert (ready.status, ready.message) == ("True", "generation 1, 2.01 KiB")
 
 
 async def test_the_plan_is_fixed_before_any_part_is_ordered(world: World) -> None:
@@ -64,9 +53,7 @@ async def test_the_plan_is_fixed_before_any_part_is_ordered(world: World) -> Non
 async def test_a_worker_that_goes_on_is_released_once_its_part_is_staged_and_saves_read(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
-    await world.answer_well(world.open("dump")[0])
+    await capturing(world, "prepare", "dump")
     assert not world.open("release")
     for save in world.open("save"):
         await world.report(save, "leased")
@@ -81,9 +68,7 @@ async def test_the_pause_of_a_worker_is_measured_once_whatever_is_answered_first
     metrics = Metrics("snap-operator", "operator", "0", scraped=True)
     world = World(metrics=metrics)
     await world.join(presence("node-1"))
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
-    await world.answer_well(world.open("dump")[0])
+    await capturing(world, "prepare", "dump")
     saves = world.open("save")
     for save in saves:
         await world.report(save, "leased")
@@ -106,14 +91,12 @@ async def test_the_pause_of_a_worker_is_measured_once_whatever_is_answered_first
 
 
 async def test_a_worker_that_ends_is_released_only_after_ready_is_stored(world: World) -> None:
-    await capturing(world, sourcePolicy="Terminate")
-    await world.answer_well(world.open("prepare")[0])
+    await capturing(world, "prepare", sourcePolicy="Terminate")
     for order in world.open():
         await world.answer_well(order)
     assert not world.open("release")
-    await world.answer_well(world.open("seal")[0])
-    content = await world.content()
-    assert content.status.capture is Capture.READY
+    await world.answer("seal")
+    assert (await world.content()).status.capture is Capture.READY
     assert world.open("release")
 
 
@@ -133,7 +116,7 @@ async def test_the_devices_of_a_memory_server_are_those_that_it_says_from_the_fi
     await capturing(world)
     content = await world.content()
     source = replace(content.spec.source, devices=[], memory_server=True)
-    content = replace(content, spec=replace(content.spec, source=source))
+    content = with_spec(content, source=source)
     assert (_vector_failure(content, parts) is None) == is_planned
 
 
@@ -141,8 +124,7 @@ async def test_a_part_missing_from_the_vector_fails_the_capture(world: World) ->
     await capturing(world)
     await world.report(world.open("prepare")[0], vector=[VectorEntry(part="process")])
     await world.answer_all()
-    found = await world.get("DynamoCheckpoint", "llm")
-    assert found.status.phase == "Failed"
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Failed"
     assert (await world.content()).status.failure.reason == "PlanMismatch"
 
 
@@ -150,23 +132,15 @@ async def test_a_retryable_failure_before_the_freeze_is_tried_again_at_most_thre
     world: World,
 ) -> None:
     await capturing(world)
-    for _ in range(3):
-        (prepare,) = world.open("prepare")
-        await world.fail(prepare, "QuiesceTimeout", retryable=True)
-        for abort in world.open("abort"):
-            await world.answer_well(abort)
+    for attempt in (1, 2, 3):
+        # An attempt keeps no order of the one before it.
+        orders = (await world.content()).status.orders
+        assert [(item.verb, item.attempt) for item in orders] == [("prepare", attempt)]
+        await world.fail(world.open("prepare")[0], "QuiesceTimeout", retryable=True)
+        await world.answer("abort")
     assert not world.open("prepare")
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 3)
-
-
-async def test_an_attempt_that_begins_again_keeps_no_order_that_was_answered(world: World) -> None:
-    await capturing(world)
-    await world.fail(world.open("prepare")[0], "QuiesceTimeout", retryable=True)
-    for abort in world.open("abort"):
-        await world.answer_well(abort)
-    status = (await world.content()).status
-    assert [(item.verb, item.attempt) for item in status.orders] == [("prepare", 2)]
 
 
 async def test_no_attempt_begins_while_an_abort_that_was_given_again_is_not_answered(
@@ -188,8 +162,7 @@ async def test_no_attempt_begins_while_an_abort_that_was_given_again_is_not_answ
 async def test_an_artifact_is_no_larger_than_its_limit(
     world: World, more: int, end: Capture
 ) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
+    await capturing(world, "prepare")
     (dump,) = world.open("dump")
     most = 2**50 - 2 * 1024
     part = PartResult(part="process", bytes=most + more, digest=DIGEST)
@@ -199,8 +172,7 @@ async def test_an_artifact_is_no_larger_than_its_limit(
 
 
 async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
+    await capturing(world, "prepare")
     await world.fail(world.open("dump")[0], "NoSpace", retryable=True)
     await world.answer_all()
     content = await world.content()
@@ -210,8 +182,7 @@ async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> 
 async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generation(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
+    await capturing(world, "prepare")
     await world.fail(world.open("save")[0], "DeviceError")
     assert sorted(order.service for order in world.open("abort")) == ["agent", "gms"]
     assert not world.open("delete")
@@ -223,9 +194,7 @@ async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generati
     assert is_true((await world.content()).status.conditions, "Failed")
 
 
-async def test_an_answer_that_never_comes_ends_in_a_reason_after_the_deadline(
-    world: World,
-) -> None:
+async def test_an_answer_that_never_comes_ends_in_a_reason_after_the_deadline(world: World) -> None:
     await capturing(world)
     for _ in range(3):
         await world.advance(320.0)
@@ -234,45 +203,6 @@ async def test_an_answer_that_never_comes_ends_in_a_reason_after_the_deadline(
     content = await world.content()
     assert content.status.failure.reason == "AgentUnresponsive"
     assert content.status.capture is Capture.FAILED
-
-
-async def test_a_report_of_an_older_attempt_changes_nothing(world: World) -> None:
-    await capturing(world)
-    (first,) = world.open("prepare")
-    await world.fail(first, "QuiesceTimeout", retryable=True)
-    for abort in world.open("abort"):
-        await world.answer_well(abort)
-    assert world.open("prepare")[0].attempt == 2
-    before = await world.content()
-    await world.report(first)
-    assert await world.content() == before
-
-
-async def test_an_order_that_has_ended_does_not_end_otherwise(world: World) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
-    (dump,) = world.open("dump")
-    await world.answer_well(dump)
-    before = await world.content()
-    await world.fail(dump, "NoSpace")
-    assert await world.content() == before
-
-
-async def test_two_snapshots_of_one_pod_are_captured_one_after_another(world: World) -> None:
-    await capturing(world)
-    pod = world.cluster.page("Pod")[0]
-    second = {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": "second"},
-        "spec": {"source": {"podRef": {"name": pod.metadata.name}}},
-    }
-    world.now += 5
-    await world.apply(second)
-    assert len(world.open("prepare")) == 1
-    await world.answer_all()
-    contents = world.cluster.page("SnapshotContent")
-    assert [content.status.capture for content in contents] == [Capture.READY] * 2
 
 
 async def test_a_worker_that_exits_before_it_is_ready_fails_the_checkpoint_with_its_code(
@@ -304,18 +234,13 @@ async def test_each_container_keeps_its_own_exit_code_and_one_that_is_not_known_
 
 
 async def test_a_checkpoint_says_what_its_worker_waits_for() -> None:
-    async def reason() -> str:
-        found = await world.get("DynamoCheckpoint", "llm")
-        return str(found.status.conditions[0].reason)
-
     world = World()
     await world.apply(checkpoint_document())
-    assert await reason() == "NoSuchNode"
+    assert (await world.row("DynamoCheckpoint")).reason == "NoSuchNode"
     await world.join(presence("node-1"))
-    assert await reason() == "WorkerStarting"
-    world.present.clear()
-    await world.see(absent_s=100.0)
-    assert await reason() == "NodeSilent"
+    assert (await world.row("DynamoCheckpoint")).reason == "WorkerStarting"
+    await world.silence(100.0)
+    assert (await world.row("DynamoCheckpoint")).reason == "NodeSilent"
 
 
 async def test_a_pod_on_a_silent_or_a_deleted_node_has_no_container_ready(world: World) -> None:
@@ -323,8 +248,7 @@ async def test_a_pod_on_a_silent_or_a_deleted_node_has_no_container_ready(world:
         [pod] = [found for found in await world.everything() if isinstance(found, Pod)]
         return pod.status.phase, [each.ready for each in pod.status.container_statuses]
 
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    await world.capture()
     assert await shown() == ("Running", [True])
     node = world.present.pop("node-1")
     await world.see(absent_s=100.0)
@@ -332,34 +256,26 @@ async def test_a_pod_on_a_silent_or_a_deleted_node_has_no_container_ready(world:
     await world.join(node)
     assert await shown() == ("Running", [True])
     world.present.pop("node-1")
-    [gone] = [found for found in await world.everything() if isinstance(found, Node)]
-    await world.cluster.delete(gone)
-    await world.settle()
+    await world.delete("Node", "node-1")
     assert await shown() == ("Failed", [False])
 
 
 async def test_a_checkpoint_names_the_container_and_the_file_that_it_has_waited_for_long(
     world: World,
 ) -> None:
-    async def ready() -> Condition:
-        found = await world.get("DynamoCheckpoint", "llm")
-        row = condition(found.status.conditions, "Ready")
-        assert row is not None
-        return row
-
     await world.apply(checkpoint_document())
     (run,) = world.open("run")
     await world.report(run)
     await world.advance(SLOW_S - 1.0)
-    assert (await ready()).reason == "WorkerStarting"
+    assert (await world.row("DynamoCheckpoint")).reason == "WorkerStarting"
     await world.advance(1.0)
-    late = await ready()
+    late = await world.row("DynamoCheckpoint")
     assert late.reason == "WorkerNotReady"
     for word in ("container main", "$SNAPSHOT_CONTROL_DIR", "ready-for-snapshot", "Next: "):
         assert word in late.message
     await world.answer_well(run)
     await world.answer_all()
-    assert (await ready()).reason == "Captured"
+    assert (await world.row("DynamoCheckpoint")).reason == "Captured"
 
 
 async def test_a_worker_that_never_becomes_ready_fails_at_the_deadline_and_is_ended(
@@ -381,8 +297,7 @@ async def test_a_silent_node_fails_no_capture_and_goes_on_with_it_when_it_return
     world: World,
 ) -> None:
     await capturing(world)
-    world.present.clear()
-    await world.see(absent_s=95.0)
+    await world.silence(95.0)
     await world.advance(0.0)
     content = await world.content()
     assert content.status.capture is Capture.PREPARING
@@ -395,10 +310,8 @@ async def test_a_silent_node_fails_no_capture_and_goes_on_with_it_when_it_return
 
 async def test_a_capture_on_a_node_that_is_deleted_ends_and_owes_it_nothing(world: World) -> None:
     await capturing(world)
-    world.present.clear()
-    await world.see(absent_s=95.0)
-    await world.cluster.delete(world.cluster.page("Node")[0])
-    await world.settle()
+    await world.silence(95.0)
+    await world.delete("Node", "node-1")
     content = await world.content()
     assert content.status.capture is Capture.FAILED
     assert content.status.failure.reason == "NodeLost"
@@ -408,8 +321,7 @@ async def test_a_capture_on_a_node_that_is_deleted_ends_and_owes_it_nothing(worl
 async def test_deleting_a_checkpoint_removes_its_artifact_its_worker_and_its_children(
     world: World,
 ) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    await world.capture()
     found = await world.get("DynamoCheckpoint", "llm")
     await world.cluster.delete(found)
     await world.settle()
@@ -417,14 +329,6 @@ async def test_deleting_a_checkpoint_removes_its_artifact_its_worker_and_its_chi
     await world.answer_all()
     kinds = [type(value).__name__ for value in await world.everything()]
     assert kinds == ["Node"]
-
-
-async def test_the_sweep_publishes_what_the_stream_has_lost(world: World) -> None:
-    await capturing(world)
-    (prepare,) = world.open("prepare")
-    world.orders.stream.clear()
-    await world.sweep.once()
-    assert prepare.order in world.orders.stream
 
 
 async def test_the_sweep_looks_behind_the_subject_of_an_order_that_nobody_has_accepted(
@@ -445,9 +349,7 @@ async def test_a_snapshot_deleted_while_it_waits_goes_and_lets_the_next_one_run(
     for name in ("second", "third"):
         world.now += 5
         await world.apply(snapshot_document(name, pod.metadata.name))
-    await world.cluster.delete(await world.get("Snapshot", "second"))
-    await world.settle()
-    await world.answer_all()
+    await world.remove("Snapshot", "second")
     names = [value.metadata.name for value in world.cluster.page("Snapshot")]
     assert names == ["llm", "third"]
     assert is_true((await world.get("Snapshot", "third")).status.conditions, "Ready")
@@ -471,8 +373,7 @@ async def test_a_capture_that_is_deleted_while_it_runs_is_waited_for_until_it_ha
 
 
 async def test_snapshots_of_one_second_never_run_at_once(world: World) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    await world.capture()
     pod = world.cluster.page("Pod")[0]
     names = [f"s{index}" for index in range(6)]
     await world.apply(*[snapshot_document(name, pod.metadata.name) for name in names])
@@ -500,54 +401,8 @@ async def test_a_capture_that_has_begun_is_waited_for_by_one_that_comes_before_i
     assert len(world.open("prepare")) == 1
 
 
-@pytest.mark.parametrize(
-    ("verb", "kind"), [("dump", "staged"), ("dump", "failed"), ("dump", "prepared")]
-)
-async def test_a_report_that_lacks_what_it_promises_or_does_not_fit_never_blocks(
-    world: World, verb: str, kind: str
-) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
-    (order,) = world.open(verb)
-    await world.report(order, kind)
-    await world.answer_all()
-    content = await world.content()
-    assert content.status.capture in (Capture.READY, Capture.FAILED)
-
-
-async def test_a_report_of_another_node_changes_nothing(world: World) -> None:
-    await capturing(world)
-    (prepare,) = world.open("prepare")
-    before = await world.content()
-    forged = msgspec.structs.replace(prepare, node="node-2")
-    await world.report(forged, vector=[VectorEntry(part="process")])
-    assert await world.content() == before
-
-
-async def test_a_delete_that_failed_is_tried_again_until_the_artifact_is_gone(
-    world: World,
-) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
-    await world.fail(world.open("delete")[0], "DeviceBusy")
-    assert not world.open("delete")
-    await world.advance(29.0)
-    assert not world.open("delete")
-    await world.advance(1.0)
-    (again,) = world.open("delete")
-    assert (again.attempt, again.tries) == (2, 2)
-    await world.answer_all()
-    assert not world.cluster.page("SnapshotContent")
-
-
-async def test_what_a_failed_capture_wrote_stays_until_its_worker_was_let_go(
-    world: World,
-) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
-    await world.answer_well(world.open("dump")[0])
+async def test_what_a_failed_capture_wrote_stays_until_its_worker_was_let_go(world: World) -> None:
+    await capturing(world, "prepare", "dump")
     first, second = world.open("save")
     for save in (first, second):
         await world.report(save, "leased")
@@ -577,25 +432,15 @@ async def test_a_worker_that_is_held_is_let_go_first_even_if_its_content_is_dele
     await world.answer_all()
     found = await world.content()
     kept = [item for item in found.status.orders if item.verb != "release"]
-    held = replace(
-        found,
-        metadata=replace(found.metadata, deletion_timestamp=deleted_at),
-        status=replace(found.status, orders=kept),
-    )
-    (write,) = reconcile(ContentView(held, None), world.now).writes
-    assert isinstance(write, SetStatus)
-    assert [item.verb for item in write.new.status.orders[len(kept) :]] == ["release"]
+    held = with_meta(with_status(found, orders=kept), deletion_timestamp=deleted_at)
+    new = written(reconcile(ContentView(held, None), world.now))
+    assert [item.verb for item in new.status.orders[len(kept) :]] == ["release"]
 
 
 async def test_an_artifact_stays_until_its_worker_was_let_go(world: World) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
-    for order in world.open("dump") + world.open("save"):
-        await world.answer_well(order)
-    await world.answer_well(world.open("seal")[0])
+    await capturing(world, "prepare", "dump", "save", "seal")
     (release,) = world.open("release")
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
+    await world.delete("DynamoCheckpoint", "llm")
     assert await deletion_waits(world) == ("CleaningOwed", "waits for release on node-1")
     assert not world.open("delete")
     await world.answer_well(release)
@@ -605,13 +450,10 @@ async def test_an_artifact_stays_until_its_worker_was_let_go(world: World) -> No
 
 
 async def test_an_artifact_stays_while_no_node_can_remove_it(world: World) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    await world.capture()
     here = dict(world.present)
-    world.present.clear()
-    await world.see(absent_s=95.0)
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
+    await world.silence(95.0)
+    await world.delete("DynamoCheckpoint", "llm")
     message = "no node is ready to remove the artifact"
     assert await deletion_waits(world) == ("NoNode", message)
     await world.join(*here.values())
@@ -631,60 +473,33 @@ async def next_look(world: World) -> float | None:
 async def test_a_delete_that_is_due_waits_for_a_node_and_for_no_time(
     world: World, *, is_answered: bool
 ) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
+    await world.capture()
+    await world.delete("DynamoCheckpoint", "llm")
     (order,) = world.open("delete")
     if is_answered:
         await world.fail(order, "DeviceBusy")
+        assert await deletion_waits(world) == ("DeleteFailed", "DeviceBusy happened")
         assert await next_look(world) == world.now + 30.0
     else:
         assert await next_look(world) == order.deadline.timestamp()
     here = dict(world.present)
-    world.present.clear()
-    await world.see(absent_s=95.0)
+    await world.silence(95.0)
     await world.advance(1000.0)
     assert (await deletion_waits(world))[0] == "NoNode"
     assert await next_look(world) is None
     await world.join(*here.values())
-    assert world.open("delete")[-1].attempt == 2
-
-
-async def test_a_delete_that_failed_says_of_what_while_it_rests(world: World) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
-    await world.fail(world.open("delete")[0], "DeviceBusy")
-    assert await deletion_waits(world) == ("DeleteFailed", "DeviceBusy happened")
-
-
-async def test_an_unanswered_release_is_ordered_again_past_its_deadline_and_no_sooner(
-    world: World,
-) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
-    for order in world.open("dump") + world.open("save"):
-        await world.answer_well(order)
-    await world.answer_well(world.open("seal")[0])
-    (release,) = world.open("release")
-    await world.advance(30.0)
-    assert world.open("release") == [release]
-    await world.advance(10_000.0)
-    (_, again) = world.open("release")
+    again = world.open("delete")[-1]
     assert (again.attempt, again.tries) == (2, 2)
 
 
 async def test_a_release_that_failed_is_ordered_again_until_the_worker_goes_on(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
+    await capturing(world, "prepare")
     for order in world.open():
         await world.answer_well(order)
     await world.fail(world.open("release")[0], "NoSpace")
-    await world.answer_well(world.open("seal")[0])
+    await world.answer("seal")
     assert not world.open("release")
     await world.advance(30.0)
     (again,) = world.open("release")
@@ -704,36 +519,18 @@ async def test_the_sweep_withdraws_what_nobody_waits_for_any_more(world: World) 
     assert prepare.order not in world.orders.stream
 
 
-def snapshot_document(name: str, pod: str) -> dict[str, object]:
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": {"source": {"podRef": {"name": pod}}},
-    }
-
-
 async def snapshot_again(world: World, name: str) -> list[Any]:
     """Capture the first worker once more; give the parents that its saves name."""
-    pod = world.cluster.page("Pod")[0]
-    source = {"source": {"podRef": {"name": pod.metadata.name}}}
-    document = {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": source,
-    }
     world.now += 5
-    await world.apply(document)
-    await world.answer_well(world.open("prepare")[0])
+    await world.apply(snapshot_document(name, world.cluster.page("Pod")[0].metadata.name))
+    await world.answer("prepare")
     return [payload(order)["parent"] for order in world.open("save")]
 
 
 async def test_saves_name_the_last_artifact_of_the_same_worker_as_their_parent(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer_well(world.open("prepare")[0])
+    await capturing(world, "prepare")
     assert [payload(order)["parent"] for order in world.open("save")] == [None, None]
     await world.answer_all()
     first = await world.content()
@@ -755,8 +552,7 @@ async def test_the_artifact_of_the_same_worker_is_a_nearer_parent_than_a_newer_o
     first = await world.content()
     await world.join(presence("node-2"))
     world.now += 5
-    await world.apply(checkpoint_document("other"))
-    await world.answer_all()
+    await world.capture("other")
     parents = await snapshot_again(world, "second")
     assert [parent["content_uid"] for parent in parents] == [first.metadata.uid] * 2
 
@@ -766,15 +562,5 @@ async def test_a_damaged_artifact_or_one_that_is_going_is_nobodys_parent(world: 
     await world.answer_all()
     content = await world.content()
     rows = [*content.status.conditions, Condition(type="Quarantined", status="True", reason="x")]
-    damaged = replace(content, status=replace(content.status, conditions=rows))
-    await world.cluster.update_status(damaged)
+    await world.cluster.update_status(with_status(content, conditions=rows))
     assert await snapshot_again(world, "second") == [None, None]
-
-
-async def test_a_capture_is_told_by_its_generation_and_its_size_for_people(world: World) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    found = await world.get("DynamoCheckpoint", "llm")
-    row = condition(found.status.conditions, "Ready")
-    assert row is not None
-    assert row.message == "generation 1, 2.01 KiB"

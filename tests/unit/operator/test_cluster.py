@@ -154,9 +154,7 @@ async def test_a_value_is_touched_when_an_object_comes_or_goes_and_not_when_it_c
     assert {("message", "x"), ("message", "y")} <= seen.interests
 
 
-async def test_the_next_of_a_queue_is_woken_when_the_first_leaves_and_no_other(
-    seen: Seen,
-) -> None:
+async def test_the_next_of_a_queue_is_woken_when_the_first_leaves_and_no_other(seen: Seen) -> None:
     values = [await seen.cluster.create(checkpoint(name)) for name in ("b", "a", "c")]
     assert seen.cluster.first("queue", "") == key_of(values[0])
     seen.forget()

@@ -1,15 +1,30 @@
-"""Conditions and times as Kubernetes writes them."""
+"""Conditions as Kubernetes has them, that of deprecated fields, and the Events of them all."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
+from kubernetes_asyncio.client import Configuration
+from msgspec.structs import replace
 
 from snapshot_operator.core import conditions
+from snapshot_operator.core.checkpoint import CheckpointView
+from snapshot_operator.core.plan import FINALIZER, NOTHING, Adopt, SetStatus
+from snapshot_operator.kube.controllers import DEPRECATED, deprecated, reconcile_checkpoint
+from snapshot_operator.kube.events import MAX_WAITING, EventRecorder, happenings
 from snapshot_shared.errors import Failure
+from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.objects.meta import Condition
+from snapshot_shared.objects.snapback import DynamoCheckpoint
+from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import checkpoint
+from tests.support.operator_world import row_of, written
+from tests.unit.tables import each
 
 OWNER = checkpoint()
 
@@ -56,3 +71,144 @@ def test_a_failure_says_what_to_do_next(next_step: str, message: str) -> None:
 def test_a_message_has_a_limit() -> None:
     rows = conditions.pending([], OWNER, 1.0, "Waiting", "x" * 5000)
     assert len(rows[0].message) == 4096
+
+
+NOW = 1_000_000.0
+
+
+def adopted(**job: Any) -> DynamoCheckpoint:
+    return with_meta(checkpoint(**job), uid="u", finalizers=[FINALIZER])
+
+
+def test_those_that_are_not_set_or_ask_for_what_happens_anyway_are_not_named() -> None:
+    assert deprecated(adopted()) == []
+    assert deprecated(adopted(backoffLimit=0)) == []
+
+
+def test_each_is_named_by_its_path() -> None:
+    value = adopted(backoffLimit=3)
+    value = with_spec(value, job=replace(value.spec.job, ttl_seconds_after_finished=0))
+    value = with_status(value, location="/checkpoints/a", storage_type="pvc")
+    assert deprecated(value) == [
+        "spec.job.backoffLimit",
+        "spec.job.ttlSecondsAfterFinished",
+        "status.location",
+        "status.storageType",
+    ]
+
+
+def test_the_condition_comes_with_the_first_status_and_is_written_once() -> None:
+    value = adopted(backoffLimit=3)
+    plan = reconcile_checkpoint(CheckpointView(value), NOW)
+    stored: Any = next(found.new for found in plan.writes if isinstance(found, SetStatus))
+    row = row_of(stored, DEPRECATED)
+    assert (row.status, row.reason) == ("True", DEPRECATED)
+    assert "spec.job.backoffLimit" in row.message
+    assert "Next: " in row.message
+    assert stored.status.job_name == "llm"
+    ready = with_status(stored, phase="Ready")
+    assert reconcile_checkpoint(CheckpointView(ready), NOW + 5.0) == NOTHING
+
+
+def test_one_that_is_over_and_was_written_by_another_product_is_named_too() -> None:
+    value = with_status(adopted(), phase="Ready", location="/checkpoints/a")
+    new = written(reconcile_checkpoint(CheckpointView(value), NOW))
+    assert new.status.phase == "Ready"
+    assert new.status.location == "/checkpoints/a"
+
+
+def test_a_checkpoint_is_adopted_after_its_condition_is_written() -> None:
+    fresh = replace(adopted(backoffLimit=1), metadata=checkpoint().metadata)
+    new = written(reconcile_checkpoint(CheckpointView(fresh), NOW))
+    (then,) = reconcile_checkpoint(CheckpointView(new), NOW).writes
+    assert isinstance(then, Adopt)
+
+
+def test_nothing_is_said_at_one_that_is_being_deleted() -> None:
+    going = with_meta(adopted(backoffLimit=1), deletion_timestamp="2026-01-01T00:00:00Z")
+    plan = reconcile_checkpoint(CheckpointView(going), NOW)
+    assert not any(isinstance(write, SetStatus) for write in plan.writes)
+
+
+Row = tuple[str, bool, str, str]
+
+
+def standing(*rows: Row) -> DynamoCheckpoint:
+    return with_status(OWNER, conditions=conditions.with_conditions([], OWNER, 0.0, *rows))
+
+
+@each(
+    ("rows", "said"),
+    [
+        ([("Ready", False, "PodPending", "soon")], [("Normal", "PodPending", "soon")]),
+        ([("Ready", False, "WorkerNotReady", "see")], [("Warning", "WorkerNotReady", "see")]),
+        ([("Ready", False, "Refused", "no quota")], [("Warning", "Refused", "no quota")]),
+        (
+            [("Ready", True, "Captured", "1 byte"), ("Failed", False, "Captured", "")],
+            [("Normal", "Captured", "1 byte")],
+        ),
+        (
+            [("Ready", False, "JobGone", "no job"), ("Failed", True, "JobGone", "no job")],
+            [("Warning", "JobGone", "no job")],
+        ),
+        (
+            [("DeprecatedFieldSet", True, "DeprecatedFieldSet", "one")],
+            [("Warning", "DeprecatedFieldSet", "one")],
+        ),
+        (
+            [("nvidia.com/Restored", False, "LoadFailed", "no room")],
+            [("Warning", "LoadFailed", "no room")],
+        ),
+    ],
+)
+def test_a_condition_that_gets_another_reason_says_so_once(
+    rows: list[Row], said: list[tuple[str, str, str]]
+) -> None:
+    assert list(happenings(standing(), standing(*rows))) == said
+    assert not list(happenings(standing(*rows), standing(*rows)))
+
+
+def test_another_message_for_the_same_reason_is_no_news() -> None:
+    rows = [standing(("Ready", False, "PodPending", text)) for text in ("1", "2")]
+    assert not list(happenings(*rows))
+
+
+def test_what_is_in_no_namespace_says_nothing() -> None:
+    row = ("Ready", True, "Captured", "1 byte")
+    assert not list(happenings(standing(), with_meta(standing(row), namespace=None)))
+
+
+async def test_events_are_posted_in_order_and_one_that_is_refused_ends_nothing() -> None:
+    answers, got = [500, 201, 201], asyncio.Queue[Any]()
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        await got.put((request.path, await request.json()))
+        return web.json_response({"code": answers[0]}, status=answers.pop(0))
+
+    reasons = ["PodPending", "WorkerStarting", "Captured"]
+    async with (
+        RawTestServer(answer) as server,
+        KubeClient(Configuration(host=f"http://127.0.0.1:{server.port}")) as client,
+    ):
+        recorder = EventRecorder(client, lambda: 0.0)
+        for reason in reasons:
+            recorder.changed(standing(), standing(("Ready", True, reason, "x" * 2000)))
+        running = asyncio.ensure_future(recorder.run())
+        async with asyncio.timeout(10.0):
+            seen = [await got.get() for _ in reasons]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert [body["reason"] for _, body in seen] == reasons
+    path, body = seen[1]
+    assert path == "/api/v1/namespaces/default/events"
+    assert body["involvedObject"]["kind"] == "DynamoCheckpoint"
+    assert len(body["message"]) == 1024
+    assert body["lastTimestamp"] == "1970-01-01T00:00:00Z"
+
+
+async def test_what_cannot_be_posted_takes_no_more_memory() -> None:
+    async with KubeClient(Configuration(host="http://127.0.0.1:1")) as client:
+        recorder = EventRecorder(client, lambda: 0.0)
+        for number in range(MAX_WAITING + 5):
+            recorder.changed(standing(), standing(("Ready", False, f"Reason{number}", "")))
+        assert recorder._waiting.qsize() == MAX_WAITING

@@ -1,80 +1,75 @@
-"""Why a capture or a restore ends before it is done: its pod has ended or is gone."""
+"""Why a capture or a restore ends before it is done: its pod has ended, or its time is over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
+from msgspec.structs import replace
 
-from snapshot_operator.core import capture, ordering, restore
+from snapshot_operator.core import capture, checkpoint, content, ordering, restore, snapshot
 from snapshot_operator.core.capture import ContentView
-from snapshot_operator.core.conditions import timestamp
-from snapshot_operator.core.plan import SetStatus
+from snapshot_operator.core.checkpoint import CheckpointView
+from snapshot_operator.core.owning import child_meta
+from snapshot_operator.core.plan import FINALIZER, Plan, SetStatus
 from snapshot_operator.core.restore import RestoreView, restore_for
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
-from snapshot_shared.objects.meta import ObjectMeta, OrderStatus
+from snapshot_operator.core.snapshot import SnapshotView
+from snapshot_shared.objects.kubernetes import (
+    ContainerStatus,
+    Job,
+    JobSpec,
+    Node,
+    NodeSpec,
+    Pod,
+    PodStatus,
+)
+from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, is_true
 from snapshot_shared.objects.snapback import (
     CHECKPOINT_ID,
+    ArtifactSource,
     ContentSource,
-    PodSource,
     SnapshotContent,
-    SnapshotContentSpec,
-    SnapshotContentStatus,
-    SnapshotRef,
-    SnapshotRestore,
+    SnapshotSource,
 )
-from snapshot_shared.orders import AbortOrder, PartResult, Report, order_in
+from snapshot_shared.orders import AbortOrder, PartResult, order_in
 from snapshot_shared.transitions import Capture, Restore
+from tests.support import builders, objects
+from tests.support.builders import NOW, STAMP, Object, with_meta, with_spec, with_status
 from tests.support.objects import restore_document
-from tests.support.operator_world import DIGEST
+from tests.support.operator_world import DIGEST, row_of, written
 from tests.unit.tables import each
 
-UID = "00000000-0000-4000-8000-000000000001"
-NOW = 1000.0
 PART = PartResult(part="process", bytes=1, digest=DIGEST)
 
 
-def content(state: Capture, *orders: OrderStatus) -> SnapshotContent:
-    """A content in its first attempt, created just now."""
-    pod = PodSource(name="worker", uid=UID)
-    return SnapshotContent(
-        metadata=ObjectMeta(name="c", uid=UID, creation_timestamp=timestamp(NOW)),
-        spec=SnapshotContentSpec(
-            snapshot_ref=SnapshotRef(namespace="default", name="s", uid=UID),
-            source=ContentSource(namespace="default", pod_ref=pod, node_name="node-1"),
-        ),
-        status=SnapshotContentStatus(capture=state, attempt=1, orders=list(orders)),
-    )
+def content_in(state: Capture, *orders: OrderStatus, **spec: Any) -> SnapshotContent:
+    """A content in its first attempt, created ten seconds ago."""
+    return with_spec(builders.content(capture=state, attempt=1, orders=list(orders)), **spec)
 
 
 def dump(kind: str, **fields: Any) -> OrderStatus:
-    (order,) = ordering.stage(content(Capture.STAGING), [], {}, "", NOW)
-    report = Report(
-        order=order.order,
-        attempt=1,
-        n=1,
-        kind=kind,
-        node="node-1",
-        service="agent",
-        at=NOW,
-        **fields,  # type: ignore[arg-type]
-    )
-    return msgspec.structs.replace(order, state=kind, final=report)
+    (order,) = ordering.stage(content_in(Capture.STAGING), [], {}, "", NOW)
+    return builders.ended(order, kind, **fields)
 
 
 def pod(phase: str, **status: Any) -> Pod:
-    found = parse(restore_document())
-    assert isinstance(found, Pod)
-    return msgspec.structs.replace(
-        found, status=msgspec.structs.replace(found.status, phase=phase, **status)
-    )
+    return with_status(msgspec.convert(restore_document(), Pod), phase=phase, **status)
 
 
 def reason(state: Capture, source: Pod | None, *orders: OrderStatus) -> str:
-    found = capture.end_of(ContentView(content(state, *orders), None, source=source), NOW)
+    found = capture.end_of(ContentView(content_in(state, *orders), None, source=source), NOW)
     return found.reason if found is not None else ""
+
+
+def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
+    """A pod whose worker runs, beside a container that has ended with a code, if it has."""
+    state: Any = "running" if code is None else "terminated"
+    rows = [
+        ContainerStatus(name="main", state="running"),
+        ContainerStatus(name="side", state=state, exit_code=code),
+    ]
+    return with_meta(pod(phase, container_statuses=rows), labels=labels)
 
 
 @each("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
@@ -87,31 +82,6 @@ def reason(state: Capture, source: Pod | None, *orders: OrderStatus) -> str:
         (pod("Succeeded"), "SourceExited"),
         (pod("Failed"), "SourceExited"),
         (pod("Failed", reason="NodeLost"), "NodeLost"),
-    ],
-)
-def test_a_capture_ends_with_its_worker_while_the_process_is_needed(
-    state: Capture, source: Pod | None, expected: str
-) -> None:
-    assert reason(state, source) == expected
-
-
-def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
-    """A pod whose worker runs, beside a container that has ended with a code, if it has."""
-    state: Any = "running" if code is None else "terminated"
-    rows = [
-        ContainerStatus(name="main", state="running"),
-        ContainerStatus(name="side", state=state, exit_code=code),
-    ]
-    found = pod(phase, container_statuses=rows)
-    return msgspec.structs.replace(
-        found, metadata=msgspec.structs.replace(found.metadata, labels=labels)
-    )
-
-
-@each("state", [Capture.PENDING, Capture.PREPARING, Capture.STAGING])
-@each(
-    ("source", "expected"),
-    [
         (beside(None), ""),
         (beside(0), ""),
         (beside(3), "CheckpointContainerFailed"),
@@ -119,13 +89,13 @@ def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
         (beside(3, "Unknown"), ""),
     ],
 )
-def test_a_capture_ends_when_a_container_beside_the_worker_fails(
-    state: Capture, source: Pod, expected: str
+def test_a_capture_ends_with_its_worker_or_a_container_beside_while_the_process_is_needed(
+    state: Capture, source: Pod | None, expected: str
 ) -> None:
     assert reason(state, source) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("source_policy", "labels", "expected"),
     [
         ("Terminate", {CHECKPOINT_ID: "abc"}, "Kill"),
@@ -136,15 +106,9 @@ def test_a_capture_ends_when_a_container_beside_the_worker_fails(
 def test_the_neighbours_of_a_failed_container_are_ended_where_they_are_there_to_be_captured_alone(
     source_policy: Any, labels: dict[str, str], expected: str
 ) -> None:
-    value = content(Capture.STAGING)
-    value = msgspec.structs.replace(
-        value, spec=msgspec.structs.replace(value.spec, source_policy=source_policy)
-    )
+    value = content_in(Capture.STAGING, source_policy=source_policy)
     view = ContentView(value, None, source=beside(3, **labels))
-    (write,) = capture.step(view, NOW).writes
-    assert isinstance(write, SetStatus)
-    assert isinstance(write.new, SnapshotContent)
-    (abort,) = write.new.status.orders
+    (abort,) = written(capture.step(view, NOW)).status.orders
     order = order_in(abort.payload)
     assert isinstance(order, AbortOrder)
     assert order.on_failure == expected
@@ -171,13 +135,71 @@ def test_a_restore_ends_with_its_pod_and_with_the_reason_of_it_where_that_says_o
     state: Restore, reason: str, expected: str, message: str
 ) -> None:
     worker = pod("Failed", reason=reason, message="m")
-    value = restore_for(worker)
-    value = msgspec.structs.replace(
-        value, status=msgspec.structs.replace(value.status, state=state)
-    )
-    (write,) = restore.reconcile(RestoreView(value, worker), NOW).writes
-    assert isinstance(write, SetStatus)
-    assert isinstance(write.new, SnapshotRestore)
-    failure = write.new.status.failure
-    assert failure is not None
+    value = with_status(restore_for(worker), state=state)
+    failure = written(restore.reconcile(RestoreView(value, worker), NOW)).status.failure
     assert (failure.reason, failure.message) == (expected, message)
+
+
+LIMIT_S = 100
+CREATED = NOW - 10.0
+END = CREATED + LIMIT_S
+UID = "00000000-0000-4000-8000-000000000001"
+ARTIFACT = ArtifactSource(content_uid=UID, generation=1, root_digest=DIGEST)
+
+
+def made(value: Object, **spec: Any) -> Object:
+    """Return an object as it is from when it was adopted on."""
+    return with_spec(with_meta(value, finalizers=[FINALIZER]), deadline_seconds=LIMIT_S, **spec)
+
+
+POD = builders.pod()
+CHECKPOINT = with_meta(
+    objects.checkpoint(activeDeadlineSeconds=LIMIT_S),
+    uid=UID,
+    creation_timestamp=STAMP,
+    finalizers=[FINALIZER],
+)
+JOB = Job(
+    metadata=replace(child_meta(CHECKPOINT, "llm"), creation_timestamp=STAMP),
+    spec=JobSpec(template=CHECKPOINT.spec.job.pod_template_spec),
+)
+CORDONED = Node(metadata=ObjectMeta(name="node-1"), spec=NodeSpec(unschedulable=True))
+NAMED = made(builders.snapshot())
+IMPORT = made(builders.snapshot(), source=SnapshotSource(artifact=ARTIFACT))
+CAPTURE = made(builders.content())
+READING = made(builders.content(), source=ContentSource(namespace="default", artifact=ARTIFACT))
+
+
+@each(
+    "decide",
+    [
+        lambda now: snapshot.reconcile(SnapshotView(NAMED, None, None), now),
+        lambda now: snapshot.reconcile(SnapshotView(NAMED, POD, None), now),
+        lambda now: snapshot.reconcile(SnapshotView(IMPORT, None, None), now),
+        lambda now: snapshot.reconcile(SnapshotView(IMPORT, None, None, CAPTURE), now),
+        lambda now: content.reconcile(ContentView(CAPTURE, CORDONED, source=POD), now),
+        lambda now: content.reconcile(ContentView(READING, None), now),
+        lambda now: checkpoint.reconcile(CheckpointView(CHECKPOINT, JOB), now),
+    ],
+)
+def test_what_waits_fails_at_the_instant_of_its_deadline_and_no_sooner(
+    decide: Callable[[float], Plan],
+) -> None:
+    assert [has_failed(decide(at)) for at in (END - 0.001, END, END + 1.0)] == [False, True, True]
+
+
+def test_a_worker_whose_containers_cannot_start_says_why_and_waits() -> None:
+    status = PodStatus(reason="PodTemplateInvalid", message="container main: no secret")
+    pod = replace(POD, status=status)
+    plan = checkpoint.reconcile(CheckpointView(CHECKPOINT, JOB, pod), CREATED + 1.0)
+    assert not has_failed(plan)
+    (new,) = [write.new for write in plan.writes if isinstance(write, SetStatus)]
+    row = row_of(new)
+    assert row.reason == "PodTemplateInvalid"
+    assert row.message.startswith("container main: no secret. Next: ")
+    assert plan.wake_at == END
+
+
+def has_failed(plan: Plan) -> bool:
+    written = [write.new for write in plan.writes if isinstance(write, SetStatus)]
+    return any(is_true(value.status.conditions, "Failed") for value in written)

@@ -22,7 +22,13 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
 )
 from tests.support.blind_store import BlindStore
-from tests.support.objects import checkpoint_document, pod_template, restore_document
+from tests.support.builders import with_meta, with_spec
+from tests.support.objects import (
+    checkpoint_document,
+    pod_template,
+    restore_document,
+    snapshot_document,
+)
 from tests.support.operator_world import World, world_of
 from tests.unit.tables import each
 
@@ -50,6 +56,11 @@ async def apply(world: World, *names: str) -> None:
         world.now += 1
 
 
+async def captured(world: World, *names: str) -> None:
+    await apply(world, *names)
+    await world.answer_all()
+
+
 async def status(world: World, name: str) -> Any:
     return (await world.get("DynamoCheckpoint", name)).status
 
@@ -59,11 +70,6 @@ async def standing(world: World, name: str) -> tuple[str, str]:
     found = await status(world, name)
     ready = condition(found.conditions, "Ready")
     return found.phase, ready.reason if ready is not None else ""
-
-
-async def delete(world: World, kind: str, name: str) -> None:
-    await world.cluster.delete(await world.get(kind, name))
-    await world.settle()
 
 
 def jobs(world: World) -> list[str]:
@@ -85,17 +91,13 @@ async def test_a_second_checkpoint_waits_for_the_first_and_shares_its_artifact(
     mine, other = await status(world, "second"), await status(world, "first")
     assert (mine.phase, mine.shares, other.shares) == ("Ready", "first", "")
     assert is_true(mine.conditions, "Ready")
-    assert (mine.content_name, mine.snapshot_name, mine.bytes) == (
-        other.content_name,
-        other.snapshot_name,
-        other.bytes,
-    )
+    for field in ("content_name", "snapshot_name", "bytes"):
+        assert getattr(mine, field) == getattr(other, field)
     assert len(contents(world)) == 1
 
 
 async def test_one_that_comes_after_the_capture_shares_it_at_once(world: World) -> None:
-    await apply(world, "first")
-    await world.answer_all()
+    await captured(world, "first")
     await apply(world, "second")
     assert (await status(world, "second")).phase == "Ready"
     assert not world.open()
@@ -105,8 +107,7 @@ async def test_one_that_comes_after_the_capture_shares_it_at_once(world: World) 
 async def test_of_those_that_are_applied_in_one_request_one_captures_for_all(
     world: World, order: tuple[str, ...]
 ) -> None:
-    await world.apply(*(document(name) for name in order))
-    await world.answer_all()
+    await world.perform(*(document(name) for name in order))
     found = [await status(world, name) for name in ("a", "b", "c")]
     assert [item.phase for item in found] == ["Ready"] * 3
     assert [item.shares for item in found] == ["", "a", "a"]
@@ -118,8 +119,7 @@ async def test_the_one_that_has_begun_stays_the_owner_whatever_its_name(
     world: World, order: tuple[str, str]
 ) -> None:
     for name in order:
-        await world.apply(document(name))
-    await world.answer_all()
+        await world.perform(document(name))
     first, second = order
     assert (await status(world, second)).shares == first
     assert len(contents(world)) == 1
@@ -128,8 +128,7 @@ async def test_the_one_that_has_begun_stays_the_owner_whatever_its_name(
 async def test_other_identities_and_other_namespaces_share_nothing(world: World) -> None:
     elsewhere = document("first")
     elsewhere["metadata"]["namespace"] = "other"
-    await world.apply(document("first"), elsewhere, checkpoint_document("unlike"))
-    await world.answer_all()
+    await world.perform(document("first"), elsewhere, checkpoint_document("unlike"))
     assert len(contents(world)) == 3
 
 
@@ -177,8 +176,7 @@ def test_a_saver_of_which_nothing_is_given_is_as_good_as_none(
 
     owner, second = made("first", phase="Ready"), made("second")
     kept = msgspec.convert(memory, GpuMemoryServiceSpec)
-    second = replace(second, spec=replace(second.spec, gpu_memory_service=kept))
-    found = conflict(second, owner)
+    found = conflict(with_spec(second, gpu_memory_service=kept), owner)
     assert (found.values["field"] if found else "") == "spec.gpuMemoryService" * is_other
 
 
@@ -186,8 +184,7 @@ async def test_policies_and_deadlines_may_differ(world: World) -> None:
     second = document("second", sourcePolicy="Terminate", activeDeadlineSeconds=7, backoffLimit=2)
     second["spec"]["deletionPolicy"] = "Retain"
     await world.apply(document("first"))
-    await world.apply(second)
-    await world.answer_all()
+    await world.perform(second)
     assert (await status(world, "second")).shares == "first"
 
 
@@ -203,12 +200,9 @@ async def test_when_the_owner_fails_the_next_oldest_captures_for_the_rest(world:
     assert len(contents(world)) == 1
 
 
-async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(
-    world: World,
-) -> None:
+async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(world: World) -> None:
     await apply(world, "first", "second")
-    await delete(world, "DynamoCheckpoint", "first")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "first")
     assert await world.get("DynamoCheckpoint", "first") is None
     found = await status(world, "second")
     assert (found.phase, found.shares) == ("Ready", "")
@@ -217,47 +211,36 @@ async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(
 async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_again(
     world: World,
 ) -> None:
-    await apply(world, "first", "second", "third")
-    await world.answer_all()
+    await captured(world, "first", "second", "third")
     lent = (await status(world, "second")).content_name
     world.now += 10_000
-    await delete(world, "DynamoCheckpoint", "first")
+    await world.delete("DynamoCheckpoint", "first")
     for name in ("second", "third"):
         found = await status(world, name)
-        assert (found.phase, found.content_name, found.bytes, found.shares) == (
-            "Creating",
-            "",
-            0,
-            "",
-        )
+        assert found.phase == "Creating"
+        assert (found.content_name, found.bytes, found.shares) == ("", 0, "")
     await world.answer_all()
     second, third = await status(world, "second"), await status(world, "third")
-    assert (second.phase, second.shares, third.phase, third.shares) == (
-        "Ready",
-        "",
-        "Ready",
-        "second",
-    )
+    assert [(item.phase, item.shares) for item in (second, third)] == [
+        ("Ready", ""),
+        ("Ready", "second"),
+    ]
     assert second.content_name != lent
     assert [content.metadata.name for content in contents(world)] == [second.content_name]
 
 
 async def test_a_ready_owner_whose_artifact_is_gone_owns_no_more(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
-    await delete(world, "Snapshot", "first")
-    await world.answer_all()
-    await apply(world, "third")
-    await world.answer_all()
+    await captured(world, "first", "second")
+    await world.remove("Snapshot", "first")
+    await captured(world, "third")
     found = await status(world, "second")
     assert (found.phase, found.shares) == ("Ready", "")
     assert (await status(world, "third")).shares == "second"
 
 
 async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
-    await delete(world, "DynamoCheckpoint", "second")
+    await captured(world, "first", "second")
+    await world.delete("DynamoCheckpoint", "second")
     assert await world.get("DynamoCheckpoint", "second") is None
     assert not world.open()
     assert (await status(world, "first")).phase == "Ready"
@@ -265,27 +248,17 @@ async def test_deleting_a_sharer_leaves_the_artifact_and_the_owner(world: World)
 
 
 async def test_a_snapshot_with_the_name_of_a_sharer_does_not_concern_it(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
-    pod = world.cluster.page("Pod")[0].metadata.name
-    await world.apply(
-        {
-            "apiVersion": "nvidia.com/v1alpha1",
-            "kind": "Snapshot",
-            "metadata": {"name": "second"},
-            "spec": {"source": {"podRef": {"name": pod}}},
-        }
-    )
+    await captured(world, "first", "second")
+    await world.apply(snapshot_document("second", world.cluster.page("Pod")[0].metadata.name))
     await world.advance(1.0)
     found = await status(world, "second")
     assert (found.phase, found.shares) == ("Ready", "first")
 
 
 async def test_damage_of_the_artifact_is_shown_by_all_that_share_it(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
+    await captured(world, "first", "second")
     await world.apply(restore_document("first", node="node-2"))
-    await world.answer_well(world.open("run")[0])
+    await world.answer("run")
     await world.fail(world.open("load")[0], "ArtifactCorrupt")
     await world.answer_all()
     assert await standing(world, "first") == ("Ready", "ArtifactCorrupt")
@@ -298,17 +271,14 @@ async def test_a_pod_is_restored_from_a_checkpoint_that_shares(world: World) -> 
     assert (await world.restore("restored")).status.content_name == ""
     await world.answer_all()
     found = (await world.restore("restored")).status
-    assert (found.state, found.content_name) == (
-        "Restored",
-        (await status(world, "first")).content_name,
-    )
+    assert found.state == "Restored"
+    assert found.content_name == (await status(world, "first")).content_name
 
 
 async def test_a_shared_artifact_counts_once_and_stays_while_a_sharer_is_asked_for(
     world: World,
 ) -> None:
-    await apply(world, "first", "second")
-    await world.answer_all()
+    await captured(world, "first", "second")
     (found,) = (await world.api.retention(RetentionRequest())).artifacts
     assert (found.name, found.content) == ("first", contents(world)[0].metadata.name)
 
@@ -345,7 +315,7 @@ async def test_one_that_gave_up_captures_after_its_worker_has_ended_when_the_own
     second, blind = await blind_to_each_other(world)
     await blind.show()
     await second.settle()
-    await delete(second, "DynamoCheckpoint", "first")
+    await second.delete("DynamoCheckpoint", "first")
     assert await standing(second, "second") == ("Creating", "WorkerEnding")
     await second.answer_all()
     found = await status(second, "second")
@@ -361,8 +331,8 @@ async def test_one_that_has_begun_gives_up_its_name_for_a_worker_and_the_worker_
 ) -> None:
     await apply(world, "first")
     owner = await world.get("DynamoCheckpoint", "first")
-    metadata = replace(owner.metadata, name="second", uid=UID)
-    value = replace(owner, metadata=metadata, status=DynamoCheckpointStatus(job_name=job_name))
+    value = replace(owner, status=DynamoCheckpointStatus(job_name=job_name))
+    value = with_meta(value, name="second", uid=UID)
     first = await world.get("Job", "first")
     job = replace(first, metadata=child_meta(value, "second")) if has_job else None
     plan = reconcile(CheckpointView(value, job, owner=owner), world.now)
@@ -385,8 +355,7 @@ async def test_one_whose_capture_is_under_way_goes_on_beside_the_owner(world: Wo
 async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet(
     world: World,
 ) -> None:
-    await apply(world, "first")
-    await world.answer_all()
+    await captured(world, "first")
     late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
     late.now = world.now
     await apply(late, "second")
@@ -396,8 +365,7 @@ async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet
 
 
 async def test_ready_is_not_taken_back_for_an_artifact_that_is_not_seen_yet(world: World) -> None:
-    await apply(world, "first", "second", "third")
-    await world.answer_all()
+    await captured(world, "first", "second", "third")
     late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
     late.now = world.now
     seen: list[str] = []
@@ -423,7 +391,7 @@ async def test_a_conflict_with_an_owner_that_has_failed_unseen_refuses_nothing(
     await late.cluster.sync()
     late.is_synced = True
     blind.hidden.add("DynamoCheckpoint")
-    await delete(world, "DynamoCheckpoint", "first")
+    await world.delete("DynamoCheckpoint", "first")
     await late.apply(document("second", podTemplateSpec=pod_template(args=["--seed", "1"])))
     assert (await status(late, "second")).phase != "Failed"
     await late.advance(1.0)
@@ -446,8 +414,7 @@ async def test_a_checkpoint_that_stopped_between_its_job_and_its_status_owns_the
     assert (await status(world, "first")).job_name == ""
     await world.advance(1.0)
     assert (await status(world, "first")).job_name == "first"
-    await apply(world, "a-second")
-    await world.answer_all()
+    await captured(world, "a-second")
     assert (await status(world, "a-second")).shares == "first"
 
 

@@ -12,9 +12,9 @@ from snapshot_operator.core.content import content_name, import_name
 from snapshot_operator.core.retention import Holdings, Limits, judged
 from snapshot_operator.local.store import SqliteStore
 from snapshot_shared.api import FoundGeneration, InventoryRequest, VerifyRequest
-from snapshot_shared.errors import InvalidManifest, NotEligible
+from snapshot_shared.errors import NotEligible
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, condition, is_true
+from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, is_true
 from snapshot_shared.objects.snapback import (
     ArtifactSource,
     Snapshot,
@@ -25,8 +25,8 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.blind_store import BlindStore
-from tests.support.objects import checkpoint_document, restore_document
-from tests.support.operator_world import DIGEST, World, payload, world_of
+from tests.support.objects import checkpoint_document, restore_document, snapshot_document
+from tests.support.operator_world import DIGEST, World, payload, row_of, world_of
 
 
 @pytest.fixture
@@ -34,43 +34,34 @@ async def world() -> World:
     return await world_of(2)
 
 
-async def retained(world: World, **job: Any) -> SnapshotContent:
-    """Capture a worker and delete its checkpoint; return the content as it was."""
+async def to_retain(world: World, **job: Any) -> SnapshotContent:
+    """Capture a worker whose artifact is to be retained."""
     document = checkpoint_document("first", **job)
     document["spec"]["deletionPolicy"] = "Retain"
-    await world.apply(document)
-    await world.answer_all()
-    made: SnapshotContent = await world.content()
-    await delete(world, "DynamoCheckpoint", "first")
-    await world.answer_all()
+    await world.perform(document)
+    return await world.content()  # type: ignore[no-any-return]
+
+
+async def retained(world: World, **job: Any) -> SnapshotContent:
+    """Capture a worker and delete its checkpoint; return the content as it was."""
+    made = await to_retain(world, **job)
+    await world.remove("DynamoCheckpoint", "first")
     assert not world.cluster.all("SnapshotContent")
     assert "delete" not in {order.verb for order in world.orders.history}
     return made
 
 
-async def delete(world: World, kind: str, name: str) -> None:
-    await world.cluster.delete(await world.get(kind, name))
-    await world.settle()
-
-
-def naming(made: SnapshotContent, name: str = "again", **spec: Any) -> dict[str, Any]:
-    assert made.status.committed is not None
+def naming(made: Any, name: str = "again", **spec: Any) -> dict[str, Any]:
     artifact = {
         "contentUID": made.metadata.uid,
         "generation": made.status.committed.generation,
         "rootDigest": made.status.committed.root_digest,
     }
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": {"source": {"artifact": artifact}, **spec},
-    }
+    return snapshot_document(name, "", source={"artifact": artifact}, **spec)
 
 
-def proof_of(made: SnapshotContent) -> Proven:
+def proof_of(made: Any) -> Proven:
     known = made.status.committed
-    assert known is not None
     return Proven(bytes=known.bytes, parts=known.parts, vector=known.vector, driver=known.driver)
 
 
@@ -81,14 +72,12 @@ async def imported(world: World, made: SnapshotContent, **spec: Any) -> None:
 
 
 async def ready(world: World, name: str = "again") -> tuple[bool, str, str]:
-    found = condition((await world.get("Snapshot", name)).status.conditions, "Ready")
-    assert found is not None
+    found = row_of(await world.get("Snapshot", name), "Ready")
     return found.status == "True", found.reason, found.message
 
 
 async def failed(world: World, name: str = "again") -> str:
-    snapshot = await world.get("Snapshot", name)
-    assert is_true(snapshot.status.conditions, "Failed")
+    assert is_true((await world.get("Snapshot", name)).status.conditions, "Failed")
     return (await ready(world, name))[1]
 
 
@@ -99,8 +88,7 @@ async def test_a_retained_artifact_that_is_named_again_is_restored_from(world: W
     assert content.status.committed == made.status.committed
     assert (content.status.capture, (await ready(world))[0]) == (Capture.READY, True)
     assert is_true(content.status.conditions, "Verified")
-    await world.apply(restore_document(source="again"))
-    await world.answer_all()
+    await world.perform(restore_document(source="again"))
     assert (await world.restore("restored")).status.state is Restore.RESTORED
     read = [payload(order) for order in world.orders.history if "artifact" in payload(order)]
     named = {(found["artifact"]["content_uid"], found["artifact"]["generation"]) for found in read}
@@ -109,8 +97,7 @@ async def test_a_retained_artifact_that_is_named_again_is_restored_from(world: W
 
 async def test_the_driver_of_its_restores_is_that_of_the_artifact(world: World) -> None:
     await imported(world, await retained(world, driver="respawn"))
-    await world.apply(restore_document(source="again"))
-    await world.answer_all()
+    await world.perform(restore_document(source="again"))
     (order,) = [order for order in world.orders.history if order.verb == "restore"]
     assert payload(order)["driver"] == "respawn"
 
@@ -124,16 +111,11 @@ async def test_an_import_orders_nothing_but_to_read(world: World) -> None:
 
 
 async def test_an_import_waits_while_the_content_that_made_it_is_there(world: World) -> None:
-    document = checkpoint_document("first")
-    document["spec"]["deletionPolicy"] = "Retain"
-    await world.apply(document)
-    await world.answer_all()
-    made = await world.content()
+    made = await to_retain(world)
     await world.apply(naming(made))
     assert (await ready(world))[1] == "ArtifactInUse"
     assert made.metadata.name in (await ready(world))[2]
-    await delete(world, "DynamoCheckpoint", "first")
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "first")
     (order,) = [order for order in world.orders.history if order.verb == "verify"]
     assert payload(order)["artifact"]["content_uid"] == made.metadata.uid
 
@@ -164,16 +146,11 @@ async def test_of_imports_that_wait_together_one_goes_on_and_the_other_waits(
         await asyncio.sleep(0)
         return await SqliteStore.create(store, value)
 
-    document = checkpoint_document("first")
-    document["spec"]["deletionPolicy"] = "Retain"
-    await world.apply(document)
-    await world.answer_all()
-    made = await world.content()
+    made = await to_retain(world)
     await world.apply(naming(made, "one"), naming(made, "two"))
     monkeypatch.setattr(store, "create", slow)
-    await delete(world, "DynamoCheckpoint", "first")
-    for order in world.open("stop") + world.open("drop"):
-        await world.answer_well(order)
+    await world.delete("DynamoCheckpoint", "first")
+    await world.answer("stop", "drop")
     (order,) = world.open("verify")
     await world.report(order, proven=proof_of(made))
     reasons = sorted([(await ready(world, name))[1] for name in ("one", "two")])
@@ -210,8 +187,7 @@ async def test_nobody_is_told_to_delete_what_would_take_the_files_with_it(
 
 
 async def test_a_uid_of_another_namespace_tells_nothing_of_its_content(world: World) -> None:
-    await world.apply(checkpoint_document("first"))
-    await world.answer_all()
+    await world.capture("first")
     document = naming(await world.content())
     document["metadata"]["namespace"] = "elsewhere"
     await world.apply(document)
@@ -234,7 +210,7 @@ async def test_an_import_takes_what_another_has_given_up(world: World) -> None:
     made = await retained(world)
     await imported(world, made, deletionPolicy="Retain")
     await world.apply(naming(made, "other"))
-    await delete(world, "Snapshot", "again")
+    await world.delete("Snapshot", "again")
     (order,) = world.open("verify")
     await world.report(order, proven=proof_of(made))
     assert (await ready(world, "other"))[0]
@@ -250,7 +226,7 @@ async def test_what_is_damaged_or_missing_fails_the_import_and_nothing_is_remove
     assert await failed(world) == reason
     status = (await world.content()).status
     assert status.verifications == status.verified
-    await delete(world, "Snapshot", "again")
+    await world.delete("Snapshot", "again")
     assert not world.cluster.all("SnapshotContent")
     assert "delete" not in {order.verb for order in world.orders.history}
 
@@ -261,7 +237,7 @@ async def test_its_deletion_removes_the_files_that_it_names_unless_they_are_reta
 ) -> None:
     made = await retained(world)
     await imported(world, made, deletionPolicy=policy)
-    await delete(world, "Snapshot", "again")
+    await world.delete("Snapshot", "again")
     orders = [payload(order) for order in world.orders.history if order.verb == "delete"]
     assert [order["content_uid"] for order in orders] == [made.metadata.uid] * removed
     await world.answer_all()
@@ -280,8 +256,7 @@ async def test_another_node_reads_when_the_first_is_gone(world: World) -> None:
     (first,) = world.open("verify")
     del world.present[first.node]
     await world.see(absent_s=95.0)
-    await world.cluster.delete(world.cluster.get("Node", None, first.node))
-    await world.settle()
+    await world.delete("Node", first.node)
     second: OrderStatus = world.open("verify")[-1]
     assert (second.node, second.attempt) == ("node-2", 2)
     await world.report(second, proven=proof_of(made))
@@ -292,8 +267,7 @@ async def test_an_import_with_no_node_to_read_it_says_so_and_ends_at_its_deadlin
     world: World,
 ) -> None:
     made = await retained(world)
-    world.present.clear()
-    await world.see(absent_s=95.0)
+    await world.silence(95.0)
     await world.apply(naming(made, deadlineSeconds=100))
     assert (await ready(world))[1] == "NoNode"
     await world.advance(101.0)
@@ -302,8 +276,7 @@ async def test_an_import_with_no_node_to_read_it_says_so_and_ends_at_its_deadlin
 
 async def test_an_import_does_not_begin_on_what_memory_has_not_seen_yet() -> None:
     first = await world_of(1)
-    await first.apply(checkpoint_document("first"))
-    await first.answer_all()
+    await first.capture("first")
     made = await first.content()
     late = World(store=BlindStore(first.store, set(KINDS) - {"Node"}), orders=first.orders)
     late.now = first.now
@@ -324,18 +297,6 @@ async def test_what_an_import_has_is_not_moved_into_quarantine(world: World) -> 
     other = replace(found, generation=2)
     reply = await world.nodes.inventory(InventoryRequest(node="node-1", generations=[found, other]))
     assert reply.verdicts == ["keep", "quarantine"]
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [({}, "neither"), ({"podRef": {"name": "w"}, "artifact": None}, "both")],
-)
-async def test_a_snapshot_has_one_source(world: World, source: dict[str, Any], found: str) -> None:
-    document = naming(await retained(world))
-    artifact = document["spec"]["source"]["artifact"]
-    document["spec"]["source"] = {k: v or artifact for k, v in source.items()}
-    with pytest.raises(InvalidManifest, match=f"spec.source: exactly one.*{found}"):
-        await world.apply(document)
 
 
 @pytest.mark.parametrize(("namespace", "space"), [("one", "one"), (None, "default")])

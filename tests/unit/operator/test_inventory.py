@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.api.nodes import NodeApi
 from snapshot_operator.core import inventory
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.presence import node_from
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared import subjects
-from snapshot_shared.api import FoundGeneration, InventoryReply, InventoryRequest, Verdict
+from snapshot_shared.api import FoundGeneration, InventoryRequest, Verdict
 from snapshot_shared.bus import ASKED
-from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS
-from snapshot_shared.objects.meta import ObjectMeta, condition
-from snapshot_shared.objects.snapback import (
-    ContentSource,
-    PodSource,
-    SnapshotContent,
-    SnapshotContentSpec,
-    SnapshotContentStatus,
-    SnapshotRef,
-)
+from snapshot_shared.objects.meta import condition
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture
+from tests.support import builders
 from tests.support.objects import presence
-from tests.support.operator_world import World
+from tests.support.operator_world import World, row_of
 from tests.unit.tables import each
 
-UID = "00000000-0000-4000-8000-000000000001"
+UID = builders.content().metadata.uid
 OTHER = "00000000-0000-4000-8000-000000000002"
 DAY_S = 86400.0
 OLD_S = 8 * DAY_S
@@ -44,16 +35,7 @@ UNDER_WAY = tuple(state for state in Capture if state not in (Capture.READY, Cap
 
 
 def content(capture: Capture = Capture.READY, attempt: int = 2) -> SnapshotContent:
-    source = ContentSource(
-        pod_ref=PodSource(name="llm", uid=OTHER), namespace="default", node_name="node-1"
-    )
-    return SnapshotContent(
-        metadata=ObjectMeta(name="snapshotcontent-a", uid=UID),
-        spec=SnapshotContentSpec(
-            snapshot_ref=SnapshotRef(namespace="default", name="a", uid=OTHER), source=source
-        ),
-        status=SnapshotContentStatus(capture=capture, attempt=attempt),
-    )
+    return builders.content(capture=capture, attempt=attempt)
 
 
 def found(uid: str = UID, generation: int = 1, **more: Any) -> FoundGeneration:
@@ -84,14 +66,12 @@ def test_whatever_an_attempt_of_a_content_may_have_written_is_kept(
             assert verdict(item, content(capture), policy=policy) == "keep"
 
 
-@pytest.mark.parametrize("capture", UNDER_WAY)
-def test_the_next_attempt_of_a_capture_under_way_may_write_any_generation(
-    capture: Capture,
-) -> None:
+@each("capture", UNDER_WAY)
+def test_the_next_attempt_of_a_capture_under_way_may_write_any_generation(capture: Capture) -> None:
     assert verdict(found(generation=3), content(capture)) == "keep"
 
 
-@pytest.mark.parametrize("capture", [Capture.READY, Capture.FAILED])
+@each("capture", [Capture.READY, Capture.FAILED])
 def test_a_capture_that_is_over_writes_no_further_generation(capture: Capture) -> None:
     assert verdict(found(generation=3), content(capture)) == "quarantine"
 
@@ -121,10 +101,9 @@ def test_quarantine_that_is_off_moves_nothing_and_still_tells() -> None:
     assert inventory.reply([], [], Policy("off")).others == "tell"
 
 
-async def ask(api: NodeApi, request: InventoryRequest, node: str) -> InventoryReply:
-    headers = {ASKED: subjects.inventory(NodeName(node))}
-    data = await api.endpoints()["inventory.*"](encode_json(request), headers)
-    return msgspec.json.decode(data, type=InventoryReply)
+def of(node: str) -> dict[str, str]:
+    """Return the headers of a request with the key of a node."""
+    return {ASKED: subjects.inventory(NodeName(node))}
 
 
 async def test_the_store_is_read_when_an_agent_asks() -> None:
@@ -133,13 +112,12 @@ async def test_the_store_is_read_when_an_agent_asks() -> None:
     request = InventoryRequest(
         node="node-1", generations=[found(OTHER), found(stored.metadata.uid)]
     )
-    reply = await ask(world.nodes, request, "node-1")
+    reply = await world.ask("inventory.*", request, of("node-1"))
     assert reply.verdicts == ["quarantine", "keep"]
 
 
 async def test_a_node_asks_about_its_own_root_only() -> None:
-    reply = await ask(World().nodes, InventoryRequest(node="node-1"), "node-2")
-    assert reply.failure is not None
+    reply = await World().ask("inventory.*", InventoryRequest(node="node-1"), of("node-2"))
     assert reply.failure.reason == "Forbidden"
 
 
@@ -160,15 +138,12 @@ def test_a_node_says_what_below_its_artifact_root_is_nobodys() -> None:
     node = node_from(clean, None, NOW)
     assert condition(node.status.conditions, UNKNOWN_ARTIFACTS) is None
     node = node_from(replace(clean, unknown=2), node, NOW)
-    told = condition(node.status.conditions, UNKNOWN_ARTIFACTS)
-    assert told is not None
+    told = row_of(node, UNKNOWN_ARTIFACTS)
     assert (told.status, told.reason) == ("True", "UnknownArtifactsFound")
     node = node_from(replace(clean, quarantined=3), node, NOW)
-    told = condition(node.status.conditions, UNKNOWN_ARTIFACTS)
-    assert told is not None
+    told = row_of(node, UNKNOWN_ARTIFACTS)
     assert (told.status, told.reason) == ("True", "UnknownArtifactsMoved")
     assert "3 moved into .quarantine" in told.message
     node = node_from(clean, node, NOW)
-    told = condition(node.status.conditions, UNKNOWN_ARTIFACTS)
-    assert told is not None
+    told = row_of(node, UNKNOWN_ARTIFACTS)
     assert told.status == "False"

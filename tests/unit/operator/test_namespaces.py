@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.core.retention import Limits
-from snapshot_operator.runtime.cluster import key_of
-from snapshot_operator.runtime.manager import Input, owner_uid
 from snapshot_operator.runtime.world import Selection
-from snapshot_shared.orders import Report
-from tests.support.objects import checkpoint_document, presence
+from tests.support import builders
+from tests.support.objects import checkpoint_document, presence, snapshot_document
 from tests.support.operator_world import World
 
 
@@ -57,11 +54,7 @@ async def test_an_object_whose_namespace_is_selected_no_more_goes_on_where_it_st
     (run,) = world.open("run")
     selected.names.clear()
     for _ in range(3):
-        owner = world.cluster.by_uid(owner_uid(_started(run.order)))
-        assert owner is not None
-        item = Input(_started(run.order), lambda: world.stored.append(_started(run.order)))
-        world.manager.take(key_of(owner), item)
-        await world.settle()
+        await world.deliver(builders.report(run, "started", n=1))
     # A report that is not acknowledged would keep those of other namespaces back.
     assert len(world.stored) == 3
     selected.select("default")
@@ -73,20 +66,14 @@ async def test_an_object_whose_namespace_is_selected_no_more_goes_on_where_it_st
     assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
 
 
-def _started(order: str) -> Report:
-    return Report(order=order, attempt=1, n=1, kind="started", node="node-1", service="agent", at=0)
-
-
 async def test_retention_deletes_nothing_in_a_namespace_that_is_not_selected() -> None:
     selected = Some("default")
     world = World(Limits(count=1), namespaces=selected)
     await world.join(presence("node-1"))
-    await world.apply(checkpoint_document())
-    await world.answer_all()
+    await world.capture()
     (pod,) = world.cluster.all("Pod")
     for name in ("older", "newer"):
-        await world.apply(snapshot_document(name, pod.metadata.name))
-        await world.answer_all()
+        await world.perform(snapshot_document(name, pod.metadata.name))
         await world.advance(60.0)
 
     async def retained() -> int:
@@ -99,12 +86,3 @@ async def test_retention_deletes_nothing_in_a_namespace_that_is_not_selected() -
     assert await retained() == 3
     selected.select("default")
     assert await retained() < 3
-
-
-def snapshot_document(name: str, pod: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"source": {"podRef": {"name": pod}}},
-    }

@@ -9,16 +9,17 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core import ordering
-from snapshot_operator.core.checkpoint import CheckpointView, reconcile
+from snapshot_operator.core.checkpoint import CheckpointView, job_name, reconcile
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.plan import FINALIZER, Create
 from snapshot_operator.core.restore import restore_for
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
+from snapshot_shared.ids import check_name
+from snapshot_shared.objects.kubernetes import ContainerStatus
 from snapshot_shared.objects.meta import time_of
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, RunOrder, StopOrder
-from tests.support.objects import checkpoint_document, restore_document
+from tests.support import builders
+from tests.support.builders import with_meta, with_spec, with_status
+from tests.support.objects import checkpoint, checkpoint_document, restore_document
 from tests.support.operator_world import DIGEST, World, payload, world_of
 
 UID = "00000000-0000-4000-8000-000000000001"
@@ -47,14 +48,10 @@ async def world() -> World:
 async def test_every_order_has_the_time_of_its_verb_and_begins_with_its_first_try(
     world: World,
 ) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer_all()
-    await world.apply(restore_document(node="node-2"))
-    await world.answer_all()
-    await world.cluster.delete(await world.get("Pod", "restored"))
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
-    await world.answer_all()
+    await world.capture()
+    await world.perform(restore_document(node="node-2"))
+    await world.delete("Pod", "restored")
+    await world.remove("DynamoCheckpoint", "llm")
     found = {item.verb: item for item in world.orders.history}
     assert {verb: payload(item)["deadline_s"] for verb, item in found.items()} == BUDGETS_S
     for verb, item in found.items():
@@ -77,16 +74,13 @@ async def test_a_capture_is_told_the_digest_of_the_image_that_its_container_runs
     world: World, name: str, known: str
 ) -> None:
     await world.apply(checkpoint_document())
-    await world.answer_well(world.open("run")[0])
-    [content] = world.cluster.page("SnapshotContent")
-    [pod] = world.cluster.page("Pod")
-    assert isinstance(content, SnapshotContent)
-    assert isinstance(pod, Pod)
+    await world.answer("run")
+    content, pod = await world.content(), world.cluster.page("Pod")[0]
     rows = [
         ContainerStatus(name="aside", image_id="x"),
         ContainerStatus(name="main", image_id=name),
     ]
-    seen = replace(pod, status=replace(pod.status, container_statuses=rows))
+    seen: Any = with_status(pod, container_statuses=rows)
     order = ordering.prepare(content, seen, 1, TRACE, 0.0)
     assert payload(order)["image_digest"] == known
     assert payload(ordering.prepare(content, None, 1, TRACE, 0.0))["image_digest"] == ""
@@ -97,10 +91,8 @@ async def test_an_agent_has_time_to_give_a_worker_its_cuda_memory_before_it_goes
     world: World, driver: Driver, more_s: float
 ) -> None:
     await world.apply(checkpoint_document())
-    await world.answer_well(world.open("run")[0])
-    [content] = world.cluster.page("SnapshotContent")
-    assert isinstance(content, SnapshotContent)
-    held = replace(content, spec=replace(content.spec, driver=driver))
+    await world.answer("run")
+    held = with_spec(await world.content(), driver=driver)
     release = ordering.release(held, TRACE, 0.0)
     abort, of_memory = ordering.abort_capture(held, "why", TRACE, 0.0, "Resume")
     for order in (release, abort):
@@ -126,8 +118,7 @@ def run_order(**changes: Any) -> RunOrder:
 
 def test_the_next_try_of_an_order_is_the_same_order_with_a_span_of_its_own() -> None:
     first = ordering.status_of(run_order(), "agent", 100.0, tries=2)
-    again = ordering.again(first, 500.0)
-    assert again is not None
+    again: Any = ordering.again(first, 500.0)
     assert (again.attempt, again.tries, again.ordered_at) == (4, 3, time_of(500.0))
     assert again.deadline == time_of(500.0 + 60.0 + ANSWER_GRACE_S)
     before, after = payload(first), payload(again)
@@ -137,8 +128,8 @@ def test_the_next_try_of_an_order_is_the_same_order_with_a_span_of_its_own() -> 
 
 
 def test_an_order_without_a_trace_has_none_in_its_next_try() -> None:
-    again = ordering.again(ordering.status_of(run_order(traceparent=""), "agent", 100.0), 500.0)
-    assert again is not None
+    item = ordering.status_of(run_order(traceparent=""), "agent", 100.0)
+    again: Any = ordering.again(item, 500.0)
     assert payload(again).get("traceparent", "") == ""
     assert ordering.order_span("", f"run-{UID}", 1) == ""
 
@@ -151,14 +142,10 @@ def test_an_order_of_an_unknown_version_is_not_given_again() -> None:
 
 @pytest.mark.parametrize(("namespace", "named"), [("team", "team"), (None, "default")])
 def test_an_order_names_the_pod_in_its_namespace(namespace: str | None, named: str) -> None:
-    pod = parse(restore_document())
-    assert isinstance(pod, Pod)
-    pod = replace(pod, metadata=replace(pod.metadata, namespace=namespace, uid=UID))
+    pod = with_meta(builders.pod(source="llm"), namespace=namespace, uid=UID)
     assert ordering.pod_ref(pod, "main").namespace == named
     artifact = ArtifactRef(namespace="x", content_uid=UID, generation=1, root_digest=DIGEST)
-    value = restore_for(pod)
-    value = replace(value, metadata=replace(value.metadata, uid=UID))
-    value = replace(value, status=replace(value.status, attempt=1, node_name="node-1"))
+    value = with_status(with_meta(restore_for(pod), uid=UID), attempt=1, node_name="node-1")
     assert payload(ordering.restore(value, artifact, "", 0.0))["pod"]["namespace"] == named
 
 
@@ -191,9 +178,9 @@ async def test_a_snapshot_that_a_checkpoint_makes_is_adopted_from_the_first_mome
     world: World,
 ) -> None:
     await world.apply(checkpoint_document())
-    await world.answer_well(world.open("run")[0])
+    await world.answer("run")
     value, job = await world.get("DynamoCheckpoint", "llm"), await world.get("Job", "llm")
-    young = replace(value, status=replace(value.status, snapshot_name=""))
+    young = with_status(value, snapshot_name="")
     plan = reconcile(CheckpointView(young, job, world.cluster.page("Pod")[0]), world.now)
     (made,) = [write.value for write in plan.writes if isinstance(write, Create)]
     assert made.metadata.finalizers == [FINALIZER]
@@ -213,14 +200,12 @@ async def test_the_job_of_a_worker_that_goes_on_has_no_deadline(
     world: World, policy: str, limit: int | None
 ) -> None:
     await world.apply(checkpoint_document(activeDeadlineSeconds=1000, sourcePolicy=policy))
-    job = await world.get("Job", "llm")
-    assert job.spec.active_deadline_seconds == limit
+    assert (await world.get("Job", "llm")).spec.active_deadline_seconds == limit
 
 
 @pytest.mark.parametrize("kind", ["Job", "Snapshot"])
 async def test_a_name_that_something_else_has_fails_the_checkpoint(world: World, kind: str) -> None:
-    await world.apply(checkpoint_document("first"))
-    await world.answer_all()
+    await world.capture("first")
     child = await world.get(kind, "first")
     stranger = replace(child.metadata, name="llm", owner_references=[], uid="", finalizers=[])
     await world.cluster.create(replace(child, metadata=stranger))
@@ -230,3 +215,32 @@ async def test_a_name_that_something_else_has_fails_the_checkpoint(world: World,
     rows = found.status.conditions
     assert (found.status.phase, rows[0].reason) == ("Failed", f"{kind}NameConflict")
     assert f"{kind} llm exists and belongs to something else" in rows[0].message
+
+
+LONGEST = f"{'a' * 62}.{'b' * 190}"
+
+
+@pytest.mark.parametrize("name", ["llm", "a" * 63, "a.b"])
+def test_the_job_of_a_checkpoint_has_its_name_where_a_label_can_have_it(name: str) -> None:
+    assert job_name(checkpoint(name)) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 64, LONGEST, f"{'a' * 45}.{'b' * 20}", f"{'a' * 44}--{'b' * 20}"]
+)
+def test_the_job_of_a_longer_one_has_a_name_of_63_characters_at_most(name: str) -> None:
+    found = job_name(checkpoint(name))
+    assert len(check_name(found)) <= 63
+    assert found[:40] == name[:40]
+    assert ".-" not in found
+    assert found == job_name(checkpoint(name))
+    assert found != job_name(checkpoint(name[:-1] + "c"))
+
+
+async def test_a_checkpoint_and_a_pod_of_the_longest_names_are_captured_and_restored() -> None:
+    world = await world_of(2)
+    await world.capture(LONGEST)
+    assert (await world.get("DynamoCheckpoint", LONGEST)).status.phase == "Ready"
+    pod = f"{'p' * 62}.{'q' * 190}"
+    await world.perform(restore_document(LONGEST, pod))
+    assert (await world.restore(pod)).status.phase == "Restored"

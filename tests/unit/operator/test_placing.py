@@ -1,15 +1,20 @@
-"""A process that its driver brings is placed while the devices are loaded."""
+"""Where a pod is placed, and a process that its driver brings while the devices are loaded."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_shared.orders import Driver
+from snapshot_operator.local.scheduler import Waiting, place
+from snapshot_shared.objects.kubernetes import Node, NodeStatus, Pod
+from snapshot_shared.objects.meta import Condition, ObjectMeta
+from snapshot_shared.orders import SCHEMA_VERSION, Driver, PresenceDevice, VectorEntry
 from snapshot_shared.steps import AGENT_VERBS
 from snapshot_shared.transitions import Restore
-from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support import builders
+from tests.support.objects import pod_document, presence, restore_document
+from tests.support.operator_world import World, payload, world_of
 
 DRIVERS: list[Driver] = ["cooperative", "criu"]
 
@@ -19,10 +24,9 @@ async def waiting(driver: Driver = "criu", verbs: tuple[str, ...] = AGENT_VERBS)
     world = World()
     nodes = (presence("node-1"), presence("node-2"))
     await world.join(*(replace(node, drivers=DRIVERS, verbs=list(verbs)) for node in nodes))
-    await world.apply(checkpoint_document(driver=driver))
-    await world.answer_all()
+    await world.capture(driver=driver)
     await world.apply(restore_document())
-    await world.answer_well(world.open("run")[0])
+    await world.answer("run")
     return world
 
 
@@ -31,9 +35,7 @@ async def test_a_process_is_placed_beside_the_loads_and_restored_after_their_com
     (place,) = world.open("place")
     assert payload(place)["driver"] == "criu"
     assert len(world.open("load")) == 2
-    for verb in ("load", "commit"):
-        for order in world.open(verb):
-            await world.answer_well(order)
+    await world.answer("load", "commit")
     assert not world.open("restore")
     await world.answer_well(place)
     assert world.open("restore")
@@ -64,13 +66,18 @@ async def test_no_process_is_placed_where_none_can_be(
     assert "place" not in {order.verb for order in world.orders.history}
 
 
-async def test_a_load_that_failed_is_tried_again_when_the_process_is_placed() -> None:
+async def busy_device() -> World:
+    """A worker of which a device could not be loaded now, and what was loaded is dropped."""
     world = await waiting()
     first, second = world.open("load")
     await world.fail(first, "DeviceBusy", retryable=True)
     await world.answer_well(second)
-    for drop in world.open("drop"):
-        await world.answer_well(drop)
+    await world.answer("drop")
+    return world
+
+
+async def test_a_load_that_failed_is_tried_again_when_the_process_is_placed() -> None:
+    world = await busy_device()
     # The process may be on its way still.
     assert not world.open("load")
     await world.answer_well(world.open("place")[0])
@@ -82,27 +89,56 @@ async def test_a_load_that_failed_is_tried_again_when_the_process_is_placed() ->
 
 async def test_a_process_that_cannot_be_placed_drops_what_was_loaded() -> None:
     world = await waiting()
-    for load in world.open("load"):
-        await world.answer_well(load)
+    await world.answer("load")
     await world.fail(world.open("place")[0], "CriuFailed")
     assert len(world.open("drop")) == 2
-    for drop in world.open("drop"):
-        await world.answer_well(drop)
+    await world.answer("drop")
     status = (await world.restore("restored")).status
-    assert status.state is Restore.FAILED
-    assert status.failure is not None
-    assert status.failure.reason == "CriuFailed"
+    assert (status.state, status.failure.reason) == (Restore.FAILED, "CriuFailed")
     assert not world.open("restore")
 
 
 async def test_nothing_is_tried_again_while_nobody_knows_what_became_of_the_process() -> None:
-    world = await waiting()
-    first, second = world.open("load")
-    await world.fail(first, "DeviceBusy", retryable=True)
-    await world.answer_well(second)
-    for drop in world.open("drop"):
-        await world.answer_well(drop)
+    world = await busy_device()
     await world.advance(3600.0)
     status = (await world.restore("restored")).status
     assert status.state is Restore.FAILED
     assert not world.open("load")
+
+
+MIB = 1024 * 1024
+
+
+async def test_of_several_nodes_with_room_the_first_by_name_is_taken_whichever_came_first() -> None:
+    world = World()
+    await world.join(presence("node-2"))
+    await world.join(presence("node-1"))
+    await world.apply(pod_document("w"))
+    assert (await world.get("Pod", "w")).status.node_name == "node-1"
+
+
+async def test_pods_of_several_shapes_that_come_together_share_no_device() -> None:
+    world = await world_of(1, gpus=2)
+    await world.apply(*(pod_document(f"w-{gpus}", gpus=gpus) for gpus in (1, 2)))
+    placed, waiting = [(await world.get("Pod", name)).status for name in ("w-1", "w-2")]
+    assert (placed.reason, waiting.reason) == ("", "Unschedulable")
+    assert [device.uuid for device in placed.devices] == ["GPU-node-1-0"]
+    assert waiting.devices == []
+
+
+def test_a_pod_that_waits_names_every_node_that_it_admits_and_what_is_wrong_with_each() -> None:
+    def gpu_of(node: str, size: int) -> Node:
+        device = PresenceDevice(index=0, uuid=f"GPU-{node}", product="p", capacity_bytes=size)
+        ready = Condition(type="Ready", status="True", reason="AgentPresent")
+        status = NodeStatus(devices=[device], schemas=[SCHEMA_VERSION], conditions=[ready])
+        return Node(metadata=ObjectMeta(name=node), status=status)
+
+    pod = msgspec.convert(pod_document("w", gpus=1), Pod)
+    layout = builders.layout(device="GPU-0", bytes=2 * MIB)
+    vector = [VectorEntry(part="gpu-0", ordinal=0, layout=layout)]
+    nodes = [gpu_of("node-1", 4 * MIB), gpu_of("node-small", MIB)]
+    answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, vector)
+    assert isinstance(answer, Waiting)
+    busy, small = answer.message.split("; ")
+    assert busy == "node-1 has 0 of 1 GPU free"
+    assert "node-small" in small

@@ -26,6 +26,7 @@ from snapshot_operator.core.plan import (
 from snapshot_operator.runtime.cluster import Key, Tracker
 from snapshot_shared.objects.meta import Condition
 from snapshot_shared.transitions import Capture, Restore
+from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import checkpoint_document, restore_document
 from tests.support.operator_world import World, world_of
 
@@ -44,10 +45,6 @@ async def one(world: World, kind: str) -> Any:
     if kind == "SnapshotRestore":
         return await world.restore("restored")
     return await world.get(kind, "restored" if kind == "Pod" else "llm")
-
-
-def with_status(value: Any, **changes: Any) -> Any:
-    return replace(value, status=replace(value.status, **changes))
 
 
 def lost(value: Any) -> list[Any]:
@@ -141,15 +138,15 @@ def reads(world: World, value: Any) -> set[object]:
 @pytest.mark.parametrize("kind", [controller.kind for controller in CONTROLLERS])
 async def test_nothing_is_begun_for_an_object_before_it_is_adopted(world: World, kind: str) -> None:
     value = await one(world, kind)
-    bare = replace(value, metadata=replace(value.metadata, finalizers=[]))
+    bare = with_meta(value, finalizers=[])
     assert decided(world, bare) == Plan((Adopt(bare),))
 
 
 @pytest.mark.parametrize("kind", ["SnapshotContent", "SnapshotRestore"])
 async def test_what_is_deleted_before_it_is_adopted_is_left_alone(world: World, kind: str) -> None:
     value = await one(world, kind)
-    going = replace(value.metadata, finalizers=[], deletion_timestamp=timestamp(world.now))
-    assert decided(world, replace(value, metadata=going)) == Plan()
+    going = with_meta(value, finalizers=[], deletion_timestamp=timestamp(world.now))
+    assert decided(world, going) == Plan()
 
 
 async def test_what_is_bound_or_over_reads_what_it_depends_on_and_no_more(world: World) -> None:
@@ -167,9 +164,7 @@ async def test_what_is_bound_or_over_reads_what_it_depends_on_and_no_more(world:
     assert reads(world, await one(world, "SnapshotContent")) == {("reading", name), damaged}
 
 
-async def test_a_capture_reads_the_pod_with_its_uid_and_no_other_of_the_name(
-    world: World,
-) -> None:
+async def test_a_capture_reads_the_pod_with_its_uid_and_no_other_of_the_name(world: World) -> None:
     preparing = with_status(await one(world, "SnapshotContent"), capture=Capture.PREPARING)
     source = preparing.spec.source
     read = Tracker(world.cluster, is_full=False)
@@ -177,8 +172,8 @@ async def test_a_capture_reads_the_pod_with_its_uid_and_no_other_of_the_name(
     assert view.source is not None
     assert view.source.metadata.uid == source.pod_ref.uid
     other = replace(source.pod_ref, uid="00000000-0000-4000-8000-00000000abcd")
-    spec = replace(preparing.spec, source=replace(source, pod_ref=other))
-    assert content.gather(read, replace(preparing, spec=spec)).source is None
+    another = with_spec(preparing, source=replace(source, pod_ref=other))
+    assert content.gather(read, another).source is None
 
 
 async def test_a_restore_that_has_found_damage_is_found_under_that_too(world: World) -> None:
@@ -195,9 +190,7 @@ async def test_a_restore_that_has_found_damage_is_found_under_that_too(world: Wo
         world.stored.clear()
 
 
-async def test_what_was_folded_in_is_written_once_with_or_without_a_decision(
-    world: World,
-) -> None:
+async def test_what_was_folded_in_is_written_once_with_or_without_a_decision(world: World) -> None:
     stored = await one(world, "SnapshotContent")
     folded, decided = with_status(stored, retries=1), with_status(stored, retries=2)
     child = Delete(await one(world, "Job"))

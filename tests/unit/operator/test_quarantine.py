@@ -12,7 +12,7 @@ from snapshot_shared.errors import Failure, NotEligible, NotFound
 from snapshot_shared.objects.meta import Condition, condition, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload, world_of
+from tests.support.operator_world import World, payload, row_of, world_of
 
 DAMAGE = Failure(
     reason="ArtifactCorrupt",
@@ -37,9 +37,7 @@ async def ask(world: World, kind: str = "DynamoCheckpoint", name: str = "llm") -
 
 
 async def row(world: World, type_: str) -> Condition:
-    found = condition((await world.content()).status.conditions, type_)
-    assert found is not None
-    return found
+    return row_of(await world.content(), type_)
 
 
 @pytest.mark.parametrize(("verb", "part"), [("load", "gpu-0"), ("restore", "")])
@@ -57,8 +55,7 @@ async def test_all_who_use_a_damaged_content_say_so_and_stay_captured(world: Wor
     await damage_found(world)
     for kind in ("DynamoCheckpoint", "Snapshot"):
         value = await world.get(kind, "llm")
-        ready = condition(value.status.conditions, "Ready")
-        assert ready is not None
+        ready = row_of(value)
         assert (ready.status, ready.reason) == ("False", "ArtifactCorrupt")
         assert "chunk 3 of shard-0" in ready.message
         assert not is_true(value.status.conditions, "Failed")
@@ -66,8 +63,7 @@ async def test_all_who_use_a_damaged_content_say_so_and_stay_captured(world: Wor
 
 
 async def test_who_looks_only_after_the_damage_was_found_still_learns_of_the_capture() -> None:
-    world = await world_of(2)
-    await world.apply(checkpoint_document())
+    world = await world_of(2, answered=())
     while not world.open("seal"):
         await world.answer_well(world.open()[0])
     under_way = {kind: await world.get(kind, "llm") for kind in ("DynamoCheckpoint", "Snapshot")}
@@ -120,9 +116,7 @@ async def test_quarantine_deletes_nothing_and_does_not_stand_in_the_way_of_a_del
 ) -> None:
     await damage_found(world)
     assert not [order for order in world.orders.history if order.verb == "delete"]
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     assert not world.cluster.page("SnapshotContent")
 
 
@@ -149,9 +143,7 @@ async def test_damage_that_a_second_device_finds_after_the_restore_has_failed_co
     assert (await row(world, "Quarantined")).status == "True"
 
 
-async def test_a_verification_reads_the_committed_generation_on_a_ready_node(
-    world: World,
-) -> None:
+async def test_a_verification_reads_the_committed_generation_on_a_ready_node(world: World) -> None:
     content = await world.content()
     reply = await ask(world)
     assert (reply.content, reply.verification) == (content.metadata.name, 1)
@@ -195,22 +187,17 @@ async def test_a_verification_that_finds_damage_brings_into_quarantine(world: Wo
 async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere(
     world: World,
 ) -> None:
-    before = await world.get("DynamoCheckpoint", "llm")
+    before = await world.row("DynamoCheckpoint")
     await damage_found(world)
     await ask(world)
     await world.answer_all()
     assert (await row(world, "Quarantined")).status == "False"
     after = await world.get("DynamoCheckpoint", "llm")
-    assert is_true(after.status.conditions, "Ready")
     assert after.status.message == ""
-    ready = condition(before.status.conditions, "Ready")
-    shown = condition(after.status.conditions, "Ready")
-    assert ready is not None
-    assert shown is not None
-    assert (shown.reason, shown.message) == (ready.reason, ready.message)
+    shown = row_of(after)
+    assert (shown.status, shown.reason, shown.message) == ("True", before.reason, before.message)
     await world.join(presence("node-3"))
-    await world.apply(restore_document(name="again", node="node-3"))
-    await world.answer_all()
+    await world.perform(restore_document(name="again", node="node-3"))
     assert (await world.restore("again")).status.state is Restore.RESTORED
     await world.advance(60.0)
     assert (await row(world, "Quarantined")).status == "False"
@@ -286,8 +273,7 @@ async def test_an_answer_after_the_deadline_still_counts(world: World) -> None:
 
 async def test_a_verification_waits_for_a_node_that_can_read(world: World) -> None:
     back = dict(world.present)
-    world.present.clear()
-    await world.see(absent_s=10.0)
+    await world.silence(10.0)
     await ask(world)
     assert not world.open("verify")
     assert (await row(world, "Verified")).reason == "NoNode"
@@ -298,10 +284,8 @@ async def test_a_verification_waits_for_a_node_that_can_read(world: World) -> No
 
 async def test_a_verification_does_not_hold_up_a_deletion(world: World) -> None:
     await ask(world)
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
-    for order in world.open("delete"):
-        await world.answer_well(order)
+    await world.delete("DynamoCheckpoint", "llm")
+    await world.answer("delete")
     assert world.open("verify")
     assert [o for o in world.orders.history if o.verb == "delete"]
 

@@ -3,57 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.core.fold import REST_S, fold
+from snapshot_operator.runtime.cluster import key_of
+from snapshot_operator.runtime.manager import Input
 from snapshot_operator.runtime.reports import MAX_VALUES_BYTES, OPERATOR, Reports
 from snapshot_shared import subjects
-from snapshot_shared.api import VerifyRequest
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import TERMINAL, DeadLetter, Report
 from tests.scenario.bus import SimBus, SimServer
-from tests.support.brokers import VirtualLoop
-from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import World, world_of
+from tests.support import builders
+from tests.support.operator_world import world_of
 
 
 def report_on(order: OrderStatus, kind: str = "failed", **fields: Any) -> Report:
-    return Report(
-        order=order.order,
-        attempt=order.attempt,
-        n=1,
-        kind=kind,  # type: ignore[arg-type]
-        node=order.node,
-        service=order.service,
-        at=0.0,
-        **fields,
-    )
+    return builders.report(order, kind, n=1, at=0.0, **fields)
 
 
 class Intake:
     """A world whose reports come over a bus."""
 
-    def __init__(self) -> None:
-        self.world = World()
-        self.server = SimServer()
-
     async def start(self) -> None:
+        self.world, self.server = await world_of(1, answered=()), SimServer()
         self.bus = await SimBus(self.server, "operator").connect()
         await self.bus.ensure_assets()
-        await self.world.join(presence("node-1"))
-        await self.world.apply(checkpoint_document())
-        self.reports = Reports(
-            self.bus,  # type: ignore[arg-type]
-            self.world.cluster,
-            self.world.manager,
-            self.world.clock,
-        )
+        world = self.world
+        self.reports = Reports(self.bus, world.cluster, world.manager, world.clock)  # type: ignore[arg-type]
         self.task = asyncio.ensure_future(self.reports.run())
 
     async def stop(self) -> None:
@@ -63,9 +45,6 @@ class Intake:
     async def send(self, order: OrderStatus, data: bytes, kind: str = "failed") -> None:
         subject = subjects.report(NodeName(order.node), OrderId(order.order), kind)  # type: ignore[arg-type]
         await self.bus.publish(subject, data)
-        await self.turn()
-
-    async def turn(self) -> None:
         await asyncio.sleep(1.0)
         await self.world.settle()
         await asyncio.sleep(1.0)
@@ -75,24 +54,12 @@ class Intake:
         return [msgspec.json.decode(delivery.data, type=DeadLetter) for delivery in found]
 
 
-def run(story: Any) -> None:
-    async def told() -> None:
-        intake = Intake()
-        await intake.start()
-        try:
-            await story(intake)
-        finally:
-            await intake.stop()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(told())
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = {"a": value}
-    return value
+@pytest.fixture
+async def intake(virtual_time: None) -> AsyncIterator[Intake]:
+    found = Intake()
+    await found.start()
+    yield found
+    await found.stop()
 
 
 def hostile(order: OrderStatus, values: str) -> bytes:
@@ -105,102 +72,79 @@ def hostile(order: OrderStatus, values: str) -> bytes:
 @pytest.mark.parametrize(
     "values",
     [
-        "[" * 900 + "]" * 900,
-        '{"a":' * 800 + "1" + "}" * 800,
-        '{"a": 1}',
-        "[[1]]",
-        '"' + "x" * MAX_VALUES_BYTES + '"',
+        pytest.param("[" * 900 + "]" * 900, id="deep-list"),
+        pytest.param('{"a":' * 800 + "1" + "}" * 800, id="deep-object"),
+        pytest.param('{"a": 1}', id="object"),
+        pytest.param("[[1]]", id="list-of-lists"),
+        pytest.param('"' + "x" * MAX_VALUES_BYTES + '"', id="large"),
     ],
-    ids=["deep-list", "deep-object", "object", "list-of-lists", "large"],
 )
-def test_values_that_are_not_plain_are_a_dead_letter_and_the_operator_goes_on(values: str) -> None:
-    async def story(intake: Intake) -> None:
-        (order,) = intake.world.open("run")
-        await intake.send(order, hostile(order, values))
-        assert not intake.task.done()
-        (letter,) = await intake.letters()
-        assert letter.failure.reason == "InvalidMessage"
-        assert (await intake.world.get("DynamoCheckpoint", "llm")).status.phase == "Creating"
-        started = msgspec.json.encode(report_on(order, TERMINAL["run"]))
-        await intake.send(order, started, TERMINAL["run"])
-        (pod,) = intake.world.cluster.page("Pod")
-        assert pod.status.phase == "Running"  # type: ignore[union-attr]
-
-    run(story)
-
-
-def test_a_report_of_another_subject_than_it_says_is_a_dead_letter() -> None:
-    async def story(intake: Intake) -> None:
-        (order,) = intake.world.open("run")
-        await intake.send(order, msgspec.json.encode(report_on(order, "started")), "failed")
-        (letter,) = await intake.letters()
-        assert "came on" in letter.failure.message
-
-    run(story)
+async def test_values_that_are_not_plain_are_a_dead_letter_and_the_operator_goes_on(
+    intake: Intake, values: str
+) -> None:
+    (order,) = intake.world.open("run")
+    await intake.send(order, hostile(order, values))
+    assert not intake.task.done()
+    (letter,) = await intake.letters()
+    assert letter.failure.reason == "InvalidMessage"
+    assert (await intake.world.get("DynamoCheckpoint", "llm")).status.phase == "Creating"
+    started = msgspec.json.encode(report_on(order, TERMINAL["run"]))
+    await intake.send(order, started, TERMINAL["run"])
+    (pod,) = intake.world.cluster.page("Pod")
+    assert pod.status.phase == "Running"  # type: ignore[union-attr]
 
 
-def test_a_report_for_an_object_that_is_gone_is_acknowledged_and_changes_nothing() -> None:
-    async def story(intake: Intake) -> None:
-        (order,) = intake.world.open("run")
-        gone = "00000000-0000-0000-0000-000000000009"
-        stray = msgspec.structs.replace(order, order=f"run-{gone}")
-        await intake.send(stray, msgspec.json.encode(report_on(stray, "started")), "started")
-        assert await intake.letters() == []
-        (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
-        assert not durable.pending
+async def test_a_report_of_another_subject_than_it_says_is_a_dead_letter(intake: Intake) -> None:
+    (order,) = intake.world.open("run")
+    await intake.send(order, msgspec.json.encode(report_on(order, "started")), "failed")
+    (letter,) = await intake.letters()
+    assert "came on" in letter.failure.message
 
-    run(story)
+
+async def test_a_report_for_an_object_that_is_gone_is_acknowledged_and_changes_nothing(
+    intake: Intake,
+) -> None:
+    (order,) = intake.world.open("run")
+    gone = "00000000-0000-0000-0000-000000000009"
+    stray = replace(order, order=f"run-{gone}")
+    await intake.send(stray, msgspec.json.encode(report_on(stray, "started")), "started")
+    assert await intake.letters() == []
+    (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
+    assert not durable.pending
 
 
 @pytest.mark.parametrize("kind", ["Node", "Job", "Snapshot"])
-def test_a_report_for_an_object_of_a_kind_without_orders_is_acknowledged(kind: str) -> None:
-    async def story(intake: Intake) -> None:
-        (order,) = intake.world.open("run")
-        await intake.world.answer_well(order)
-        (named,) = intake.world.cluster.all(kind)
-        forged = msgspec.structs.replace(order, order=f"run-{named.metadata.uid}")
-        await intake.send(forged, msgspec.json.encode(report_on(forged, "started")), "started")
-        (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
-        assert not durable.pending
-        assert await intake.letters() == []
-        assert intake.world.cluster.by_uid(named.metadata.uid) == named
-
-    run(story)
-
-
-def test_a_report_is_acknowledged_when_its_effect_is_stored_and_not_before() -> None:
-    async def story(intake: Intake) -> None:
-        (order,) = intake.world.open("run")
-        subject = subjects.report(NodeName(order.node), OrderId(order.order), "started")
-        await intake.bus.publish(subject, msgspec.json.encode(report_on(order, "started")))
-        await asyncio.sleep(1.0)
-        (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
-        assert durable.pending
-        await intake.world.settle()
-        await asyncio.sleep(1.0)
-        assert not durable.pending
-
-    run(story)
+async def test_a_report_for_an_object_of_a_kind_without_orders_is_acknowledged(
+    intake: Intake, kind: str
+) -> None:
+    (order,) = intake.world.open("run")
+    await intake.world.answer_well(order)
+    (named,) = intake.world.cluster.all(kind)
+    forged = replace(order, order=f"run-{named.metadata.uid}")
+    await intake.send(forged, msgspec.json.encode(report_on(forged, "started")), "started")
+    (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
+    assert not durable.pending
+    assert await intake.letters() == []
+    assert intake.world.cluster.by_uid(named.metadata.uid) == named
 
 
-async def test_a_report_of_another_attempt_than_the_current_one_changes_nothing() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    (order,) = world.open("run")
-    for attempt in (order.attempt - 1, order.attempt + 1):
-        assert fold([order], report_on(replace(order, attempt=attempt), "started"), 0.0) is None
-    assert fold([order], report_on(order, "started"), 0.0) is not None
+async def test_a_report_is_acknowledged_when_its_effect_is_stored_and_not_before(
+    intake: Intake,
+) -> None:
+    (order,) = intake.world.open("run")
+    subject = subjects.report(NodeName(order.node), OrderId(order.order), "started")
+    await intake.bus.publish(subject, msgspec.json.encode(report_on(order, "started")))
+    await asyncio.sleep(1.0)
+    (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
+    assert durable.pending
+    await intake.world.settle()
+    await asyncio.sleep(1.0)
+    assert not durable.pending
 
 
 async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    await world.answer_well(world.open("run")[0])
-    await world.answer_well(world.open("prepare")[0])
+    world = await world_of(1, answered=("run", "prepare"))
     before = int((await world.content()).metadata.resource_version)
-    from snapshot_operator.runtime.cluster import key_of
-    from snapshot_operator.runtime.manager import Input
-
     stored: list[Report] = []
     reports = [report_on(save, "leased") for save in world.open("save")]
     content = await world.content()
@@ -217,8 +161,7 @@ async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
 
 async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_not_end_it() -> None:
     world = await world_of(1, captured=True)
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
+    await world.delete("DynamoCheckpoint", "llm")
     (stop,) = world.open("stop")
     await world.report(stop, "accepted")
     world.answered.add((stop.order, stop.attempt))  # Its `stopped` is lost with the stream.
@@ -233,14 +176,11 @@ async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_no
 
 async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -> None:
     """As after the store was restored from a backup."""
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    await world.answer_well(world.open("run")[0])
+    world = await world_of(1, answered=("run",))
     (prepare,) = world.open("prepare")
     superseded = Failure(reason="Superseded", message="older", values={"attempt": 7})
     await world.report(prepare, "rejected", failure=superseded)
-    for abort in world.open("abort"):
-        await world.answer_well(abort)
+    await world.answer("abort")
     (again,) = world.open("prepare")
     assert again.attempt == 8
     await world.answer_all()
@@ -253,30 +193,3 @@ async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -
     await world.report(stop, "rejected", failure=stopped)
     (stop,) = world.open("stop")
     assert stop.attempt == 4
-
-
-@pytest.mark.parametrize("attempt", [999_999, 1_000_000, 2**62, 2**64 - 1])
-async def test_an_attempt_that_no_node_can_hold_is_not_taken_for_true(attempt: int) -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    while not world.open("release"):
-        await world.answer_well(world.open()[0])
-    (release,) = world.open("release")
-    superseded = Failure(reason="Superseded", message="older", values={"attempt": attempt})
-    await world.report(release, "rejected", failure=superseded)
-    await world.advance(REST_S)
-    (again,) = world.open("release")
-    assert again.attempt == release.attempt + 1
-
-
-@pytest.mark.parametrize("attempt", [True, "7", 7.0, [7], None])
-async def test_an_attempt_that_is_no_number_does_not_end_a_verification(attempt: object) -> None:
-    world = await world_of(1, captured=True)
-    content = await world.content()
-    await world.api.verify(VerifyRequest(kind="SnapshotContent", name=content.metadata.name))
-    await world.settle()
-    (verify,) = world.open("verify")
-    superseded = Failure(reason="Superseded", message="older", values={"attempt": attempt})
-    await world.report(verify, "rejected", failure=superseded)
-    status = (await world.content()).status
-    assert (status.verifications, status.verified, status.obligations) == (1, 1, [])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.ordering import BUDGET_S
-from snapshot_operator.core.plan import Finalize, Plan, SetStatus
+from snapshot_operator.core.plan import Finalize, Plan
 from snapshot_operator.core.restore import RestoreView, reconcile
 from snapshot_shared.errors import StoreBusy
 from snapshot_shared.objects.kinds import AnyObject
@@ -18,21 +19,27 @@ from snapshot_shared.objects.meta import is_true, time_of
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
 from snapshot_shared.views import with_columns
-from tests.support.objects import GIB, checkpoint_document, presence, restore_document
-from tests.support.operator_world import World, payload
+from tests.support.builders import with_meta, with_status
+from tests.support.objects import checkpoint_document, presence, restore_document, snapshot_document
+from tests.support.operator_world import World, payload, written
 
 
 async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World) -> None:
-    await world.apply(restore_document())
-    await world.answer_all()
+    await world.perform(restore_document())
     pod = await world.get("Pod", "restored")
     assert (await world.restore("restored")).status.state is Restore.RESTORED
     assert is_true(pod.status.conditions, "Ready")
     assert (await world.content()).status.readers == []
 
 
-async def test_the_span_of_a_restore_is_linked_to_that_of_its_capture(world: World) -> None:
+async def test_a_restore_is_a_trace_of_its_own_whose_span_is_linked_to_that_of_its_capture(
+    world: World,
+) -> None:
     await world.apply(restore_document())
+    source = (await world.content()).status.traceparent
+    own = (await world.restore("restored")).status.traceparent
+    assert own == (await world.get("Pod", "restored")).status.traceparent
+    assert own.split("-")[1] != source.split("-")[1]
     await world.answer_all()
     records = list(world.spans._telemetry._outbox.records)
     (capture,) = (record for record in records if record.name == "capture")
@@ -45,11 +52,9 @@ async def test_the_driver_of_a_checkpoint_is_that_of_every_order_of_its_capture_
     world: World,
 ) -> None:
     before = len(world.orders.history)
-    await world.apply(checkpoint_document("again", driver="respawn"))
-    await world.answer_all()
+    await world.capture("again", driver="respawn")
     await world.join(presence("node-3"))
-    await world.apply(restore_document(source="again"))
-    await world.answer_all()
+    await world.perform(restore_document(source="again"))
     assert (await world.restore("restored")).status.state is Restore.RESTORED
     orders = [payload(order) for order in world.orders.history[before:]]
     driven = [order for order in orders if "driver" in order]
@@ -69,44 +74,48 @@ async def test_a_pod_says_the_driver_that_it_is_captured_with(world: World) -> N
 
 async def test_the_driver_of_a_capture_is_that_of_its_abort(world: World) -> None:
     await world.apply(checkpoint_document("again", driver="respawn"))
-    await world.answer_well(world.open("run")[0])
+    await world.answer("run")
     await world.advance(3601.0)
     assert {payload(order)["driver"] for order in world.open("abort")} == {"respawn"}
+
+
+async def placed(world: World) -> None:
+    """Have the pod be placed by another scheduler."""
+    pod = await world.get("Pod", "restored")
+    await world.cluster.update_status(with_status(pod, node_name="node-2"))
+    await world.settle()
 
 
 @pytest.mark.parametrize("source", ["to-come", "llm"])
 async def test_a_pod_waits_for_its_source_only_until_it_has_a_place(
     world: World, source: str
 ) -> None:
-    await world.cluster.delete(await world.get("Snapshot", "llm"))
-    await world.settle()
-    await world.answer_all()
+    await world.remove("Snapshot", "llm")
     assert not world.cluster.all("SnapshotContent")
     await world.apply(restore_document(source=source))
     assert (await world.restore("restored")).status.state is Restore.PENDING
     # Its source was there when it was placed, and was deleted before the restore was a reader.
     value = await world.restore("restored")
-    await world.cluster.update_status(
-        replace(value, status=replace(value.status, source_lost=True))
-    )
-    pod = await world.get("Pod", "restored")
-    placed = replace(pod, status=replace(pod.status, node_name="node-2"))
-    await world.cluster.update_status(placed)
-    await world.settle()
-    restore = await world.restore("restored")
-    assert restore.status.state is Restore.FAILED
-    assert restore.status.failure.reason == "SnapshotGone"
+    await world.cluster.update_status(with_status(value, source_lost=True))
+    await placed(world)
+    found = (await world.restore("restored")).status
+    assert (found.state, found.failure.reason) == (Restore.FAILED, "SnapshotGone")
 
 
-async def test_a_pod_that_another_scheduler_has_placed_waits_for_a_source_that_never_was(
-    world: World,
+@pytest.mark.parametrize(
+    ("snapshots", "message"),
+    [
+        ([], "no snapshot or checkpoint is called to-come"),
+        ([snapshot_document("to-come", "no-such-pod")], "to-come has no content yet"),
+    ],
+)
+async def test_a_pod_that_another_scheduler_has_placed_waits_for_a_source_that_may_come_yet(
+    world: World, snapshots: list[Any], message: str
 ) -> None:
-    await world.apply(restore_document(source="to-come"))
-    pod = await world.get("Pod", "restored")
-    placed = replace(pod, status=replace(pod.status, node_name="node-2"))
-    await world.cluster.update_status(placed)
-    await world.settle()
-    assert (await world.restore("restored")).status.state is Restore.PENDING
+    await world.apply(*snapshots, restore_document(source="to-come"))
+    await placed(world)
+    found = (await world.restore("restored")).status
+    assert (found.state, found.conditions[0].message) == (Restore.PENDING, message)
 
 
 async def test_a_restore_waits_for_the_memory_server_of_its_pod_and_names_devices_by_their_parts(
@@ -115,8 +124,7 @@ async def test_a_restore_waits_for_the_memory_server_of_its_pod_and_names_device
     committed = (await world.content()).status.committed
     await world.apply(restore_document())
     value, content = await world.restore("restored"), await world.content()
-    reading = replace(content.status, readers=[value.metadata.uid], committed=committed)
-    content = replace(content, status=reading)
+    content = with_status(content, readers=[value.metadata.uid], committed=committed)
     pending = replace(
         value, status=SnapshotRestoreStatus(content_name=content.metadata.name, node_name="node-2")
     )
@@ -124,11 +132,8 @@ async def test_a_restore_waits_for_the_memory_server_of_its_pod_and_names_device
     def begun(memory_server: str) -> SnapshotRestoreStatus:
         status = PodStatus(node_name="node-2", memory_server=memory_server)  # type: ignore[arg-type]
         target = replace(pod, status=status)
-        plan = reconcile(RestoreView(with_columns(pending), target, content), world.now)
-        (write,) = plan.writes
-        assert isinstance(write, SetStatus)
-        found: SnapshotRestoreStatus = write.new.status
-        return found
+        view = RestoreView(with_columns(pending), target, content)
+        return written(reconcile(view, world.now)).status  # type: ignore[no-any-return]
 
     pod = await world.get("Pod", "restored")
     assert begun("starting").conditions[0].reason == "WaitingForMemoryServer"
@@ -141,62 +146,32 @@ async def test_a_restore_waits_for_the_memory_server_of_its_pod_and_names_device
     ]
 
 
-async def test_a_pod_that_has_its_place_waits_for_a_snapshot_that_may_be_taken_yet(
-    world: World,
-) -> None:
-    source = {"podRef": {"name": "no-such-pod"}}
-    await world.apply(
-        {
-            "apiVersion": "nvidia.com/v1alpha1",
-            "kind": "Snapshot",
-            "metadata": {"name": "open"},
-            "spec": {"source": source},
-        }
-    )
-    await world.apply(restore_document(source="open"))
-    pod = await world.get("Pod", "restored")
-    placed = replace(pod, status=replace(pod.status, node_name="node-2"))
-    await world.cluster.update_status(placed)
-    await world.settle()
-    found = (await world.restore("restored")).status
-    assert (found.state, found.conditions[0].message) == (
-        Restore.PENDING,
-        "open has no content yet",
-    )
-
-
 async def test_a_deleted_restore_goes_once_its_content_has_taken_it_off_the_readers(
     world: World,
 ) -> None:
-    await world.apply(restore_document())
-    await world.answer_all()
+    await world.perform(restore_document())
     value, content = await world.restore("restored"), await world.content()
-    gone = replace(value, metadata=replace(value.metadata, deletion_timestamp="2026-01-01"))
-    going = with_columns(gone)
-    reading = replace(content, status=replace(content.status, readers=[value.metadata.uid]))
-    for found, plan in (
-        (reading, Plan()),
-        (content, Plan((Finalize(going),))),
-        (None, Plan((Finalize(going),))),
-    ):
-        assert reconcile(RestoreView(going, None, found), world.now) == plan
+    going = with_columns(with_meta(value, deletion_timestamp="2026-01-01"))
+    reading = with_status(content, readers=[value.metadata.uid])
+    assert reconcile(RestoreView(going, None, reading), world.now) == Plan()
+    for found in (content, None):
+        plan = reconcile(RestoreView(going, None, found), world.now)
+        assert plan == Plan((Finalize(going),))
 
 
-@pytest.mark.parametrize("is_there", [True, False])
 async def test_a_restore_looks_again_when_the_content_that_it_has_named_takes_no_readers(
-    world: World, is_there: bool
+    world: World,
 ) -> None:
     await world.apply(restore_document(node="node-2"))
     value, content = await world.restore("restored"), await world.content()
-    status = SnapshotRestoreStatus(content_name=content.metadata.name)
-    named, pod = replace(value, status=status), await world.get("Pod", "restored")
-    bare = replace(content, status=replace(content.status, readers=[]))
-    going = replace(bare, metadata=replace(bare.metadata, deletion_timestamp="2026-01-01"))
-    young = replace(bare, status=replace(bare.status, committed=None))
-    for found in (going, young) if is_there else (None,):
-        (write,) = reconcile(RestoreView(named, pod, found), world.now).writes
-        assert isinstance(write, SetStatus)
-        assert write.new.status == SnapshotRestoreStatus(phase="Pending", source_lost=True)
+    named = replace(value, status=SnapshotRestoreStatus(content_name=content.metadata.name))
+    pod = await world.get("Pod", "restored")
+    bare = with_status(content, readers=[])
+    going = with_meta(bare, deletion_timestamp="2026-01-01")
+    young = with_status(bare, committed=None)
+    for found in (going, young, None):
+        status = written(reconcile(RestoreView(named, pod, found), world.now)).status
+        assert status == SnapshotRestoreStatus(phase="Pending", source_lost=True)
 
 
 async def test_a_restore_of_a_pod_that_is_placed_names_its_content_and_its_node_at_once(
@@ -205,12 +180,8 @@ async def test_a_restore_of_a_pod_that_is_placed_names_its_content_and_its_node_
     await world.apply(restore_document(node="node-2"))
     value, content = await world.restore("restored"), await world.content()
     new, pod = replace(value, status=SnapshotRestoreStatus()), await world.get("Pod", "restored")
-    (write,) = reconcile(RestoreView(new, pod, content), world.now).writes
-    assert isinstance(write, SetStatus)
-    assert (write.new.status.content_name, write.new.status.node_name) == (
-        content.metadata.name,
-        "node-2",
-    )
+    new = written(reconcile(RestoreView(new, pod, content), world.now))
+    assert (new.status.content_name, new.status.node_name) == (content.metadata.name, "node-2")
 
 
 async def test_the_standby_worker_starts_while_its_devices_are_loaded(world: World) -> None:
@@ -235,8 +206,7 @@ async def test_the_reader_is_registered_before_the_loads_and_keeps_the_artifact(
     await world.apply(restore_document())
     restore = await world.restore("restored")
     assert (await world.content()).status.readers == [restore.metadata.uid]
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
+    await world.delete("DynamoCheckpoint", "llm")
     assert not world.open("delete")
     await world.answer_all()
     assert not world.cluster.page("SnapshotContent")
@@ -244,20 +214,15 @@ async def test_the_reader_is_registered_before_the_loads_and_keeps_the_artifact(
 
 async def test_a_restore_that_has_no_place_yet_does_not_keep_what_is_deleted(world: World) -> None:
     for name in ("one", "two"):
-        await world.apply(restore_document(name=name, node="node-2"))
-    await world.answer_all()
+        await world.perform(restore_document(name=name, node="node-2"))
     assert (await world.get("Pod", "two")).status.reason == "Unschedulable"
-    await world.cluster.delete(await world.get("DynamoCheckpoint", "llm"))
-    await world.settle()
-    await world.answer_all()
+    await world.remove("DynamoCheckpoint", "llm")
     assert not world.cluster.page("SnapshotContent")
     pod = await world.get("Pod", "two")
     assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
 
 
-async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
-    world: World,
-) -> None:
+async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(world: World) -> None:
     update = world.store.update_status
 
     async def unregistered(value: AnyObject) -> AnyObject:
@@ -277,18 +242,12 @@ async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(
 
 async def test_a_worker_is_filled_only_when_it_stands_by(world: World) -> None:
     await world.apply(restore_document(node="node-2"))
-    for verb in ("load", "commit"):
-        for order in world.open(verb):
-            await world.answer_well(order)
-    assert not world.open("restore")
-    pod = await world.get("Pod", "restored")
+    await world.answer("load", "commit")
     running = ContainerStatus(name="main", state="running")
     for states in ([running, ContainerStatus(name="beside")], [running, running]):
         assert not world.open("restore")
-        status = replace(pod.status, container_statuses=states)
-        await world.cluster.update_status(
-            replace(await world.get("Pod", "restored"), status=status)
-        )
+        pod = await world.get("Pod", "restored")
+        await world.cluster.update_status(with_status(pod, container_statuses=states))
         await world.settle()
     assert world.open("restore")
 
@@ -299,8 +258,7 @@ async def test_a_failed_restore_that_is_deleted_stays_while_a_load_may_still_go_
     await world.apply(restore_document(node="node-2"))
     first, second = world.open("load")
     await world.fail(first, "ArtifactCorrupt")
-    for drop in world.open("drop"):
-        await world.answer_well(drop)
+    await world.answer("drop")
     await world.advance(BUDGET_S["load"] + ANSWER_GRACE_S)
     restore = await world.restore("restored")
     assert restore.status.state is Restore.FAILED
@@ -323,17 +281,22 @@ async def test_a_reader_whose_object_is_gone_keeps_the_artifact_no_longer(world:
     assert restore.metadata.uid not in readers
 
 
-async def test_one_failed_load_drops_all_and_ends_the_waiting_worker(world: World) -> None:
+@pytest.mark.parametrize(
+    ("before", "verb", "then"), [((), "load", "commit"), (("load",), "commit", "restore")]
+)
+async def test_one_that_fails_drops_all_that_was_loaded_and_ends_the_waiting_worker(
+    world: World, before: tuple[str, ...], verb: str, then: str
+) -> None:
     await world.apply(restore_document())
-    await world.answer_well(world.open("run")[0])
-    first, second = world.open("load")
+    await world.answer("run", *before)
+    first, second = world.open(verb)
     await world.answer_well(first)
     await world.fail(second, "ArtifactCorrupt")
     assert len(world.open("drop")) == 2
+    assert not world.open(then)
     await world.answer_all()
     pod = await world.get("Pod", "restored")
     assert (pod.status.phase, pod.status.reason) == ("Failed", "ArtifactCorrupt")
-    assert not world.open("commit")
     assert (await world.content()).status.readers == []
 
 
@@ -347,8 +310,7 @@ async def test_a_load_that_may_go_well_the_next_time_is_tried_again_twice(world:
         assert (first.attempt, second.attempt) == (attempt, attempt)
         await world.fail(first, "DeviceBusy", retryable=True)
         await world.answer_well(second)
-        for drop in world.open("drop"):
-            await world.answer_well(drop)
+        await world.answer("drop")
     assert not world.open("load")
     status = (await world.restore("restored")).status
     assert (status.state, status.started_at) == (Restore.FAILED, begun)
@@ -376,14 +338,12 @@ async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) 
     assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
     assert pod.status.message == "no snapshot or checkpoint is called later"
     await world.join(presence("node-3"))
-    await world.apply(checkpoint_document("later"))
-    await world.answer_all()
+    await world.capture("later")
     assert (await world.restore("restored")).status.state is Restore.RESTORED
 
 
 async def test_two_restores_never_share_a_device(world: World) -> None:
-    await world.apply(restore_document(name="one"), restore_document(name="two"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one"), restore_document(name="two"))
     one, two = await world.get("Pod", "one"), await world.get("Pod", "two")
     assert one.status.phase == "Running"
     assert (two.status.phase, two.status.reason) == ("Pending", "Unschedulable")
@@ -396,39 +356,21 @@ async def test_two_restores_never_share_a_device(world: World) -> None:
 async def test_devices_of_an_ended_pod_are_free_only_when_its_memory_is_forgotten(
     world: World,
 ) -> None:
-    await world.apply(restore_document(name="one"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one"))
     await world.apply(restore_document(name="two"))
     run = next(o for o in world.orders.history if o.verb == "run" and payload(o)["standby"])
     await world.report(run, "exited", exit_code=0)
-    await world.answer_well(world.open("stop")[0])
+    await world.answer("stop")
     assert len(world.open("drop")) == 2
     assert (await world.get("Pod", "two")).status.phase == "Pending"
     await world.answer_all()
     assert (await world.restore("two")).status.state is Restore.RESTORED
 
 
-async def test_a_restored_pod_is_its_own_trace(world: World) -> None:
-    await world.join(presence("node-3", capacity=8 * GIB))
-    await world.apply(restore_document())
-    content = await world.content()
-    pod = await world.get("Pod", "restored")
-    assert pod.status.traceparent == (await world.restore("restored")).status.traceparent
-    own, source = (await world.restore("restored")).status.traceparent, content.status.traceparent
-    assert own.split("-")[1] != source.split("-")[1]
-
-
 async def test_a_pod_whose_snapshot_failed_before_it_had_a_content_ends_with_the_cause(
     world: World,
 ) -> None:
-    await world.apply(
-        {
-            "apiVersion": "nvidia.com/v1alpha1",
-            "kind": "Snapshot",
-            "metadata": {"name": "none"},
-            "spec": {"source": {"podRef": {"name": "no-such-pod"}}, "deadlineSeconds": 60},
-        }
-    )
+    await world.apply(snapshot_document("none", "no-such-pod", deadlineSeconds=60))
     await world.advance(61.0)
     await world.apply(restore_document(source="none"))
     pod = await world.get("Pod", "restored")
@@ -441,8 +383,7 @@ async def test_a_pod_waits_while_a_capture_is_being_aborted_and_ends_when_that_h
 ) -> None:
     await world.join(presence("node-3"))
     await world.apply(checkpoint_document("bad"))
-    await world.answer_well(world.open("run")[0])
-    await world.answer_well(world.open("prepare")[0])
+    await world.answer("run", "prepare")
     await world.fail(world.open("dump")[0], "NoSpace")
     await world.apply(restore_document(source="bad"))
     found = (await world.restore("restored")).status
@@ -460,9 +401,7 @@ async def test_a_pod_deleted_during_its_restore_drops_what_was_loaded_and_frees_
     await world.apply(restore_document())
     first, _ = world.open("load")
     await world.answer_well(first)
-    await world.cluster.delete(await world.get("Pod", "restored"))
-    await world.settle()
-    await world.answer_all()
+    await world.remove("Pod", "restored")
     assert await world.get("Pod", "restored") is None
     assert (await world.content()).status.readers == []
 
@@ -470,8 +409,7 @@ async def test_a_pod_deleted_during_its_restore_drops_what_was_loaded_and_frees_
 async def test_devices_of_a_silent_node_are_kept_and_its_worker_serves_on_when_it_returns(
     world: World,
 ) -> None:
-    await world.apply(restore_document(name="one", node="node-2"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one", node="node-2"))
     lost = world.present.pop("node-2")
     await world.see(absent_s=100.0)
     one = await world.get("Pod", "one")
@@ -487,12 +425,10 @@ async def test_devices_of_a_silent_node_are_kept_and_its_worker_serves_on_when_i
 
 
 async def test_a_pod_whose_node_is_deleted_fails(world: World) -> None:
-    await world.apply(restore_document(name="one", node="node-2"))
-    await world.answer_all()
+    await world.perform(restore_document(name="one", node="node-2"))
     world.present.pop("node-2")
     await world.see(absent_s=100.0)
-    await world.cluster.delete(world.cluster.get("Node", None, "node-2"))
-    await world.settle()
+    await world.delete("Node", "node-2")
     one = await world.get("Pod", "one")
     assert (one.status.phase, one.status.reason) == ("Failed", "NodeLost")
     assert one.status.obligations == []
@@ -501,27 +437,10 @@ async def test_a_pod_whose_node_is_deleted_fails(world: World) -> None:
 async def test_a_stop_that_failed_is_tried_again_before_the_devices_are_given_away(
     world: World,
 ) -> None:
-    await world.apply(restore_document(name="one"))
-    await world.answer_all()
-    await world.cluster.delete(await world.get("Pod", "one"))
-    await world.settle()
+    await world.perform(restore_document(name="one"))
+    await world.delete("Pod", "one")
     await world.fail(world.open("stop")[0], "Internal")
     assert not world.open("drop")
     await world.advance(31.0)
     await world.answer_all()
     assert await world.get("Pod", "one") is None
-
-
-async def test_one_failed_commit_drops_all_that_was_committed(world: World) -> None:
-    await world.apply(restore_document())
-    await world.answer_well(world.open("run")[0])
-    for load in world.open("load"):
-        await world.answer_well(load)
-    first, second = world.open("commit")
-    await world.answer_well(first)
-    await world.fail(second, "GenerationMismatch")
-    assert len(world.open("drop")) == 2
-    assert not world.open("restore")
-    await world.answer_all()
-    pod = await world.get("Pod", "restored")
-    assert (pod.status.phase, pod.status.reason) == ("Failed", "GenerationMismatch")

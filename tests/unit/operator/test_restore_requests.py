@@ -70,7 +70,6 @@ async def test_a_process_is_brought_into_no_container_that_runs_a_worker_of_its_
     workers = replace(found, status=replace(found.status, worker_containers=["main"]))
     for driver in get_args(Driver):
         content = await world.content()
-        assert content.status.committed is not None
         committed = replace(content.status.committed, driver=driver)
         content = replace(content, status=replace(content.status, committed=committed))
         plans = [
@@ -95,14 +94,12 @@ async def restored(world: World, **pins: str) -> SnapshotRestore:
     document = restore_document()
     marks = {f"nvidia.com/{name.replace('_', '-')}": text for name, text in pins.items()}
     document["metadata"]["annotations"] |= marks
-    await world.apply(document)
-    await world.answer_all()
+    await world.perform(document)
     return await world.restore("restored")
 
 
 async def pins_of(world: World) -> dict[str, dict[str, str]]:
     content = await world.content()
-    assert content.status.committed is not None
     checkpoint = await world.get("DynamoCheckpoint", "llm")
     snapshot = await world.get("Snapshot", "llm")
     return {
@@ -127,7 +124,6 @@ async def test_a_source_that_is_another_than_asked_for_is_refused_before_any_ord
     before = len(world.orders.history)
     wanted = found[:-1] + ("0" if found[-1] != "0" else "1")
     failure = (await restored(world, **{name: wanted})).status.failure
-    assert failure is not None
     assert failure.reason == "SourceMismatch"
     assert failure.values["expected"] == wanted
     verbs = {order.verb for order in world.orders.history[before:]}

@@ -39,7 +39,7 @@ MAIN: dict[str, Any] = {
 }
 SIDECAR: dict[str, Any] = {"name": "sidecar", "image": "s"}
 MODELS = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
-THRESHOLD = 86_400 + 7_740
+TIMING = {"periodSeconds": 1, "successThreshold": 1, "failureThreshold": 86_400 + 7_740}
 IMAGES = Images("registry.example/gms:1", "registry.example/agent:1")
 PROGRAM = "/snapback/snapback-init"
 STANDBY = [
@@ -90,12 +90,7 @@ def test_the_patch_of_a_pod_changes_its_worker_and_nothing_else() -> None:
                 *MAIN["volumeMounts"],
                 {"name": "snapshot-control", "mountPath": "/snapshot-control", "subPath": "main"},
             ],
-            "startupProbe": {
-                "httpGet": {"port": 8000},
-                "periodSeconds": 1,
-                "successThreshold": 1,
-                "failureThreshold": THRESHOLD,
-            },
+            "startupProbe": {"httpGet": {"port": 8000}, **TIMING},
         },
         SIDECAR,
         volumes=[MODELS, {"name": "snapshot-control", "emptyDir": {}}],
@@ -150,7 +145,7 @@ def test_settings_of_the_user_that_contradict_a_restore_are_replaced_in_their_pl
     assert mount["name"] == "snapshot-control"
 
 
-@pytest.mark.parametrize(
+@each(
     ("probes", "kept"),
     [
         (
@@ -174,8 +169,7 @@ def test_settings_of_the_user_that_contradict_a_restore_are_replaced_in_their_pl
 def test_the_startup_probe_is_the_first_probe_of_the_container_asked_every_second(
     probes: dict[str, Any], kept: dict[str, Any]
 ) -> None:
-    timing = {"periodSeconds": 1, "successThreshold": 1, "failureThreshold": THRESHOLD}
-    assert startup_probe({"name": "main", **probes}) == {**kept, **timing}
+    assert startup_probe({"name": "main", **probes}) == {**kept, **TIMING}
 
 
 def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> None:
@@ -236,22 +230,12 @@ def test_the_loader_that_a_template_asks_for_is_completed_once() -> None:
     once = patched(document)
     server, loader, fetch = once["spec"]["initContainers"]
     assert [server["name"], loader["name"], fetch["name"]] == ["gms-server", "gms-loader", "fetch"]
+    assert server["resources"]["claims"] == [{"name": "snapback-devices"}]
+    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(document)["env"]
     assert (loader["image"], loader["restartPolicy"]) == ("mine:2", "Always")
     assert loader["env"][0] == {"name": "A", "value": "1"}
     assert {"name": "GMS_ORDER_DIR", "value": "/gms-checkpoint"} in loader["env"]
     assert {"name": "gms-loader", "emptyDir": {}} in once["spec"]["volumes"]
-    assert standby_patch(once) == []
-
-
-def test_a_worker_that_claims_devices_gets_a_memory_server_once() -> None:
-    document = pod({**MAIN, "resources": {"claims": [{"name": "snapback-devices"}]}}, SIDECAR)
-    once = patched(document)
-    [server] = once["spec"]["initContainers"]
-    assert (server["name"], server["resources"]["claims"]) == (
-        "gms-server",
-        [{"name": "snapback-devices"}],
-    )
-    assert {"name": "GMS_SOCKET_DIR", "value": "/gms-sockets"} in main_of(document)["env"]
     assert standby_patch(once) == []
 
 
@@ -288,12 +272,7 @@ def test_a_container_into_which_a_process_is_brought_begins_as_nothing_of_its_im
             "volumeMounts": [*MAIN["volumeMounts"], control, place],
             "readinessProbe": MAIN["readinessProbe"],
             "livenessProbe": main["livenessProbe"],
-            "startupProbe": {
-                "exec": {"command": [PROGRAM, "--restored"]},
-                "periodSeconds": 1,
-                "successThreshold": 1,
-                "failureThreshold": THRESHOLD,
-            },
+            "startupProbe": {"exec": {"command": [PROGRAM, "--restored"]}, **TIMING},
             "lifecycle": {"preStop": {"sleep": {}}},
             "securityContext": main["securityContext"],
         },

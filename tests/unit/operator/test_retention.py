@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.restore import restore_for
@@ -16,26 +15,26 @@ from snapshot_operator.main import OperatorSettings
 from snapshot_shared.api import RetentionRequest
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
+from snapshot_shared.objects.meta import Condition, OwnerReference
 from snapshot_shared.objects.snapback import (
-    Committed,
-    ContentSource,
     DynamoCheckpoint,
-    PodSource,
     Snapshot,
     SnapshotContent,
-    SnapshotContentSpec,
-    SnapshotContentStatus,
-    SnapshotRef,
     SnapshotRestore,
     SnapshotSource,
-    SnapshotSpec,
-    SnapshotStatus,
 )
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture, Restore
-from tests.support.objects import checkpoint, presence, restore_document
-from tests.support.operator_world import DIGEST, World
+from tests.support import builders
+from tests.support.builders import with_meta, with_spec, with_status
+from tests.support.objects import (
+    checkpoint,
+    pod_document,
+    presence,
+    restore_document,
+    snapshot_document,
+)
+from tests.support.operator_world import World
 from tests.unit.tables import each
 
 NOW = 10_000_000.0
@@ -43,30 +42,27 @@ SIZE = 100
 
 
 def content_of(name: str, namespace: str, pod: str, age_days: float) -> SnapshotContent:
-    committed = Committed(generation=1, root_digest=DIGEST, bytes=SIZE, parts=[], vector=[])
-    source = PodSource(name=pod, uid=derived_uid("pod", pod))
-    reference = SnapshotRef(namespace=namespace, name=name, uid=derived_uid("snapshot", name))
-    return SnapshotContent(
-        metadata=ObjectMeta(
-            name=f"content-{namespace}-{name}",
-            uid=derived_uid("content", namespace, name),
-            creation_timestamp=timestamp(NOW - age_days * DAY_S),
-        ),
-        spec=SnapshotContentSpec(
-            snapshot_ref=reference,
-            source=ContentSource(pod_ref=source, namespace=namespace, node_name="node-1"),
-        ),
-        status=SnapshotContentStatus(capture=Capture.READY, attempt=1, committed=committed),
+    committed = builders.committed(bytes=SIZE)
+    found = builders.content(
+        name, namespace=namespace, of=pod, capture=Capture.READY, attempt=1, committed=committed
+    )
+    return with_meta(
+        found,
+        name=f"content-{namespace}-{name}",
+        uid=derived_uid("content", namespace, name),
+        creation_timestamp=timestamp(NOW - age_days * DAY_S),
     )
 
 
 def snapshot_of(content: SnapshotContent) -> Snapshot:
-    reference = content.spec.snapshot_ref
-    return Snapshot(
-        metadata=ObjectMeta(name=reference.name, namespace=reference.namespace, uid=reference.uid),
-        spec=SnapshotSpec(source=SnapshotSource(pod_ref=content.spec.source.pod_ref)),
-        status=SnapshotStatus(bound_snapshot_content_name=content.metadata.name),
-    )
+    name, namespace = content.spec.snapshot_ref.name, content.spec.snapshot_ref.namespace
+    found = builders.snapshot(name, bound_snapshot_content_name=content.metadata.name)
+    source = SnapshotSource(pod_ref=content.spec.source.pod_ref)
+    return with_spec(with_meta(found, namespace=namespace), source=source)
+
+
+def holdings(found: list[SnapshotContent], *pods: Pod) -> Holdings:
+    return Holdings([], [snapshot_of(content) for content in found], found, pods)
 
 
 def contents(*names: str, pod: str = "worker", namespace: str = "default") -> list[SnapshotContent]:
@@ -84,9 +80,8 @@ def chosen(
 ) -> list[str]:
     """Return what goes; each of the pods has a restore in a state, if one is given."""
     restores = [restoring(pod, state) for pod in pods if state is not None]
-    snapshots = [snapshot_of(content) for content in found]
-    holdings = Holdings([], snapshots, found, pods, restores)
-    return [item.value.metadata.name for item in let_go(holdings, limits, NOW)]
+    held = holdings(found, *pods)._replace(restores=restores)
+    return [item.value.metadata.name for item in let_go(held, limits, NOW)]
 
 
 @each(
@@ -115,8 +110,7 @@ def test_the_oldest_are_let_go_until_every_limit_is_kept_but_never_the_newest(
 
 def test_each_namespace_has_limits_of_its_own() -> None:
     found = contents("a", "b") + contents("a", "b", "c", namespace="other")
-    holdings = Holdings([], [snapshot_of(content) for content in found], found, [])
-    gone = let_go(holdings, Limits(count=2), NOW)
+    gone = let_go(holdings(found), Limits(count=2), NOW)
     assert [(item.value.metadata.namespace, item.value.metadata.name) for item in gone] == [
         ("other", "a")
     ]
@@ -131,23 +125,10 @@ def condition_of(type_: str) -> list[Condition]:
     return [Condition(type=type_, status="True", reason="r")]
 
 
-def with_status(content: SnapshotContent, **changes: Any) -> SnapshotContent:
-    return replace(content, status=replace(content.status, **changes))
+OPEN_RELEASE = builders.order("release", "x")
 
 
-OPEN_RELEASE = OrderStatus(
-    order="release-x",
-    verb="release",
-    attempt=1,
-    node="node-1",
-    service="agent",
-    payload=msgspec.Raw(b"{}"),
-    ordered_at=time_of(0.0),
-    deadline=time_of(1.0),
-)
-
-
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"readers": ["somebody"]},
@@ -165,7 +146,7 @@ def test_what_is_read_under_way_or_in_quarantine_stays_and_the_next_goes(
 
 def test_what_is_to_be_retained_stays() -> None:
     oldest, *others = contents("a", "b", "c")
-    kept = replace(oldest, spec=replace(oldest.spec, deletion_policy="Retain"))
+    kept = with_spec(oldest, deletion_policy="Retain")
     assert chosen([kept, *others], Limits(count=1)) == ["b"]
 
 
@@ -178,11 +159,11 @@ def test_a_quarantined_one_is_not_the_newest_that_is_kept_for_an_identity() -> N
 def test_what_is_being_captured_or_deleted_is_not_counted() -> None:
     a, b, c = contents("a", "b", "c")
     staging = with_status(c, capture=Capture.STAGING, committed=None)
-    going = replace(a, metadata=replace(a.metadata, deletion_timestamp=timestamp(NOW)))
+    going = with_meta(a, deletion_timestamp=timestamp(NOW))
     assert chosen([going, b, staging], Limits(count=1)) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "why"),
     [
         ({}, "the namespace holds 3 artifacts, the limit is 2"),
@@ -194,34 +175,27 @@ def test_what_is_being_captured_or_deleted_is_not_counted() -> None:
 def test_every_artifact_is_judged_with_the_reason(change: dict[str, Any], why: str) -> None:
     oldest, *others = contents("a", "b", "c")
     found = [with_status(oldest, **change), *others]
-    holdings = Holdings([], [snapshot_of(content) for content in found], found, [])
-    first, _, last = judged(holdings, Limits(count=2), NOW)
+    first, _, last = judged(holdings(found), Limits(count=2), NOW)
     assert (first.content, first.why) == (found[0], why)
     assert (last.goes, last.why) == (False, "it is the newest usable one of its identity")
 
 
 def test_within_the_limits_everything_stays_for_that_reason() -> None:
     found = contents("a", "b")
-    holdings = Holdings([], [snapshot_of(content) for content in found], found, [])
-    first, _ = judged(holdings, Limits(), NOW)
+    first, _ = judged(holdings(found), Limits(), NOW)
     assert (first.goes, first.why) == (False, "it is within the limits")
 
 
 def restoring(pod: Pod, state: Restore) -> SnapshotRestore:
-    value = restore_for(pod)
-    return replace(value, status=replace(value.status, state=state))
+    return with_status(restore_for(pod), state=state)
 
 
 def asking(source: str, **status: Any) -> Pod:
-    from snapshot_shared.manifests import parse
-
-    pod = parse(restore_document(source))
-    assert isinstance(pod, Pod)
-    pod = replace(pod, metadata=replace(pod.metadata, uid=derived_uid("pod", source)))
-    return replace(pod, status=replace(pod.status, **status))
+    pod = with_meta(msgspec.convert(restore_document(source), Pod), uid=derived_uid("pod", source))
+    return with_status(pod, **status)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pod", "state", "expected"),
     [
         (asking("a"), None, []),
@@ -238,56 +212,45 @@ def test_what_a_pod_asks_for_stays_until_it_has_it(
 
 
 def owned(name: str, content: SnapshotContent) -> tuple[DynamoCheckpoint, Snapshot]:
-    value = checkpoint(name, model="example/one")
-    assert isinstance(value, DynamoCheckpoint)
-    value = replace(value, metadata=replace(value.metadata, uid=derived_uid("checkpoint", name)))
+    uid = derived_uid("checkpoint", name)
+    value = with_meta(checkpoint(name, model="example/one"), uid=uid)
     owner = OwnerReference(
-        api_version="nvidia.com/v1alpha1",
-        kind="DynamoCheckpoint",
-        name=name,
-        uid=value.metadata.uid,
+        api_version="nvidia.com/v1alpha1", kind="DynamoCheckpoint", name=name, uid=uid
     )
-    snapshot = snapshot_of(content)
-    return value, replace(snapshot, metadata=replace(snapshot.metadata, owner_references=[owner]))
+    return value, with_meta(snapshot_of(content), owner_references=[owner])
 
 
-@pytest.mark.parametrize(("phase", "expected"), [("Running", []), ("Succeeded", ["a"])])
+@each(("phase", "expected"), [("Running", []), ("Succeeded", ["a"])])
 def test_a_checkpoint_goes_as_a_whole_and_not_before_its_worker_has_ended(
     phase: str, expected: list[str]
 ) -> None:
     found = [*contents("a", pod="pod-a"), *contents("b", pod="pod-b")]
-    found[1] = replace(
-        found[1], metadata=replace(found[1].metadata, creation_timestamp=timestamp(NOW))
-    )
+    found[1] = with_meta(found[1], creation_timestamp=timestamp(NOW))
     pairs = [owned(content.spec.snapshot_ref.name, content) for content in found]
-    worker = asking("none", phase=phase)
-    worker = replace(worker, metadata=replace(worker.metadata, uid=derived_uid("pod", "pod-a")))
-    holdings = Holdings([c for c, _ in pairs], [s for _, s in pairs], found, [worker])
-    gone = let_go(holdings, Limits(count=1), NOW)
+    worker = with_meta(asking("none", phase=phase), uid=derived_uid("pod", "pod-a"))
+    held = Holdings([c for c, _ in pairs], [s for _, s in pairs], found, [worker])
+    gone = let_go(held, Limits(count=1), NOW)
     assert [item.value.metadata.name for item in gone] == expected
     assert all(isinstance(item.value, DynamoCheckpoint) for item in gone)
 
 
 def test_a_snapshot_with_the_name_of_a_checkpoint_that_is_not_its_own_goes_by_itself() -> None:
     found = contents("a", "b")
-    stranger = checkpoint("a", model="example/one")
-    assert isinstance(stranger, DynamoCheckpoint)
-    snapshots = [snapshot_of(content) for content in found]
-    gone = let_go(Holdings([stranger], snapshots, found, []), Limits(count=1), NOW)
-    assert [item.value for item in gone] == [snapshots[0]]
+    held = holdings(found)._replace(checkpoints=[checkpoint("a", model="example/one")])
+    gone = let_go(held, Limits(count=1), NOW)
+    assert [item.value for item in gone] == [snapshot_of(found[0])]
 
 
 def test_an_artifact_stays_while_a_pod_asks_for_a_checkpoint_that_shares_it() -> None:
     found = contents("a", "b")
     pairs = [owned(content.spec.snapshot_ref.name, content) for content in found]
-    sharer = pairs[0][0]
-    shared = replace(sharer.status, shares="a", content_name=found[0].metadata.name)
-    sharer = replace(sharer, metadata=replace(sharer.metadata, name="sharer"), status=shared)
+    sharer = with_meta(pairs[0][0], name="sharer")
+    sharer = with_status(sharer, shares="a", content_name=found[0].metadata.name)
     checkpoints = [sharer, *(c for c, _ in pairs)]
     snapshots = [s for _, s in pairs]
     for source, expected in (("other", ["a"]), ("sharer", [])):
-        holdings = Holdings(checkpoints, snapshots, found, [asking(source)])
-        gone = let_go(holdings, Limits(count=1), NOW)
+        held = Holdings(checkpoints, snapshots, found, [asking(source)])
+        gone = let_go(held, Limits(count=1), NOW)
         assert [item.value.metadata.name for item in gone] == expected
 
 
@@ -295,19 +258,9 @@ async def captured_twice() -> World:
     """Return a world that may keep one artifact, with two of one pod."""
     world = World(Limits(count=1))
     await world.join(presence("node-1"))
-    worker = restore_document(name="worker")
-    del worker["metadata"]["annotations"]
-    await world.apply(worker)
+    await world.apply(pod_document("worker"))
     for name in ("old", "new"):
-        await world.apply(
-            {
-                "apiVersion": "nvidia.com/v1alpha1",
-                "kind": "Snapshot",
-                "metadata": {"name": name},
-                "spec": {"source": {"podRef": {"name": "worker"}}},
-            }
-        )
-        await world.answer_all()
+        await world.perform(snapshot_document(name, "worker"))
         world.now += 60
     return world
 

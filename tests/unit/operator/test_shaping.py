@@ -147,16 +147,20 @@ def test_a_memory_server_runs_before_the_worker_and_beside_it_with_the_devices_o
     assert {"name": "SNAPBACK_NATS_URL", "value": ""} in server["env"]
 
 
-def test_a_memory_server_of_the_template_keeps_its_image_command_and_mounts() -> None:
+def test_a_memory_server_of_the_template_keeps_what_it_says() -> None:
     own = {
         "name": "gms-server",
         "image": "mine:2",
         "command": ["mine"],
         "volumeMounts": [{"name": "x", "mountPath": "/x"}],
+        "resources": {"limits": {"cpu": "10m"}},
+        "securityContext": {"runAsUser": 7},
     }
     [server] = with_server(initContainers=[own])["initContainers"]
     assert (server["image"], server["command"]) == ("mine:2", ["mine"])
     assert server["volumeMounts"][0]["mountPath"] == "/x"
+    assert server["resources"] == {"limits": {"cpu": "10m"}, **CLAIM}
+    assert server["securityContext"] == {"runAsUser": 7}
 
 
 def test_a_memory_server_asks_for_little_and_is_restricted_as_the_user_of_the_worker() -> None:
@@ -175,17 +179,6 @@ def test_a_memory_server_asks_for_little_and_is_restricted_as_the_user_of_the_wo
     }
 
 
-def test_a_memory_server_of_the_template_keeps_its_resources_and_security_context() -> None:
-    own = {
-        "name": "gms-server",
-        "resources": {"limits": {"cpu": "10m"}},
-        "securityContext": {"runAsUser": 7},
-    }
-    [server] = with_server(initContainers=[own])["initContainers"]
-    assert server["resources"] == {"limits": {"cpu": "10m"}, **CLAIM}
-    assert server["securityContext"] == {"runAsUser": 7}
-
-
 def test_a_memory_server_serves_workers_of_the_group_of_the_volumes() -> None:
     [server, _] = with_server(securityContext={"fsGroup": 2000})["initContainers"]
     assert {"name": "SNAPBACK_LEASE_GROUP", "value": "2000"} in server["env"]
@@ -196,13 +189,6 @@ def test_a_worker_that_claims_no_devices_has_no_memory_server() -> None:
     spec: dict[str, Any] = {"containers": [main]}
     with_memory_server(spec, main, "gms:1")
     assert spec == {"containers": [{"name": "main", "resources": {"limits": {"cpu": "1"}}}]}
-
-
-def test_adding_a_memory_server_twice_changes_nothing() -> None:
-    spec = with_server()
-    before = copy.deepcopy(spec)
-    with_memory_server(spec, spec["containers"][0], "gms:1")
-    assert spec == before
 
 
 def of_gms(target: dict[str, Any] | None = None, **gms: Any) -> dict[str, Any]:
@@ -216,15 +202,13 @@ def of_gms(target: dict[str, Any] | None = None, **gms: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "count"),
-    [({}, 1), ({"tensorParallelSize": 0}, 1), ({"pipelineParallelSize": 2}, 2)],
+    ("sizes", "count"), [({}, 1), ({"tensorParallelSize": 0}, 1), ({"pipelineParallelSize": 2}, 2)]
 )
 def test_a_parallel_size_of_zero_is_one_rank(sizes: dict[str, int], count: int) -> None:
     document = of_gms({"resources": {}})
     document["spec"]["identity"].pop("tensorParallelSize", None)
     document["spec"]["identity"] |= {"pipelineParallelSize": 0} | sizes
-    claimed = devices_template(_job(checkpoint("llm")), document)
-    assert claimed is not None
+    claimed: Any = devices_template(_job(checkpoint("llm")), document)
     [request] = claimed["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"]["count"] == count
 
@@ -244,8 +228,7 @@ def test_a_worker_claims_as_many_devices_as_its_limit_says_or_it_has_ranks(
 ) -> None:
     document = of_gms({"resources": resources}, deviceClassName="gpu.example.com")
     job = _job(checkpoint("llm"))
-    claimed = devices_template(job, document)
-    assert claimed is not None
+    claimed: Any = devices_template(job, document)
     [request] = claimed["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"] == {"deviceClassName": "gpu.example.com", "count": count}
     assert claimed["metadata"]["ownerReferences"][0]["name"] == "llm"

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.core.owning import owned_by
-from snapshot_operator.core.plan import Create, Plan, SetStatus
+from snapshot_operator.core.plan import Create, Plan
 from snapshot_operator.core.snapshot import SnapshotView, reconcile
 from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
 from snapshot_shared.objects.meta import condition, is_true
@@ -18,8 +18,9 @@ from snapshot_shared.objects.snapback import (
     SnapshotSource,
     SnapshotStatus,
 )
-from tests.support.objects import checkpoint_document, presence, restore_document
-from tests.support.operator_world import DIGEST, World, world_of
+from tests.support.builders import with_meta, with_spec, with_status
+from tests.support.objects import pod_document, presence, snapshot_document
+from tests.support.operator_world import DIGEST, World, row_of, world_of, written
 
 UID = "00000000-0000-4000-8000-00000000abcd"
 
@@ -36,13 +37,10 @@ def running(world: World) -> Pod:
     return pod
 
 
-def snapshot(pod: str, *, deadline_s: int = 100, **reference: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": "s"},
-        "spec": {"source": {"podRef": {"name": pod, **reference}}, "deadlineSeconds": deadline_s},
-    }
+def snapshot(pod: str, **reference: Any) -> dict[str, Any]:
+    found = snapshot_document("s", pod, deadlineSeconds=100)
+    found["spec"]["source"]["podRef"] |= reference
+    return found
 
 
 async def said(world: World, row: str = "Failed") -> tuple[str, str]:
@@ -65,16 +63,14 @@ async def test_a_snapshot_of_another_incarnation_of_a_pod_is_refused_with_both(
 
 async def test_a_snapshot_of_this_incarnation_of_a_pod_is_taken(world: World) -> None:
     pod = running(world)
-    await world.apply(snapshot(pod.metadata.name, uid=pod.metadata.uid))
-    await world.answer_all()
+    await world.perform(snapshot(pod.metadata.name, uid=pod.metadata.uid))
     assert (await said(world, "Ready"))[0] == "Captured"
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 async def test_a_pod_that_has_ended_is_not_captured(world: World, phase: str) -> None:
     pod = running(world)
-    ended = replace(pod, status=replace(pod.status, phase=phase))
-    await world.cluster.update_status(ended)
+    await world.cluster.update_status(with_status(pod, phase=phase))
     await world.settle()
     await world.apply(snapshot(pod.metadata.name))
     reason, message = await said(world)
@@ -88,7 +84,7 @@ def beside_a_failed_one(pod: Pod) -> Pod:
         ContainerStatus(name="main", state="running"),
         ContainerStatus(name="side", state="terminated", exit_code=3),
     ]
-    return replace(pod, status=replace(pod.status, phase="Running", container_statuses=rows))
+    return with_status(pod, phase="Running", container_statuses=rows)
 
 
 async def test_a_pod_beside_whose_worker_a_container_has_failed_is_not_waited_for(
@@ -97,25 +93,19 @@ async def test_a_pod_beside_whose_worker_a_container_has_failed_is_not_waited_fo
     await world.apply(snapshot("later"))
     asked: Any = await world.get("Snapshot", "s")
     view = SnapshotView(asked, beside_a_failed_one(running(world)), None)
-    (write,) = reconcile(view, world.now).writes
-    assert isinstance(write, SetStatus)
-    found = condition(write.new.status.conditions, "Failed")
-    assert found is not None
+    found = row_of(written(reconcile(view, world.now)), "Failed")
     assert found.reason == "CheckpointContainerFailed"
     assert "container side of pod llm" in found.message
     assert "exit code 3" in found.message
 
 
 async def test_a_checkpoint_whose_pod_never_gets_ready_without_a_failed_container_ends_it() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
+    world = await world_of(1, answered=())
     (run,) = world.open("run")
     await world.report(run)
     await world.cluster.update_status(beside_a_failed_one(running(world)))
     await world.settle()
-    rows = (await world.get("DynamoCheckpoint", "llm")).status.conditions
-    found = condition(rows, "Failed")
-    assert found is not None
+    found = await world.row("DynamoCheckpoint", type_="Failed")
     assert (found.status, found.reason) == ("True", "CheckpointContainerFailed")
     assert [order.verb for order in world.open("stop")] == ["stop"]
 
@@ -141,9 +131,7 @@ async def test_a_pod_that_is_not_there_is_waited_for_until_the_deadline(world: W
 
 async def test_a_pod_that_never_gets_ready_is_waited_for_until_the_deadline(world: World) -> None:
     await world.join(presence("node-2"))
-    cold = restore_document(name="cold", node="node-2")
-    del cold["metadata"]["annotations"]
-    await world.apply(cold, snapshot("cold"))
+    await world.apply(pod_document("cold", node="node-2"), snapshot("cold"))
     (run,) = world.open("run")
     await world.report(run)
     await world.advance(99.0)
@@ -157,12 +145,8 @@ async def test_a_content_that_belongs_to_something_else_fails_the_snapshot(world
     other = await world.get("Snapshot", "llm")
     value = await world.get("Snapshot", "s")
     (content,) = [c for c in world.cluster.page("SnapshotContent") if owned_by(c, other)]
-    plan = reconcile(SnapshotView(value, None, content), world.now)
-    (write,) = plan.writes
-    assert isinstance(write, SetStatus)
-    rows = write.new.status.conditions
-    assert is_true(rows, "Failed")
-    assert rows[0].reason == "SnapshotContentNameConflict"
+    failed = row_of(written(reconcile(SnapshotView(value, None, content), world.now)), "Failed")
+    assert (failed.status, failed.reason) == ("True", "SnapshotContentNameConflict")
 
 
 @pytest.mark.parametrize(("namespace", "space"), [("team", "team"), (None, "default")])
@@ -173,9 +157,8 @@ async def test_a_content_is_bound_in_the_namespace_of_its_snapshot(
     value = await world.get("Snapshot", "llm")
     if is_import:
         artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=DIGEST)
-        value = replace(value, spec=replace(value.spec, source=SnapshotSource(artifact=artifact)))
-    bare = replace(value, status=SnapshotStatus())
-    bare = replace(bare, metadata=replace(value.metadata, namespace=namespace))
+        value = with_spec(value, source=SnapshotSource(artifact=artifact))
+    bare = with_meta(replace(value, status=SnapshotStatus()), namespace=namespace)
     plan = reconcile(SnapshotView(bare, running(world), None), world.now)
     (made,) = [write.value for write in plan.writes if isinstance(write, Create)]
     assert isinstance(made, SnapshotContent)
@@ -192,15 +175,3 @@ async def test_a_snapshot_that_has_failed_stays_so_whatever_becomes_of_its_pod(
     now = world.now + failed.spec.deadline_seconds
     for found in (pod, None):
         assert reconcile(SnapshotView(failed, found, None), now) == Plan()
-
-
-async def test_a_job_that_is_deleted_under_its_checkpoint_fails_it(world: World) -> None:
-    await world.join(presence("node-2"))
-    await world.apply(checkpoint_document("other"))
-    job = await world.get("Job", "other")
-    for name in job.metadata.finalizers:
-        await world.store.remove_finalizer(await world.get("Job", "other"), name)
-    await world.cluster.delete(await world.get("Job", "other"))
-    await world.advance(1.0)
-    found = await world.get("DynamoCheckpoint", "other")
-    assert (found.status.phase, found.status.conditions[0].reason) == ("Failed", "JobDeleted")

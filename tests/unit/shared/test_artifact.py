@@ -34,17 +34,23 @@ SOURCE = LayoutRef(
 )
 
 
-def manifest(**changes: Any) -> PartManifest:
+def laid_out(*sizes: int, overlap: int = 0) -> SavedLayout:
+    """Allocations of these sizes in one file, the last a little before its place."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    starts[-1] -= overlap
     allocations = [
         AllocationEntry(
             id=f"w{index}",
             slot=index,
-            size=4096,
-            extents=[Extent(file=0, file_offset=4096 * index, offset=0, size=4096)],
+            size=size,
+            extents=[Extent(file=0, file_offset=start, offset=0, size=size)],
         )
-        for index in range(2)
+        for index, (size, start) in enumerate(zip(sizes, starts, strict=True))
     ]
-    layout = SavedLayout(source=SOURCE, allocations=allocations)
+    return SavedLayout(source=SOURCE, allocations=allocations)
+
+
+def manifest(**changes: Any) -> PartManifest:
     base = PartManifest(
         kind="gms",
         part="gpu-0",
@@ -54,7 +60,7 @@ def manifest(**changes: Any) -> PartManifest:
         order=f"save-{UID}-gpu-0",
         bytes=8192,
         files=[FileEntry(name="shard-0", size=8192, chunk_bytes=4096, chunks=["0" * 32] * 2)],
-        layout=layout,
+        layout=laid_out(4096, 4096),
     )
     return replace(base, **changes)
 
@@ -76,8 +82,7 @@ def test_each_chunk_of_an_encrypted_layout_has_a_tag_and_no_other_chunk_has_one(
 
 
 def with_extents(*extents: Extent) -> PartManifest:
-    base = manifest()
-    assert base.layout is not None
+    base: Any = manifest()
     first = replace(base.layout.allocations[0], extents=list(extents))
     layout = replace(base.layout, allocations=[first, base.layout.allocations[1]])
     return replace(base, layout=layout)
@@ -109,22 +114,10 @@ def test_numbers_that_cannot_be_true_are_refused(bad: PartManifest) -> None:
 
 
 def in_sizes(*sizes: int, overlap: int = 0) -> PartManifest:
-    """A part of one file with allocations of these sizes, the last a little before its place."""
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    starts[-1] -= overlap
-    allocations = [
-        AllocationEntry(
-            id=f"w{index}",
-            slot=index,
-            size=size,
-            extents=[Extent(file=0, file_offset=start, offset=0, size=size)],
-        )
-        for index, (size, start) in enumerate(zip(sizes, starts, strict=True))
-    ]
+    """A part of one file with allocations of these sizes."""
     chunks = ["0" * 32] * (sum(sizes) // 4096)
     file = FileEntry(name="shard-0", size=sum(sizes), chunk_bytes=4096, chunks=chunks)
-    layout = SavedLayout(source=SOURCE, allocations=allocations)
-    return manifest(files=[file], bytes=sum(sizes), layout=layout)
+    return manifest(files=[file], bytes=sum(sizes), layout=laid_out(*sizes, overlap=overlap))
 
 
 def test_extents_may_touch_whatever_their_sizes_are_and_may_not_overlap_by_a_byte() -> None:
@@ -140,8 +133,7 @@ def test_an_extent_ends_with_its_file_at_the_latest() -> None:
 
 
 def test_metadata_about_an_unknown_allocation_is_refused() -> None:
-    base = manifest()
-    assert base.layout is not None
+    base: Any = manifest()
     entry = MetadataEntry(key="k", allocation="none", offset=0, value=b"")
     with pytest.raises(ArtifactCorrupt, match=r"metadata\.k"):
         check_part_manifest(replace(base, layout=replace(base.layout, metadata=[entry])))

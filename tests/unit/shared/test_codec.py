@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from snapback_client.frames import MetadataItem, MetadataPut, encode_frame, error_of
+from snapback_client.frames import MetadataItem, MetadataPut, encode_frame
 from snapshot_shared import ids
+from snapshot_shared.api import (
+    ApplyReply,
+    GetReply,
+    InventoryReply,
+    PodsReply,
+    RetentionReply,
+    SimReply,
+)
 from snapshot_shared.codec import (
     MAX_FRAME_BYTES,
     decode_json,
@@ -14,7 +25,9 @@ from snapshot_shared.codec import (
     encode_msgpack,
     encode_pretty,
 )
-from snapshot_shared.errors import Failure, InvalidMessage, InvalidName, NoSpace, RemoteFailure
+from snapshot_shared.errors import InvalidMessage, InvalidName
+from snapshot_shared.orders import Presence
+from tests.unit.tables import each
 
 
 def test_equal_values_have_equal_bytes() -> None:
@@ -45,17 +58,48 @@ def test_a_frame_may_be_as_long_as_the_limit() -> None:
         encode_frame(frame(left + 1))
 
 
-def test_a_failure_that_was_received_has_its_own_class_again() -> None:
-    known = error_of(NoSpace("full", next_step="free some", free=3).to_failure())
-    assert isinstance(known, NoSpace)
-    assert (known.values, known.to_failure().next_step) == ({"free": 3}, "free some")
-    unknown = error_of(Failure(reason="Later", message="m"))
-    assert isinstance(unknown, RemoteFailure)
-    assert unknown.to_failure().reason == "Later"
-
-
 @pytest.mark.parametrize(("length", "shown"), [(80, "A" * 80), (81, "A" * 77 + "...")])
 def test_a_long_name_is_shown_by_its_beginning(length: int, shown: str) -> None:
     with pytest.raises(InvalidName) as caught:
         ids.check_name("A" * length)
     assert caught.value.values["value"] == shown
+
+
+NODE = {"type": "snapback.v1.presence", "node": "n", "boot_id": "b", "version": "1"}
+
+
+def _presence(**fields: Any) -> Presence:
+    return decode_json(json.dumps(NODE | fields).encode(), Presence)
+
+
+def test_a_message_says_when_it_was_sent_as_rfc_3339() -> None:
+    sent = Presence(node="n", boot_id="b", version="1", at=1795303109.7018)
+    shown = json.loads(encode_json(sent))
+    assert shown["time"] == "2026-11-21T23:18:29.701Z"
+    assert shown["at"] == 1795303109.7018
+
+
+@pytest.mark.parametrize("at", [1e300, -1e300, 1e18])
+def test_a_time_of_no_calendar_is_left_empty(at: float) -> None:
+    assert _presence(at=at).time == ""
+
+
+def test_the_text_of_a_time_is_that_of_the_number_whatever_was_sent() -> None:
+    assert _presence(at=0.0, time="2099-01-01T00:00:00Z").time == "1970-01-01T00:00:00.000Z"
+    assert _presence(at=0.0).time == "1970-01-01T00:00:00.000Z"
+
+
+@each(
+    ("reply", "field"),
+    [
+        (ApplyReply(), "results"),
+        (GetReply(), "items"),
+        (RetentionReply(), "artifacts"),
+        (InventoryReply(), "verdicts"),
+        (PodsReply(), "unknown"),
+        (SimReply(), "armed"),
+    ],
+)
+def test_an_empty_list_is_a_list(reply: Any, field: str) -> None:
+    assert json.loads(encode_json(reply))[field] == []
+    assert decode_json(b"{}", type(reply)) == reply

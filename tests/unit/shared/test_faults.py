@@ -1,9 +1,9 @@
-"""The fault switch: what is armed happens once, where it was armed, and nowhere else."""
+"""The step runner, and the fault switch: what is armed happens once, where it was armed."""
 
 import asyncio
-import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -18,7 +18,6 @@ from snapshot_shared.journal import Journal, read_records
 from snapshot_shared.ledger import Began
 from snapshot_shared.orders import DumpOrder, PodRef
 from snapshot_shared.runner import Runner, Step
-from snapshot_shared.settings import NodeSettings, load
 from snapshot_shared.steps import STEPS, VERBS_OF, find
 from snapshot_shared.telemetry import Telemetry
 
@@ -39,6 +38,15 @@ ORDER = DumpOrder(
 @pytest.fixture
 def plan() -> FaultPlan:
     return FaultPlan("agent", "node-1")
+
+
+@pytest.fixture
+def runner(tmp_path: Path, plan: FaultPlan) -> Iterator[Runner]:
+    journal = Journal.open(tmp_path, wall=lambda: 0.0)
+    telemetry = Telemetry("test", "node-1", "0")
+    yield Runner(journal, telemetry, plan)
+    telemetry.shutdown()
+    journal.close()
 
 
 async def test_a_step_fails_once_with_a_reason_that_says_who_asked_for_it(plan: FaultPlan) -> None:
@@ -83,9 +91,7 @@ async def test_what_is_cleared_does_not_happen(plan: FaultPlan) -> None:
     await plan.before("dump", "thaw")
 
 
-async def test_a_later_fault_at_the_same_step_takes_the_place_of_the_first(
-    plan: FaultPlan,
-) -> None:
+async def test_a_later_fault_at_the_same_step_takes_the_place_of_the_first(plan: FaultPlan) -> None:
     plan.arm(Fault(action="crash", step="thaw", verb="dump"))
     plan.arm(Fault(action="fail", step="thaw", verb="dump"))
     assert [fault.action for fault in plan.armed] == ["fail"]
@@ -160,26 +166,18 @@ def _table(ran: list[str], budget_s: float) -> list[Step]:
     ("action", "error"), [("fail", InjectedFault), ("stall", DeadlineExceeded)]
 )
 async def test_a_fault_ends_the_order_and_what_was_begun_is_undone(
-    tmp_path: Path, plan: FaultPlan, action: FaultAction, error: type[Exception]
+    runner: Runner, plan: FaultPlan, action: FaultAction, error: type[Exception]
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: 0.0)
-    telemetry = Telemetry("test", "node-1", "0")
     plan.arm(Fault(action=action, step="copy-state"))
     ran: list[str] = []
     with pytest.raises(error, match="copy-state"):
-        await Runner(journal, telemetry, plan).run(
-            "dump", ORDER, _table(ran, 0.2), remaining_s=lambda: 60.0
-        )
-    telemetry.shutdown()
-    journal.close()
+        await runner.run("dump", ORDER, _table(ran, 0.2), remaining_s=lambda: 60.0)
     assert ran == ["freeze", "undo copy-state", "undo freeze"]
 
 
 async def test_a_compensation_that_hangs_keeps_no_other_from_running(
-    tmp_path: Path, plan: FaultPlan
+    runner: Runner, plan: FaultPlan
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: 0.0)
-    telemetry = Telemetry("test", "node-1", "0")
     plan.arm(Fault(action="fail", step="copy-state"))
     ran: list[str] = []
     freeze, copy, *others = _table(ran, 60.0)
@@ -189,7 +187,6 @@ async def test_a_compensation_that_hangs_keeps_no_other_from_running(
         await hangs.wait()
 
     table = [freeze, replace(copy, undo=hang, undo_s=0.05), *others]
-    runner = Runner(journal, telemetry, plan)
     running = asyncio.ensure_future(runner.run("dump", ORDER, table, remaining_s=lambda: 60.0))
     try:
         with pytest.raises(InjectedFault):
@@ -197,8 +194,6 @@ async def test_a_compensation_that_hangs_keeps_no_other_from_running(
     finally:
         hangs.set()
         await asyncio.gather(running, return_exceptions=True)
-        telemetry.shutdown()
-        journal.close()
     assert ran == ["freeze", "undo freeze"]
 
 
@@ -239,18 +234,40 @@ async def test_a_crash_is_sudden_and_leaves_the_step_on_record(tmp_path: Path) -
     assert begun == ["freeze", "copy-state"]
 
 
-def test_a_service_has_no_fault_switch_unless_its_environment_asks_for_one() -> None:
-    environment = {
-        "SNAPBACK_STATE_DIR": os.devnull,
-        "SNAPBACK_NODE": "node-1",
-        "SNAPBACK_ARTIFACT_ROOT": os.devnull,
-        "SNAPBACK_SOCKET_DIR": os.devnull,
-    }
-    assert not load(NodeSettings, environment).sim
-    assert load(NodeSettings, environment | {"SNAPBACK_SIM": "1"}).sim
-    with pytest.raises(InvalidInput, match="SNAPBACK_SIM"):
-        load(NodeSettings, environment | {"SNAPBACK_SIM": "perhaps"})
-
-
 def test_there_are_three_ways_to_break_something() -> None:
     assert get_args(FaultAction) == ("crash", "stall", "fail")
+
+
+OFTEN = 3
+
+
+async def test_an_order_has_not_ended_before_its_compensation_however_often_it_is_cancelled(
+    runner: Runner,
+) -> None:
+    begins, undoing, goes = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    undone = False
+
+    async def hang() -> None:
+        begins.set()
+        await asyncio.Event().wait()
+
+    async def undo() -> None:
+        nonlocal undone
+        undoing.set()
+        await goes.wait()
+        undone = True
+
+    table = [Step(name, hang, 60.0, undo=undo) for name in STEPS["dump"]]
+    task = asyncio.create_task(runner.run("dump", ORDER, table, remaining_s=lambda: 60.0))
+    await begins.wait()
+    task.cancel()
+    await undoing.wait()
+    for _ in range(OFTEN):
+        task.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not task.done()
+    goes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert undone

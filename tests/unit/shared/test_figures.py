@@ -1,4 +1,4 @@
-"""What a capture and a restore have cost, from the orders of an object."""
+"""What a capture and a restore have cost, and quantities as people read them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.meta import time_of
 from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
 from snapshot_shared.transitions import Restore
+from snapshot_shared.units import counted, size, sizes
 from snapshot_shared.views import with_columns
 from tests.support import builders
-from tests.support.builders import NOW
+from tests.support.builders import NOW, with_spec, with_status
 from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
@@ -47,8 +48,7 @@ def test_the_size_is_that_of_the_artifact_and_no_sum_of_what_was_written() -> No
         for n in range(2)
     ]
     content = captured()
-    orders = [*content.status.orders, *moved]
-    content = replace(content, status=replace(content.status, orders=orders))
+    content = with_status(content, orders=[*content.status.orders, *moved])
     assert figures.capture_text(content).startswith("captured 1 GiB in ")
 
 
@@ -73,25 +73,21 @@ def test_an_import_has_captured_nothing() -> None:
     content = captured()
     artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=builders.DIGEST)
     source = replace(content.spec.source, pod_ref=None, artifact=artifact)
-    assert figures.capture_text(replace(content, spec=replace(content.spec, source=source))) == ""
+    assert figures.capture_text(with_spec(content, source=source)) == ""
 
 
 def test_the_status_keeps_the_times_when_the_orders_are_forgotten() -> None:
-    shown = with_columns(captured())
-    assert isinstance(shown, SnapshotContent)
+    shown: Any = with_columns(captured())
     assert (shown.status.paused_seconds, shown.status.captured_seconds) == (0.139, 4.0)
-    later = with_columns(replace(shown, status=replace(shown.status, orders=[])))
-    assert isinstance(later, SnapshotContent)
+    later: Any = with_columns(with_status(shown, orders=[]))
     assert later.status == replace(shown.status, orders=[], progress=later.status.progress)
     assert figures.capture_text(later) == figures.capture_text(captured())
 
 
 def test_the_pause_of_an_earlier_attempt_is_not_that_of_the_next() -> None:
-    shown = with_columns(captured(committed=None))
-    assert isinstance(shown, SnapshotContent)
+    shown: Any = with_columns(captured(committed=None))
     assert shown.status.paused_seconds == 0.139
-    again = with_columns(replace(shown, status=replace(shown.status, attempt=2)))
-    assert isinstance(again, SnapshotContent)
+    again: Any = with_columns(with_status(shown, attempt=2))
     assert (again.status.paused_seconds, again.status.captured_seconds) == (0.0, 0.0)
 
 
@@ -140,3 +136,21 @@ def test_a_restore_that_was_slower_is_not_worded_as_a_success(
     cold_s: float, restored_s: float, text: str
 ) -> None:
     assert figures.comparison(cold_s, restored_s) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (536885240, "512 MiB"), (3 * 2**29, "1.5 GiB")],
+)
+def test_a_size_has_the_unit_that_fits_it(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_two_sizes_that_would_read_the_same_are_shown_in_bytes() -> None:
+    assert sizes(2**30, 2**29) == ("1 GiB", "512 MiB")
+    assert sizes(2**30, 2**30 + 1) == ("1073741824 bytes", "1073741825 bytes")
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 orders"), (1, "1 order"), (2, "2 orders")])
+def test_only_one_thing_is_counted_in_the_singular(count: int, text: str) -> None:
+    assert counted(count, "order") == text

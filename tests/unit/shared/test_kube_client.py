@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 from kubernetes_asyncio.client import Configuration
 
 from snapshot_shared.errors import (
@@ -25,17 +27,15 @@ LONG = b"x" * 5_000_000
 
 
 @asynccontextmanager
-async def served(
-    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
-) -> AsyncIterator[str]:
-    """Answer to `/pods`, and yield the address."""
-    app = web.Application()
-    app.router.add_get("/pods", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield "http://{}:{}".format(*runner.addresses[0][:2])
-    await runner.cleanup()
+async def client_of(
+    answer: Callable[[web.BaseRequest], Awaitable[Any]],
+) -> AsyncIterator[KubeClient]:
+    """Give a client of a server that answers to all like this."""
+    async with (
+        RawTestServer(answer) as server,
+        KubeClient(Configuration(host=f"http://127.0.0.1:{server.port}")) as client,
+    ):
+        yield client
 
 
 @each(
@@ -52,18 +52,14 @@ async def served(
 async def test_a_watch_gives_each_whole_line_however_it_comes(
     pieces: list[bytes], events: list[bytes]
 ) -> None:
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)
         return response
 
-    async with (
-        served(answer) as url,
-        KubeClient(Configuration(host=url)) as client,
-        aclosing(client.watch("/pods", {})) as lines,
-    ):
+    async with client_of(answer) as client, aclosing(client.watch("/pods", {})) as lines:
         assert [line async for line in lines] == events
 
 
@@ -85,14 +81,11 @@ async def test_a_watch_gives_each_whole_line_however_it_comes(
 async def test_what_the_api_server_refuses_is_an_error_of_ours_with_its_words(
     code: int, reason: str, error: type[SnapbackError], *, is_retryable: bool
 ) -> None:
-    async def answer(_: web.Request) -> web.Response:
+    async def answer(_: web.BaseRequest) -> web.Response:
         said = {"kind": "Status", "message": "because of this", "reason": reason}
         return web.json_response(said, status=code)
 
-    async with (
-        served(answer) as url,
-        KubeClient(Configuration(host=url)) as client,
-    ):
+    async with client_of(answer) as client:
         with pytest.raises(SnapbackError, match="because of this") as caught:
             await client.request("GET", "/pods")
     assert (type(caught.value), caught.value.retryable) == (error, is_retryable)

@@ -1,4 +1,4 @@
-"""The journal: what is on record survives, what is torn is dropped, what is damaged stops us."""
+"""The journal and its fold: what is on record survives, what is torn goes, damage stops us."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from snapshot_shared.errors import AlreadyExists, NoSpace, StorageFailed, UnsupportedVersion
-from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt, read_records
 from snapshot_shared.ledger import (
     Accepted,
@@ -22,36 +21,68 @@ from snapshot_shared.ledger import (
     Ended,
     Ledger,
     Noted,
+    Record,
     Reported,
     Tombstoned,
 )
-from snapshot_shared.orders import Report
 from tests.support import builders
 
-ORDER = "dump-00000000-0000-0000-0000-000000000001"
+UID = "00000000-0000-4000-8000-000000000001"
+OTHER = "00000000-0000-4000-8000-000000000002"
+DUMP = f"dump-{UID}"
 NOW = 2_000_000_000.0
+FREEZE = Began(order=DUMP, attempt=1, step="freeze")
+FROZEN = Ended(order=DUMP, attempt=1, step="freeze")
 
 
-def accepted(order: str = ORDER, attempt: int = 1, wall: float = NOW) -> Accepted:
-    return builders.accepted(
-        order=order, attempt=attempt, monotonic=1.0, wall=wall, deadline_s=10.0
-    )
+def accepted(order: str = DUMP, attempt: int = 1, wall: float = NOW) -> Accepted:
+    return builders.accepted(order=order, attempt=attempt, wall=wall)
 
 
-def report(kind: str, n: int, attempt: int = 1) -> Reported:
-    return Reported(
-        report=builders.told(order=ORDER, attempt=attempt, n=n, kind=kind, node="n", at=1.0)
-    )
+def reported(kind: str, order: str = DUMP, attempt: int = 1, n: int = 1) -> Reported:
+    return Reported(report=builders.told(order=order, attempt=attempt, n=n, kind=kind))
+
+
+def over(order: str = DUMP, kind: str = "failed", attempt: int = 1) -> list[Record]:
+    """All that is known of an order that ended, and whose report was delivered."""
+    return [
+        accepted(order, attempt),
+        reported(kind, order, attempt),
+        Delivered(order=order, attempt=attempt, n=1),
+    ]
+
+
+def folded(*records: Record) -> Ledger:
+    ledger = Ledger()
+    for record in records:
+        ledger.apply(record)
+    return ledger
+
+
+def opened(folder: Path, wall: float = NOW) -> Journal:
+    return Journal.open(folder, wall=lambda: wall)
+
+
+async def written(folder: Path, *records: Record) -> Path:
+    """Leave a journal to which these were appended one by one; return its file."""
+    journal = opened(folder)
+    for record in records:
+        await journal.append(record)
+    journal.close()
+    return folder / "journal"
+
+
+def read(folder: Path, wall: float = NOW) -> Ledger:
+    """Return what a journal knows when it is opened again."""
+    journal = opened(folder, wall)
+    journal.close()
+    return journal.ledger
 
 
 async def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted(), Began(order=ORDER, attempt=1, step="freeze"))
-    journal.close()
-    again = Journal.open(tmp_path, wall=lambda: NOW)
-    (entry,) = again.ledger.unfinished()
-    assert (entry.order, entry.open_step) == (ORDER, "freeze")
-    again.close()
+    await written(tmp_path, accepted(), FREEZE)
+    (entry,) = read(tmp_path).unfinished()
+    assert (entry.order, entry.open_step) == (DUMP, "freeze")
 
 
 async def test_records_that_are_handed_over_together_share_one_fsync(
@@ -64,44 +95,42 @@ async def test_records_that_are_handed_over_together_share_one_fsync(
         synced.append(fd)
         real(fd)
 
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    journal = opened(tmp_path)
     monkeypatch.setattr(os, "fdatasync", sync)
-    steps = [Began(order=ORDER, attempt=1, step=str(number)) for number in range(20)]
+    steps = [Began(order=DUMP, attempt=1, step=str(number)) for number in range(20)]
     await asyncio.gather(journal.append(accepted()), *map(journal.append, steps))
     assert len(synced) == 1
-    assert journal.ledger.entries[ORDER].began[-1] == "19"
+    assert journal.ledger.entries[DUMP].began[-1] == "19"
     journal.close()
 
 
 async def test_what_may_be_lost_is_written_with_what_comes_next_and_before_it(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted(), report("accepted", 1), report("staged", 2))
+    journal = opened(tmp_path)
+    await journal.append(accepted(), reported("accepted", n=1), reported("staged", n=2))
     size = (tmp_path / "journal").stat().st_size
-    journal.write_later(Delivered(order=ORDER, attempt=1, n=1))
+    journal.write_later(Delivered(order=DUMP, attempt=1, n=1))
     await asyncio.sleep(0.05)
     assert (tmp_path / "journal").stat().st_size == size
-    await journal.append(Began(order=ORDER, attempt=1, step="freeze"))
-    journal.write_later(Delivered(order=ORDER, attempt=1, n=2))
+    await journal.append(FREEZE)
+    journal.write_later(Delivered(order=DUMP, attempt=1, n=2))
     await journal.settled()
     journal.close()
-    written = [type(record) for record in read_records(tmp_path / "journal")]
-    assert written[3:] == [Delivered, Began, Delivered]
+    kinds = [type(record) for record in read_records(tmp_path / "journal")]
+    assert kinds[3:] == [Delivered, Began, Delivered]
 
 
 async def test_what_a_cancelled_caller_handed_over_is_written_and_counts(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    journal = opened(tmp_path)
     appending = asyncio.ensure_future(journal.append(accepted()))
     await asyncio.sleep(0)
     appending.cancel()
     await journal.settled()
     assert appending.cancelled()
-    assert ORDER in journal.ledger.entries
+    assert DUMP in journal.ledger.entries
     journal.close()
-    again = Journal.open(tmp_path, wall=lambda: NOW)
-    assert ORDER in again.ledger.entries
-    again.close()
+    assert DUMP in read(tmp_path).entries
 
 
 async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
@@ -116,18 +145,14 @@ async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
 
 
 async def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted())
-    await journal.append(Began(order=ORDER, attempt=1, step="freeze"))
-    journal.close()
-    path = tmp_path / "journal"
+    path = await written(tmp_path, accepted(), FREEZE)
     path.write_bytes(path.read_bytes()[:-7])
-    again = Journal.open(tmp_path, wall=lambda: NOW)
+    again = opened(tmp_path)
     (entry,) = again.ledger.unfinished()
     assert entry.open_step is None
-    await again.append(Began(order=ORDER, attempt=1, step="freeze"))
+    await again.append(FREEZE)
     again.close()
-    assert Journal.open(tmp_path, wall=lambda: NOW).ledger.entries[ORDER].open_step == "freeze"
+    assert opened(tmp_path).ledger.entries[DUMP].open_step == "freeze"
 
 
 def line(record: dict[str, Any]) -> bytes:
@@ -136,11 +161,7 @@ def line(record: dict[str, Any]) -> bytes:
 
 
 async def test_fields_that_a_newer_build_added_to_records_are_ignored(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted())
-    await journal.append(report("accepted", 1))
-    journal.close()
-    path = tmp_path / "journal"
+    path = await written(tmp_path, accepted(), reported("accepted"))
     newer = b""
     for text in path.read_bytes().splitlines():
         record = msgspec.json.decode(text.partition(b" ")[2])
@@ -148,116 +169,60 @@ async def test_fields_that_a_newer_build_added_to_records_are_ignored(tmp_path: 
             record["report"]["added_later"] = {"a": 1}
         newer += line({**record, "added_later": [1]})
     path.write_bytes(newer)
-    again = Journal.open(tmp_path, wall=lambda: NOW)
-    (entry,) = again.ledger.unfinished()
+    (entry,) = read(tmp_path).unfinished()
     assert [item.kind for item in entry.reports] == ["accepted"]
-    again.close()
 
 
 @pytest.mark.parametrize("is_last", [True, False])
 async def test_a_record_that_a_newer_build_wrote_is_refused_by_name_and_kept(
     tmp_path: Path, *, is_last: bool
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted())
-    journal.close()
-    path = tmp_path / "journal"
-    later = line({"type": "moved", "order": ORDER, "attempt": 1})
+    path = await written(tmp_path, accepted())
+    later = line({"type": "moved", "order": DUMP, "attempt": 1})
     data = path.read_bytes() + later if is_last else later + path.read_bytes()
     path.write_bytes(data)
     with pytest.raises(UnsupportedVersion, match="'moved'"):
-        Journal.open(tmp_path, wall=lambda: NOW)
+        opened(tmp_path)
     assert path.read_bytes() == data
 
 
 async def test_damage_before_the_last_line_refuses_to_start_and_names_the_line(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    for step in ("freeze", "copy-state", "thaw"):
-        await journal.append(accepted(), Began(order=ORDER, attempt=1, step=step))
-    journal.close()
-    path = tmp_path / "journal"
+    path = await written(tmp_path, accepted(), FREEZE, FROZEN)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
     with pytest.raises(JournalCorrupt, match="line"):
-        Journal.open(tmp_path, wall=lambda: NOW)
+        opened(tmp_path)
 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    first = Journal.open(tmp_path, wall=lambda: NOW)
+    first = opened(tmp_path)
     with pytest.raises(AlreadyExists):
-        Journal.open(tmp_path, wall=lambda: NOW)
+        opened(tmp_path)
     first.close()
-    Journal.open(tmp_path, wall=lambda: NOW).close()
-
-
-async def test_reports_stay_pending_until_they_are_delivered(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted(), report("accepted", 1), report("staged", 2))
-    await journal.append(Delivered(order=ORDER, attempt=1, n=1))
-    journal.close()
-    again = Journal.open(tmp_path, wall=lambda: NOW)
-    assert [pending.kind for pending in again.ledger.pending_reports()] == ["staged"]
-    again.close()
-
-
-async def test_a_higher_attempt_replaces_and_records_of_the_lower_are_ignored(
-    tmp_path: Path,
-) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted(), accepted(attempt=2), report("staged", 1, attempt=1))
-    entry = journal.ledger.entries[ORDER]
-    assert (entry.attempt, entry.terminal) == (2, None)
-    journal.close()
+    opened(tmp_path).close()
 
 
 async def test_compaction_keeps_results_for_fourteen_days_and_unfinished_work_for_ever(
     tmp_path: Path,
 ) -> None:
-    other = ORDER[:-1] + "2"
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted(), report("staged", 1), Delivered(order=ORDER, attempt=1, n=1))
-    await journal.append(accepted(other), Began(order=other, attempt=1, step="freeze"))
-    await journal.append(Ended(order=other, attempt=1, step="freeze"))
-    gone, kept = (f"capture-{owner_of(OrderId(each))}" for each in (ORDER, other))
-    await journal.append(Tombstoned(subject=kept, attempt=3), Tombstoned(subject=gone, attempt=1))
-    journal.close()
-    soon = Journal.open(tmp_path, wall=lambda: NOW + 60)
-    assert set(soon.ledger.entries) == {ORDER, other}
-    assert soon.ledger.is_tombstoned(gone, 1)
-    soon.close()
-    late = Journal.open(tmp_path, wall=lambda: NOW + KEEP_S + 60)
-    assert set(late.ledger.entries) == {other}
-    assert late.ledger.entries[other].ended == ["freeze"]
-    assert late.ledger.is_tombstoned(kept, 3)
-    assert not late.ledger.is_tombstoned(kept, 4)
-    assert not late.ledger.is_tombstoned(gone, 1)
-    late.close()
-
-
-def test_what_led_to_an_artifact_is_forgotten_once_that_is_deleted() -> None:
-    owner = owner_of(OrderId(ORDER))
-    delete, release = f"delete-{owner}-gen-1", f"release-{owner}"
-    ledger = Ledger()
-
-    def answered(order: str, kind: str, attempt: int = 1, *, is_heard: bool = True) -> None:
-        ledger.apply(accepted(order, attempt=attempt))
-        report = Report(
-            order=order, attempt=attempt, n=1, kind=kind, node="n", service="agent", at=NOW
-        )
-        ledger.apply(Reported(report=report))
-        if is_heard:
-            ledger.apply(Delivered(order=order, attempt=attempt, n=1))
-
-    answered(ORDER, "staged")
-    answered(release, "released", is_heard=False)
-    answered(f"prepare-{owner}", "prepared", attempt=2)
-    ledger.apply(Tombstoned(subject=f"capture-{owner}", attempt=1))
-    answered(delete, "deleted")
-    assert set(ledger.entries) == {release, f"prepare-{owner}", delete}
-    assert ledger.is_tombstoned(f"capture-{owner}", 1)
+    other, gone, kept = f"dump-{OTHER}", f"capture-{UID}", f"capture-{OTHER}"
+    work = [
+        Began(order=other, attempt=1, step="freeze"),
+        Ended(order=other, attempt=1, step="freeze"),
+    ]
+    tombstones = [Tombstoned(subject=kept, attempt=3), Tombstoned(subject=gone, attempt=1)]
+    await written(tmp_path, *over(kind="staged"), accepted(other), *work, *tombstones)
+    soon = read(tmp_path, NOW + 60)
+    assert set(soon.entries) == {DUMP, other}
+    assert soon.is_tombstoned(gone, 1)
+    late = read(tmp_path, NOW + KEEP_S + 60)
+    assert set(late.entries) == {other}
+    assert late.entries[other].ended == ["freeze"]
+    assert [late.is_tombstoned(kept, attempt) for attempt in (3, 4)] == [True, False]
+    assert not late.is_tombstoned(gone, 1)
 
 
 async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
@@ -266,9 +231,9 @@ async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
     monkeypatch.setattr("snapshot_shared.journal.MIN_BYTES", 2000)
     now = NOW
     journal = Journal.open(tmp_path, wall=lambda: now)
-    await journal.append(accepted(), report("staged", 1), Delivered(order=ORDER, attempt=1, n=1))
+    await journal.append(*over(kind="staged"))
     now += KEEP_S + 60
-    other = ORDER[:-1] + "2"
+    other = f"dump-{OTHER}"
     await journal.append(accepted(other, wall=now))
     while (tmp_path / "journal").stat().st_size >= 500:
         await journal.append(Noted(order=other, attempt=1, key="pid", value=7))
@@ -276,23 +241,22 @@ async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
     assert set(journal.ledger.entries) == {other}
     await journal.append(Began(order=other, attempt=1, step="freeze"))
     journal.close()
-    again = Journal.open(tmp_path, wall=lambda: now)
-    assert set(again.ledger.entries) == {other}
-    assert again.ledger.entries[other].open_step == "freeze"
-    again.close()
+    again = read(tmp_path, now)
+    assert set(again.entries) == {other}
+    assert again.entries[other].open_step == "freeze"
 
 
 async def written_over_and_over(journal: Journal, lines: int) -> None:
     """Write down what the next line replaces."""
     for _ in range(lines):
-        await journal.append(*(Noted(order=ORDER, attempt=1, key="pid", value=7),) * 200)
+        await journal.append(*(Noted(order=DUMP, attempt=1, key="pid", value=7),) * 200)
 
 
 async def test_a_journal_is_compacted_without_being_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("snapshot_shared.journal.MIN_BYTES", 2_000_000)
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    journal = opened(tmp_path)
     await journal.append(accepted())
     tracemalloc.start()
     try:
@@ -307,14 +271,14 @@ async def test_a_journal_is_compacted_without_being_read_again(
 async def test_a_journal_is_opened_with_little_more_memory_than_its_file_takes(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    journal = opened(tmp_path)
     await journal.append(accepted())
     await written_over_and_over(journal, 100)
     journal.close()
     size = (tmp_path / "journal").stat().st_size
     tracemalloc.start()
     try:
-        Journal.open(tmp_path, wall=lambda: NOW).close()
+        opened(tmp_path).close()
         assert tracemalloc.get_traced_memory()[1] < 2.5 * size
     finally:
         tracemalloc.stop()
@@ -323,11 +287,7 @@ async def test_a_journal_is_opened_with_little_more_memory_than_its_file_takes(
 async def test_a_journal_opens_on_a_full_disk_and_only_its_torn_end_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
-    await journal.append(accepted())
-    await journal.append(Began(order=ORDER, attempt=1, step="freeze"))
-    journal.close()
-    path = tmp_path / "journal"
+    path = await written(tmp_path, accepted(), FREEZE)
     whole = path.read_bytes()
     path.write_bytes(whole + b"00000000 half")
 
@@ -335,27 +295,137 @@ async def test_a_journal_opens_on_a_full_disk_and_only_its_torn_end_is_cut_off(
         raise NoSpace("no space left")
 
     monkeypatch.setattr("snapshot_shared.journal.write_replacing", full)
-    again = Journal.open(tmp_path, wall=lambda: NOW)
+    again = opened(tmp_path)
     assert path.read_bytes() == whole
-    await again.append(Ended(order=ORDER, attempt=1, step="freeze"))
+    await again.append(FROZEN)
     again.close()
-    assert Journal.open(tmp_path, wall=lambda: NOW).ledger.entries[ORDER].ended == ["freeze"]
+    assert opened(tmp_path).ledger.entries[DUMP].ended == ["freeze"]
 
 
 async def test_what_was_written_at_once_is_cut_off_as_one_when_its_begin_is_zeros(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW)
+    journal = opened(tmp_path)
     await journal.append(accepted())
     path = tmp_path / "journal"
     size = path.stat().st_size
-    await journal.append(
-        Began(order=ORDER, attempt=1, step="freeze"), Ended(order=ORDER, attempt=1, step="freeze")
-    )
+    await journal.append(FREEZE, FROZEN)
     journal.close()
     data = bytearray(path.read_bytes())
     data[size : size + 40] = bytes(40)
     path.write_bytes(data)
-    again = Journal.open(tmp_path, wall=lambda: NOW)
-    assert again.ledger.entries[ORDER].began == []
-    again.close()
+    assert read(tmp_path).entries[DUMP].began == []
+
+
+OPEN = [
+    accepted(),
+    Noted(order=DUMP, attempt=1, key="phase", value="frozen"),
+    Began(order=DUMP, attempt=1, step="freeze"),
+    Ended(order=DUMP, attempt=1, step="freeze"),
+    Began(order=DUMP, attempt=1, step="copy-state"),
+]
+
+
+@pytest.mark.parametrize("count", range(1, len(OPEN) + 1))
+def test_compaction_changes_nothing_whatever_is_open(count: int) -> None:
+    before = folded(Tombstoned(subject=f"capture-{UID}", attempt=2), *OPEN[:count])
+    after = folded(*before.records())
+    assert after.records() == before.records()
+    assert after.tombstones == before.tombstones
+    known, found = before.entries[DUMP], after.entries[DUMP]
+    assert (found.began, found.ended, found.notes) == (known.began, known.ended, known.notes)
+    assert found.open_step == known.open_step
+
+
+def test_the_open_step_is_the_last_that_began_and_has_no_end() -> None:
+    assert folded(*OPEN).entries[DUMP].open_step == "copy-state"
+    assert folded(*OPEN[:4]).entries[DUMP].open_step is None
+
+
+def test_what_was_not_acknowledged_is_kept_by_compaction() -> None:
+    ledger = folded(
+        accepted(),
+        reported("accepted"),
+        reported("failed", n=2),
+        Delivered(order=DUMP, attempt=1, n=1),
+    )
+    again = folded(*ledger.records())
+    assert [report.n for report in again.pending_reports()] == [2]
+    assert again.entries[DUMP].delivered == {1}
+
+
+def test_a_higher_attempt_takes_the_place_and_the_same_or_a_lower_one_does_not() -> None:
+    ledger = folded(accepted(attempt=2), Began(order=DUMP, attempt=2, step="freeze"))
+    for attempt in (1, 2):
+        ledger.apply(accepted(attempt=attempt))
+        assert ledger.entries[DUMP].began == ["freeze"]
+    ledger.apply(Began(order=DUMP, attempt=1, step="copy-state"))
+    ledger.apply(reported("failed", attempt=1))
+    assert ledger.entries[DUMP].began == ["freeze"]
+    assert ledger.unfinished() == [ledger.entries[DUMP]]
+    ledger.apply(accepted(attempt=3))
+    assert (ledger.entries[DUMP].attempt, ledger.entries[DUMP].began) == (3, [])
+
+
+def test_a_tombstone_holds_up_to_its_attempt() -> None:
+    ledger = folded(
+        Tombstoned(subject=f"capture-{UID}", attempt=3),
+        Tombstoned(subject=f"capture-{UID}", attempt=2),
+    )
+    assert [ledger.is_tombstoned(f"capture-{UID}", n) for n in (2, 3, 4)] == [True, True, False]
+    assert not ledger.is_tombstoned(f"capture-{OTHER}", 1)
+
+
+def test_what_led_to_an_artifact_goes_with_it_unless_it_is_newer_or_under_way() -> None:
+    delete = f"delete-{UID}-gen-1"
+    seal, release, unheard, abort = (
+        f"seal-{UID}",
+        f"release-{UID}",
+        f"prepare-{UID}",
+        f"dump-{OTHER}",
+    )
+    ledger = folded(
+        Tombstoned(subject=f"capture-{UID}", attempt=2),
+        *over(DUMP, attempt=2),
+        *over(seal, attempt=3),
+        accepted(release, 2),
+        *over(unheard, attempt=2)[:2],
+        *over(abort),
+        accepted(delete),
+    )
+    ledger.apply(reported("failed", delete))
+    assert DUMP in ledger.entries
+    ledger.apply(reported("deleted", delete, n=2))
+    assert list(ledger.entries) == [seal, release, unheard, abort, delete]
+
+
+def test_a_deletion_without_a_tombstone_drops_nothing_of_the_capture() -> None:
+    delete = f"delete-{UID}-gen-1"
+    ledger = folded(*over(DUMP), accepted(delete), reported("deleted", delete))
+    assert list(ledger.entries) == [DUMP, delete]
+
+
+def test_what_is_older_is_forgotten_once_nothing_can_come_of_it() -> None:
+    live = f"prepare-{OTHER}"
+    ledger = folded(
+        Tombstoned(subject=f"capture-{UID}", attempt=1),
+        Tombstoned(subject=f"capture-{OTHER}", attempt=1),
+        *over(),
+        accepted(live),
+    )
+    ledger.forget(older_than=NOW)
+    assert list(ledger.entries) == [DUMP, live]
+    ledger.forget(older_than=NOW + 0.1)
+    assert list(ledger.entries) == [live]
+    assert list(ledger.tombstones) == [f"capture-{OTHER}"]
+
+
+def test_an_order_lives_until_its_end_was_delivered_and_a_run_until_its_processes_ended() -> None:
+    run = f"run-{UID}"
+    assert not folded(*over()).entries[DUMP].is_live
+    assert folded(accepted()).entries[DUMP].is_live
+    assert folded(accepted(), reported("failed")).entries[DUMP].is_live
+    started = over(run, "started")
+    assert folded(*started).entries[run].is_live
+    exited = [reported("exited", run, n=2), Delivered(order=run, attempt=1, n=2)]
+    assert not folded(*started, *exited).entries[run].is_live

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,8 +106,7 @@ async def test_an_order_that_the_end_of_its_service_interrupts_may_be_given_agai
     book.start(order(), endless)
     await begun.wait()
     await book.drain()
-    failure = (await reports_of(book, 2))[1].failure
-    assert failure is not None
+    failure: Any = (await reports_of(book, 2))[1].failure
     assert (failure.reason, failure.retryable) == ("ServiceStopped", True)
 
 
@@ -195,9 +195,9 @@ async def test_a_lower_attempt_is_answered_with_the_highest_known_and_changes_no
     book: OrderBook,
 ) -> None:
     await book.accept(order(attempt=7))
+    answer: Any
     (answer,) = book.answers(order(attempt=1)) or []
     assert (answer.kind, answer.attempt) == ("rejected", 1)
-    assert answer.failure is not None
     assert answer.failure == Superseded(answer.failure.message, attempt=7).to_failure()
     assert [entry.attempt for entry in book.journal.ledger.entries.values()] == [7]
     assert book.answers(order(attempt=8)) is None

@@ -19,7 +19,6 @@ import snapshotctl
 from snapshot_shared.errors import RemoteFailure, SnapbackError
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.reasons import REASONS, explained
-from tests.unit.tables import each
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (gms, snapback_client, snapshot_agent, snapshot_operator, snapshot_shared, snapshotctl)
@@ -32,11 +31,7 @@ SOURCES = sorted(
 CAMEL = re.compile(r"(?:[A-Z][a-z0-9]+){2,}")
 WORD = re.compile(r"[A-Z][A-Za-z0-9]+")
 
-DECIDING = (
-    "services/operator/",
-    "services/snapshot-agent/",
-    "shared/src/snapshot_shared/views.py",
-)
+DECIDING = ("services/operator/", "services/snapshot-agent/", "shared/src/snapshot_shared/views.py")
 """Where every word of two humps is taken for a reason, wherever it stands."""
 
 NO_REASONS = frozenset(KINDS) | {
@@ -249,40 +244,6 @@ def test_every_entry_says_what_it_means_why_and_what_to_do() -> None:
     assert wrong == {}
 
 
-@each(
-    ("source", "reasons"),
-    [
-        ('Failure(reason="Mine", message="m")', {"Mine"}),
-        ('Failure(reason="Mine" if x else "Other")', {"Mine", "Other"}),
-        ('rows(("Ready", True, "Mine", "m"))', {"Mine"}),
-        ('def wait(pod, reason): ...\nwait(pod, "Mine")', {"Mine"}),
-        ('class Wait(NamedTuple):\n    reason: str\nthere.Wait("Mine")', {"Mine"}),
-        ('REASON = "Mine"\nFailure(reason=place.REASON)', {"Mine"}),
-        ('def gone(kind): return Failure(reason=f"{kind}Gone")\ngone("Job")', {"JobGone"}),
-        ("Failure(reason=found.reason)", set()),
-        ('SEALING = "Sealing"\n(Capture.A, Capture.B, Capture.SEALING, Capture.C)', set()),
-    ],
-)
-def test_a_reason_is_found_wherever_it_is_written(source: str, reasons: set[str]) -> None:
-    assert {reason for reason, _ in Sources({"a.py": source}).reasons()} == reasons
-
-
 def test_a_reason_is_found_in_any_case_and_a_word_that_is_none_is_not() -> None:
     assert explained("devicetoosmall") == ("DeviceTooSmall", REASONS["DeviceTooSmall"])
     assert explained("worker-7") is None
-
-
-def test_a_function_of_the_same_file_says_where_its_reason_stands() -> None:
-    texts = {
-        "a.py": 'def wait(pod, base, reason): ...\nwait(pod, base, "Mine")',
-        "b.py": 'def wait(pod, reason, message): ...\nwait(pod, "Other", f"{pod} of {x}")',
-    }
-    assert {reason for reason, _ in Sources(texts).reasons()} == {"Mine", "Other"}
-
-
-def test_a_reason_may_be_put_together_for_a_caller_in_another_file() -> None:
-    texts = {
-        "a.py": 'def gone(kind): return Failure(reason=f"{kind}Gone")',
-        "b.py": 'gone("Job")\ntaken("Pod")',
-    }
-    assert {reason for reason, _ in Sources(texts).reasons()} == {"JobGone"}

@@ -47,3 +47,19 @@ def test_good_folders_are_loaded() -> None:
     found = load(NodeSettings, GOOD)
     assert found.artifact_root == Path("/var/lib/snapback/artifacts")
     assert found.socket_dir == Path("/run/snapback")
+
+
+def test_a_service_has_no_fault_switch_unless_its_environment_asks_for_one() -> None:
+    assert not load(NodeSettings, GOOD).sim
+    assert load(NodeSettings, GOOD | {"SNAPBACK_SIM": "1"}).sim
+    with pytest.raises(InvalidInput, match="SNAPBACK_SIM"):
+        load(NodeSettings, GOOD | {"SNAPBACK_SIM": "perhaps"})
+
+
+def test_a_node_with_stripe_roots_that_are_written_wrong_does_not_start() -> None:
+    found = load(NodeSettings, GOOD | {"SNAPBACK_STRIPE_ROOTS": "b=/b:a=/a"})
+    assert list(found.stripes().folders) == ["a", "b"]
+    assert not load(NodeSettings, GOOD).stripes().folders
+    within = f"{GOOD['SNAPBACK_ARTIFACT_ROOT']}/a"
+    with pytest.raises(InvalidInput, match=f"SNAPBACK_STRIPE_ROOTS='a={within}'"):
+        load(NodeSettings, GOOD | {"SNAPBACK_STRIPE_ROOTS": f"a={within}"})

@@ -1,10 +1,10 @@
-"""The steps of each verb, with each driver."""
+"""The steps of each verb, with each driver, and what can be read of any order."""
 
 import msgspec
 import pytest
 
 from snapshot_shared import orders, steps
-from snapshot_shared.orders import Driver, driver_of
+from snapshot_shared.orders import Driver, Envelope, driver_of, envelope_of, order_in
 from snapshot_shared.steps import OWN_STEPS, STEPS, Place, find, names, table
 from tests.unit.tables import each
 
@@ -54,12 +54,23 @@ def test_an_order_of_an_older_operator_means_the_driver_that_was_the_only_one(ve
 
 
 def test_an_order_about_no_process_names_no_driver() -> None:
-    stop = orders.StopOrder(
-        order=f"stop-{UID}",
-        attempt=1,
-        node="n",
-        owner=UID,
-        deadline_s=1.0,
-        pod=msgspec.convert(POD, orders.PodRef),
-    )
-    assert driver_of(stop) is None
+    stop = {"type": "snapback.v1.stop_order", "order": f"stop-{UID}", "pod": POD, **COMMON}
+    assert driver_of(msgspec.convert(stop, orders.StopOrder)) is None
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xff", b"[]", b"3", b'{"type": "snapback.v9.stop_order"}']
+)
+def test_what_is_no_order_of_ours_is_none(payload: bytes) -> None:
+    assert order_in(payload) is None
+    assert envelope_of(payload).attempt == 0
+
+
+@pytest.mark.parametrize("read", [order_in, envelope_of])
+def test_a_payload_that_is_nested_without_end_is_no_order(read: object) -> None:
+    assert read(b'{"x":' + b"[" * 100_000) in (None, Envelope())  # type: ignore[operator]
+
+
+def test_of_an_order_of_an_unknown_version_the_envelope_can_be_read() -> None:
+    payload = b'{"type": "snapback.v9.stop_order", "attempt": 4, "schema": 9, "new": {}}'
+    assert envelope_of(payload) == Envelope(attempt=4, schema=9)

@@ -108,18 +108,19 @@ async def cancelled_often(task: asyncio.Task[None]) -> None:
     assert not task.done()
 
 
-async def test_a_call_in_a_thread_ends_before_its_caller_however_often_that_is_cancelled(
-    held: Held,
-) -> None:
-    async def call() -> None:
-        await in_thread(held)
-
-    task = asyncio.create_task(call())
+async def ends_with(held: Held, task: asyncio.Task[None]) -> None:
+    """Cancel a task often while its call hangs: it ends when the call does, cancelled."""
     await held.begins.wait()
     await cancelled_often(task)
     held.goes.set()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_call_in_a_thread_ends_before_its_caller_however_often_that_is_cancelled(
+    held: Held,
+) -> None:
+    await ends_with(held, asyncio.create_task(in_thread(held)))
 
 
 async def test_a_descriptor_is_open_as_long_as_a_thread_works_on_it(
@@ -152,12 +153,7 @@ async def test_a_descriptor_that_is_opened_too_late_is_closed(held: Held, tmp_pa
         async with threads.opened(held, fd):
             raise AssertionError
 
-    task = asyncio.create_task(work())
-    await held.begins.wait()
-    await cancelled_often(task)
-    held.goes.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await ends_with(held, asyncio.create_task(work()))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -180,12 +176,7 @@ async def test_what_a_call_raises_is_raised_and_a_cancellation_comes_first(held:
         await in_thread(fail)
     held.begins.clear()
     held.goes.clear()
-    task = asyncio.create_task(in_thread(fail))
-    await held.begins.wait()
-    await cancelled_often(task)
-    held.goes.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await ends_with(held, asyncio.create_task(in_thread(fail)))
 
 
 async def test_a_deadline_of_a_call_is_told_when_the_call_is_over(held: Held) -> None:

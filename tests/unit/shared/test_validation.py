@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.manifests import message_schemas, parse, parse_identity
 from snapshot_shared.objects.kubernetes import GPU_RESOURCE
 from snapshot_shared.objects.snapback import LOADER_REFUSED
 from snapshot_shared.validation import (
@@ -124,8 +126,8 @@ def test_the_loader_of_a_checkpoint_is_refused_in_both_worlds_with_the_same_word
     assert problems(document, "standalone") == problems(document, "kubernetes") == [expected]
 
 
-@pytest.mark.parametrize("world", ["standalone", "kubernetes"])
-@pytest.mark.parametrize(
+@each("world", ["standalone", "kubernetes"])
+@each(
     ("source", "number"),
     [({}, "neither"), ({"podRef": {"name": "p"}, "artifact": ARTIFACT}, "both")],
 )
@@ -280,3 +282,218 @@ def test_any_document_is_judged_and_none_raises(spec: Any, meta: Any, kind: str)
         warnings(document, world)  # type: ignore[arg-type]
     assert [*changes(spec, copy.deepcopy(spec))] == []
     assert without_server_fields(document)["kind"] == kind
+
+
+def refused(document: Any) -> list[str]:
+    with pytest.raises(InvalidManifest) as caught:
+        parse(document)
+    found: list[str] = caught.value.values["problems"]
+    return found
+
+
+CONTAINER = {"name": "a", "command": ["x"]}
+
+
+def with_gpus(count: object, **more: str) -> dict[str, Any]:
+    return {**CONTAINER, "resources": {"limits": {"nvidia.com/gpu": count}}, **more}
+
+
+def test_every_problem_is_named_at_once_by_its_path() -> None:
+    document = checkpoint_document()
+    document["metadata"]["name"] = "Bad_Name"
+    document["spec"]["extra"] = 1
+    document["spec"]["identity"] = {"model": 7}
+    container = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"][0]
+    container["securityContext"] = {}
+    found = refused(document)
+    where = "spec.job.podTemplateSpec.spec.containers[0].securityContext:"
+    identity = ("spec.identity.backendFramework:", "spec.identity.model:")
+    for path in ("metadata.name:", "spec.extra:", *identity, where):
+        assert any(line.startswith(path) for line in found), (path, found)
+
+
+@each(
+    ("change", "path"),
+    [
+        ({"containers": []}, "spec.containers"),
+        ({"containers": [{"name": "main"}]}, "spec.containers[0].command"),
+        ({"containers": [{"name": "A", "command": ["x"]}]}, "spec.containers[0].name"),
+        ({"containers": [{"name": "a", "command": "x"}]}, "spec.containers[0].command"),
+        ({"restartPolicy": "Always"}, "spec.restartPolicy"),
+        (
+            {"containers": [{**CONTAINER, "env": [{"name": "A", "value": "\0"}]}]},
+            "spec.containers[0].env[0].value",
+        ),
+        ({"containers": [with_gpus(65)]}, "spec.containers"),
+        ({"containers": [with_gpus(-2)]}, "spec.containers[0].resources.limits.nvidia.com/gpu"),
+        ({"volumes": []}, "spec.volumes"),
+        ({"nodeName": "a_b"}, "spec.nodeName"),
+    ],
+)
+def test_a_pod_field_that_is_not_honoured_is_refused_by_its_path(
+    change: dict[str, Any], path: str
+) -> None:
+    document = restore_document()
+    document["spec"].update(change)
+    assert any(line.startswith(path) for line in refused(document)), refused(document)
+
+
+@each(
+    ("field", "value", "problem"),
+    [
+        ("backoffLimit", "x", "expected integer, found 'x'"),
+        ("backoffLimit", -1, "-1 is less than the minimum of 0"),
+        ("targetContainerName", "A", "'A' is not a name: up to 63 lower-case letters"),
+        ("driver", "none", "'none' is not one of ['cooperative'"),
+        ("backoffLimit", "x" * 79, f"expected integer, found '{'x' * 76}..."),
+        ("backoffLimit", "x" * 78, f"expected integer, found '{'x' * 78}'"),
+        ("extra", 1, "unknown or unsupported field (known here: activeDeadlineSeconds, "),
+    ],
+)
+def test_a_problem_says_what_was_expected_and_what_was_found(
+    field: str, value: object, problem: str
+) -> None:
+    (found,) = refused(checkpoint_document(**{field: value}))
+    assert found.startswith(f"spec.job.{field}: {problem}")
+
+
+def test_a_text_of_the_right_type_is_told_what_it_should_look_like() -> None:
+    document = restore_document()
+    document["spec"]["nodeName"] = "a_b"
+    document["spec"]["containers"] = [with_gpus("two")]
+    gpus, node = sorted(line for line in refused(document) if "_" in line or "two" in line)
+    assert gpus.endswith("'two' is not a quantity, such as 500m, 2 or 4Gi")
+    assert "'a_b' is not a name: lower-case letters" in node
+
+
+def test_a_field_that_may_be_left_out_says_so() -> None:
+    document = checkpoint_document()
+    document["spec"]["identity"]["maxModelLen"] = "x"
+    assert refused(document) == ["spec.identity.maxModelLen: expected integer or null, found 'x'"]
+    del document["spec"]["identity"]
+    assert refused(document) == ["spec.identity: is required"]
+
+
+@each(
+    ("memory", "job", "path"),
+    [
+        ({"mode": "interPod"}, {}, "spec.gpuMemoryService.mode"),
+        ({"deviceClassName": "own"}, {}, "spec.gpuMemoryService.deviceClassName"),
+        ({"extraClientContainers": ["a"]}, {}, "spec.gpuMemoryService.extraClientContainers"),
+        ({"checkpoint": {"saver": SAVER}}, {}, "spec.gpuMemoryService.checkpoint.saver"),
+        ({}, {"sharedMemory": {"size": "1Gi"}}, "spec.job.sharedMemory"),
+        ({}, {"ttlSecondsAfterFinished": 300}, "spec.job.ttlSecondsAfterFinished"),
+    ],
+)
+def test_a_field_that_only_kubernetes_honours_is_refused_by_its_path(
+    memory: dict[str, Any], job: dict[str, Any], path: str
+) -> None:
+    document = checkpoint_document(**job)
+    document["spec"]["gpuMemoryService"] = memory
+    assert refused(document) == [
+        f"{path}: is honoured on Kubernetes alone; remove it, or apply this to a cluster"
+    ]
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"saver": {}}, {"saver": None}])
+def test_an_empty_saver_is_none(checkpoint: dict[str, Any]) -> None:
+    document = checkpoint_document()
+    document["spec"]["gpuMemoryService"] = {"enabled": True, "checkpoint": checkpoint}
+    assert parse(document).spec.gpu_memory_service.enabled
+
+
+@pytest.mark.parametrize(
+    "parameters", [{str(number): "" for number in range(257)}, {"a": "x" * 4097}]
+)
+def test_parameters_of_an_identity_are_bounded(parameters: dict[str, str]) -> None:
+    document = checkpoint_document()
+    document["spec"]["identity"]["extraParameters"] = parameters
+    assert refused(document)[0].startswith("spec.identity.extraParameters")
+
+
+def test_a_target_container_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    document = checkpoint_document(targetContainerName="engine")
+    assert refused(document) == [
+        "spec.job.targetContainerName: 'engine' is no container of the template (found main)"
+    ]
+
+
+@each("document", [None, [], "text", 7, {}, {"kind": "Secret"}, {"kind": []}])
+def test_what_is_no_manifest_at_all_is_refused(document: Any) -> None:
+    assert refused(document)
+
+
+@each(
+    ("containers", "found"),
+    [
+        ([CONTAINER, CONTAINER], "spec.containers[1].name: 'a' appears twice"),
+        (
+            [{**CONTAINER, "workingDir": "here"}],
+            "spec.containers[0].workingDir: 'here' is not an absolute path",
+        ),
+        ([with_gpus(-1)], "spec.containers[0].resources.limits.nvidia.com/gpu: "),
+        (
+            [with_gpus(33), with_gpus(32, name="b")],
+            "spec.containers: nvidia.com/gpu must be a whole number up to 64",
+        ),
+    ],
+)
+def test_what_a_schema_cannot_say_is_refused_by_its_path(containers: list[Any], found: str) -> None:
+    document = restore_document()
+    document["spec"]["containers"] = containers
+    (problem,) = refused(document)
+    assert problem.startswith(found)
+
+
+def test_as_many_gpus_as_a_node_may_have_can_be_asked_for() -> None:
+    document = restore_document()
+    document["spec"]["containers"] = [with_gpus(32, workingDir="/here"), with_gpus(32, name="b")]
+    assert parse(document)
+
+
+def test_a_name_holds_no_two_dots_in_a_row() -> None:
+    document = restore_document(name="a..b")
+    assert any(line.startswith("metadata.name") for line in refused(document))
+
+
+def test_no_more_than_fifty_problems_are_shown() -> None:
+    document = restore_document()
+    document["spec"].update({f"x{number}": 1 for number in range(51)})
+    with pytest.raises(InvalidManifest, match="51 problems") as caught:
+        parse(document, where="f: ")
+    shown = caught.value.values["problems"]
+    assert len(shown) == 50
+    assert shown[0].startswith("f: spec.")
+
+
+@each(
+    ("spec", "found"),
+    [
+        (None, "spec.identity: expected a mapping, found nothing"),
+        ({}, "spec.identity: expected a mapping, found nothing"),
+        ({"identity": []}, "spec.identity: expected a mapping, found list"),
+        ({"identity": {"model": "m"}}, "spec.identity.backendFramework: is required"),
+    ],
+)
+def test_an_identity_is_read_of_a_checkpoint_whatever_the_rest_of_it_is(
+    spec: object, found: str
+) -> None:
+    document = checkpoint_document()
+    identity = parse_identity({**document, "spec": {"identity": document["spec"]["identity"]}})
+    assert identity.model == "example/llm"
+    with pytest.raises(InvalidManifest) as caught:
+        parse_identity({**document, "spec": spec}, where="f: ")
+    assert caught.value.values["problems"] == [f"f: {found}"]
+
+
+def test_what_get_prints_can_be_applied_again() -> None:
+    document = checkpoint_document()
+    document["metadata"].update(uid="x", resourceVersion="7", creationTimestamp="then")
+    document["status"] = {"phase": "Ready"}
+    assert parse(document) == parse(checkpoint_document())
+
+
+def test_every_request_reply_and_event_has_a_schema_as_orders_have() -> None:
+    schemas = message_schemas()
+    assert {"get_request.v1", "get_reply.v1", "object_event.v1", "sim_request.v1"} <= set(schemas)
+    assert schemas["get_request.v1"]["$defs"]["GetRequest"]["required"] == ["kind"]

@@ -27,6 +27,7 @@ from snapshot_shared.views import (
     with_columns,
 )
 from tests.support import builders
+from tests.support.builders import with_status
 from tests.support.objects import checkpoint
 from tests.unit.tables import each
 
@@ -159,23 +160,13 @@ def last(item: OrderStatus, done: int, total: int, attempt: int = 1) -> Progress
 
 def staged(item: OrderStatus, size: int) -> OrderStatus:
     result = PartResult(part="process", bytes=size, digest="sha256:" + "0" * 64)
-    final = builders.told(
-        order=item.order,
-        attempt=item.attempt,
-        kind="staged",
-        node=item.node,
-        service=item.service,
-        at=2.0,
-        part=result,
-    )
-    return replace(item, state="staged", final=final)
+    return builders.ended(item, "staged", part=result)
 
 
 def content(orders: list[OrderStatus]) -> SnapshotContent:
     layout = builders.layout(incarnation="one", bytes=1024)
     vector = [VectorEntry(part="gpu-0", ordinal=0, layout=layout), VectorEntry(part="process")]
-    value = made("SnapshotContent", {"capture": "Staging"})
-    return replace(value, status=replace(value.status, vector=vector, orders=orders))  # type: ignore[no-any-return]
+    return builders.content(capture=Capture.STAGING, vector=vector, orders=orders)
 
 
 def test_parts_are_those_of_the_plan_until_something_is_known_of_them() -> None:
@@ -239,9 +230,8 @@ def test_columns_that_are_right_are_left_alone() -> None:
 
 def test_the_progress_of_a_capture_counts_the_parts_of_this_attempt_that_are_staged() -> None:
     def shown(*orders: OrderStatus) -> str:
-        value = content(list(orders))
-        tried = replace(value, status=replace(value.status, attempt=1))
-        return str(with_columns(tried).status.progress)  # type: ignore[union-attr]
+        found: Any = with_columns(with_status(content(list(orders)), attempt=1))
+        return str(found.status.progress)
 
     dump, save = order("dump"), order("save", "gpu-0")
     assert shown(order("prepare")) == ""
@@ -260,22 +250,13 @@ def test_the_progress_of_a_restore_counts_the_process_before_it_is_ordered() -> 
         ([staged(load, 5)], "1/2"),
         ([staged(load, 5), staged(process, 5)], "2/2"),
     ):
-        status = replace(value.status, attempt=1, orders=orders)
-        found = with_columns(replace(value, status=status))
-        assert isinstance(found, SnapshotRestore)
+        found: Any = with_columns(with_status(value, attempt=1, orders=orders))
         assert found.status.progress == expected
 
 
 def test_an_artifact_that_is_committed_is_complete_and_has_a_size() -> None:
-    part = {"part": "process", "bytes": 1536, "digest": "sha256:" + "0" * 64}
-    committed = {
-        "generation": 1,
-        "rootDigest": "sha256:" + "0" * 64,
-        "bytes": 1536,
-        "parts": [part],
-        "vector": [],
-    }
-    found = with_columns(made("SnapshotContent", {"capture": "Ready", "committed": committed}))
-    assert isinstance(found, SnapshotContent)
+    committed = builders.committed(bytes=1536)
+    found: Any = with_columns(builders.content(capture=Capture.READY, committed=committed))
     assert (found.status.progress, found.status.size) == ("1/1", "1.5 KiB")
-    assert with_columns(made("Snapshot", {"bytes": 1536})).status.size == "1.5 KiB"  # type: ignore[union-attr]
+    snapshot: Any = with_columns(builders.snapshot(bytes=1536))
+    assert snapshot.status.size == "1.5 KiB"
