@@ -1,7 +1,9 @@
-"""What an agent does at its start with what the last one left behind."""
+"""What an agent does at its start with what the last one left, and how far its drivers came."""
 
+import msgspec
 import pytest
 
+from snapshot_agent.domain.driving import PHASE_NOTE, Phase, Release, device_map, phase_of
 from snapshot_agent.domain.recovery import (
     TABLE,
     CaptureLeft,
@@ -14,8 +16,9 @@ from snapshot_agent.domain.recovery import (
     interruption,
     run_row,
 )
+from snapshot_shared.artifact import RootManifest, RootPart
 from snapshot_shared.ledger import Began, Ended, Entry, Ledger, Noted, Record, Reported
-from snapshot_shared.orders import Report
+from snapshot_shared.orders import DeviceRef, PodRef, Report
 from tests.support import builders
 from tests.unit.tables import each
 
@@ -183,3 +186,37 @@ def test_a_pod_that_has_exited_is_left_alone() -> None:
     exited = Report(order=run.order, attempt=1, n=9, kind="exited", node="n", service="agent", at=0)
     run.reports.append(exited)
     assert run_row(run) == (PodRecovery.NOTHING, False)
+
+
+UID = "00000000-0000-4000-8000-000000000001"
+
+
+def test_the_phase_of_a_dump_is_the_one_on_record() -> None:
+    dump = Entry(builders.accepted(order=f"dump-{UID}", wall=0.0))
+    assert phase_of(None) is phase_of(dump) is Phase.SIGNAL
+    dump.notes[PHASE_NOTE] = msgspec.json.decode(msgspec.json.encode(Phase.BEGUN))
+    assert phase_of(dump) is Phase.BEGUN
+    assert Release() == ((), 0.0, False, False)
+
+
+def part(name: str, device: str) -> RootPart:
+    layout = builders.layout(device=device)
+    return RootPart(part=name, kind="gms", bytes=1, digest="0" * 64, layout=layout)
+
+
+def test_a_device_takes_the_place_of_the_one_with_its_ordinal() -> None:
+    root = RootManifest(
+        namespace="default",
+        content_uid=UID,
+        generation=1,
+        source=PodRef(namespace="default", name="llm", uid=UID),
+        bytes=3,
+        parts=[
+            part("gpu-1", "old-b"),
+            part("gpu-0", "old-a"),
+            RootPart(part="process", kind="process", bytes=1, digest="0" * 64),
+        ],
+    )
+    here = [DeviceRef(ordinal=0, uuid="new-a"), DeviceRef(ordinal=1, uuid="new-b")]
+    assert device_map(root, here) == {"old-a": "new-a", "old-b": "new-b"}
+    assert device_map(root, here[:1]) == {"old-a": "new-a"}
