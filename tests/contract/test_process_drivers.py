@@ -1,7 +1,6 @@
 """What every process driver promises, on real processes and real files."""
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -29,7 +28,7 @@ from snapshot_shared import steps
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, DeadlineExceeded, InvalidName, SourceExited
 from snapshot_shared.orders import PodRef
-from tests.support.agent_rig import WORKER, state_of
+from tests.support.agent_rig import WORKER, Home, end_everything_below, state_of
 from tests.support.waiting import until
 
 STATE_BYTES = 20 * 1024 * 1024
@@ -61,22 +60,17 @@ class Node:
         await self.guards.release(worker.process, driver.release(worker, phase))
 
     async def close(self) -> None:
-        for member in procfs.running():
-            environment = Path(f"/proc/{member.pid}/environ")
-            with contextlib.suppress(OSError):
-                if os.fsencode(self.folder) in environment.read_bytes():
-                    procfs.send(member, signal.SIGKILL)
+        end_everything_below(self.folder)
         self.launcher.close()
         await self.control.close()
 
 
-class Source:
+class Source(Home):
     """A worker with its files."""
 
     def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.paths.home)
         self.worker = worker
-        self.home = worker.paths.home
-        self.control = worker.paths.control
         self.state = self.control / control.STATE
 
     @property
@@ -91,18 +85,8 @@ class Source:
         self.say(control.QUIESCE)
         await until((self.control / control.QUIESCED).exists, "the worker's quiet")
 
-    def events(self) -> list[str]:
-        try:
-            return (self.home / "events").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-
     def saved(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in self.state.iterdir()}
-
-    async def goes_on(self) -> None:
-        before = (self.home / "beats").read_text()
-        await until(lambda: (self.home / "beats").read_text() != before, "another beat")
 
 
 DRIVERS: dict[str, Callable[[Node], ProcessDriver]] = {
@@ -174,10 +158,10 @@ async def test_a_stopped_worker_stands_still_and_goes_on_when_it_is_let_go(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
     await driver.stages[0].run(a_dump(source, part))
-    before = (source.home / "beats").read_text()
+    before = source.beats()
     await asyncio.sleep(0.05)
     assert state_of(source.pid) == "T"
-    assert (source.home / "beats").read_text() == before
+    assert source.beats() == before
     for phase in (driver.stages[0].phases.after, Phase.SIGNAL):
         await node.let_go(driver, source.worker, phase)
         await source.goes_on()

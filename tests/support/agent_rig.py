@@ -200,10 +200,6 @@ class Rig:
         await self.until_serving(lambda: process.returncode is not None)
         return process
 
-    @property
-    def programs(self) -> list[AgentProcess]:
-        return self._processes
-
     def guards(self) -> list[int]:
         """The pids of the guards of this node."""
         return [pid for pid, text in below(self.state).items() if "adapters.guard" in text]

@@ -158,7 +158,7 @@ async def test_an_abort_lets_the_worker_go_while_gms_hangs_and_ends_the_fence_af
         pod = await started(rig, devices)
         content = fresh_uid()
         await rig.prepared(pod, content, devices=devices)
-        [gms] = rig.programs
+        [gms] = rig._processes
         gms.send_signal(signal.SIGSTOP)
         try:
             await rig.done(rig.abort_order(pod, content), "aborted")

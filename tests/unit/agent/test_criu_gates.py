@@ -262,32 +262,40 @@ def test_a_quiet_worker_is_connected_to_nothing_outside(
 
 
 @each(
-    ("seen", "words"),
+    ("seen", "words", "volume"),
     [
-        (opened("/var/log/x", mount=1, writes=True), ()),
-        (opened("/data/x", mount=5), ("/data/x", "mount /data", "ext4")),
-        (opened("/data", "folder", mount=5), ()),
-        (opened("/data/below", "folder", mount=5), ("/data/below",)),
-        (opened("/model/x", mount=6), ()),
-        (opened("/remote/x", mount=7), ("/remote/x", "nfs4")),
-        (opened("/etc/hosts", mount=8), ("/etc/hosts",)),
-        (opened("/control/x", mount=9), ()),
-        (opened("/proc/self/maps", mount=2), ()),
-        (opened("/dev/shm/x", mount=4, writes=True), ()),
-        (opened("/from/outside", mount=77), ("/from/outside", "no mount")),
-        (opened("/memfd:x", "memfd", mount=78), ()),
-        (mapped("/data/weights"), ("/data/weights",)),
-        (mapped("/model/weights"), ()),
-        (with_root(cwd="/data"), ()),
-        (with_root(cwd="/data/below"), ("/data/below",)),
+        (TREE, (), ""),
+        (opened("/var/log/x", mount=1, writes=True), (), ""),
+        (opened("/data/x", mount=5), ("/data/x", "mount /data", "ext4"), "/data"),
+        (opened("/data/x", mount=5, writes=True), ("/data/x",), "/data"),
+        (opened("/data", "folder", mount=5), (), ""),
+        (opened("/data/below", "folder", mount=5), ("/data/below",), "/data"),
+        (opened("/model/x", mount=6), (), ""),
+        (opened("/remote/x", mount=7), ("/remote/x", "nfs4"), ""),
+        (opened("/etc/hosts", mount=8), ("/etc/hosts",), ""),
+        (opened("/control/x", mount=9), (), ""),
+        (opened("/disk/x", mount=10), ("/disk/x",), ""),
+        (opened("/proc/self/maps", mount=2), (), ""),
+        (opened("/dev/other/x", mount=3), (), ""),
+        (opened("/dev/shm/x", mount=4, writes=True), (), ""),
+        (opened("/from/outside", mount=77), ("/from/outside", "no mount"), ""),
+        (opened("/memfd:x", "memfd", mount=78), (), ""),
+        (mapped("/data/weights"), ("/data/weights",), "/data"),
+        (mapped("/model/weights"), (), ""),
+        (with_root(cwd="/data"), (), ""),
+        (with_root(cwd="/data/below"), ("/data/below",), "/data"),
+        (with_child(cwd="/scratch/a/b"), ("/scratch/a/b",), "/scratch"),
     ],
 )
-def test_open_files_must_be_on_mounts_that_come_with_the_dump_or_are_there_again(
-    seen: SeenTree, words: tuple[str, ...]
+def test_open_files_are_on_mounts_that_are_there_again_or_in_volumes_that_are_captured(
+    seen: SeenTree, words: tuple[str, ...], volume: str
 ) -> None:
+    """Shared memory is always captured."""
     refused(dump_error(seen), words)
-    if "/data" in " ".join(words):
-        assert dump_error(seen, captured=["/data"]) is None
+    found = volumes_to_capture(seen, ours=["/control"])
+    assert {each.path for each in found} == {"/dev/shm", volume} - {""}
+    if volume:
+        assert dump_error(seen, captured=[volume]) is None
 
 
 @each(
@@ -321,28 +329,6 @@ def test_a_dump_needs_room_for_forked_heaps_shared_memory_once_and_what_is_on_de
         assert dump_error(seen, cuda=cuda, disk=Disk("/artifacts", needed)) is None
         error = dump_error(seen, cuda=cuda, disk=Disk("/artifacts", needed - 1))
         refused(error, (str(needed), str(needed - 1)), "NoSpace")
-
-
-@each(
-    ("seen", "paths"),
-    [
-        (TREE, ["/dev/shm"]),
-        (opened("/data/x", mount=5, writes=True), ["/data", "/dev/shm"]),
-        (opened("/data", "folder", mount=5), ["/dev/shm"]),
-        (mapped("/data/x"), ["/data", "/dev/shm"]),
-        (with_child(cwd="/scratch/a/b"), ["/dev/shm", "/scratch"]),
-        (opened("/model/x", mount=6), ["/dev/shm"]),
-        (opened("/remote/x", mount=7), ["/dev/shm"]),
-        (opened("/etc/hosts", mount=8), ["/dev/shm"]),
-        (opened("/control/x", mount=9), ["/dev/shm"]),
-        (opened("/disk/x", mount=10), ["/dev/shm"]),
-        (opened("/dev/other/x", mount=3), ["/dev/shm"]),
-    ],
-)
-def test_volumes_of_a_pod_with_open_files_are_captured_and_shared_memory_always(
-    seen: SeenTree, paths: list[str]
-) -> None:
-    assert [each.path for each in volumes_to_capture(seen, ours=["/control"])] == paths
 
 
 SOURCE = SourceFacts(

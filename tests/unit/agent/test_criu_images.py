@@ -158,15 +158,6 @@ def test_a_real_image_is_moved_and_closed_in_the_fields_of_its_sockets_alone() -
     assert closed == 3
 
 
-def test_an_image_without_a_change_keeps_its_bytes() -> None:
-    inside = image_of(
-        entry
-        for entry in entries_of(FILES)
-        if not entry.HasField("isk") or words("10.77.0.9") != list(entry.isk.dst_addr)
-    )
-    assert readdressed(inside, {"10.9.9.9": "10.8.8.8"}) == Readdressed(inside, 0, 0)
-
-
 def test_a_connection_is_kept_when_its_other_end_is_in_the_image() -> None:
     there, back = socket("10.0.0.1 80", "10.0.0.1 4000"), socket("10.0.0.1 4000", "10.0.0.1 80")
     itself = socket("127.0.0.1 80", "127.0.0.1 80")

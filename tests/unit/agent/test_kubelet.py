@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from snapshot_agent.domain import kubelet
 from snapshot_agent.domain.control import Access
 from tests.unit.tables import each
@@ -41,7 +39,7 @@ def mount(root: str, at: str = "/dev/termination-log") -> str:
     return f"253 233 0:27 {root} {at} rw,relatime - ext4 /dev/sda1 rw"
 
 
-@pytest.mark.parametrize(
+@each(
     ("root", "found"),
     [
         (f"/var/lib/kubelet/pods/{UID}/containers/main/ab12cd34", "main"),

@@ -144,7 +144,7 @@ def test_a_part_on_disk_must_be_the_one_that_the_root_proves(
 ROOT = Path("/artifacts")
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "of", "share", "fits"),
     [(1, 1, 100, 90), (1, 3, 34, 270), (2, 3, 67, 135), (3, 3, 100, 90), (1, 0, 0, 90)],
 )
