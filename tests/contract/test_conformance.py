@@ -146,26 +146,19 @@ def test_a_device_that_breaks_a_rule_is_found(
     assert found == broken
 
 
+def commanded(device: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gms.cli", "conformance", "--device", device]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+
+
 def test_the_command_reports_every_rule() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gms.cli", "conformance", "--device", "simulated"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    done = commanded("simulated")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("holds") == len(RULES)
 
 
 def test_without_cuda_it_says_what_is_missing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gms.cli", "conformance", "--device", "cuda"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    done = commanded("cuda")
     if done.returncode == 0:
         pytest.skip("this machine has a GPU")
     assert done.returncode == 2

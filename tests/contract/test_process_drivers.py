@@ -1,7 +1,6 @@
 """What every process driver promises, on real processes and real files."""
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -29,7 +28,7 @@ from snapshot_shared import steps
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, DeadlineExceeded, InvalidName, SourceExited
 from snapshot_shared.orders import PodRef
-from tests.support.agent_rig import WORKER, state_of
+from tests.support.agent_rig import WORKER, Home, end_everything_below, state_of
 from tests.support.waiting import until
 
 STATE_BYTES = 20 * 1024 * 1024
@@ -46,9 +45,6 @@ class Node:
         self.control = ControlDirectories()
         self.guards = Guards(folder / "guards", "test")
 
-    def driver(self, made: Callable[["Node"], ProcessDriver]) -> ProcessDriver:
-        return made(self)
-
     async def start(self, name: str, argv: Sequence[str], **env: str) -> "Source":
         places = ContainerPaths(self.folder / name, self.folder / name / "sockets")
         self.control.create(places)
@@ -64,22 +60,17 @@ class Node:
         await self.guards.release(worker.process, driver.release(worker, phase))
 
     async def close(self) -> None:
-        for member in procfs.running():
-            environment = Path(f"/proc/{member.pid}/environ")
-            with contextlib.suppress(OSError):
-                if os.fsencode(self.folder) in environment.read_bytes():
-                    procfs.send(member, signal.SIGKILL)
+        end_everything_below(self.folder)
         self.launcher.close()
         await self.control.close()
 
 
-class Source:
+class Source(Home):
     """A worker with its files."""
 
     def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.paths.home)
         self.worker = worker
-        self.home = worker.paths.home
-        self.control = worker.paths.control
         self.state = self.control / control.STATE
 
     @property
@@ -94,18 +85,8 @@ class Source:
         self.say(control.QUIESCE)
         await until((self.control / control.QUIESCED).exists, "the worker's quiet")
 
-    def events(self) -> list[str]:
-        try:
-            return (self.home / "events").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-
     def saved(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in self.state.iterdir()}
-
-    async def goes_on(self) -> None:
-        before = (self.home / "beats").read_text()
-        await until(lambda: (self.home / "beats").read_text() != before, "another beat")
 
 
 DRIVERS: dict[str, Callable[[Node], ProcessDriver]] = {
@@ -151,9 +132,11 @@ def a_dump(source: Source, part: int, progress: Progress = ignored) -> Dump:
     return Dump(source.worker, 1, time.monotonic() + BUDGET_S, progress, part)
 
 
-async def dumped(driver: ProcessDriver, source: Source, part: int) -> Sequence[FileEntry]:
+async def dumped(
+    driver: ProcessDriver, source: Source, part: int, progress: Progress = ignored
+) -> Sequence[FileEntry]:
     """Run all stages; the source has the process that it has afterwards."""
-    dump = a_dump(source, part)
+    dump = a_dump(source, part, progress)
     for stage in driver.stages:
         await stage.run(dump)
     source.worker = dump.worker
@@ -175,12 +158,13 @@ async def test_a_stopped_worker_stands_still_and_goes_on_when_it_is_let_go(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
     await driver.stages[0].run(a_dump(source, part))
-    before = (source.home / "beats").read_text()
+    before = source.beats()
     await asyncio.sleep(0.05)
     assert state_of(source.pid) == "T"
-    assert (source.home / "beats").read_text() == before
-    await node.let_go(driver, source.worker, driver.stages[0].phases.after)
-    await source.goes_on()
+    assert source.beats() == before
+    for phase in (driver.stages[0].phases.after, Phase.SIGNAL):
+        await node.let_go(driver, source.worker, phase)
+        await source.goes_on()
 
 
 A_FAMILY = (
@@ -227,13 +211,6 @@ signal.pause()
     await driver.thaw(a_dump(source, part=-1))
 
 
-async def test_letting_a_worker_go_that_runs_changes_nothing(
-    driver: ProcessDriver, node: Node, source: Source
-) -> None:
-    await node.let_go(driver, source.worker, Phase.SIGNAL)
-    await source.goes_on()
-
-
 async def test_a_worker_that_has_ended_cannot_be_dumped(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
@@ -258,10 +235,15 @@ async def test_a_dumped_worker_is_quiet_as_before_and_goes_on_when_its_capture_i
 async def test_a_restored_process_has_what_was_dumped_and_its_end_is_followed(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
-    original = source.saved()
+    original, seen = source.saved(), []
+
+    async def note(done: int) -> None:
+        seen.append(done)
+
     expected = await driver.inspect(source.worker, quiet=True)
-    files = await dumped(driver, source, part)
-    assert sum(entry.size for entry in files) == expected
+    files = await dumped(driver, source, part, note)
+    assert sum(entry.size for entry in files) == seen[-1] == expected
+    assert seen == sorted(seen)
 
     target = await node.worker("target", **{STANDBY: "1"})
     await until(lambda: target.events()[-1:] == ["standby"], "the placeholder")
@@ -287,21 +269,6 @@ async def only(process: Process, node: Node) -> None:
     )
 
 
-async def test_progress_rises_to_the_number_of_bytes_written(
-    driver: ProcessDriver, source: Source, part: int
-) -> None:
-    seen: list[int] = []
-
-    async def note(done: int) -> None:
-        seen.append(done)
-
-    dump = a_dump(source, part, note)
-    for stage in driver.stages:
-        await stage.run(dump)
-    assert seen == sorted(seen)
-    assert seen[-1] == sum(entry.size for entry in dump.files)
-
-
 async def test_a_byte_that_changed_is_found_before_it_reaches_a_worker(
     driver: ProcessDriver, node: Node, source: Source, part: int
 ) -> None:
@@ -316,34 +283,23 @@ async def test_a_byte_that_changed_is_found_before_it_reaches_a_worker(
     assert node.launcher.adopt(target.worker.process)
 
 
-def odd_name(state: Path) -> None:
-    (state / "with space").write_text("")
+ODD: dict[str, Callable[[Path], object]] = {
+    "with space": Path.touch,
+    "sub": Path.mkdir,
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "fifo": os.mkfifo,
+    "part.json": Path.touch,
+}
 
 
-def folder(state: Path) -> None:
-    (state / "sub").mkdir()
-
-
-def link(state: Path) -> None:
-    (state / "link").symlink_to("/etc/hostname")
-
-
-def fifo(state: Path) -> None:
-    os.mkfifo(state / "fifo")
-
-
-def manifest(state: Path) -> None:
-    (state / "part.json").write_text("{}")
-
-
-@pytest.mark.parametrize("make", [odd_name, folder, link, fifo, manifest])
+@pytest.mark.parametrize("name", ODD)
 async def test_state_that_a_part_cannot_hold_is_refused_by_name_while_all_can_be_undone(
-    driver: ProcessDriver, node: Node, source: Source, part: int, make: Callable[[Path], None]
+    driver: ProcessDriver, node: Node, source: Source, part: int, name: str
 ) -> None:
-    make(source.state)
-    with pytest.raises(InvalidName):
+    ODD[name](source.state / name)
+    with pytest.raises(InvalidName, match=name):
         await driver.inspect(source.worker, quiet=True)
-    with pytest.raises(InvalidName):
+    with pytest.raises(InvalidName, match=name):
         await dumped(driver, source, part)
     await node.let_go(driver, source.worker, Phase.SIGNAL)
     await source.goes_on()
@@ -357,12 +313,7 @@ async def test_a_cancelled_dump_has_stopped_writing_when_it_is_over(
     async def note(_done: int) -> None:
         begun.set()
 
-    async def dump_all() -> None:
-        dump = a_dump(source, part, note)
-        for stage in driver.stages:
-            await stage.run(dump)
-
-    dump = asyncio.create_task(dump_all())
+    dump = asyncio.create_task(dumped(driver, source, part, note))
     await begun.wait()
     dump.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -372,69 +323,13 @@ async def test_a_cancelled_dump_has_stopped_writing_when_it_is_over(
     assert not (node.folder / "part").exists()
 
 
-# What only a driver promises that starts a program again.
-
-
-@pytest.fixture
-def respawn(node: Node) -> ProcessDriver:
-    return DRIVERS["respawn"](node)
-
-
-async def test_a_worker_that_cannot_go_back_any_more_is_ended_with_all_that_it_started(
-    respawn: ProcessDriver, node: Node, part: int
-) -> None:
-    source = await node.worker("source", "--child", "--stubborn")
-    await source.quiet()
-    child = int((source.home / "child").read_text())
-    await respawn.stages[0].run(a_dump(source, part))
-    release = respawn.release(source.worker, Phase.BEGUN)
-    assert release.program
-    await node.guards.release(source.worker.process, release)
-    await until(lambda: state_of(source.pid) in "XZ", "the end of the worker")
-    await until(lambda: state_of(child) in "XZ", "the end of its child")
-
-
-async def test_a_program_that_cannot_resume_fails_the_dump_with_what_it_must_do(
-    respawn: ProcessDriver, node: Node, part: int
-) -> None:
-    source = await node.worker("source", "--exit-at-resume", "7")
-    await source.quiet()
-    with pytest.raises(SourceExited) as caught:
-        await dumped(respawn, source, part)
-    assert caught.value.values["exit_code"] == 7
-    assert "--resume-from" in (caught.value.next_step or "")
-
-
 async def test_a_program_that_does_not_come_back_fails_the_dump_at_its_deadline(
-    respawn: ProcessDriver, node: Node, part: int
+    node: Node, part: int
 ) -> None:
     source = await node.start("source", ["sh", "-c", "sleep 600", "sh"])
     dump = a_dump(source, part)
-    *before, last = respawn.stages
+    *before, last = DRIVERS["respawn"](node).stages
     for stage in before:
         await stage.run(dump)
     with pytest.raises(DeadlineExceeded, match="did not become quiet"):
         await last.run(replace(dump, deadline=time.monotonic() + 0.3))
-
-
-async def test_a_worker_that_was_restored_can_be_dumped_and_restored_again(
-    respawn: ProcessDriver, node: Node, source: Source, part: int
-) -> None:
-    files = await dumped(respawn, source, part)
-    second = await node.worker("second", **{STANDBY: "1"})
-    process = await respawn.restore(second.worker, restoring(part, files))
-    second.worker = replace(second.worker, process=process)
-    second.say(control.RESTORE_COMPLETE)
-    await until((second.control / control.RESTORED).exists, "the restore")
-    await second.quiet()
-    (node.folder / "again").mkdir()
-    again = os.open(node.folder / "again", os.O_RDONLY)
-    try:
-        files = await dumped(respawn, second, again)
-        assert Path(f"/proc/{second.pid}/cmdline").read_bytes().count(b"--resume-from") == 1
-        assert f"resumed 42 {STATE_BYTES}" in second.events()
-        third = await node.worker("third", **{STANDBY: "1"})
-        await respawn.restore(third.worker, restoring(again, files))
-        assert third.saved() == source.saved()
-    finally:
-        os.close(again)

@@ -11,17 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from snapshot_agent.domain import criu_seen
+from snapshot_agent.domain import criu_seen, kubelet
 from snapshot_agent.domain.criu_seen import Descriptor, Memory, SeenTree
-from snapshot_agent.domain.kubelet import (
-    SeenProcess,
-    container_in,
-    first_processes,
-    name_in,
-    own_mounts,
-)
 from snapshot_agent.domain.mounts import Mount, mounts_in, upper_of
 from snapshot_agent.helper import observe
+from tests.unit.tables import each
 
 MIB = 1024 * 1024
 UID = "94598a35-ad1e-4a00-91b1-1db37e8f52f6"
@@ -195,7 +189,8 @@ ROOTS = {
         None,
     ),
 }
-DISKS = {"on the root": "259:1 /var/lib/kubelet", "on a disk of its own": "259:2 "}
+# Where the folder of the kubelet is: on the root, or on a disk of its own.
+DISKS = ("259:1 /var/lib/kubelet", "259:2 ")
 HOST = """
 31 1 259:1 / / rw,relatime shared:1 - ext4 /dev/a rw
 44 31 0:25 / /run rw,nosuid,nodev shared:11 - tmpfs tmpfs rw
@@ -203,29 +198,30 @@ HOST = """
 """.lstrip()
 
 
-def mountinfo(root: Root = ROOTS["containerd"], disk: str = DISKS["on the root"]) -> str:
+def mountinfo(root: Root = ROOTS["containerd"], disk: str = DISKS[0]) -> str:
     return f"{root.line}\n{KUBELETS.format(disk=disk)}{root.runtimes}"
 
 
-def nodes() -> Iterator[tuple[str, Hierarchy, str, str]]:
-    """Yield each form of path, hierarchy and root of an agent's cgroups, with a name of them."""
+def nodes() -> Iterator[tuple[str, Hierarchy, str]]:
+    """Yield each form of path, hierarchy and root of an agent's cgroups."""
     owns = ("/", "burstable", "besteffort")
-    for (name, form), hierarchy, own in itertools.product(CGROUPS.items(), HIERARCHIES, owns):
+    for form, hierarchy, own in itertools.product(CGROUPS.values(), HIERARCHIES, owns):
         agents = path_of(form.replace("burstable", own), OTHER, PAUSE) if own != "/" else own
-        yield form, hierarchy, agents, f"{name}, {hierarchy.__name__}, seen from {own}"
+        yield form, hierarchy, agents
 
 
-def test_the_containers_of_a_pod_are_found_without_its_pause_its_monitors_and_other_pods() -> None:
-    wrong = {}
-    for form, hierarchy, agents, node in nodes():
-        found = containers_seen(form, hierarchy, agents)
-        pids = {name: (each.pid, MAIN in each.container) for name, each in found.items()}
-        if pids != {"main": (MAIN_PID, True), "side": (104, False)}:
-            wrong[node] = found
-    assert wrong == {}
+@each(("form", "hierarchy", "agents"), nodes())
+def test_the_containers_of_a_pod_are_found_without_its_pause_its_monitors_and_other_pods(
+    form: str, hierarchy: Hierarchy, agents: str
+) -> None:
+    found = containers_seen(form, hierarchy, agents)
+    pids = {name: (each.pid, MAIN in each.container) for name, each in found.items()}
+    assert pids == {"main": (MAIN_PID, True), "side": (104, False)}
 
 
-def containers_seen(form: str, hierarchy: Hierarchy, agents: str) -> dict[str | None, SeenProcess]:
+def containers_seen(
+    form: str, hierarchy: Hierarchy, agents: str
+) -> dict[str | None, kubelet.SeenProcess]:
     side = mountinfo().replace("/containers/main/", "/containers/side/")
     monitor = form.replace("crio-", "crio-conmon-").removesuffix("/container")
     processes = {
@@ -240,27 +236,26 @@ def containers_seen(form: str, hierarchy: Hierarchy, agents: str) -> dict[str | 
     }
     seen = []
     for pid, (path, _) in processes.items():
-        if container := container_in(hierarchy(seen_from(agents, path)), UID):
-            seen.append(SeenProcess(pid, pid * 10, container))
-    found = {name_in(processes[each.pid][1], UID): each for each in first_processes(seen)}
+        if container := kubelet.container_in(hierarchy(seen_from(agents, path)), UID):
+            seen.append(kubelet.SeenProcess(pid, pid * 10, container))
+    found = {
+        kubelet.name_in(processes[each.pid][1], UID): each for each in kubelet.first_processes(seen)
+    }
     found.pop(None)
     return found
 
 
-def test_the_files_of_a_container_are_those_of_its_upper_folder_and_its_volumes() -> None:
-    wrong = {}
-    for (name, root), (where, disk) in itertools.product(ROOTS.items(), DISKS.items()):
-        text = mountinfo(root, disk)
-        mounts = mounts_in(text)
-        ours = own_mounts(mounts, UID)
-        volumes = criu_seen.volumes_to_capture(tree_seen(mounts), ours=ours)
-        found = (
-            upper_of(mounts, mounts_in(root.on_node)),
-            *(name_in(text, UID), ours, [mount.path for mount in volumes]),
-        )
-        if found != (root.upper, "main", ["/control", "/gms"], ["/data", "/dev/shm"]):
-            wrong[f"{name}, {where}"] = found
-    assert wrong == {}
+@each(("root", "disk"), itertools.product(ROOTS.values(), DISKS))
+def test_the_files_of_a_container_are_those_of_its_upper_folder_and_its_volumes(
+    root: Root, disk: str
+) -> None:
+    text = mountinfo(root, disk)
+    mounts = mounts_in(text)
+    assert upper_of(mounts, mounts_in(root.on_node)) == root.upper
+    ours = kubelet.own_mounts(mounts, UID)
+    assert (kubelet.name_in(text, UID), ours) == ("main", ["/control", "/gms"])
+    volumes = criu_seen.volumes_to_capture(tree_seen(mounts), ours=ours)
+    assert [mount.path for mount in volumes] == ["/data", "/dev/shm"]
 
 
 def tree_seen(mounts: list[Mount]) -> SeenTree:
@@ -276,34 +271,31 @@ def tree_seen(mounts: list[Mount]) -> SeenTree:
     return SeenTree([process], mounts)
 
 
+@each(("form", "hierarchy", "agents"), nodes())
 def test_the_memory_and_the_cgroups_of_a_container_are_found_below_those_of_the_node(
-    tmp_path: Path,
+    tmp_path: Path, form: str, hierarchy: Hierarchy, agents: str
 ) -> None:
-    wrong = {}
-    for number, (form, hierarchy, agents, node) in enumerate(nodes()):
-        top = tmp_path / str(number)
-        path, is_2 = path_of(form, UID, MAIN), hierarchy is version_2
-        tops = [top] if is_2 else [top / each.removeprefix("name=") for each in CONTROLLERS]
-        make_cgroups(form, tops)
-        limit, used = ("max", "current") if is_2 else ("limit_in_bytes", "usage_in_bytes")
-        leaf = top / ("" if is_2 else "memory") / path.strip("/")
-        (leaf / f"memory.{used}").write_text(f"{5 * MIB}\n")
-        # crun leaves the limit where the runtime has set it, above the cgroup of the process.
-        container = leaf.parent if leaf.name == "container" else leaf
-        (container / f"memory.{limit}").write_text(f"{64 * MIB}\n")
-        listed = hierarchy(seen_from(agents, path))
-        memory = observe.memory(MAIN_PID, listed, top)
-        folders = sorted(observe.cgroup_folders(MAIN_PID, listed, top))
-        if (memory, folders) != (Memory(64 * MIB, 5 * MIB), sorted(t / path[1:] for t in tops)):
-            wrong[node] = memory, folders
-    assert wrong == {}
+    top = tmp_path / str(len([*tmp_path.iterdir()]))
+    path, is_2 = path_of(form, UID, MAIN), hierarchy is version_2
+    tops = [top] if is_2 else [top / each.removeprefix("name=") for each in CONTROLLERS]
+    make_cgroups(form, tops)
+    limit, used = ("max", "current") if is_2 else ("limit_in_bytes", "usage_in_bytes")
+    leaf = top / ("" if is_2 else "memory") / path.strip("/")
+    (leaf / f"memory.{used}").write_text(f"{5 * MIB}\n")
+    # crun leaves the limit where the runtime has set it, above the cgroup of the process.
+    container = leaf.parent if leaf.name == "container" else leaf
+    (container / f"memory.{limit}").write_text(f"{64 * MIB}\n")
+    listed = hierarchy(seen_from(agents, path))
+    assert observe.memory(MAIN_PID, listed, top) == Memory(64 * MIB, 5 * MIB)
+    folders = sorted(observe.cgroup_folders(MAIN_PID, listed, top))
+    assert folders == sorted(each / path[1:] for each in tops)
 
 
 def make_cgroups(form: str, tops: list[Path]) -> None:
     """Make the cgroups of three containers in each hierarchy; a process is in the first."""
     path = path_of(form, UID, MAIN)
     for top in tops:
-        for each in (path, path_of(form, UID, SIDE), path_of(form, OTHER, ELSEWHERE)):
-            folder = top / each.strip("/")
+        for own in (path, path_of(form, UID, SIDE), path_of(form, OTHER, ELSEWHERE)):
+            folder = top / own.strip("/")
             folder.mkdir(parents=True)
-            (folder / "cgroup.procs").write_text(f"{MAIN_PID}\n" if each == path else "7\n")
+            (folder / "cgroup.procs").write_text(f"{MAIN_PID}\n" if own == path else "7\n")

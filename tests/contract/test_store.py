@@ -105,13 +105,6 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             yield store
 
 
-@pytest.fixture
-def local_store(tmp_path: Path) -> Iterator[Store]:
-    """The store of standalone mode, where the operator itself writes Nodes."""
-    with sqlite(tmp_path / "objects.sqlite") as store:
-        yield store
-
-
 def with_finalizer(value: Any) -> Any:
     return replace(value, metadata=replace(value.metadata, finalizers=[KEEP]))
 
@@ -130,37 +123,40 @@ async def test_create_gives_identity(store: Store) -> None:
     assert await store.find(meta.uid) == stored
 
 
-async def test_a_name_is_taken_once(store: Store) -> None:
-    await store.create(checkpoint())
+async def test_labels_and_annotations_are_set_beside_the_others_and_need_the_newest_version(
+    store: Store,
+) -> None:
+    found = [await store.create(checkpoint())]
+    for write in (store.label, store.annotate):
+        for name, value in (("nvidia.com/a", "1"), ("nvidia.com/b", "2")):
+            found.append(await write(found[-1], name, value))
+    wanted = {"nvidia.com/a": "1", "nvidia.com/b": "2"}
+    assert found[-1].metadata.labels == wanted
+    assert wanted.items() <= found[-1].metadata.annotations.items()
+    assert found[-1].spec == found[0].spec
+    found.append(await store.label(found[-1], "nvidia.com/a", None))
+    assert found[-1].metadata.labels == {"nvidia.com/b": "2"}
+    versions = [int(value.metadata.resource_version) for value in found]
+    assert versions == sorted(set(versions))
+    for write in (store.label, store.annotate):
+        with pytest.raises(Conflict):
+            await write(found[0], "nvidia.com/a", "3")
+
+
+async def test_a_name_is_taken_until_its_object_of_any_version_is_deleted_and_then_by_another(
+    store: Store,
+) -> None:
+    first = await store.create(checkpoint())
     with pytest.raises(AlreadyExists):
         await store.create(checkpoint())
-
-
-async def test_a_label_is_set_and_removed(store: Store) -> None:
-    first = await store.label(await store.create(checkpoint()), "nvidia.com/a", "1")
-    second = await store.label(first, "nvidia.com/b", "2")
-    assert second.metadata.labels == {"nvidia.com/a": "1", "nvidia.com/b": "2"}
-    third = await store.label(second, "nvidia.com/a", None)
-    assert third.metadata.labels == {"nvidia.com/b": "2"}
-    assert third.spec == first.spec
-    with pytest.raises(Conflict):
-        await store.label(first, "nvidia.com/a", "3")
-
-
-async def test_a_name_used_again_has_another_uid(store: Store) -> None:
-    first = await store.create(checkpoint())
+    await store.update_status(with_message(first, "newer"))
     assert await store.delete(first) is None
+    assert await store.list("DynamoCheckpoint") == []
     second = await store.create(checkpoint())
     assert first.metadata.uid != second.metadata.uid
     assert await store.find(first.metadata.uid) is None
-
-
-async def test_every_write_raises_the_resource_version(store: Store) -> None:
-    first = await store.create(checkpoint())
-    second = await store.update_status(with_message(first, "one"))
-    third = await store.annotate(second, "a", "b")
-    versions = [int(value.metadata.resource_version) for value in (first, second, third)]
-    assert versions == sorted(set(versions))
+    assert await store.delete(first) is None
+    assert await store.find(second.metadata.uid) == second
 
 
 async def test_a_stale_status_write_is_a_conflict_and_changes_nothing(store: Store) -> None:
@@ -169,6 +165,9 @@ async def test_a_stale_status_write_is_a_conflict_and_changes_nothing(store: Sto
     with pytest.raises(Conflict):
         await store.update_status(with_message(first, "stale"))
     assert await store.find(newer.metadata.uid) == newer
+    await store.delete(newer)
+    with pytest.raises(NotFound):
+        await store.update_status(with_message(newer, "late"))
 
 
 async def test_a_status_write_keeps_spec_and_metadata(store: Store) -> None:
@@ -179,49 +178,25 @@ async def test_a_status_write_keeps_spec_and_metadata(store: Store) -> None:
     assert stored.spec == first.spec
 
 
-async def test_a_spec_write_keeps_status_and_raises_the_generation(local_store: Store) -> None:
-    store = local_store
-    node: Any = await store.create(Node(metadata=ObjectMeta(name="node-1")))
-    seen: Any = await store.update_status(replace(node, status=NodeStatus(version="1")))
-    wanted = replace(seen, spec=NodeSpec(unschedulable=True), status=NodeStatus(version="forged"))
-    stored: Any = await store.update_spec(wanted)
-    assert stored.spec.unschedulable
-    assert stored.status.version == "1"
-    assert stored.metadata.generation == 2
-    assert await store.read("Node", None, "node-1") == stored
-
-
-async def test_a_stale_spec_write_is_a_conflict_and_one_to_what_is_gone_is_not_found(
-    local_store: Store,
+async def test_a_spec_write_keeps_status_raises_the_generation_and_needs_the_newest_version(
+    tmp_path: Path,
 ) -> None:
-    store = local_store
-    node: Any = await store.create(Node(metadata=ObjectMeta(name="node-1")))
-    newer = await store.update_status(replace(node, status=NodeStatus(version="1")))
-    wanted = replace(node, spec=NodeSpec(unschedulable=True))
-    with pytest.raises(Conflict):
-        await store.update_spec(wanted)
-    await store.delete(newer)
-    with pytest.raises(NotFound):
-        await store.update_spec(wanted)
-
-
-async def test_a_status_write_to_a_deleted_object_is_not_found(store: Store) -> None:
-    first = await store.create(checkpoint())
-    await store.delete(first)
-    with pytest.raises(NotFound):
-        await store.update_status(with_message(first, "late"))
-
-
-async def test_an_annotation_is_set_beside_the_others_and_needs_the_newest_version(
-    store: Store,
-) -> None:
-    first = await store.create(checkpoint())
-    second = await store.annotate(first, "nvidia.com/a", "1")
-    third = await store.annotate(second, "nvidia.com/b", "2")
-    wanted = {"nvidia.com/a": "1", "nvidia.com/b": "2"}
-    assert wanted.items() <= third.metadata.annotations.items()
-    with pytest.raises(Conflict):
-        await store.annotate(first, "nvidia.com/a", "3")
+    """In standalone mode, where the operator itself writes Nodes."""
+    with sqlite(tmp_path / "objects.sqlite") as store:
+        node: Any = await store.create(Node(metadata=ObjectMeta(name="node-1")))
+        seen: Any = await store.update_status(replace(node, status=NodeStatus(version="1")))
+        spec = NodeSpec(unschedulable=True)
+        wanted = replace(seen, spec=spec, status=NodeStatus(version="forged"))
+        stored: Any = await store.update_spec(wanted)
+        assert stored.spec.unschedulable
+        assert stored.status.version == "1"
+        assert stored.metadata.generation == 2
+        assert await store.read("Node", None, "node-1") == stored
+        with pytest.raises(Conflict):
+            await store.update_spec(wanted)
+        await store.delete(stored)
+        with pytest.raises(NotFound):
+            await store.update_spec(stored)
 
 
 async def test_a_finalizer_keeps_a_deleted_object_until_it_is_taken_off(store: Store) -> None:
@@ -247,21 +222,6 @@ async def test_a_finalizer_is_put_on_once_an_object_exists_but_not_once_it_goes(
         await store.add_finalizer(marked, "test/late")
 
 
-async def test_delete_spares_a_later_object_of_the_same_name(store: Store) -> None:
-    first = await store.create(checkpoint())
-    await store.delete(first)
-    second = await store.create(checkpoint())
-    assert await store.delete(first) is None
-    assert await store.find(second.metadata.uid) == second
-
-
-async def test_delete_takes_whatever_version_this_incarnation_has(store: Store) -> None:
-    first = await store.create(checkpoint())
-    await store.update_status(with_message(first, "newer"))
-    assert await store.delete(first) is None
-    assert await store.list("DynamoCheckpoint") == []
-
-
 async def test_a_list_has_all_objects_of_a_kind_and_no_other(store: Store) -> None:
     values = [await store.create(checkpoint(name)) for name in ("a", "b", "c")]
     listed = await store.list("DynamoCheckpoint")
@@ -284,11 +244,9 @@ async def test_every_change_of_an_object_is_reported_in_order(store: Store) -> N
 
 async def test_what_was_written_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "objects.sqlite"
-    before = SqliteStore(path, timestamp=lambda: timestamp(time.time())).open()
-    stored = await before.create(checkpoint())
-    before.close()
-    after = SqliteStore(path, timestamp=lambda: timestamp(time.time())).open()
-    assert await after.find(stored.metadata.uid) == stored
-    again = await after.create(checkpoint("other"))
-    assert int(again.metadata.resource_version) > int(stored.metadata.resource_version)
-    after.close()
+    with sqlite(path) as before:
+        stored = await before.create(checkpoint())
+    with sqlite(path) as after:
+        assert await after.find(stored.metadata.uid) == stored
+        again = await after.create(checkpoint("other"))
+        assert int(again.metadata.resource_version) > int(stored.metadata.resource_version)

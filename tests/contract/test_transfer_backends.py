@@ -11,7 +11,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -131,9 +131,7 @@ def s3(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=[*IN_FILES, *OBJECTS], scope="module")
 def subject(
-    request: pytest.FixtureRequest,
-    site: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, site: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
     bodies: Bodies = Bodies()
     if request.param in OBJECTS:
@@ -219,11 +217,7 @@ def disk(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> SimDisk:
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("subject", ["posix-buffered", IN_PLACE], indirect=True)
 def test_memory_that_another_process_writes_to_is_no_damage_of_the_artifact(
-    subject: Subject,
-    folder: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damaged: bool,
+    subject: Subject, folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     plans = plans_of(SIZES)
     saved = Memory(SIZES).fill(2)
@@ -245,27 +239,21 @@ def test_memory_that_another_process_writes_to_is_no_damage_of_the_artifact(
     assert (caught.value.values["file"], caught.value.values["chunk"]) == (plans[0].name, 0)
 
 
+def root_of(disk: SimDisk) -> AbstractContextManager[int]:
+    """Open the root of a simulated disk."""
+    return opened(disk.os.open(disk.mount, os.O_RDONLY | os.O_DIRECTORY))
+
+
 @in_files
 def test_a_disk_that_is_full_is_named_and_nothing_stays_open(
     subject: Subject, disk: SimDisk
 ) -> None:
     plans = plans_of(SIZES)
-    with closing(Descriptor(disk)) as folder:
+    with root_of(disk) as folder:
         disk.capacity = sum(plan.size for plan in plans) // 2
         with pytest.raises(NoSpace):
-            write(subject.backend, folder.fd, plans, Memory(SIZES).fill(7))
-        assert disk.os.open_descriptors() == [folder.fd]
-
-
-class Descriptor:
-    """The root of a simulated disk, open."""
-
-    def __init__(self, disk: SimDisk) -> None:
-        self.disk = disk
-        self.fd = disk.os.open(disk.mount, os.O_RDONLY | os.O_DIRECTORY)
-
-    def close(self) -> None:
-        self.disk.os.close(self.fd)
+            write(subject.backend, folder, plans, Memory(SIZES).fill(7))
+        assert disk.os.open_descriptors() == [folder]
 
 
 @in_files
@@ -275,8 +263,8 @@ def test_what_is_written_outlives_a_power_loss_wherever_its_name_does(
 ) -> None:
     plans = plans_of([size])
     memory = Memory([size]).fill(8)
-    with closing(Descriptor(disk)) as folder:
-        write(subject.backend, folder.fd, plans, memory)
+    with root_of(disk) as folder:
+        write(subject.backend, folder, plans, memory)
     left = [dict(state.tree()) for state in disk.legal_states()]
     assert any(left), "a state in which the name is there"
     for tree in left:
@@ -284,21 +272,24 @@ def test_what_is_written_outlives_a_power_loss_wherever_its_name_does(
 
 
 @in_files
-def test_a_failing_fsync_is_no_success(subject: Subject, disk: SimDisk) -> None:
-    with closing(Descriptor(disk)) as folder:
-        disk.fail("fsync")
+@pytest.mark.parametrize("fault", [("fsync",), ("write", 1, errno.EIO)])
+def test_a_failing_fsync_or_write_is_no_success(
+    subject: Subject, disk: SimDisk, fault: tuple[Any, ...]
+) -> None:
+    with root_of(disk) as folder:
+        disk.fail(*fault)
         with pytest.raises(OSError, match="Input/output error"):
-            write(subject.backend, folder.fd, plans_of([PAGE]), Memory([PAGE]).fill(9))
+            write(subject.backend, folder, plans_of([PAGE]), Memory([PAGE]).fill(9))
 
 
 @in_files
 def test_requests_that_end_early_leave_nothing_out(subject: Subject, disk: SimDisk) -> None:
     plans, memory = plans_of(SIZES), Memory(SIZES).fill(10)
-    with closing(Descriptor(disk)) as folder:
+    with root_of(disk) as folder:
         disk.fail("write", 1, 0, times=10_000)
-        moved = write(subject.backend, folder.fd, plans, memory)
+        moved = write(subject.backend, folder, plans, memory)
         again = Memory(SIZES)
-        read(subject.backend, folder.fd, plans, moved, again)
+        read(subject.backend, folder, plans, moved, again)
     assert again.bytes() == memory.bytes()
 
 
@@ -330,26 +321,16 @@ def test_a_file_system_without_direct_io_gets_buffered_requests_and_it_is_said(
     subject: Subject, disk: SimDisk
 ) -> None:
     plans, memory = plans_of(SIZES), Memory(SIZES).fill(11)
-    with closing(Descriptor(disk)) as folder:
-        assert write(subject.backend, folder.fd, plans, memory).backend == "posix-direct"
+    with root_of(disk) as folder:
+        assert write(subject.backend, folder, plans, memory).backend == "posix-direct"
         for plan in plans:
-            disk.os.unlink(plan.name, dir_fd=folder.fd)
+            disk.os.unlink(plan.name, dir_fd=folder)
         disk.os.takes_direct = False
-        moved = write(subject.backend, folder.fd, plans, memory)
+        moved = write(subject.backend, folder, plans, memory)
         again = Memory(SIZES)
-        assert read(subject.backend, folder.fd, plans, moved, again).backend == "posix-buffered"
+        assert read(subject.backend, folder, plans, moved, again).backend == "posix-buffered"
     assert moved.backend == "posix-buffered"
     assert again.bytes() == memory.bytes()
-
-
-@pytest.mark.parametrize("subject", ["posix-direct"], indirect=True)
-def test_a_refusal_for_another_reason_than_direct_io_is_an_error(
-    subject: Subject, disk: SimDisk
-) -> None:
-    with closing(Descriptor(disk)) as folder:
-        disk.fail("write", 1, errno.EIO)
-        with pytest.raises(OSError, match="Input/output error"):
-            write(subject.backend, folder.fd, plans_of([PAGE]), Memory([PAGE]).fill(12))
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -391,12 +372,10 @@ def test_bytes_go_through_locked_memory_with_direct_io_and_without(
     def look(_: int) -> None:
         seen.append(locked_bytes())
 
-    with closing(Descriptor(disk)) as folder:
-        moved = subject.backend.write_files(folder.fd, plans, memory.views, threads=1, advance=look)
+    with root_of(disk) as folder:
+        moved = subject.backend.write_files(folder, plans, memory.views, threads=1, advance=look)
         again = Memory(SIZES)
-        subject.backend.read_files(
-            folder.fd, plans, moved.files, again.views, threads=1, advance=look
-        )
+        subject.backend.read_files(folder, plans, moved.files, again.views, threads=1, advance=look)
     assert moved.backend == PINNED
     assert again.bytes() == memory.bytes()
     (held,) = set(seen)
@@ -429,9 +408,7 @@ def test_memory_that_may_not_be_locked_is_refused_with_the_limit_and_what_to_do(
     assert found.startswith("MemoryLockRefused: 1048576 more bytes")
     assert "RLIMIT_MEMLOCK is 65536 bytes, 0 are locked" in found
     assert "ulimit -l" in found
-
-
-def test_a_soft_limit_is_raised_as_far_as_it_may_be() -> None:
+    # A soft limit is raised as far as it may be.
     assert refusal(65536, 2 << 20) == "1048576\n"
 
 

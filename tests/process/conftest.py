@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -16,26 +14,18 @@ from tests.process.cuda_stage import Stage, staged
 from tests.process.node import Node
 from tests.support.cuda_rig import CudaNode
 
-CRIU = Path(__file__).parents[2] / ".tools" / "criu" / "criu"
-
 
 @pytest.fixture
 def criu() -> Path:
     """The program of CRIU, where this machine can run it."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
-        pytest.skip(f"{' and '.join(missing)} missing: install iproute2 and util-linux")
-    if not CRIU.exists():
-        pytest.skip("CRIU is missing: run `make criu`")
-    return CRIU
+    if why := nodes.lacking():
+        pytest.skip(why)
+    return nodes.CRIU / "criu"
 
 
 @pytest.fixture
 def stage(tmp_path: Path, criu: Path, cuda_node: CudaNode) -> Iterator[Stage]:
     """A node of its own with a helper and a CUDA driver, without an agent."""
-    if why := nodes.lacking():
-        pytest.skip(why)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as layers:
         yield from staged(tmp_path, Path(layers), cuda_node)
 
@@ -43,8 +33,6 @@ def stage(tmp_path: Path, criu: Path, cuda_node: CudaNode) -> Iterator[Stage]:
 @pytest_asyncio.fixture
 async def node(criu: Path, nats_url_session: str) -> AsyncIterator[Node]:
     """A node of its own with a helper and an agent, on the nats-server of the whole run."""
-    if why := nodes.lacking():
-        pytest.skip(why)
     async with nodes.opened(nats_url_session) as made:
         await made.process()
         yield made

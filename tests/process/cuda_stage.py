@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.criu_cuda import CriuCuda
@@ -25,9 +25,9 @@ from snapshot_agent.domain.helping import MAX_MESSAGE_BYTES, RESTORED, Ping
 from snapshot_agent.ports import Dump, Process, RestoreSource, Worker
 from snapshot_shared.codec import encode_json
 from snapshot_shared.files import opened
-from snapshot_shared.orders import PodRef, PresenceDevice
+from snapshot_shared.orders import PodRef
 from tests.support.container import command
-from tests.support.cuda_rig import UUIDS, CudaNode
+from tests.support.cuda_rig import UUIDS, CudaNode, GivenDevices
 from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -142,24 +142,12 @@ class Container:
         self.starter.stdout.close()
 
 
-class Given(NamedTuple):
-    """The devices that the kubelet gave to every container."""
-
-    uuids: list[str]
-
-    async def of(self, _pod: PodRef) -> list[PresenceDevice] | None:
-        return [
-            PresenceDevice(index=number, uuid=uuid, product="NVIDIA H100", capacity_bytes=1 << 30)
-            for number, uuid in enumerate(self.uuids)
-        ]
-
-
 class Stage:
     """A node. `folder` is on the disk, `layers` on another file system than the root."""
 
     def __init__(self, folder: Path, layers: Path, cuda: CudaNode) -> None:
         self.folder, self.layers, self.cuda = folder, layers, cuda
-        self.given = Given([UUIDS[0]])
+        self.given = GivenDevices(UUIDS[0])
         self._places = 0
         self._containers: list[Container] = []
         self._helper: subprocess.Popen[bytes] | None = None

@@ -12,12 +12,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
-from snapshot_shared import subjects
-from snapshot_shared.api import Fault, SimReply, SimRequest
-from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.orders import AbortOrder, DumpOrder, Order, Report
-from tests.process.node import Container, Node, Pause, children_of, command_of, zombies_of
-from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone
+from tests.process.node import Container, Node, Pause, children_of, command_of
+from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone, zombies_of
 from tests.support.turns import TURN
 from tests.support.waiting import until
 
@@ -125,7 +122,6 @@ class Halted:
         `helper` is its first process alone, `container` all of its container, as a runtime ends it.
         """
         node = self.node
-        assert node.helper is not None
         match target:
             case "agent":
                 await node.kill_agent()
@@ -148,12 +144,11 @@ class Halted:
 
     async def rests(self) -> None:
         """Wait until nothing is left of it on the node."""
-        agent, helper = self.node.agent_pid, self.node.helper
-        assert helper is not None
+        node = self.node
 
         def left() -> list[str]:
-            zombies = [f"zombie {pid}" for pid in zombies_of(agent) + zombies_of(helper.pid)]
-            return self.node.left() + zombies
+            zombies = zombies_of(node.agent_pid) | zombies_of(node.helper.pid)
+            return node.left() + [f"zombie {pid}" for pid in zombies]
 
         await until(lambda: not left(), lambda: "\n".join(left()), within_s=5.0)
 
@@ -183,7 +178,7 @@ class HaltedDump(Halted):
         node, order = self.node, self.order
         if report.kind == "staged":
             release = node.release_order(self.container, order.content_uid)  # type: ignore[arg-type]
-            assert (await node.carry_out(release)).kind == "released"
+            await node.done(release, "released")
             return
         await self.abort()
 
@@ -199,7 +194,7 @@ class HaltedDump(Halted):
 async def prepared(node: Node, worker: Container, **fields: Any) -> DumpOrder:
     """Prepare a worker, and return the order to dump it."""
     content = fresh_uid()
-    report = await node.carry_out(node.prepare_order(worker, content))  # type: ignore[arg-type]
+    report = await node.prepared(worker, content)  # type: ignore[arg-type]
     assert report.kind == "prepared", report
     order = node.dump_order(worker, content, report.vector)  # type: ignore[arg-type]
     return replace(order, **fields)
@@ -249,12 +244,8 @@ async def restore_in(node: Node, step: str, **fields: Any) -> Halted:
 
 async def crashed(node: Node, order: Order, verb: str, step: str) -> None:
     """Send an order, and wait for the end of the agent at a step of it."""
-    request = SimRequest(arm=Fault(action="crash", step=step, verb=verb))
-    subject = subjects.rpc(node.node, "agent", "sim")
-    answer = await node.bus.request(subject, encode_json(request), timeout_s=5.0)
-    assert decode_json(answer, SimReply).failure is None
+    await node.arm(verb, step)
     await node.send(order)
-    assert node.running_agent is not None
     await node.running_agent.wait()
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ def lacking() -> str:
 class Container:
     """A container of a pod of its own, which runs a worker or waits for one."""
 
+    process: procfs.Stat
+
     def __init__(
         self,
         node: Node,
@@ -128,7 +130,6 @@ class Container:
             no_new_privs=no_new_privs,
             environment={"SNAPSHOT_CONTROL_DIR": "/control", "PYTHONDONTWRITEBYTECODE": "1"},
         )
-        self.process: procfs.Stat | None = None
 
     def start(self) -> None:
         """Start it. What it prints is copied into `output`, as a runtime does."""
@@ -164,7 +165,6 @@ class Container:
     @property
     def pid(self) -> int:
         """The pid of its first process."""
-        assert self.process is not None
         return self.process.pid
 
     def lines(self) -> list[dict[str, Any]]:
@@ -180,11 +180,12 @@ class Container:
         """Wait until the worker counts on; its connections, memory and files are whole."""
         before = len(self.lines())
         await until(lambda: len(self.lines()) > before + 2, "another count of the worker")
-        for line in self.lines()[before:]:
-            for way in ("child", "tcp", "named", "anonymous"):
-                assert line[way] == line["count"], line
-            assert line["ghost"] == "still here"
-            assert line["heap"] in (True, None)
+        are_whole(self.lines()[before:])
+
+    async def is_let_go(self) -> None:
+        """Wait until the worker is told that its capture was aborted, and goes on."""
+        await until(lambda: "snapshot-aborted" in self.did(), "the worker's release")
+        await self.goes_on()
 
     async def becomes(self, outcome: str) -> None:
         """Wait until it `ended`, `goes on`, or `waits` as a placeholder with nothing below it."""
@@ -249,6 +250,9 @@ class Pause:
 class Node(Rig):
     """The programs of one node, and the operator's side of them."""
 
+    helper: asyncio.subprocess.Process
+    running_agent: AgentProcess
+
     def __init__(self, folder: Path, url: str, sockets: Path) -> None:
         super().__init__(folder, url, sockets)
         self.folder = folder
@@ -263,8 +267,6 @@ class Node(Rig):
         self.containers: list[Container] = []
         self.hides_artifacts = False
         """Whether the helper, as on NFS, can do nothing below the artifact root by itself."""
-        self.helper: asyncio.subprocess.Process | None = None
-        self.running_agent: AgentProcess | None = None
         for each in (self.run, self.programs, self.root):
             each.mkdir(parents=True)
         for name, text in (("criu", _CRIU), ("hook", _HOOK)):
@@ -307,7 +309,6 @@ class Node(Rig):
 
     @property
     def agent_pid(self) -> int:
-        assert self.running_agent is not None
         return self.running_agent.pid
 
     async def process(self, *arguments: str) -> AgentProcess:
@@ -316,8 +317,11 @@ class Node(Rig):
         self.running_agent = await super().process(*arguments)
         return self.running_agent
 
+    async def kill_helper(self) -> None:
+        self.helper.kill()
+        await self.helper.wait()
+
     async def kill_agent(self) -> None:
-        assert self.running_agent is not None
         self.running_agent.kill()
         await self.running_agent.wait()
 
@@ -347,7 +351,6 @@ class Node(Rig):
 
     def children(self) -> list[procfs.Stat]:
         """The children of the helper that carry out requests."""
-        assert self.helper is not None
         return children_of(self.helper.pid)
 
     def criu(self) -> procfs.Stat:
@@ -396,6 +399,15 @@ def command_of(pid: int) -> bytes:
     return b""
 
 
+def are_whole(lines: Sequence[dict[str, Any]]) -> None:
+    """Require that a worker that prints this has its connections, memory and files."""
+    for line in lines:
+        for way in ("child", "tcp", "named", "anonymous"):
+            assert line[way] == line["count"], line
+        assert line["ghost"] == "still here"
+        assert line["heap"] in (True, None)
+
+
 def children_of(pid: int) -> list[procfs.Stat]:
     return [each for each in procfs.running() if each.parent == pid]
 
@@ -403,14 +415,6 @@ def children_of(pid: int) -> list[procfs.Stat]:
 def descendants_of(pids: list[int]) -> list[procfs.Stat]:
     below = [each for each in procfs.running() if each.parent in pids]
     return below + (descendants_of([each.pid for each in below]) if below else [])
-
-
-def zombies_of(pid: int) -> list[int]:
-    """Return the children of a process that have ended and that it has not reaped."""
-    all_ = [
-        procfs.read(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
-    ]
-    return [each.pid for each in all_ if each and each.parent == pid and each.state == "Z"]
 
 
 @contextlib.asynccontextmanager

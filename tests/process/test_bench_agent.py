@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.bench import agent
 from tests.bench.common import MIB, ROOT, Results
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 
 
-def test_a_dump_is_whole_and_says_for_how_long_its_worker_was_stopped(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
-        pytest.skip(f"{' and '.join(missing)} missing: install iproute2 and util-linux")
-    if not (agent.TOOLS / "criu").exists() or not (agent.TOOLS / "snapback-init").exists():
-        pytest.skip("CRIU or the first process is missing: run `make criu init`")
+def test_a_dump_is_whole_and_says_for_how_long_its_worker_was_stopped(
+    criu: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "tests.bench.agent", "--size-mib", "4", "--rounds", "1"]
     command += ["--folder", str(tmp_path), "--json", str(tmp_path / "found")]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=100, check=False)

@@ -7,7 +7,6 @@ import pytest
 from snapshot_shared import steps
 from tests.process.killing import HaltedDump, crashed, prepared, thinned
 from tests.process.node import Node
-from tests.support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
 
@@ -24,8 +23,7 @@ async def test_an_agent_killed_at_a_step_of_a_dump_leaves_a_worker_that_goes_on(
     await crashed(node, order, "dump", step)
     if returns:
         await node.process()
-    await until(lambda: "snapshot-aborted" in worker.did(), "the worker's release")
-    await worker.goes_on()
+    await worker.is_let_go()
     if not returns:
         await node.process()
     report = await node.answer(order)

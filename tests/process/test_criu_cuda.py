@@ -11,16 +11,8 @@ from dataclasses import replace
 import pytest
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.domain.cuda import CudaRefused, CudaStuck, CudaTimedOut, State
-from snapshot_shared.errors import (
-    CriuFailed,
-    DeadlineExceeded,
-    Incompatible,
-    NoSpace,
-    NotEligible,
-    OutcomeUnknown,
-    SnapbackError,
-)
+from snapshot_agent.domain.cuda import CudaRefused, CudaTimedOut, State
+from snapshot_shared import errors
 from tests.process.cuda_stage import Stage, goes_on
 from tests.support.cuda_rig import UUIDS
 from tests.support.waiting import wait_until
@@ -94,22 +86,22 @@ async def test_a_restored_worker_is_dumped_again(stage: Stage) -> None:
         ("lock 0 busy", "child", CudaRefused, "NOT_READY"),
         ("lock {child} error 801", "child", CudaRefused, "NOT_SUPPORTED"),
         ("checkpoint {child} error 801", "child", CudaRefused, "NOT_SUPPORTED"),
-        ("lock 0 hang", "", DeadlineExceeded, "dump-process"),
-        ("checkpoint 0 hang", "", DeadlineExceeded, "dump-process"),
-        ("checkpoint 0 late", "", DeadlineExceeded, "dump-process"),
-        ("", "keeps", NotEligible, "/dev/nvidia0 open"),
-        ("criu fail", "child", CriuFailed, "it was told to"),
+        ("lock 0 hang", "", errors.DeadlineExceeded, "dump-process"),
+        ("checkpoint 0 hang", "", errors.DeadlineExceeded, "dump-process"),
+        ("checkpoint 0 late", "", errors.DeadlineExceeded, "dump-process"),
+        ("", "keeps", errors.NotEligible, "/dev/nvidia0 open"),
+        ("criu fail", "child", errors.CriuFailed, "it was told to"),
     ],
 )
 async def test_a_worker_goes_on_when_a_step_of_its_dump_fails_or_hangs(
-    stage: Stage, fault: str, what: str, kind: type[SnapbackError], says: str
+    stage: Stage, fault: str, what: str, kind: type[errors.SnapbackError], says: str
 ) -> None:
     source = stage.worker(*([what] if what else []))
     if fault.startswith("criu"):
         stage.criu_does(fault.removeprefix("criu "))
     else:
         stage.cuda.faults(fault.format(child=source.tree()[-1]))
-    within_s = 4.0 if kind is DeadlineExceeded else 60.0
+    within_s = 4.0 if kind is errors.DeadlineExceeded else 60.0
     with pytest.raises(kind, match=says):
         await stage.dump(source, within_s)
     assert goes_on(source, *(BOTH if what == "child" else ()))
@@ -139,7 +131,7 @@ async def test_a_helper_that_is_asked_to_stop_lets_a_worker_go_first(stage: Stag
     dump = asyncio.ensure_future(stage.dump(source))
     await stage.reached("checkpoint")
     stage.stop_helper()
-    with pytest.raises(SnapbackError):
+    with pytest.raises(errors.SnapbackError):
         await dump
     assert goes_on(source, *BOTH)
     assert stage.left() == []
@@ -150,28 +142,15 @@ async def test_what_is_on_devices_has_to_fit_on_the_disk_before_anything_is_lock
 ) -> None:
     source = stage.worker("child")
     stage.uses(*((pid, 10_000_000) for pid in source.tree()))
-    with pytest.raises(NoSpace, match=r"needs [\d.]+ TiB"):
+    with pytest.raises(errors.NoSpace, match=r"needs [\d.]+ TiB"):
         await stage.dump(source)
     assert called(stage) == []
-
-
-async def test_a_helper_that_starts_lets_a_worker_go_by_itself(stage: Stage) -> None:
-    source = stage.worker()
-    stage.cuda.faults("checkpoint 0 slow 1500")
-    dump = asyncio.ensure_future(stage.dump(source))
-    await stage.reached("checkpoint")
-    stage.kill_helper()
-    with pytest.raises(SnapbackError):
-        await dump
-    stage.start_helper()
-    assert goes_on(source)
-    wait_until(lambda: stage.left() == [], "no record")
 
 
 async def test_a_worker_is_ended_when_its_criu_hangs_and_was_killed(stage: Stage) -> None:
     source = stage.worker()
     stage.criu_does("hang")
-    with pytest.raises(OutcomeUnknown, match="CRIU was ended by signal 9"):
+    with pytest.raises(errors.OutcomeUnknown, match="CRIU was ended by signal 9"):
         await stage.dump(source, 5.0)
     await stage.settle(source)
     wait_until(lambda: not source.runs(), "the end of the worker")
@@ -179,21 +158,12 @@ async def test_a_worker_is_ended_when_its_criu_hangs_and_was_killed(stage: Stage
     assert called(stage) == ["lock", "checkpoint"]
 
 
-async def test_a_worker_that_the_driver_does_not_let_go_is_ended(stage: Stage) -> None:
-    source = stage.worker()
-    stage.cuda.faults("restore 0 error 304")
-    with pytest.raises(CudaStuck, match=f"process {source.pid}"):
-        await stage.dump(source)
-    await stage.settle(source)
-    wait_until(lambda: not source.runs(), "the end of the worker")
-
-
 async def test_a_stopped_worker_is_refused_before_the_driver_is_asked_for_it(stage: Stage) -> None:
     source = stage.worker("child")
     child = source.tree()[-1]
     os.kill(child, signal.SIGSTOP)
     wait_until(lambda: (found := procfs.read(child)) is not None and found.state == "T", "a stop")
-    with pytest.raises(NotEligible, match=f"process {child} is stopped"):
+    with pytest.raises(errors.NotEligible, match=f"process {child} is stopped"):
         await stage.dump(source)
     assert called(stage) == []
     os.kill(child, signal.SIGCONT)
@@ -204,7 +174,7 @@ async def test_a_stopped_worker_is_refused_before_the_driver_is_asked_for_it(sta
     ("fault", "kind"), [("restore 0 error 801", CudaRefused), ("unlock 0 hang", CudaTimedOut)]
 )
 async def test_a_restored_tree_that_cannot_have_its_devices_is_ended_and_never_announced(
-    stage: Stage, fault: str, kind: type[SnapbackError]
+    stage: Stage, fault: str, kind: type[errors.SnapbackError]
 ) -> None:
     source = stage.worker("child")
     part = await stage.dump(source)
@@ -223,14 +193,14 @@ async def test_a_restored_tree_that_cannot_have_its_devices_is_ended_and_never_a
 @pytest.mark.parametrize(
     ("driver", "given", "kind", "says"),
     [
-        ("575.57.08", [UUIDS[1]], NotEligible, "580"),
-        ("610.10", [UUIDS[0]], Incompatible, "575.57.08"),
-        ("575.57.08", [UUIDS[0], UUIDS[1]], Incompatible, "the devices"),
-        ("575.57.08", ["gpu-0"], NotEligible, "gpu-0"),
+        ("575.57.08", [UUIDS[1]], errors.NotEligible, "580"),
+        ("610.10", [UUIDS[0]], errors.Incompatible, "575.57.08"),
+        ("575.57.08", [UUIDS[0], UUIDS[1]], errors.Incompatible, "the devices"),
+        ("575.57.08", ["gpu-0"], errors.NotEligible, "gpu-0"),
     ],
 )
 async def test_a_place_that_does_not_fit_is_refused_before_anything_is_restored(
-    stage: Stage, driver: str, given: list[str], kind: type[SnapbackError], says: str
+    stage: Stage, driver: str, given: list[str], kind: type[errors.SnapbackError], says: str
 ) -> None:
     stage.version("575.57.08")
     source = stage.worker()

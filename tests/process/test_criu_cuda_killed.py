@@ -31,47 +31,35 @@ WHOLE = Outcome(done=False, becomes="goes on")
 ENDED = Outcome(done=False, becomes="ended")
 WAITS = Outcome(done=False, becomes="waits")
 
-# `call` is the process that asks the driver; the driver goes on with what it was asked for.
+
+def outcomes(call: Outcome, inside: Outcome) -> dict[str, Outcome]:
+    """Return what becomes of it by what is killed.
+
+    `call` is the process that asks the driver; the driver goes on with what it was asked for.
+    """
+    return {"call": call, "child": inside, "container": inside, "helper": DONE}
+
+
 DUMPS = {
-    ("lock", "call"): WHOLE,
-    ("lock", "child"): WHOLE,
-    ("lock", "container"): WHOLE,
-    ("lock", "helper"): DONE,
-    ("checkpoint", "call"): WHOLE,
-    ("checkpoint", "child"): WHOLE,
-    ("checkpoint", "container"): WHOLE,
-    ("checkpoint", "helper"): DONE,
+    "lock": outcomes(WHOLE, WHOLE),
+    "checkpoint": outcomes(WHOLE, WHOLE),
     # CRIU may have stopped the worker, and has broken its connections.
-    ("criu", "criu"): ENDED,
-    ("criu", "child"): ENDED,
-    ("criu", "container"): ENDED,
-    ("restore", "call"): DONE,
-    ("restore", "child"): WHOLE,
-    ("restore", "container"): WHOLE,
-    ("restore", "helper"): DONE,
-    ("unlock", "call"): DONE,
-    ("unlock", "child"): WHOLE,
-    ("unlock", "container"): WHOLE,
-    ("unlock", "helper"): DONE,
+    "criu": {"criu": ENDED, "child": ENDED, "container": ENDED},
+    "restore": outcomes(DONE, WHOLE),
+    "unlock": outcomes(DONE, WHOLE),
 }
-RESTORES = {
-    ("restore", "call"): WAITS,
-    ("restore", "child"): ENDED,
-    ("restore", "container"): ENDED,
-    ("restore", "helper"): DONE,
-    # Processes that run have been unlocked.
-    ("unlock", "call"): DONE,
-    ("unlock", "child"): ENDED,
-    ("unlock", "container"): ENDED,
-    ("unlock", "helper"): DONE,
-}
+# Processes that run have been unlocked.
+RESTORES = {"restore": outcomes(WAITS, ENDED), "unlock": outcomes(DONE, ENDED)}
 
 
-@pytest.mark.parametrize(("step", "target"), thinned(list(DUMPS)))
+def cases(found: dict[str, dict[str, Outcome]]) -> list[tuple[str, str, Outcome]]:
+    return thinned([(step, *each) for step in found for each in found[step].items()])
+
+
+@pytest.mark.parametrize(("step", "target", "expected"), cases(DUMPS))
 async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole_or_ended(
-    stage: Stage, step: str, target: str
+    stage: Stage, step: str, target: str, expected: Outcome
 ) -> None:
-    expected = DUMPS[step, target]
     source = stage.worker("child")
     if step == "criu":
         stage.criu_does("hang")
@@ -95,11 +83,10 @@ async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole
     wait_until(lambda: stage.left() == [], "the removal of what was left")
 
 
-@pytest.mark.parametrize(("step", "target"), thinned(list(RESTORES)))
+@pytest.mark.parametrize(("step", "target", "expected"), cases(RESTORES))
 async def test_a_part_that_is_killed_within_a_restore_leaves_no_process_without_its_devices(
-    stage: Stage, step: str, target: str
+    stage: Stage, step: str, target: str, expected: Outcome
 ) -> None:
-    expected = RESTORES[step, target]
     source = stage.worker("child")
     part = await stage.dump(source)
     source.end()

@@ -15,7 +15,7 @@ import pytest_asyncio
 from snapshot_shared.orders import Report
 from tests.process.killing import MIB, HaltedDump, prepared, thinned
 from tests.process.node import Container, Node
-from tests.support.agent_rig import fresh_uid
+from tests.support.agent_rig import failure_of, fresh_uid
 from tests.support.turns import TURN
 from tests.support.waiting import until
 
@@ -93,9 +93,8 @@ async def test_a_disk_that_becomes_full_fails_a_dump_by_name_and_its_worker_goes
             assert room > total - LAST * mmap.PAGESIZE
             continue
         failed += 1
-        assert report.failure is not None
-        assert report.failure.reason == "NoSpace", report.failure
-        assert str(disk.root) in report.failure.message
-        assert report.failure.values["free"] < mmap.PAGESIZE
-        assert report.failure.values["needed"] > 0
+        failure = failure_of(report, "NoSpace")
+        assert str(disk.root) in failure.message
+        assert failure.values["free"] < mmap.PAGESIZE
+        assert failure.values["needed"] > 0
     assert failed >= (OFFSETS - LAST) // TURNS // TURN.every

@@ -13,14 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from snapshot_agent.adapters.guard import RETURN_S
-from tests.process.killing import (
-    COMPENSATED_S,
-    DUMP_STEPS,
-    RESTORE_STEPS,
-    dump_in,
-    restore_in,
-    thinned,
-)
+from tests.process import killing
 from tests.process.node import Node
 from tests.support.waiting import until
 
@@ -80,14 +73,14 @@ def cases(steps: dict[str, str], targets: dict[str, Outcome]) -> list[tuple[str,
         for target in targets
         if step in ONLY_IN.get(target, steps) and step not in NOT_IN.get(target, ())
     ]
-    return thinned(found)
+    return killing.thinned(found)
 
 
-@pytest.mark.parametrize(("step", "target"), cases(DUMP_STEPS, DUMPS))
+@pytest.mark.parametrize(("step", "target"), cases(killing.DUMP_STEPS, DUMPS))
 async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole_or_ended(
     node: Node, step: str, target: str
 ) -> None:
-    halted = await dump_in(node, step)
+    halted = await killing.dump_in(node, step)
     expected = DUMPS[target]
     worker = halted.container
     is_locked = step not in ("begun", "frozen", "over")
@@ -97,7 +90,7 @@ async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole
     report = await halted.answered()
     await worker.becomes(expected.container)
     await halted.rests()
-    assert time.monotonic() - began < COMPENSATED_S
+    assert time.monotonic() - began < killing.COMPENSATED_S
     assert report.kind == expected.report, report
     assert halted.is_staged == (report.kind == "staged")
     if report.failure is not None:
@@ -108,11 +101,11 @@ async def test_a_part_that_is_killed_within_a_dump_leaves_a_worker_that_is_whole
         await until(lambda: said in worker.did(), "the worker's release")
 
 
-@pytest.mark.parametrize(("step", "target"), cases(RESTORE_STEPS, RESTORES))
+@pytest.mark.parametrize(("step", "target"), cases(killing.RESTORE_STEPS, RESTORES))
 async def test_a_part_that_is_killed_within_a_restore_leaves_no_process_half_restored(
     node: Node, step: str, target: str
 ) -> None:
-    halted = await restore_in(node, step)
+    halted = await killing.restore_in(node, step)
     expected = OTHERWISE.get((step, target), RESTORES[target])
     began = time.monotonic()
     await halted.kill(target)
@@ -120,7 +113,7 @@ async def test_a_part_that_is_killed_within_a_restore_leaves_no_process_half_res
     assert report.kind == expected.report, report
     await halted.container.becomes(expected.container)
     await halted.rests()
-    assert time.monotonic() - began < COMPENSATED_S
+    assert time.monotonic() - began < killing.COMPENSATED_S
     if report.failure is not None:
         assert report.failure.reason in expected.reasons
 
@@ -129,14 +122,14 @@ async def test_a_part_that_is_killed_within_a_restore_leaves_no_process_half_res
 async def test_a_guard_alone_lets_a_worker_go_on_whose_agent_was_killed(
     node: Node, step: str
 ) -> None:
-    halted = await dump_in(node, step)
+    halted = await killing.dump_in(node, step)
     began = time.monotonic()
     await node.kill_agent()
     halted.go_on()
     await halted.container.goes_on()
     assert time.monotonic() - began < RETURN_S
     await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
-    assert time.monotonic() - began < COMPENSATED_S
+    assert time.monotonic() - began < killing.COMPENSATED_S
     await halted.container.goes_on()
     assert node.left() == []
 
@@ -144,7 +137,7 @@ async def test_a_guard_alone_lets_a_worker_go_on_whose_agent_was_killed(
 async def test_a_worker_goes_on_whose_agent_and_helper_are_killed_while_its_dump_is_read(
     node: Node,
 ) -> None:
-    halted = await dump_in(node, "thawing")
+    halted = await killing.dump_in(node, "thawing")
     pages = halted.part / "pages-9.img"
     with pages.open("wb") as file:
         # It takes no memory, and minutes to read.
@@ -152,40 +145,36 @@ async def test_a_worker_goes_on_whose_agent_and_helper_are_killed_while_its_dump
     halted.go_on()
     await until(lambda: is_open(pages, node.agent_pid), "the agent, which reads what was written")
     await both_killed(node)
-    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
-    await halted.container.goes_on()
+    await halted.container.is_let_go()
 
 
 async def test_a_worker_whose_dump_has_failed_goes_on_when_agent_and_helper_are_killed(
     node: Node,
 ) -> None:
-    halted = await dump_in(node, "begun")
+    halted = await killing.dump_in(node, "begun")
     halted.go_on(status=3)
     assert (await halted.answered()).kind == "failed"
     await both_killed(node)
-    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
-    await halted.container.goes_on()
+    await halted.container.is_let_go()
 
 
 async def test_a_worker_goes_on_whose_agent_learned_nothing_of_a_helper_that_was_stopped(
     node: Node,
 ) -> None:
-    halted = await dump_in(node, "thawing")
+    halted = await killing.dump_in(node, "thawing")
     os.kill(node.agent_pid, signal.SIGSTOP)
     halted.go_on()
     await until(lambda: not node.children(), "the end of the dump")
-    assert node.helper is not None
     node.helper.terminate()
     await node.helper.wait()
     await node.kill_agent()
-    await until(lambda: "snapshot-aborted" in halted.container.did(), "the worker's release")
-    await halted.container.goes_on()
+    await halted.container.is_let_go()
 
 
 async def test_a_worker_goes_on_while_a_helper_that_was_stopped_waits_for_another_request(
     node: Node,
 ) -> None:
-    halted = await dump_in(node, "thawing")
+    halted = await killing.dump_in(node, "thawing")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         # Its child waits for the request.
         other.connect(str(node.socket))
@@ -193,7 +182,6 @@ async def test_a_worker_goes_on_while_a_helper_that_was_stopped_waits_for_anothe
         os.kill(node.agent_pid, signal.SIGSTOP)
         halted.go_on()
         await until(lambda: len(node.children()) == 1, "the end of the dump")
-        assert node.helper is not None
         node.helper.terminate()
         await node.kill_agent()
         did = halted.container.did
@@ -216,17 +204,14 @@ def is_open(path: Path, pid: int) -> bool:
 
 async def both_killed(node: Node) -> None:
     await node.kill_agent()
-    assert node.helper is not None
-    node.helper.kill()
-    await node.helper.wait()
+    await node.kill_helper()
 
 
 async def test_a_guard_alone_ends_a_worker_whose_agent_and_helper_were_killed_with_criu(
     node: Node,
 ) -> None:
-    halted = await dump_in(node, "pages")
+    halted = await killing.dump_in(node, "pages")
     await node.kill_agent()
-    assert node.helper is not None
     members = [node.helper.pid, halted.child.pid, halted.criu.pid]
     for pid in members:
         os.kill(pid, signal.SIGKILL)

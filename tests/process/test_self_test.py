@@ -104,9 +104,7 @@ async def test_the_presence_of_a_node_says_why_it_does_not_have_the_driver(
         well = await says(fit=True)
         assert "criu" not in [each.driver for each in well.unready]
         assert well.criu
-        assert node.helper is not None
-        node.helper.kill()
-        await node.helper.wait()
+        await node.kill_helper()
         fail(node.programs / "criu", criu, "dump")
         await node.start_helper()
         unfit = await says(fit=False)

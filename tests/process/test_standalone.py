@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,11 +18,15 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
-from snapshot_shared.orders import RestoreOrder
+from snapshot_shared.orders import DumpOrder
+from tests.bench import engines
+from tests.integration.gms.test_run import ask
 from tests.integration.snapshotctl.conftest import Cli, needs_engines
 from tests.process import node as nodes
-from tests.process.node import INIT, PYTHON, WORKER, Node, Pause
+from tests.process.node import INIT, PYTHON, WORKER, Node, Pause, are_whole
 from tests.support.agent_rig import Pod, fresh_uid, is_gone
+from tests.support.live_cluster import LiveCluster, find, snapshot
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 pytestmark = [
@@ -58,23 +63,23 @@ class PlainNode(Node):
         words = [PYTHON, str(WORKER), "--heap-mib", "8", "--folder", "/dev/shm/data", "--port", "0"]
         pod = self.pod(name=name, command=words)
         order = replace(self.run_order(pod, standby=waits), driver="criu")
-        report = await self.carry_out(order)
-        assert report.kind == "started", report
+        await self.done(order, "started")
         wanted = "waiting for a restore" if waits else "count"
         await until(lambda: wanted in log_of(pod), f"the start of {name}")
         return pod
 
-    async def restored(self, pod: Pod, artifact: Any) -> RestoreOrder:
-        order = self.restore_order(pod, artifact)
-        report = await self.carry_out(order)
-        assert report.kind == "restored", report
-        return order
+    async def halted(self, worker: Pod) -> tuple[Pause, DumpOrder]:
+        """Dump a worker until CRIU has written its images."""
+        prepared = await self.prepared(worker, content := fresh_uid())
+        pause = Pause(self.programs, "post-dump")
+        dump = self.dump_order(worker, content, prepared.vector)
+        await self.send(dump)
+        await pause.reached()
+        return pause, dump
 
 
 @pytest_asyncio.fixture
 async def node(criu: Path, nats_url_session: str) -> AsyncIterator[Node]:
-    if why := nodes.lacking():
-        pytest.skip(why)
     async with nodes.opened(nats_url_session, PlainNode, parent=None) as made:
         await made.process()
         yield made
@@ -95,11 +100,7 @@ async def goes_on(pod: Pod) -> list[dict[str, Any]]:
     """Wait for more counts of a worker, whose connections, memory and files have to be whole."""
     before = len(lines_of(pod))
     await until(lambda: len(lines_of(pod)) > before + 2, f"another count of {pod.ref.name}")
-    for line in lines_of(pod)[before:]:
-        for way in ("child", "tcp", "named", "anonymous"):
-            assert line[way] == line["count"], line
-        assert line["ghost"] == "still here"
-        assert line["heap"] in (True, None)
+    are_whole(lines_of(pod)[before:])
     return lines_of(pod)[before:]
 
 
@@ -113,8 +114,6 @@ async def goes_on(pod: Pod) -> list[dict[str, Any]]:
 def test_a_demo_loses_a_node_and_its_worker_goes_on_as_the_process_that_it_was(
     criu: Path, tmp_path: Path, options: Sequence[str], count: int
 ) -> None:
-    if why := nodes.lacking():
-        pytest.skip(why)
     cli = Cli(tmp_path)
     out = cli.ok("demo", *options, "--driver", "criu").out
     assert f"all {count} answers are the same, byte for byte" in out
@@ -126,8 +125,6 @@ def test_a_demo_loses_a_node_and_its_worker_goes_on_as_the_process_that_it_was(
 def test_a_worker_that_was_restored_is_asked_and_has_programs_beside_it(
     criu: Path, tmp_path: Path
 ) -> None:
-    if why := nodes.lacking():
-        pytest.skip(why)
     cli = Cli(tmp_path)
     try:
         out = cli.ok("demo", *SHORT, "--driver", "criu", "--keep").out
@@ -155,60 +152,39 @@ def test_a_worker_that_was_restored_is_asked_and_has_programs_beside_it(
 async def test_a_plain_process_waits_in_its_place_until_it_is_restored(node: PlainNode) -> None:
     source = await node.worker("source")
     artifact = await node.captured(source, fresh_uid())
-    assert (await node.carry_out(node.stop_order(source))).kind == "stopped"
+    await node.done(node.stop_order(source), "stopped")
     target = await node.worker("target", waits=True)
-    placed = await node.carry_out(node.place_order(target, artifact))
-    assert placed.kind == "placed", placed
+    await node.done(node.place_order(target, artifact), "placed")
     lines = await goes_on(target)
     assert not any("restored" in line["did"] for line in lines)
-    await node.restored(target, artifact)
+    await node.done(node.restore_order(target, artifact), "restored")
     await goes_on(target)
     assert [line["did"] for line in lines_of(target) if line["did"]][-1] == "restored 1"
 
 
-async def test_a_plain_process_goes_on_in_another_pod_and_ends_with_its_code(
+async def test_a_plain_process_goes_on_in_other_pods_one_after_another_and_ends_with_its_code(
     node: PlainNode,
 ) -> None:
-    source = await node.worker("source")
-    content = fresh_uid()
-    artifact = await node.captured(source, content)
-    counted = (await goes_on(source))[-1]["count"]
-    assert (await node.carry_out(node.stop_order(source))).kind == "stopped"
-
-    target = await node.worker("target", waits=True)
-    await node.restored(target, artifact)
-    assert (await goes_on(target))[0]["count"] < counted
-    os.kill(target.pid(node.journal), 0)
-
-    run = node.run_order(target)
-    assert (await node.carry_out(node.stop_order(target))).kind == "stopped"
-    exited = await node.answer(run, "exited")
-    assert exited.exit_codes == {"main": 7}
-    assert node.left() == []
-
-
-async def test_a_restored_plain_process_is_captured_and_restored_again(node: PlainNode) -> None:
-    artifact = None
     pod = await node.worker("first")
     for name in ("second", "third"):
         artifact = await node.captured(pod, fresh_uid())
-        assert (await node.carry_out(node.stop_order(pod))).kind == "stopped"
+        counted = (await goes_on(pod))[-1]["count"]
+        await node.done(node.stop_order(pod), "stopped")
         pod = await node.worker(name, waits=True)
-        await node.restored(pod, artifact)
-        await goes_on(pod)
+        await node.done(node.restore_order(pod, artifact), "restored")
+        assert (await goes_on(pod))[0]["count"] < counted
+    os.kill(pod.pid(node.journal), 0)
+    await node.done(node.stop_order(pod), "stopped")
+    exited = await node.answer(node.run_order(pod), "exited")
+    assert exited.exit_codes == {"main": 7}
+    assert node.left() == []
 
 
 async def test_a_plain_process_goes_on_when_its_agent_is_killed_while_it_is_dumped(
     node: PlainNode,
 ) -> None:
     worker = await node.worker("worker")
-    content = fresh_uid()
-    prepared = await node.carry_out(node.prepare_order(worker, content))
-    assert prepared.kind == "prepared", prepared
-    pause = Pause(node.programs, "post-dump")
-    dump = node.dump_order(worker, content, prepared.vector)
-    await node.send(dump)
-    await pause.reached()
+    pause, dump = await node.halted(worker)
     await node.kill_agent()
     pause.end()
     await until(lambda: "snapshot-aborted" in log_of(worker), "the worker's release")
@@ -229,16 +205,9 @@ async def test_a_plain_process_ends_with_the_program_that_started_it(node: Plain
     await until(lambda: is_gone(first.pid), "the end of the worker")
 
 
-async def test_a_plain_process_that_ends_while_it_is_dumped_leaves_nothing(
-    node: PlainNode,
-) -> None:
+async def test_a_plain_process_that_ends_while_it_is_dumped_leaves_nothing(node: PlainNode) -> None:
     worker = await node.worker("worker")
-    content = fresh_uid()
-    prepared = await node.carry_out(node.prepare_order(worker, content))
-    pause = Pause(node.programs, "post-dump")
-    dump = node.dump_order(worker, content, prepared.vector)
-    await node.send(dump)
-    await pause.reached()
+    pause, dump = await node.halted(worker)
     first = procfs.child_of(worker.pid(node.journal))
     assert first is not None
     procfs.send(first, signal.SIGKILL)
@@ -249,3 +218,35 @@ async def test_a_plain_process_that_ends_while_it_is_dumped_leaves_nothing(
     assert (await node.answer(node.run_order(worker), "exited")).exit_code == 137
     await until(lambda: node.left() == [], "the removal of what was left")
     assert "Traceback" not in (node.folder / "agent.log").read_text()
+
+
+@pytest.mark.parametrize("driver", ["cooperative", "criu"])
+async def test_a_server_of_others_is_captured_and_restored_as_it_is(
+    criu: Path, tmp_path: Path, driver: str
+) -> None:
+    [moto] = [each for each in engines.engines() if each.row == f"moto's server as it is, {driver}"]
+    port = free_port()
+    stored = f"http://127.0.0.1:{port}/bucket/key"
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    cluster = LiveCluster(tmp_path, tools=criu.parents[1])
+    try:
+        await cluster.up(engines.SOURCE, engines.TARGET)
+        async with cluster.session() as session:
+            await session.apply(engines.pod(moto, "source", folder, port))
+            await session.reaches("Pod", "source")
+            await asyncio.to_thread(ask, stored.rpartition("/")[0], "PUT")
+            await asyncio.to_thread(ask, stored, "PUT", b"what was stored")
+            await session.apply(snapshot("source", "source", "Terminate", driver=driver))
+            await session.reaches("Snapshot", "source")
+            await session.until(
+                lambda values: find(values, "Pod", "source").status.phase != "Running", "its end"
+            )
+            # A restored engine has only what was captured.
+            (folder / "moto_recording").unlink(missing_ok=True)
+            await session.apply(engines.pod(moto, "again", folder, port, "source"))
+            await session.reaches("Pod", "again")
+            assert await asyncio.to_thread(ask, stored) == b"what was stored"
+    finally:
+        left = await cluster.down()
+    assert left == []

@@ -21,9 +21,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from snapshot_agent.adapters import procfs
 from snapshot_agent.main import serve
 from snapshot_shared import subjects
-from snapshot_shared.api import PodsReply, PodsRequest, TemplateReply, TemplateRequest
+from snapshot_shared.api import (
+    Fault,
+    PodsReply,
+    PodsRequest,
+    SimReply,
+    SimRequest,
+    TemplateReply,
+    TemplateRequest,
+)
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.errors import BusUnavailable, Failure, NotFound
@@ -72,26 +81,38 @@ def worker_spec(*arguments: str, **more: Any) -> dict[str, Any]:
     return msgspec.to_builtins(msgspec.convert({"containers": [container]}, PodSpec))  # type: ignore[no-any-return]
 
 
-class Pod:
+class Home:
+    """The folder of a tiny worker, and what that has written there."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.control = home / "control"
+
+    def events(self) -> list[str]:
+        return self._text("events").splitlines()
+
+    def beats(self) -> str:
+        return self._text("beats")
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.home / name).read_text()
+        except FileNotFoundError:
+            return ""
+
+    async def goes_on(self) -> None:
+        """Wait until the worker has written once more."""
+        before = self.beats()
+        await until(lambda: self.beats() != before, "another beat")
+
+
+class Pod(Home):
     """A pod of the test: its reference, its spec, and where its files lie."""
 
     def __init__(self, rig: Rig, spec: dict[str, Any], name: str) -> None:
         self.ref = PodRef(namespace="default", name=name, uid=fresh_uid())
         self.spec = spec
-        self.home = rig.state / "pods" / self.ref.uid / "main"
-        self.control = self.home / "control"
-
-    def events(self) -> list[str]:
-        try:
-            return (self.home / "events").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-
-    def beats(self) -> str:
-        try:
-            return (self.home / "beats").read_text()
-        except FileNotFoundError:
-            return ""
+        super().__init__(rig.state / "pods" / self.ref.uid / "main")
 
     def pid(self, journal: Path) -> int:
         """The process that the worker has now."""
@@ -212,6 +233,13 @@ class Rig:
                 except (BusUnavailable, NotFound):
                     await asyncio.sleep(0.02)
 
+    async def arm(self, verb: str, step: str) -> None:
+        """Have the agent crash at a step of its next order."""
+        request = SimRequest(arm=Fault(action="crash", step=step, verb=verb))
+        subject = subjects.rpc(self.node, "agent", "sim")
+        answer = await self.bus.request(subject, encode_json(request), timeout_s=5.0)
+        assert decode_json(answer, SimReply).failure is None
+
     async def status(self) -> dict[str, Any]:
         subject = subjects.rpc(self.node, "agent", "status")
         return json.loads(await self.bus.request(subject, b""))  # type: ignore[no-any-return]
@@ -263,7 +291,7 @@ class Rig:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.bus.close()
-        _end_everything_below(self.state)
+        end_everything_below(self.state)
 
     async def send(self, order: Order) -> None:
         """Publish an order as the operator does."""
@@ -293,11 +321,15 @@ class Rig:
         await self.send(order)
         return await self.answer(order)
 
-    async def refused(self, order: Order, reason: str, *, kind: str = "failed") -> Failure:
-        """Send an order that ends with a failure of this reason."""
+    async def done(self, order: Order, kind: str) -> Report:
+        """Send an order that ends as this."""
         report = await self.carry_out(order)
         assert report.kind == kind, report
-        return failure_of(report, reason)
+        return report
+
+    async def refused(self, order: Order, reason: str, *, kind: str = "failed") -> Failure:
+        """Send an order that ends with a failure of this reason."""
+        return failure_of(await self.done(order, kind), reason)
 
     # Orders.
 
@@ -337,8 +369,7 @@ class Rig:
         """Give a pod whose worker is up (and ready, unless it waits or was told otherwise)."""
         pod = self.pod(*arguments)
         order = self.run_order(pod, standby=standby)
-        report = await self.carry_out(order)
-        assert report.kind == "started", report
+        await self.done(order, "started")
         if not standby and "--never-ready" not in arguments:
             await self.answer(order, "ready")
         await until(lambda: len(pod.events()) > int(standby), "the start of the worker")
@@ -384,19 +415,24 @@ class Rig:
 
     async def staged(self, pod: Pod, content: str, **fields: Any) -> tuple[Report, Report]:
         """Prepare and dump without devices; the worker is still held."""
-        prepared = await self.carry_out(self.prepare_order(pod, content, **fields))
-        assert prepared.kind == "prepared", prepared
-        dumped = await self.carry_out(self.dump_order(pod, content, prepared.vector, **fields))
-        assert dumped.kind == "staged", dumped
-        return prepared, dumped
+        prepared = await self.prepared(pod, content, **fields)
+        dump = self.dump_order(pod, content, prepared.vector, **fields)
+        return prepared, await self.done(dump, "staged")
+
+    async def prepared(self, pod: Pod, content: str, **fields: Any) -> Report:
+        """Prepare a capture; the worker is held."""
+        return await self.done(self.prepare_order(pod, content, **fields), "prepared")
+
+    async def held(self, *arguments: str, **fields: Any) -> tuple[Pod, str, Report]:
+        """Give a worker that is prepared for a capture, and what was reported of that."""
+        pod, content = await self.running(*arguments), fresh_uid()
+        return pod, content, await self.prepared(pod, content, **fields)
 
     async def captured(self, pod: Pod, content: str, **fields: Any) -> ArtifactRef:
         """Capture a worker whole and release it; `fields` are those of the driven orders."""
         prepared, dumped = await self.staged(pod, content, **fields)
-        sealed = await self.carry_out(self.seal_order(pod, prepared, dumped.part))
-        assert sealed.kind == "sealed", sealed
-        released = await self.carry_out(self.release_order(pod, content, **fields))
-        assert released.kind == "released", released
+        sealed = await self.done(self.seal_order(pod, prepared, dumped.part), "sealed")
+        await self.done(self.release_order(pod, content, **fields), "released")
         return artifact_of(content, sealed)
 
     def place_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> PlaceOrder:
@@ -453,6 +489,12 @@ def is_gone(pid: int) -> bool:
     return state_of(pid) in "XZ"
 
 
+def zombies_of(pid: int) -> set[int]:
+    """The children of a process that have ended and that it has not reaped."""
+    found = [procfs.read(int(each.name)) for each in Path("/proc").glob("[0-9]*")]
+    return {each.pid for each in found if each and each.parent == pid and each.state == "Z"}
+
+
 def below(folder: Path) -> Mapping[int, str]:
     """The running processes that have the folder in their environment or arguments."""
     found = {}
@@ -468,7 +510,7 @@ def below(folder: Path) -> Mapping[int, str]:
     return found
 
 
-def _end_everything_below(state: Path) -> None:
+def end_everything_below(state: Path) -> None:
     for pid in below(state):
         if pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):

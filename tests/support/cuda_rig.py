@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from snapshot_agent.domain.cuda import State
+from snapshot_shared.orders import PodRef, PresenceDevice
+from tests.support import builders
 from tests.support.forks import forks
 
 HERE = Path(__file__).parent / "fake_cuda"
@@ -111,6 +113,18 @@ class Foreign(Worker):
     def free(self) -> None:
         self.ping("free")
         assert self.answer() == "freed"
+
+
+class GivenDevices:
+    """The port `PodDevices`: what the kubelet gave to every container, while it answers."""
+
+    def __init__(self, *uuids: str) -> None:
+        self.uuids = [*uuids]
+        self.answers = True
+
+    async def of(self, _pod: PodRef) -> list[PresenceDevice] | None:
+        given = [builders.device(index=n, uuid=uuid) for n, uuid in enumerate(self.uuids)]
+        return given if self.answers else None
 
 
 class ThisProcess:

@@ -22,9 +22,7 @@ from snapshot_agent.ports import Dump, Stage, Worker
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import NoSpace
-from snapshot_shared.orders import (
-    VectorEntry,
-)
+from snapshot_shared.orders import VectorEntry
 from tests.support.agent_rig import Rig, failure_of, fresh_uid, is_gone, state_of
 from tests.support.waiting import until
 
@@ -73,15 +71,19 @@ async def test_progress_reports_rising_bytes_up_to_the_size_of_the_part(rig: Rig
     assert done[-1] == dumped.part.bytes
 
 
-async def test_a_worker_is_quiet_and_held_until_its_release(node: Rig) -> None:
+async def test_a_worker_is_quiet_and_held_until_its_release_which_says_for_how_long(
+    node: Rig,
+) -> None:
     pod, content = await node.running(), fresh_uid()
+    before = time.monotonic()
     await node.staged(pod, content)
     assert len(node.guards()) == 1
     (held,) = (await node.status())["captures"]
     assert (held["content"], held["attempt"]) == (content, 1)
     assert 0 < held["ends_in_s"] <= 600
     assert pod.events()[-1] == "quiesced 1"
-    await node.carry_out(node.release_order(pod, content))
+    goes_on = await node.carry_out(node.release_order(pod, content))
+    assert 0 < goes_on.paused_s < time.monotonic() - before
     assert (await node.status())["captures"] == []
 
 
@@ -89,22 +91,10 @@ async def test_a_worker_whose_policy_is_terminate_gets_its_report_and_is_ended(n
     pod, content = await node.running(), fresh_uid()
     await node.staged(pod, content)
     order = node.release_order(pod, content, policy="Terminate")
-    assert (await node.carry_out(order)).kind == "released"
+    assert (await node.done(order, "released")).paused_s == 0
     assert is_gone(pod.pid(node.journal))
     exited = await node.answer(node.run_order(pod), "exited")
     assert exited.exit_code == 128 + signal.SIGTERM
-
-
-async def test_a_release_reports_for_how_long_a_worker_that_goes_on_was_quiet(node: Rig) -> None:
-    pod, content = await node.running(), fresh_uid()
-    before = time.monotonic()
-    await node.staged(pod, content)
-    goes_on = await node.carry_out(node.release_order(pod, content))
-    assert 0 < goes_on.paused_s < time.monotonic() - before
-    ended = fresh_uid()
-    await node.staged(pod, ended)
-    order = node.release_order(pod, ended, policy="Terminate")
-    assert (await node.carry_out(order)).paused_s == 0
 
 
 async def test_a_worker_can_be_captured_again_and_old_state_does_not_come_along(rig: Rig) -> None:
@@ -137,7 +127,7 @@ async def test_a_container_is_free_again_when_the_memory_server_of_its_pod_does_
     order = node.prepare_order(pod, content)
     asked = msgspec.structs.replace(order, memory_server=True)
     assert (await node.refused(asked, "GmsUnavailable")).retryable
-    assert (await node.carry_out(msgspec.structs.replace(order, attempt=2))).kind == "prepared"
+    await node.done(msgspec.structs.replace(order, attempt=2), "prepared")
 
 
 async def test_a_worker_that_never_becomes_ready_is_left_as_it_was(node: Rig) -> None:
@@ -170,7 +160,7 @@ async def test_a_worker_that_never_becomes_quiet_is_killed_where_the_policy_says
 ) -> None:
     pod = await node.running("--never-quiet")
     order = node.prepare_order(pod, fresh_uid(), quiesce_s=0.3, on_failure="Kill")
-    assert (await node.carry_out(order)).kind == "failed"
+    await node.done(order, "failed")
     await node.answer(node.run_order(pod), "exited")
     assert is_gone(pod.pid(node.journal))
 
@@ -181,9 +171,8 @@ async def test_an_abort_that_says_so_ends_all_containers_of_the_pod_and_another_
     stuck, other = await node.running(), await node.running()
     for pod, on_failure in ((stuck, "Kill"), (other, "Resume")):
         content = fresh_uid()
-        assert (await node.carry_out(node.prepare_order(pod, content))).kind == "prepared"
-        abort = node.abort_order(pod, content, on_failure=on_failure)
-        assert (await node.carry_out(abort)).kind == "aborted"
+        await node.prepared(pod, content)
+        await node.done(node.abort_order(pod, content, on_failure=on_failure), "aborted")
     assert (await node.answer(node.run_order(stuck), "exited")).exit_code == 128 + signal.SIGKILL
     assert is_gone(stuck.pid(node.journal))
     assert not is_gone(other.pid(node.journal))
@@ -207,11 +196,17 @@ async def test_a_pod_of_another_uid_is_refused(node: Rig) -> None:
     assert pod.events()[-1].startswith("started")
 
 
-async def test_a_dump_of_another_plan_is_refused_and_the_worker_stays_held(node: Rig) -> None:
-    pod, content = await node.running(), fresh_uid()
-    prepared = await node.carry_out(node.prepare_order(pod, content))
-    vector = [*prepared.vector, VectorEntry(part="gpu-0", ordinal=0)]
-    await node.refused(node.dump_order(pod, content, vector), "NotEligible", kind="rejected")
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [([VectorEntry(part="gpu-0", ordinal=0)], {}), ([], {"driver": "respawn"})],
+    ids=["plan", "driver"],
+)
+async def test_a_dump_of_another_plan_or_driver_is_refused_and_the_worker_stays_held(
+    node: Rig, more: list[VectorEntry], fields: dict[str, Any]
+) -> None:
+    pod, content, prepared = await node.held()
+    order = node.dump_order(pod, content, [*prepared.vector, *more], **fields)
+    await node.refused(order, "NotEligible", kind="rejected")
     assert len((await node.status())["captures"]) == 1
     assert not node.generation(content).exists()
 
@@ -227,20 +222,11 @@ async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_wor
         await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 
-async def test_state_that_is_no_plain_file_fails_the_capture_by_its_name(node: Rig) -> None:
-    pod = await node.running("--odd-state")
-    failure = await node.refused(node.prepare_order(pod, fresh_uid()), "InvalidName")
-    assert "link" in failure.message
-    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-
-
 async def test_an_abort_lets_the_worker_go_on_and_keeps_the_attempt_from_coming_back(
     node: Rig,
 ) -> None:
-    pod, content = await node.running(), fresh_uid()
-    prepared = await node.carry_out(node.prepare_order(pod, content))
-    abort = node.abort_order(pod, content)
-    assert (await node.carry_out(abort)).kind == "aborted"
+    pod, content, prepared = await node.held()
+    await node.done(node.abort_order(pod, content), "aborted")
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     assert node.guards() == []
 
@@ -248,8 +234,7 @@ async def test_an_abort_lets_the_worker_go_on_and_keeps_the_attempt_from_coming_
         node.dump_order(pod, content, prepared.vector), "Superseded", kind="rejected"
     )
 
-    second = await node.carry_out(node.prepare_order(pod, content, 2))
-    assert second.kind == "prepared"
+    await node.prepared(pod, content, attempt=2)
 
 
 async def test_an_abort_ends_a_prepare_that_waits(node: Rig) -> None:
@@ -257,22 +242,13 @@ async def test_an_abort_ends_a_prepare_that_waits(node: Rig) -> None:
     order = node.prepare_order(pod, content)
     await node.send(order)
     await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
-    abort = node.abort_order(pod, content)
-    assert (await node.carry_out(abort)).kind == "aborted"
+    await node.done(node.abort_order(pod, content), "aborted")
     failure_of(await node.answer(order), "Aborted")
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert node.guards() == []
 
 
-async def test_an_abort_of_something_unknown_is_aborted(node: Rig) -> None:
-    content = fresh_uid()
-    abort = node.abort_order(None, content)
-    assert (await node.carry_out(abort)).kind == "aborted"
-
-
-async def test_a_worker_without_a_release_goes_on_at_the_deadline_of_the_hold(
-    node: Rig,
-) -> None:
+async def test_a_worker_without_a_release_goes_on_at_the_deadline_of_the_hold(node: Rig) -> None:
     pod, content = await node.running(), fresh_uid()
     order = node.prepare_order(pod, content, hold_s=5.0)
     prepared = await node.carry_out(order)
@@ -282,17 +258,13 @@ async def test_a_worker_without_a_release_goes_on_at_the_deadline_of_the_hold(
     log = node.state / "guards" / "log"
     assert not log.exists() or "freed" not in log.read_text()
     assert (node.generation(content) / "process" / "part.json").exists()
-    report = await node.carry_out(node.release_order(pod, content))
-    assert report.kind == "released"
+    report = await node.done(node.release_order(pod, content), "released")
     assert report.unconfirmed
     assert (await node.status())["captures"] == []
 
 
-async def test_a_release_that_comes_too_late_ends_the_worker_where_it_is_to_end(
-    node: Rig,
-) -> None:
-    pod, content = await node.running(), fresh_uid()
-    await node.carry_out(node.prepare_order(pod, content, hold_s=1.0))
+async def test_a_release_that_comes_too_late_ends_the_worker_where_it_is_to_end(node: Rig) -> None:
+    pod, content, _ = await node.held(hold_s=1.0)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     pid = pod.pid(node.journal)
     late = msgspec.structs.replace(node.release_order(pod, content), policy="Terminate")
@@ -300,10 +272,11 @@ async def test_a_release_that_comes_too_late_ends_the_worker_where_it_is_to_end(
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_a_release_of_nothing_held_is_released(node: Rig) -> None:
+async def test_a_release_of_nothing_held_and_an_abort_of_nothing_known_are_done(node: Rig) -> None:
     pod = await node.running()
-    assert (await node.carry_out(node.release_order(pod, fresh_uid()))).kind == "released"
+    await node.done(node.release_order(pod, fresh_uid()), "released")
     assert not (pod.control / control.COMPLETE).exists()
+    await node.done(node.abort_order(None, fresh_uid()), "aborted")
 
 
 async def test_a_worker_that_dies_while_it_is_held_does_not_stop_its_release(node: Rig) -> None:
@@ -312,7 +285,7 @@ async def test_a_worker_that_dies_while_it_is_held_does_not_stop_its_release(nod
     os.kill(pod.pid(node.journal), signal.SIGKILL)
     await node.answer(node.run_order(pod), "exited")
     await until(lambda: not node.guards(), "the end of the guard")
-    assert (await node.carry_out(node.release_order(pod, content))).kind == "released"
+    await node.done(node.release_order(pod, content), "released")
     assert sockets(node) == []
 
 
@@ -322,7 +295,7 @@ async def test_a_guard_that_dies_is_replaced(node: Rig) -> None:
     (first,) = node.guards()
     os.kill(first, signal.SIGKILL)
     await until(lambda: node.guards() not in ([], [first]), "another guard")
-    assert (await node.carry_out(node.release_order(pod, content))).kind == "released"
+    await node.done(node.release_order(pod, content), "released")
     assert node.guards() == []
 
 
@@ -360,14 +333,12 @@ async def test_a_worker_whose_dump_was_undone_is_not_given_to_the_program_again(
     log = tmp_path / "undone"
     monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, fails))
     async with rig.agent():
-        pod, content = await rig.running(), fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        pod, content, prepared = await rig.held()
         await rig.refused(rig.dump_order(pod, content, prepared.vector), "NoSpace")
         assert log.read_text() == "undone\n"
     if returns:
         async with rig.agent():
-            abort = rig.abort_order(pod, content)
-            assert (await rig.carry_out(abort)).kind == "aborted"
+            await rig.done(rig.abort_order(pod, content), "aborted")
     # By its guard, where no agent returns.
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     assert log.read_text() == "undone\n"
@@ -386,8 +357,7 @@ async def test_a_worker_that_its_driver_is_done_with_is_not_given_to_the_program
     log = tmp_path / "undone"
     monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, reads))
     async with rig.agent():
-        pod, content = await rig.running(), fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        pod, content, prepared = await rig.held()
         await rig.send(rig.dump_order(pod, content, prepared.vector))
         await asyncio.wait_for(is_done.wait(), 5)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
@@ -409,12 +379,10 @@ async def test_an_abort_lasts_as_long_as_a_driver_may_take_to_let_a_worker_go(
     monkeypatch.setattr(captures, "LET_GO_S", 0.2)
     monkeypatch.setattr(captures, "UNDO_S", 0.2)
     async with rig.agent():
-        pod, content = await rig.running(), fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content))
+        pod, content, prepared = await rig.held()
         await rig.send(rig.dump_order(pod, content, prepared.vector))
         await asyncio.wait_for(begun.wait(), 5)
-        abort = rig.abort_order(pod, content)
-        assert (await rig.carry_out(abort)).kind == "aborted"
+        await rig.done(rig.abort_order(pod, content), "aborted")
         assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert set(log.read_text().split()) == {"undone"}
 
@@ -458,9 +426,7 @@ async def test_what_is_not_as_it_was_staged_is_not_sealed(
 async def test_an_artifact_is_verified_whole_and_a_flipped_bit_is_named(node: Rig) -> None:
     pod, content = await node.running("--state-bytes", str(9 * 1024 * 1024)), fresh_uid()
     artifact = await node.captured(pod, content)
-    verify = node.verify_order(artifact)
-    report = await node.carry_out(verify)
-    assert report.kind == "verified"
+    report = await node.done(node.verify_order(artifact), "verified")
     assert report.bytes > 9 * 1024 * 1024
     assert report.proven is not None
     assert report.proven.bytes == report.bytes
@@ -484,49 +450,20 @@ async def test_delete_removes_one_generation_and_nothing_beside_it(node: Rig) ->
     beside = node.generation(content).parent / "gen-2"
     beside.mkdir()
 
-    assert (await node.carry_out(node.delete_order(content))).kind == "deleted"
+    await node.done(node.delete_order(content), "deleted")
     assert not node.generation(content).exists()
     assert beside.exists()
     assert node.generation(other).exists()
-    assert (await node.carry_out(node.delete_order(content, 2))).kind == "deleted"
+    await node.done(node.delete_order(content, 2), "deleted")
 
 
 async def test_what_was_deleted_is_not_written_again_by_an_order_that_comes_late(node: Rig) -> None:
-    pod, content = await node.running(), fresh_uid()
-    prepared = await node.carry_out(node.prepare_order(pod, content))
-    assert (await node.carry_out(node.delete_order(content))).kind == "deleted"
+    pod, content, prepared = await node.held()
+    await node.done(node.delete_order(content), "deleted")
     await node.refused(
         node.dump_order(pod, content, prepared.vector), "Superseded", kind="rejected"
     )
     assert not node.generation(content).exists()
-
-
-@pytest.mark.parametrize("payload", [b"\xff\xfe not json", b"{}", b'{"type":"snapback.v1.run"}'])
-async def test_a_poison_order_is_refused_and_the_next_one_is_served(
-    rig: Rig, payload: bytes
-) -> None:
-    async with rig.agent(), rig.bus.listening(f"snap.dead.{rig.node}") as dead:
-        poison = f"run-{fresh_uid()}"
-        await rig.bus.publish(f"snap.order.{rig.node}.agent.{poison}", payload)
-        message = await asyncio.wait_for(dead.get(), 10)
-        assert json.loads(message.data)["failure"]["reason"] == "InvalidMessage"
-        rejected = await rig.heard(lambda report: report.order == poison)
-        assert rejected.kind == "rejected"
-        await rig.running()
-
-
-async def test_a_repeated_order_is_answered_from_the_record_and_not_carried_out_again(
-    node: Rig,
-) -> None:
-    pod, content = await node.running(), fresh_uid()
-    await node.staged(pod, content)
-    release = node.release_order(pod, content)
-    first = await node.carry_out(release)
-    (pod.control / control.COMPLETE).unlink()
-    node.reports.clear()
-    again = await node.carry_out(release)
-    assert msgspec.structs.astuple(again) == msgspec.structs.astuple(first)
-    assert not (pod.control / control.COMPLETE).exists()
 
 
 async def test_a_worker_that_polls_learns_how_a_capture_ended_just_before_the_next_one(
@@ -536,6 +473,5 @@ async def test_a_worker_that_polls_learns_how_a_capture_ended_just_before_the_ne
     await node.staged(pod, content := fresh_uid())
     await node.carry_out(node.release_order(pod, content))
     # The worker has not looked yet, and the files of the capture before go.
-    prepared = await node.carry_out(node.prepare_order(pod, fresh_uid()))
-    assert prepared.kind == "prepared"
+    await node.prepared(pod, fresh_uid())
     assert pod.events()[1:] == ["quiesced 1", "snapshot-complete 1, missed", "quiesced 1"]

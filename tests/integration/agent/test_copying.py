@@ -64,7 +64,7 @@ def fill(folder: Path, *sizes: int) -> None:
         (folder / f"file-{number}").write_bytes(random.Random(number).randbytes(size))
 
 
-async def test_every_file_has_the_digests_of_its_chunks_in_their_order(
+async def test_every_file_has_the_digests_of_its_chunks_in_their_order_and_passes_with_them(
     folder: Path, part: int
 ) -> None:
     fill(folder, *SIZES)
@@ -73,9 +73,12 @@ async def test_every_file_has_the_digests_of_its_chunks_in_their_order(
     async def note(count: int) -> None:
         done.append(count)
 
-    assert await digested(part, ByteCounter(note)) == entries_of(folder)
+    found = await digested(part, ByteCounter(note))
+    assert found == entries_of(folder)
     assert done == sorted(done)
-    assert done[-1] == sum(SIZES)
+    counter = ByteCounter(ignored)
+    await read_checked(part, found, counter)
+    assert done[-1] == counter.done == sum(SIZES)
 
 
 async def test_whatever_was_written_while_the_disk_wrote_the_digests_are_of_what_is_there(
@@ -201,10 +204,3 @@ async def test_a_byte_that_changed_is_found_in_its_chunk_and_nothing_reads_on(
     assert caught.value.values["file"] == entries[-1].name
     assert caught.value.values["chunk"] == chunk
     assert not calls_under_way()
-
-
-async def test_files_that_are_as_they_were_pass(folder: Path, part: int) -> None:
-    fill(folder, *SIZES)
-    counter = ByteCounter(ignored)
-    await read_checked(part, entries_of(folder), counter)
-    assert counter.done == sum(SIZES)

@@ -21,21 +21,13 @@ def catches_sigterm(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) & 1 << (signal.SIGTERM - 1))
 
 
-async def beats_again(pod: Pod) -> None:
-    before = pod.beats()
-    await until(lambda: pod.beats() != before, "another beat")
-
-
 async def prepared_by_a_process(rig: Rig) -> tuple[asyncio.subprocess.Process, Pod, str]:
     process = await rig.process()
-    pod, content = await rig.running(), fresh_uid()
-    assert (await rig.carry_out(rig.prepare_order(pod, content))).kind == "prepared"
+    pod, content, _ = await rig.held()
     return process, pod, content
 
 
-async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_killed(
-    rig: Rig,
-) -> None:
+async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_killed(rig: Rig) -> None:
     process, pod, _ = await prepared_by_a_process(rig)
     pid = pod.pid(rig.journal)
     # As if the agent had died in the middle of a dump.
@@ -54,8 +46,7 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     rig: Rig,
 ) -> None:
     process = await rig.process()
-    pod, content = await rig.running("--state-bytes", str(2**28)), fresh_uid()
-    prepared = await rig.carry_out(rig.prepare_order(pod, content))
+    pod, content, prepared = await rig.held("--state-bytes", str(2**28))
     pid = pod.pid(rig.journal)
     dump = replace(rig.dump_order(pod, content, prepared.vector), deadline_s=1.0)
     await rig.send(dump)
@@ -65,7 +56,7 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     assert state_of(pid) == "T"
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=30.0)
     await until(lambda: not rig.guards(), "the end of the guard")
-    await beats_again(pod)
+    await pod.goes_on()
     os.kill(process.pid, signal.SIGCONT)
     assert (await rig.answer(dump)).kind == "failed"
     released = await rig.carry_out(rig.release_order(pod, content))
@@ -83,9 +74,8 @@ async def test_an_agent_that_returns_in_time_takes_the_guard_over_and_the_hold_g
     assert rig.guards() == [guard]
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
     prepared = await rig.answer(rig.prepare_order(pod, content))
-    dumped = await rig.carry_out(rig.dump_order(pod, content, prepared.vector))
-    assert dumped.kind == "staged"
-    assert (await rig.carry_out(rig.release_order(pod, content))).kind == "released"
+    await rig.done(rig.dump_order(pod, content, prepared.vector), "staged")
+    await rig.done(rig.release_order(pod, content), "released")
     await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
     assert rig.guards() == []
 
@@ -97,8 +87,8 @@ async def test_an_agent_that_returns_without_a_guard_arms_another(rig: Rig) -> N
     os.kill(guard, signal.SIGKILL)
     await killed(process)
     await rig.process()
-    assert len(rig.guards()) == 1
-    assert rig.guards() != [guard]
+    (another,) = rig.guards()
+    assert another != guard
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
 
 
@@ -112,8 +102,7 @@ async def test_an_agent_that_returns_after_the_guard_has_acted_reports_the_relea
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     await killed(process)
     await rig.process()
-    report = await rig.carry_out(rig.release_order(pod, content))
-    assert report.kind == "released"
+    report = await rig.done(rig.release_order(pod, content), "released")
     assert report.unconfirmed
     assert (await rig.status())["captures"] == []
 
@@ -134,12 +123,9 @@ async def test_a_prepare_that_was_cut_off_is_undone_and_failed_retryably(rig: Ri
     assert (await rig.status())["captures"] == []
 
 
-async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on(
-    rig: Rig,
-) -> None:
+async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on(rig: Rig) -> None:
     process = await rig.process()
-    pod, content = await rig.running("--state-bytes", str(256 * 1024 * 1024)), fresh_uid()
-    prepared = await rig.carry_out(rig.prepare_order(pod, content))
+    pod, content, prepared = await rig.held("--state-bytes", str(256 * 1024 * 1024))
     order = rig.dump_order(pod, content, prepared.vector)
     await rig.send(order)
     copy = rig.generation(content) / "process" / "weights.bin"
@@ -149,7 +135,7 @@ async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on
     await rig.process()
     failure_of(await rig.answer(order), "OutcomeUnknown")
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
-    await beats_again(pod)
+    await pod.goes_on()
     assert rig.guards() == []
     assert not (copy.parent / "part.json").exists()
 
@@ -162,26 +148,11 @@ async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> No
         await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert rig.guards() == []
-    await beats_again(pod)
+    await pod.goes_on()
     async with rig.agent():
         report = await rig.answer(order)
     assert report.failure is not None
     assert report.failure.reason == "ServiceStopped"
-
-
-async def test_an_order_that_ended_before_a_restart_is_answered_from_the_record(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        order = rig.run_order(pod)
-    rig.reports.clear()
-    async with rig.agent():
-        # Deleting and publishing again is what a second delivery looks like.
-        found = await rig.bus.last("ORDERS", f"snap.order.{rig.node}.agent.{order.order}")
-        assert found is not None
-        await rig.bus.delete("ORDERS", found[0])
-        await rig.send(order)
-        assert (await rig.answer(order)).kind == "started"
-    assert pod.events() == ["started "]
 
 
 async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
@@ -205,7 +176,7 @@ async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
     finally:
         lonely.terminate()
         assert await asyncio.wait_for(lonely.wait(), 10) == 0
-    await beats_again(pod)
+    await pod.goes_on()
 
 
 async def test_only_one_agent_works_with_a_state_folder(node: Rig) -> None:

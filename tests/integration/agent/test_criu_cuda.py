@@ -13,48 +13,26 @@ import pytest_asyncio
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.criu_cuda import AGAIN_S, CriuCuda, GpusUnknown
+from snapshot_agent.domain import helping
 from snapshot_agent.domain.control import ContainerPaths
 from snapshot_agent.domain.driving import Phase
-from snapshot_agent.domain.helping import (
-    Done,
-    Failed,
-    Inspect,
-    Ping,
-    Reply,
-    Request,
-    RestoreRequest,
-)
 from snapshot_agent.ports import DriverState, Dump, Process, RestoreSource, Worker
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import CriuFailed, NotEligible
 from snapshot_shared.files import open_root, opened
-from snapshot_shared.orders import PodRef, PresenceDevice
+from snapshot_shared.orders import PodRef
+from tests.support.cuda_rig import GivenDevices
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
 A, B = (f"GPU-{n}0000000-0000-4000-8000-000000000000" for n in "ab")
-
-
-class Kubelet:
-    """The port `PodDevices` with what a test has given to all pods."""
-
-    def __init__(self) -> None:
-        self.given: list[str] | None = [A, B]
-
-    async def of(self, _pod: PodRef) -> list[PresenceDevice] | None:
-        if self.given is None:
-            return None
-        return [
-            PresenceDevice(index=number, uuid=uuid, product="H100", capacity_bytes=1)
-            for number, uuid in enumerate(self.given)
-        ]
 
 
 class Helper:
     """The other end of the helper's socket."""
 
     def __init__(self, path: Path) -> None:
-        self.asked: list[Request] = []
-        self.answers: Reply = Done()
+        self.asked: list[helping.Request] = []
+        self.answers: helping.Reply = helping.Done()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -67,7 +45,7 @@ class Helper:
             caller, _ = await loop.sock_accept(self._listener)
             with caller:
                 data = await loop.sock_recv(caller, 65536)
-                self.asked.append(decode_json(data, Request, limit=65536))  # type: ignore[arg-type]
+                self.asked.append(decode_json(data, helping.Request, limit=65536))  # type: ignore[arg-type]
                 await loop.sock_sendall(caller, encode_json(self.answers))
 
     async def close(self) -> None:
@@ -77,8 +55,8 @@ class Helper:
 
 
 @pytest.fixture
-def kubelet() -> Kubelet:
-    return Kubelet()
+def kubelet() -> GivenDevices:
+    return GivenDevices(A, B)
 
 
 @pytest.fixture
@@ -95,7 +73,7 @@ async def helper(tmp_path: Path) -> AsyncIterator[Helper]:
 
 
 @pytest.fixture
-def driver(tmp_path: Path, kubelet: Kubelet, clock: list[float]) -> CriuCuda:
+def driver(tmp_path: Path, kubelet: GivenDevices, clock: list[float]) -> CriuCuda:
     return CriuCuda(tmp_path / "helper.sock", lambda: clock[-1], kubelet)
 
 
@@ -107,31 +85,25 @@ def worker(tmp_path: Path) -> Worker:
     return Worker(POD, Process(*found.key), paths)
 
 
-async def test_the_helper_is_told_which_gpus_the_kubelet_gave_to_a_worker(
-    driver: CriuCuda, helper: Helper, worker: Worker
+async def test_the_helper_is_told_which_gpus_the_kubelet_gave_to_a_worker_if_that_answers(
+    driver: CriuCuda, helper: Helper, worker: Worker, kubelet: GivenDevices
 ) -> None:
-    helper.answers = Done(bytes=7)
+    helper.answers = helping.Done(bytes=7)
     assert await driver.inspect(worker, quiet=True) == 7
-    [asked] = helper.asked
-    assert isinstance(asked, Inspect)
-    assert asked.gpus == [A, B]
-
-
-async def test_nothing_is_asked_of_the_helper_while_the_kubelet_does_not_answer(
-    driver: CriuCuda, helper: Helper, worker: Worker, kubelet: Kubelet
-) -> None:
-    kubelet.given = None
+    kubelet.answers = False
     with pytest.raises(GpusUnknown) as caught:
         await driver.inspect(worker, quiet=False)
     assert caught.value.retryable
-    assert helper.asked == []
+    [asked] = helper.asked
+    assert isinstance(asked, helping.Inspect)
+    assert asked.gpus == [A, B]
 
 
 async def test_a_restore_names_the_gpus_here_and_those_that_have_the_weights(
-    driver: CriuCuda, helper: Helper, worker: Worker, kubelet: Kubelet, clock: list[float]
+    driver: CriuCuda, helper: Helper, worker: Worker, kubelet: GivenDevices, clock: list[float]
 ) -> None:
-    kubelet.given = [B]
-    helper.answers = Done(pid=9, start=8)
+    kubelet.uuids = [B]
+    helper.answers = helping.Done(pid=9, start=8)
 
     async def ignored(_done: int) -> None:
         pass
@@ -139,7 +111,7 @@ async def test_a_restore_names_the_gpus_here_and_those_that_have_the_weights(
     source = RestoreSource(-1, ["part"], [], {A: B}, clock[-1] + 10, ignored)
     assert await driver.restore(worker, source) == Process(9, 8)
     [asked] = helper.asked
-    assert isinstance(asked, RestoreRequest)
+    assert isinstance(asked, helping.RestoreRequest)
     assert (asked.gpus, asked.chosen) == ([B], {A: B})
 
 
@@ -158,12 +130,12 @@ async def test_a_dump_is_done_with_its_worker_before_it_reads_what_was_written(
 
     with opened(open_root(tmp_path / "pages")) as part:
         dump = Dump(worker, 1, clock[-1] + 10, read, part, goes_on=goes_on)
-        helper.answers = Failed(failure=CriuFailed("it was told to").to_failure())
+        helper.answers = helping.Failed(failure=CriuFailed("it was told to").to_failure())
         with pytest.raises(CriuFailed):
             await driver.dump(dump)
         # How the worker is has to be settled yet.
         assert heard == []
-        helper.answers = Done()
+        helper.answers = helping.Done()
         await driver.dump(dump)
     assert heard == ["the worker goes on", "5 bytes are read"]
 
@@ -173,34 +145,25 @@ async def test_the_cuda_driver_is_looked_for_once_a_minute_and_criu_each_time(
 ) -> None:
     for _ in range(3):
         assert (await driver.state()).failure is None
-    assert helper.asked == [Ping(cuda=True), Ping(), Ping()]
+    assert helper.asked == [helping.Ping(cuda=True), helping.Ping(), helping.Ping()]
     clock.append(clock[-1] + AGAIN_S)
-    assert (await driver.state()).failure is None
-    assert helper.asked[3:] == [Ping(cuda=True)]
-
-
-async def test_a_helper_that_is_not_fit_is_looked_at_again_at_once(
-    driver: CriuCuda, helper: Helper
-) -> None:
-    helper.answers = Failed(failure=NotEligible("no driver").to_failure())
+    helper.answers = helping.Failed(failure=NotEligible("no driver").to_failure())
     assert (await driver.state()).failure is not None
-    helper.answers = Done()
+    # One that is not fit is looked at again at once.
+    helper.answers = helping.Done()
     assert (await driver.state()).failure is None
-    assert helper.asked == [Ping(cuda=True), Ping(cuda=True)]
+    assert helper.asked[3:] == [helping.Ping(cuda=True)] * 2
 
 
 async def test_a_node_says_why_its_helper_is_not_fit_and_of_which_version_its_programs_are(
     driver: CriuCuda, helper: Helper
 ) -> None:
     why = NotEligible("too old", next_step="use a newer one").to_failure()
-    helper.answers = Done(criu="4.1.1", cuda_driver="570.133.20", unfit=why)
+    helper.answers = helping.Done(criu="4.1.1", cuda_driver="570.133.20", unfit=why)
     assert await driver.state() == DriverState(why, "4.1.1", "570.133.20")
 
 
-async def test_a_node_says_that_its_helper_does_not_answer(
-    tmp_path: Path, kubelet: Kubelet, clock: list[float]
-) -> None:
-    driver = CriuCuda(tmp_path / "helper.sock", lambda: clock[-1], kubelet)
+async def test_a_node_says_that_its_helper_does_not_answer(driver: CriuCuda) -> None:
     failure = (await driver.state()).failure
     assert failure is not None
     assert (failure.reason, failure.retryable) == ("HelperUnavailable", True)

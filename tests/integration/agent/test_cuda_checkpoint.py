@@ -15,7 +15,6 @@ import time
 import pytest
 
 from snapshot_agent.adapters import procfs
-from snapshot_agent.domain import cuda as rules
 from snapshot_agent.domain.cuda import (
     CudaMissing,
     CudaRefused,
@@ -40,6 +39,7 @@ BUSY_S = 60.0
 """How long is waited for what does not hang, on a machine that is busy."""
 
 SAME = {uuid: uuid for uuid in UUIDS}
+NOWHERE = "GPU-90000000-0000-4000-8000-000000000009"
 
 CALLER = """
 import sys
@@ -95,6 +95,8 @@ def test_all_processes_are_locked_before_any_is_checkpointed_and_restored_before
     cuda.unlock_all(tree.pids, BUSY_S)
     verbs = ["lock", "checkpoint", "restore", "unlock"]
     assert node.verbs() == [verb for verb in verbs for _ in tree.pids]
+    # Every device stays.
+    assert {c.value for c in node.calls() if (c.what, c.verb) == ("begin", "restore")} == {0}
     assert runs(node, tree)
 
 
@@ -245,12 +247,8 @@ def test_an_unlock_that_fails_is_reported_and_the_others_run(node: CudaNode, tre
     found = cuda.let_go(tree.pids, BUSY_S)
     assert found.running == tree.pids[:1]
     assert found.stuck == {tree.pids[1]: "locked, unlock: CUDA_ERROR_OPERATING_SYSTEM"}
-
-
-def test_an_unlock_of_a_process_that_runs_already_is_no_failure(
-    node: CudaNode, tree: Worker
-) -> None:
-    cuda.lock_all(tree.pids[:1], BUSY_S)
+    node.faults()
+    # The first runs already, which is no failure.
     cuda.unlock_all(tree.pids, BUSY_S)
     assert runs(node, tree)
 
@@ -301,35 +299,23 @@ def test_a_process_that_came_back_under_another_pid_goes_on_on_devices_of_its_no
     assert runs(node, restored)
 
 
-def test_the_driver_gets_no_pairs_where_every_device_stays(node: CudaNode, tree: Worker) -> None:
-    checkpointed(tree.pids)
-    cuda.restore_all(tree.pids, SAME, BUSY_S)
-    assert {c.value for c in node.calls() if (c.what, c.verb) == ("begin", "restore")} == {0}
-
-
 @pytest.mark.parametrize(
-    "mapping",
+    ("mapping", "kind", "said", "is_asked"),
     [
-        {UUIDS[2]: UUIDS[3]},
-        {UUIDS[0]: "GPU-90000000-0000-4000-8000-000000000009", UUIDS[1]: UUIDS[1]},
+        ({UUIDS[2]: UUIDS[3]}, CudaRefused, "INVALID_VALUE", True),
+        ({UUIDS[0]: NOWHERE, UUIDS[1]: UUIDS[1]}, CudaRefused, "INVALID_VALUE", True),
+        ({UUIDS[0]: UUIDS[2], UUIDS[1]: UUIDS[2]}, InvalidInput, "two devices go to one", False),
     ],
 )
-def test_a_map_that_does_not_fit_is_refused_by_the_driver_and_processes_stay_checkpointed(
-    node: CudaNode, mapping: dict[str, str]
+def test_a_map_that_does_not_fit_is_refused_and_processes_stay_checkpointed(
+    node: CudaNode, mapping: dict[str, str], kind: type[Exception], said: str, is_asked: bool
 ) -> None:
     worker = node.worker(0)
     checkpointed(worker.pids)
-    with pytest.raises(CudaRefused, match="INVALID_VALUE"):
+    with pytest.raises(kind, match=said):
         cuda.restore_all(worker.pids, mapping, BUSY_S)
     assert node.states(worker.pids) == [State.CHECKPOINTED]
-
-
-def test_a_map_to_one_device_twice_is_refused_before_the_driver_is_asked(node: CudaNode) -> None:
-    worker = node.worker(0)
-    checkpointed(worker.pids)
-    with pytest.raises(InvalidInput, match="two devices go to one"):
-        cuda.restore_all(worker.pids, {UUIDS[0]: UUIDS[2], UUIDS[1]: UUIDS[2]}, BUSY_S)
-    assert "restore" not in {call.verb for call in node.calls()}
+    assert ("restore" in {call.verb for call in node.calls()}) is is_asked
 
 
 def test_a_verb_that_the_state_does_not_allow_is_refused_without_effect(
@@ -340,29 +326,15 @@ def test_a_verb_that_the_state_does_not_allow_is_refused_without_effect(
     assert runs(node, tree)
 
 
-def test_what_is_stuck_is_named_and_let_go_once_the_driver_does(
-    node: CudaNode, tree: Worker
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_without_a_driver_or_devices_it_is_said_in_one_line_what_is_missing(
+    node: CudaNode, monkeypatch: pytest.MonkeyPatch, has_driver: bool
 ) -> None:
-    checkpointed(tree.pids)
-    node.faults(f"restore {tree.pids[0]} error 304")
-    error = rules.stuck(cuda.let_go(tree.pids, BUSY_S))
-    assert error is not None
-    assert list(error.values["stuck"]) == [str(tree.pids[0])]
-    node.faults()
-    assert cuda.let_go(tree.pids, BUSY_S) == LetGo(tree.pids, [], {})
-    assert runs(node, tree)
-
-
-def test_without_a_driver_it_is_said_in_one_line_what_is_missing(
-    node: CudaNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LD_LIBRARY_PATH")
-    with pytest.raises(CudaMissing, match=r"the CUDA driver cannot be used: .") as caught:
-        cuda.processes([os.getpid()])
-    assert "\n" not in str(caught.value)
-
-
-def test_a_node_without_devices_cannot_be_used(node: CudaNode) -> None:
-    node.place()
-    with pytest.raises(CudaMissing, match="cuInit: CUDA_ERROR_NO_DEVICE"):
+    said = "cuInit: CUDA_ERROR_NO_DEVICE" if has_driver else "the CUDA driver cannot be used: ."
+    if has_driver:
+        node.place()
+    else:
+        monkeypatch.delenv("LD_LIBRARY_PATH")
+    with pytest.raises(CudaMissing, match=said) as caught:
         cuda.lock_all([os.getpid()], 1)
+    assert "\n" not in str(caught.value)

@@ -36,24 +36,21 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return install
 
 
-def test_devices_are_listed_by_nvidia_smi(nvidia_smi: Callable[[str], None]) -> None:
+def test_devices_and_the_memory_of_processes_are_asked_of_nvidia_smi(
+    nvidia_smi: Callable[[str], None],
+) -> None:
     nvidia_smi(
         'case "$*" in *uuid,name,persistence_mode,mig.mode.current*--format=csv,noheader*) '
-        'echo "GPU-1, NVIDIA H100, Enabled, Disabled";; esac'
-    )
-    assert cuda_facts.gpus(10) == [Gpu("GPU-1", "NVIDIA H100", persistence=True, mig=False)]
-
-
-def test_the_memory_of_processes_is_asked_of_nvidia_smi(nvidia_smi: Callable[[str], None]) -> None:
-    nvidia_smi(
-        'case "$*" in *--query-compute-apps=pid,used_gpu_memory*--format=csv,noheader,nounits*) '
+        'echo "GPU-1, NVIDIA H100, Enabled, Disabled";; '
+        "*--query-compute-apps=pid,used_gpu_memory*--format=csv,noheader,nounits*) "
         'echo "10, 3"; echo "11, 1";; esac'
     )
+    assert cuda_facts.gpus(10) == [Gpu("GPU-1", "NVIDIA H100", persistence=True, mig=False)]
     assert cuda_facts.used_bytes([10], 10) == 3 * 1024 * 1024
 
 
-def test_an_nvidia_smi_that_hangs_or_fails_is_an_error(
-    nvidia_smi: Callable[[str], None],
+def test_an_nvidia_smi_that_is_missing_hangs_or_fails_is_an_error(
+    nvidia_smi: Callable[[str], None], tmp_path: Path
 ) -> None:
     nvidia_smi("exec sleep 60")
     with pytest.raises(DeadlineExceeded, match=r"nvidia-smi did not answer within 0\.5 s"):
@@ -61,14 +58,10 @@ def test_an_nvidia_smi_that_hangs_or_fails_is_an_error(
     nvidia_smi("echo NVIDIA-SMI has failed; exit 9")
     with pytest.raises(CudaMissing, match="NVIDIA-SMI has failed"):
         cuda_facts.gpus(10)
-
-
-def test_a_node_without_the_driver_has_no_version_and_no_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CudaMissing, match="nvidia-smi"):
-        cuda_facts.gpus(10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path / "empty"))
+        with pytest.raises(CudaMissing, match="nvidia-smi"):
+            cuda_facts.gpus(10)
 
 
 def test_open_devices_mappings_of_unified_memory_and_stops_are_seen(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "worker.py"
 MIB = 1024 * 1024
 
 
-async def devices_of(rig: Rig) -> list[DeviceRef]:
+async def with_devices(rig: Rig, count: int) -> list[DeviceRef]:
+    """Start a GPU memory service with so many devices."""
+    await rig.gms(devices=count, device_bytes=256 * MIB)
     client = GmsClient(rig.sockets)
     try:
         found = await client.devices(wait_s=10.0)
@@ -41,7 +43,7 @@ async def started(rig: Rig, devices: list[DeviceRef], *, standby: bool = False) 
     pod = rig.pod(env=[{"name": name, "value": value} for name, value in variables.items()])
     pod.spec["containers"][0]["command"] = [sys.executable, str(EXAMPLE)]
     order = rig.run_order(pod, standby=standby, devices=devices)
-    assert (await rig.carry_out(order)).kind == "started"
+    await rig.done(order, "started")
     if not standby:
         await rig.answer(order, "ready")
     return pod
@@ -52,15 +54,13 @@ async def captured(
 ) -> tuple[ArtifactRef, Report]:
     content = fresh_uid()
     prepare = rig.prepare_order(pod, content, devices=devices, driver=driver)
-    prepared = await rig.carry_out(prepare)
-    assert prepared.kind == "prepared", prepared.failure
+    prepared = await rig.done(prepare, "prepared")
     dumped = await rig.carry_out(rig.dump_order(pod, content, prepared.vector, driver=driver))
     parts: list[PartResult] = [dumped.part] if dumped.part else []
     for entry in prepared.vector:
         if entry.layout is None:
             continue
-        common = rig.common("save", content)
-        common["order"] += f"-{entry.part}"
+        common = rig.common("save", content) | {"order": f"save-{content}-{entry.part}"}
         save = SaveOrder(
             namespace="default",
             content_uid=content,
@@ -89,8 +89,7 @@ async def loaded(
         part = f"gpu-{device.ordinal}"
         layout = next(entry.layout for entry in prepared.vector if entry.part == part)
         assert layout is not None
-        common = rig.common("load", pod.ref.uid)
-        common["order"] += f"-{part}"
+        common = rig.common("load", pod.ref.uid) | {"order": f"load-{pod.ref.uid}-{part}"}
         load = LoadOrder(
             artifact=ref,
             part=part,
@@ -101,21 +100,17 @@ async def loaded(
             load_token=f"{pod.ref.uid}.1.{part}",
             **common,
         )
-        report = await rig.carry_out(load)
-        assert report.kind == "loaded", report.failure
-        common = rig.common("commit", pod.ref.uid)
-        common["order"] += f"-{part}"
-        commit = CommitOrder(
-            device=device.uuid, load_token=load.load_token, layout_id=load.layout_id, **common
-        )
-        assert (await rig.carry_out(commit)).kind == "committed"
+        await rig.done(load, "loaded")
+        common |= rig.common("commit", pod.ref.uid) | {"order": f"commit-{pod.ref.uid}-{part}"}
+        token, layout_id = load.load_token, load.layout_id
+        commit = CommitOrder(device=load.device, load_token=token, layout_id=layout_id, **common)
+        await rig.done(commit, "committed")
 
 
 async def test_a_worker_with_weights_on_two_devices_is_captured_and_restored_onto_two_others(
     rig: Rig,
 ) -> None:
-    await rig.gms(devices=4, device_bytes=256 * MIB)
-    everything = await devices_of(rig)
+    everything = await with_devices(rig, 4)
     first = everything[:2]
     second = [DeviceRef(ordinal=i, uuid=d.uuid) for i, d in enumerate(everything[2:])]
     async with rig.agent():
@@ -128,8 +123,7 @@ async def test_a_worker_with_weights_on_two_devices_is_captured_and_restored_ont
 
         target = await started(rig, second, standby=True)
         await loaded(rig, target, ref, prepared, second)
-        report = await rig.carry_out(rig.restore_order(target, ref, devices=second))
-        assert report.kind == "restored", report.failure
+        await rig.done(rig.restore_order(target, ref, devices=second), "restored")
 
         # One device fewer than the artifact needs: refused with both values.
         small = await started(rig, second[:1], standby=True)
@@ -141,8 +135,7 @@ async def test_a_worker_with_weights_on_two_devices_is_captured_and_restored_ont
 
 
 async def test_a_worker_with_weights_on_a_device_is_started_again_with_them(rig: Rig) -> None:
-    await rig.gms(devices=2, device_bytes=256 * MIB)
-    everything = await devices_of(rig)
+    everything = await with_devices(rig, 2)
     first, second = everything[:1], [DeviceRef(ordinal=0, uuid=everything[1].uuid)]
     async with rig.agent():
         pod = await started(rig, first)
@@ -154,39 +147,21 @@ async def test_a_worker_with_weights_on_a_device_is_started_again_with_them(rig:
         target = await started(rig, second, standby=True)
         prepared = await rig.heard(lambda report: report.kind == "prepared")
         await loaded(rig, target, ref, prepared, second)
-        order = rig.restore_order(target, ref, devices=second, driver="respawn")
-        report = await rig.carry_out(order)
-        assert report.kind == "restored", report.failure
-
-
-async def test_an_aborted_capture_ends_its_fence_and_the_worker_wakes(rig: Rig) -> None:
-    await rig.gms(devices=1, device_bytes=256 * MIB)
-    devices = await devices_of(rig)
-    async with rig.agent():
-        pod = await started(rig, devices)
-        content = fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
-        assert prepared.kind == "prepared"
-        assert not (pod.control / control.READY).exists()
-        abort = rig.abort_order(pod, content, fence_token=f"{content}.1")
-        assert (await rig.carry_out(abort)).kind == "aborted"
-        await until((pod.control / control.READY).exists, "the worker's wake")
+        await rig.done(rig.restore_order(target, ref, devices=second, driver="respawn"), "restored")
 
 
 async def test_an_abort_lets_the_worker_go_while_gms_hangs_and_ends_the_fence_afterwards(
     rig: Rig,
 ) -> None:
-    gms = await rig.gms(devices=1, device_bytes=256 * MIB)
-    devices = await devices_of(rig)
+    devices = await with_devices(rig, 1)
     async with rig.agent():
         pod = await started(rig, devices)
         content = fresh_uid()
-        prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
-        assert prepared.kind == "prepared"
+        await rig.prepared(pod, content, devices=devices)
+        [gms] = rig._processes
         gms.send_signal(signal.SIGSTOP)
-        abort = rig.abort_order(pod, content)
         try:
-            assert (await rig.carry_out(abort)).kind == "aborted"
+            await rig.done(rig.abort_order(pod, content), "aborted")
             assert (pod.control / control.ABORTED).exists()
             assert (await rig.status())["captures"] == []
         finally:
@@ -198,13 +173,11 @@ async def test_an_abort_lets_the_worker_go_while_gms_hangs_and_ends_the_fence_af
 async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_with(
     rig: Rig,
 ) -> None:
-    await rig.gms(devices=1, device_bytes=256 * MIB)
-    devices = await devices_of(rig)
+    devices = await with_devices(rig, 1)
     process = await rig.process()
     pod = await started(rig, devices)
     content = fresh_uid()
-    prepared = await rig.carry_out(rig.prepare_order(pod, content, devices=devices))
-    assert prepared.kind == "prepared"
+    await rig.prepared(pod, content, devices=devices)
     # The guard acts, and the agent does not come back in time.
     os.kill(process.pid, signal.SIGSTOP)
     (guard,) = rig.guards()

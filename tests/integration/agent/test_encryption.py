@@ -9,7 +9,7 @@ from snapshot_agent.domain import control
 from snapshot_shared.artifact import PART_MANIFEST, SIGNATURE
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import ArtifactRef
-from tests.support.agent_rig import Pod, Rig, fresh_uid
+from tests.support.agent_rig import Rig, fresh_uid
 from tests.support.artifact_keys import forged, put_encryption, put_signing
 
 ANSWER = "what only the worker knows"
@@ -21,24 +21,19 @@ async def captured(rig: Rig, *arguments: str) -> tuple[ArtifactRef, Path]:
     return await rig.captured(pod, content), rig.generation(content)
 
 
-async def refusal(rig: Rig, artifact: ArtifactRef) -> tuple[Failure, Pod]:
-    """Restore an artifact; return why that was refused, and the worker."""
+async def refused(rig: Rig, artifact: ArtifactRef, reason: str) -> Failure:
+    """Restore an artifact; return why that was refused before the worker was touched."""
     pod = await rig.running(standby=True)
-    report = await rig.carry_out(rig.restore_order(pod, artifact))
-    assert report.failure is not None, report
-    return report.failure, pod
+    failure = await rig.refused(rig.restore_order(pod, artifact), reason)
+    assert not (pod.control / control.RESTORE_COMPLETE).exists()
+    assert reason == "ArtifactCorrupt" or not (pod.control / control.RESTORE_FAILED).exists()
+    return failure
 
 
 async def restored(rig: Rig, artifact: ArtifactRef) -> str:
     pod = await rig.running(standby=True)
-    report = await rig.carry_out(rig.restore_order(pod, artifact))
-    assert report.kind == "restored", report
+    await rig.done(rig.restore_order(pod, artifact), "restored")
     return pod.events()[-1]
-
-
-def untouched(pod: Pod) -> bool:
-    names = (control.RESTORE_COMPLETE, control.RESTORE_FAILED)
-    return not any((pod.control / name).exists() for name in names)
 
 
 @pytest.fixture
@@ -63,11 +58,8 @@ async def test_an_artifact_is_verified_without_a_key(rig: Rig, keys: Path) -> No
         artifact, _ = await captured(rig)
     del rig.settings["SNAPBACK_ARTIFACT_KEYS"]
     async with rig.agent():
-        report = await rig.carry_out(rig.verify_order(artifact))
-        assert report.kind == "verified", report
-        failure, pod = await refusal(rig, artifact)
-        assert failure.reason == "KeyUnavailable"
-        assert untouched(pod)
+        await rig.done(rig.verify_order(artifact), "verified")
+        await refused(rig, artifact, "KeyUnavailable")
 
 
 async def test_bytes_that_were_changed_with_all_their_digests_do_not_reach_the_worker(
@@ -77,11 +69,8 @@ async def test_bytes_that_were_changed_with_all_their_digests_do_not_reach_the_w
     part = folder / "process"
     file = part / "weights.bin"
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    artifact = forged(artifact, folder)
-    failure, pod = await refusal(node, artifact)
-    assert failure.reason == "ArtifactCorrupt"
+    failure = await refused(node, forged(artifact, folder), "ArtifactCorrupt")
     assert failure.values["file"] == "weights.bin"
-    assert not (pod.control / control.RESTORE_COMPLETE).exists()
 
 
 async def test_only_what_a_trusted_key_has_signed_is_restored_where_that_is_required(
@@ -98,25 +87,8 @@ async def test_only_what_a_trusted_key_has_signed_is_restored_where_that_is_requ
     rig.settings |= {"SNAPBACK_ARTIFACT_KEYS": str(ours), "SNAPBACK_REQUIRE_SIGNATURE": "1"}
     async with rig.agent():
         assert await restored(rig, signed) == f"restored {ANSWER} 1024"
-        failure, pod = await refusal(rig, unsigned)
-        assert failure.reason == "NotTrusted"
-        assert failure.next_step
-        assert untouched(pod)
+        assert (await refused(rig, unsigned, "NotTrusted")).next_step
         (elsewhere / SIGNATURE).write_bytes((folder / SIGNATURE).read_bytes())
-        failure, pod = await refusal(rig, other)
-        assert failure.reason == "NotTrusted"
-        assert untouched(pod)
+        await refused(rig, other, "NotTrusted")
         (folder / "process" / "answer.json").write_text(json.dumps({"answer": "a lie"}) + " " * 14)
-        failure, pod = await refusal(rig, forged(signed, folder))
-        assert (failure.reason, untouched(pod)) == ("NotTrusted", True)
-
-
-async def test_an_unsigned_artifact_is_restored_where_nothing_is_required(rig: Rig) -> None:
-    async with rig.agent():
-        unsigned, folder = await captured(rig)
-        assert not (folder / SIGNATURE).exists()
-    keys = rig.state.parent / "keys"
-    put_signing(keys)
-    rig.settings["SNAPBACK_ARTIFACT_KEYS"] = str(keys)
-    async with rig.agent():
-        assert await restored(rig, unsigned) == f"restored {ANSWER} 1024"
+        await refused(rig, forged(signed, folder), "NotTrusted")

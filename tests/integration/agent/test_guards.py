@@ -5,13 +5,13 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -48,12 +48,6 @@ class Guarded:
     def end(self) -> None:
         self.child.kill()
         self.child.wait()
-
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in (self.folder / "guards" / "log").read_text().splitlines()
-        ]
 
     def spec(self, deadline_s: float = 600.0, on_failure: str = "Resume") -> GuardSpec:
         found = procfs.read(self.child.pid)
@@ -105,6 +99,17 @@ async def starting(folder: Path) -> AsyncIterator[forks.Forked]:
     assert not path.exists() or process.returncode == -signal.SIGKILL
 
 
+@contextlib.contextmanager
+def guarding(folder: Path, starter: Path | None = None) -> Iterator[Guarded]:
+    made = Guarded(folder, starter)
+    try:
+        yield made
+    finally:
+        for pid in made.running:
+            os.kill(pid, signal.SIGKILL)
+        made.end()
+
+
 @pytest_asyncio.fixture(params=["a child of its agent", "a child of the starter"])
 async def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guarded]:
     async with contextlib.AsyncExitStack() as stack:
@@ -112,41 +117,30 @@ async def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         if request.param == "a child of the starter":
             await stack.enter_async_context(starting(tmp_path))
             starter = tmp_path / "starter.sock"
-        made = Guarded(tmp_path, starter)
-        try:
-            yield made
-        finally:
-            for pid in made.running:
-                os.kill(pid, signal.SIGKILL)
-            made.end()
+        yield stack.enter_context(guarding(tmp_path, starter))
 
 
 async def test_a_guard_outlives_what_asked_for_it_and_its_starter_waits_for_it(
     tmp_path: Path,
 ) -> None:
+    starter = tmp_path / "starter.sock"
     async with starting(tmp_path) as process:
-        guarded = Guarded(tmp_path, tmp_path / "starter.sock")
-        try:
+        with guarding(tmp_path, starter) as guarded:
             link = await guarded.guards.start(guarded.spec())
             process.terminate()
-            await until(lambda: not (tmp_path / "starter.sock").exists(), "the end of new guards")
+            await until(lambda: not starter.exists(), "the end of new guards")
             assert guarded.running
             assert process.returncode is None
             link.close()
             await freed(guarded)
             assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
-        finally:
-            guarded.end()
 
 
 async def test_without_a_starter_no_guard_is_armed_and_it_is_said_where(tmp_path: Path) -> None:
-    guarded = Guarded(tmp_path, tmp_path / "nobody.sock")
-    try:
+    with guarding(tmp_path, tmp_path / "nobody.sock") as guarded:
         with pytest.raises(NoGuard, match=r"nobody\.sock"):
             await guarded.guards.start(guarded.spec())
         assert guarded.sockets == []
-    finally:
-        guarded.end()
 
 
 async def lost(link: GuardLink) -> None:
@@ -155,8 +149,10 @@ async def lost(link: GuardLink) -> None:
     link.close()
 
 
-async def freed(guarded: Guarded) -> None:
-    """The worker runs, knows why, and nothing of the guard is left."""
+async def freed(guarded: Guarded, link: GuardLink | None = None) -> None:
+    """The worker runs, knows why, and nothing of the guard, to which `link` was, is left."""
+    if link is not None:
+        await lost(link)
     await until(guarded.was_freed, "the release", within_s=2 * PATIENCE_S)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     await until(lambda: not (guarded.control / control.QUIESCE).exists(), "the end of the request")
@@ -177,34 +173,13 @@ async def test_a_dismissed_guard_is_gone_at_once_and_has_done_nothing(guarded: G
 async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
-    await lost(link)
-    await freed(guarded)
-
-
-async def test_a_guard_frees_a_worker_that_is_frozen_for_longer_than_its_agent_said(
-    guarded: Guarded,
-) -> None:
-    link = await guarded.guards.start(guarded.spec())
-    link.thaw_by(system_clocks().monotonic() + 0.3 - MARGIN_S)
-    await lost(link)
-    await freed(guarded)
-
-
-async def test_a_worker_that_is_not_frozen_any_more_is_held_on(guarded: Guarded) -> None:
-    began = system_clocks().monotonic()
-    link = await guarded.guards.start(guarded.spec(deadline_s=2.0))
-    link.thaw_by(system_clocks().monotonic() + 0.5 - MARGIN_S)
-    link.thaw_by(math.inf)
-    await lost(link)
-    assert system_clocks().monotonic() - began > 1.5
-    await freed(guarded)
-
-
-async def test_what_a_guard_did_is_logged_with_order_attempt_and_span(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.3))
-    await lost(link)
-    (line,) = guarded.log
+    """It writes with the mode of the container, and logs with order, attempt and span."""
+    access = Access(uid=os.getuid(), gid=os.getgid(), file_mode=0o660)
+    link = await guarded.guards.start(guarded.spec(deadline_s=0.3)._replace(access=access))
+    await freed(guarded, link)
+    assert (guarded.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
+    lines = (guarded.folder / "guards" / "log").read_text().splitlines()
+    (line,) = map(json.loads, lines)
     assert line.pop("at").endswith("Z")
     assert line.pop("message").startswith(f"freed process {guarded.child.pid} ")
     assert line == {
@@ -219,16 +194,38 @@ async def test_what_a_guard_did_is_logged_with_order_attempt_and_span(guarded: G
     }
 
 
-async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(guarded: Guarded) -> None:
-    first = await guarded.guards.start(guarded.spec())
+async def test_a_guard_frees_a_worker_that_is_frozen_for_longer_than_its_agent_said(
+    guarded: Guarded,
+) -> None:
+    link = await guarded.guards.start(guarded.spec())
+    link.thaw_by(system_clocks().monotonic() + 0.3 - MARGIN_S)
+    await freed(guarded, link)
+
+
+async def test_a_worker_that_is_not_frozen_any_more_is_held_on(guarded: Guarded) -> None:
+    began = system_clocks().monotonic()
+    link = await guarded.guards.start(guarded.spec(deadline_s=2.0))
+    link.thaw_by(system_clocks().monotonic() + 0.5 - MARGIN_S)
+    link.thaw_by(math.inf)
+    await lost(link)
+    assert system_clocks().monotonic() - began > 1.5
+    await freed(guarded)
+
+
+async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    # A socket's path is short, which a folder with a long one is no obstacle for.
+    deep = tmp_path.joinpath(*["a-rather-long-name"] * 8)
+    first = await Guards(deep, "test").start(guarded.spec())
     (pid,) = guarded.running
     first.close()
-    second = await Guards(guarded.folder / "guards", "test").adopt(guarded.spec())
+    second = await Guards(deep, "test").adopt(guarded.spec())
     assert second is not None
     assert guarded.running == [pid]
     await second.dismiss()
     assert is_gone(pid)
-    assert guarded.sockets == []
+    assert list(deep.glob("*.sock")) == []
     assert not guarded.was_freed()
 
 
@@ -243,28 +240,24 @@ async def test_there_is_nothing_to_take_over_where_no_guard_is(guarded: Guarded)
     assert guarded.sockets == []
 
 
-async def test_a_guard_ends_with_its_worker(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec())
-    guarded.child.kill()
-    await lost(link)
-    assert guarded.running == []
-    assert guarded.sockets == []
-    assert not guarded.was_freed()
-
-
-async def test_a_worker_that_is_gone_cannot_be_guarded(guarded: Guarded) -> None:
+async def test_a_guard_ends_with_its_worker_for_which_none_is_started_then(
+    guarded: Guarded,
+) -> None:
     spec = guarded.spec()
+    link = await guarded.guards.start(spec)
     guarded.end()
+    await lost(link)
+    assert not guarded.was_freed()
     with pytest.raises(SourceExited):
         await guarded.guards.start(spec)
     assert guarded.running == []
+    assert guarded.sockets == []
 
 
 async def test_a_guard_that_gets_sigterm_frees_the_worker_first(guarded: Guarded) -> None:
     link = await guarded.guards.start(guarded.spec())
     os.kill(guarded.running[0], signal.SIGTERM)
-    await lost(link)
-    await freed(guarded)
+    await freed(guarded, link)
 
 
 async def test_a_guard_kills_the_worker_where_its_duty_says_so(guarded: Guarded) -> None:
@@ -284,8 +277,7 @@ async def test_a_guard_runs_the_program_of_the_phase_before_the_worker_goes_on(
     link = await guarded.guards.start(guarded.spec(deadline_s=4.0))
     link.release_by(Release(wrote(guarded.folder, "older"), PATIENCE_S))
     link.release_by(Release(wrote(guarded.folder, "unlocked"), PATIENCE_S))
-    await lost(link)
-    await freed(guarded)
+    await freed(guarded, link)
     assert (guarded.folder / "unlocked").read_text() == "a word\nof two lines\n"
     assert not (guarded.folder / "older").exists()
 
@@ -302,21 +294,13 @@ async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(guarded: Gu
     await until((guarded.folder / "unfenced").exists, "the end of the fence")
 
 
-async def test_a_program_that_hangs_does_not_keep_a_worker_frozen(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=4.0))
-    link.release_by(Release(("/bin/sleep", "600"), 0.2))
-    await lost(link)
-    await freed(guarded)
-
-
-@pytest.mark.parametrize("program", ["/nowhere/program", "/etc/hostname"])
-async def test_a_program_that_cannot_be_started_does_not_keep_a_worker_frozen(
+@pytest.mark.parametrize("program", ["/nowhere/program", "/etc/hostname", "/bin/sleep 600"])
+async def test_a_program_that_cannot_be_started_or_hangs_does_not_keep_a_worker_frozen(
     guarded: Guarded, program: str
 ) -> None:
-    release = Release((program,), 5.0)
+    release = Release(tuple(program.split()), 0.2)
     link = await guarded.guards.start(guarded.spec(deadline_s=0.2)._replace(release=release))
-    await lost(link)
-    await freed(guarded)
+    await freed(guarded, link)
     os.kill(guarded.child.pid, signal.SIGSTOP)
     await guarded.guards.release(guarded.spec().process, release)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw by the agent")
@@ -340,8 +324,7 @@ async def test_a_guard_stays_while_the_worker_is_replaced_and_frees_the_next_pro
     guarded.begin()
     link.follow(guarded.spec().process)
     link.release_by(Release())
-    await lost(link)
-    await freed(guarded)
+    await freed(guarded, link)
     assert not (guarded.folder / "ended").exists()
 
 
@@ -375,17 +358,6 @@ async def test_a_guard_that_reads_of_a_replacement_after_the_worker_has_ended_st
         os.kill(guard, signal.SIGTERM)
     await lost(link)
     assert (guarded.folder / "ended").exists()
-
-
-async def test_a_guard_writes_for_the_owner_and_with_the_mode_of_the_container(
-    guarded: Guarded,
-) -> None:
-    access = Access(uid=os.getuid(), gid=os.getgid(), file_mode=0o660)
-    spec = guarded.spec(deadline_s=0.2)._replace(access=access)
-    link = await guarded.guards.start(spec)
-    await lost(link)
-    await freed(guarded)
-    assert (guarded.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
 
 
 async def test_a_worker_that_has_its_completion_is_thawed_and_nothing_else(
@@ -430,35 +402,20 @@ def test_a_pid_that_was_given_again_is_another_process(guarded: Guarded) -> None
         assert of_another is None
 
 
-def remove_control(guarded: Guarded) -> None:
-    (guarded.control / control.QUIESCE).unlink()
-    guarded.control.rmdir()
-
-
-def plant_link(guarded: Guarded) -> None:
-    (guarded.control / f".{control.ABORTED}.guard").symlink_to(guarded.folder / "victim")
-
-
-@pytest.mark.parametrize("spoil", [remove_control, plant_link])
+@pytest.mark.parametrize("has_link", [False, True], ids=["gone", "with a link of the worker"])
 async def test_a_spoilt_control_directory_does_not_keep_a_worker_frozen(
-    guarded: Guarded, spoil: Callable[[Guarded], None]
+    guarded: Guarded, has_link: bool
 ) -> None:
-    spoil(guarded)
+    if has_link:
+        link_of_worker = guarded.control / f".{control.ABORTED}.guard"
+        link_of_worker.symlink_to(guarded.folder / "victim")
+    else:
+        shutil.rmtree(guarded.control)
     link = await guarded.guards.start(guarded.spec(deadline_s=0.2))
     await lost(link)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     assert not (guarded.folder / "victim").exists()
     assert guarded.sockets == []
-
-
-async def test_a_folder_with_a_long_path_is_no_obstacle(guarded: Guarded, tmp_path: Path) -> None:
-    deep = tmp_path.joinpath(*["a-rather-long-name"] * 8)
-    guards = Guards(deep, "test")
-    link = await guards.start(guarded.spec())
-    link.close()
-    adopted = await guards.adopt(guarded.spec())
-    assert adopted is not None
-    await adopted.dismiss()
 
 
 def test_the_guard_imports_only_the_standard_library() -> None:

@@ -17,11 +17,7 @@ from snapshot_agent.adapters import presence
 from snapshot_agent.domain import control
 from snapshot_shared import subjects
 from snapshot_shared.codec import decode_json
-from snapshot_shared.orders import (
-    DumpOrder,
-    Presence,
-    RestoreOrder,
-)
+from snapshot_shared.orders import DumpOrder, Presence, RestoreOrder
 from tests.support.agent_rig import PATIENCE_S, Pod, Rig, failure_of, fresh_uid, state_of
 from tests.support.hanging import HangingRoot
 from tests.support.waiting import until
@@ -61,8 +57,7 @@ def is_signalled(pod: Pod, name: str) -> bool:
 
 async def dumping(rig: Rig, disk: HangingRoot, **fields: Any) -> tuple[Pod, DumpOrder, int]:
     """A worker whose dump hangs while it is frozen, and its process."""
-    pod, content = await rig.running(), fresh_uid()
-    prepared = await rig.carry_out(rig.prepare_order(pod, content))
+    pod, content, prepared = await rig.held()
     disk.hang()
     dump = rig.dump_order(pod, content, prepared.vector, **fields)
     await rig.send(dump)
@@ -76,11 +71,10 @@ async def test_the_event_loop_makes_no_call_on_the_artifact_root(
 ) -> None:
     pod, content = await rig.running("--answer", "42"), fresh_uid()
     artifact = await rig.captured(pod, content)
-    verify = rig.verify_order(artifact)
-    assert (await rig.carry_out(verify)).kind == "verified"
+    await rig.done(rig.verify_order(artifact), "verified")
     target = await rig.running(standby=True)
-    assert (await rig.carry_out(rig.restore_order(target, artifact))).kind == "restored"
-    assert (await rig.carry_out(rig.delete_order(content))).kind == "deleted"
+    await rig.done(rig.restore_order(target, artifact), "restored")
+    await rig.done(rig.delete_order(content), "deleted")
     assert disk.calls > 100
     assert disk.in_the_loop == []
 
@@ -124,8 +118,17 @@ async def test_a_worker_whose_dump_hangs_is_released_when_the_capture_is_given_u
     assert (await rig.answer(dump)).kind == "failed"
     assert (await rig.answer(delete)).kind == "deleted"
     assert not rig.generation(content).exists()
-    again = fresh_uid()
-    await rig.captured(pod, again)
+    await until(lambda: open_below(rig.root) == [], "all descriptors to be closed")
+    await rig.captured(pod, fresh_uid())
+
+
+def open_below(root: Path) -> list[Path]:
+    """What this process has open below a folder."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(link.readlink())
+    return [path for path in found if path.is_relative_to(root)]
 
 
 async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_frozen(
@@ -173,23 +176,6 @@ async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
     disk.answer()
     for order in deletes:
         assert (await rig.answer(order)).kind == "deleted"
-
-
-async def test_no_descriptor_below_the_root_is_left_after_a_dump_that_hung(
-    rig: Rig, disk: HangingRoot
-) -> None:
-    def open_below() -> list[Path]:
-        found = []
-        for link in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.append(link.readlink())
-        return [path for path in found if path.is_relative_to(rig.root)]
-
-    pod, dump, _ = await dumping(rig, disk)
-    await rig.carry_out(rig.abort_order(pod, dump.content_uid))
-    disk.answer()
-    assert (await rig.answer(dump)).kind == "failed"
-    await until(lambda: open_below() == [], "all descriptors to be closed")
 
 
 async def restoring(
@@ -272,8 +258,7 @@ async def ended(process: asyncio.subprocess.Process) -> float:
 async def test_an_agent_ends_within_its_grace_period_while_a_dump_hangs(
     rig: Rig, process: asyncio.subprocess.Process
 ) -> None:
-    pod, content = await rig.running(), fresh_uid()
-    prepared = await rig.carry_out(rig.prepare_order(pod, content))
+    pod, content, prepared = await rig.held()
     process.send_signal(signal.SIGUSR1)
     await rig.send(rig.dump_order(pod, content, prepared.vector))
     pid = pod.pid(rig.journal)

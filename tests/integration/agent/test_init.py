@@ -131,13 +131,6 @@ def test_one_that_waits_ends_at_the_signals_that_end_a_container(
     assert container.ended() == 128 + number
 
 
-def test_the_probe_fails_until_a_process_was_restored(make: Make) -> None:
-    container = make()
-    assert container.probe() == 1
-    container.announce(container.restore(LOOP))
-    assert container.probe() == 0
-
-
 def test_the_probe_fails_while_a_restored_process_waits_for_its_memory(
     make: Make, tmp_path: Path
 ) -> None:
@@ -236,21 +229,20 @@ def test_one_with_no_command_says_so_when_it_is_started_again(make: Make) -> Non
     assert "delete its pod, or give it a command" in again.said()
 
 
-@pytest.mark.parametrize("text", ["", "no number", "1", "0", "-7", "99999999999999"])
-def test_a_file_that_names_no_process_restores_nothing(make: Make, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "no number", "1", "0", "-7", "99999999999999", None])
+def test_a_file_that_names_no_process_or_is_a_link_restores_nothing(
+    make: Make, tmp_path: Path, text: str | None
+) -> None:
     container = make()
-    (container.folder / "restored").write_text(text)
+    if text is None:
+        (tmp_path / "elsewhere").write_text("22\n")
+        (container.folder / "restored").symlink_to(tmp_path / "elsewhere")
+    else:
+        (container.folder / "restored").write_text(text)
     os.kill(container.pid, signal.SIGUSR1)
     assert container.probe() == 1
     os.kill(container.pid, signal.SIGTERM)
     assert container.ended() == 128 + signal.SIGTERM
-
-
-def test_a_link_in_the_place_of_the_file_is_not_followed(make: Make, tmp_path: Path) -> None:
-    container = make()
-    (tmp_path / "elsewhere").write_text("22\n")
-    (container.folder / "restored").symlink_to(tmp_path / "elsewhere")
-    assert container.probe() == 1
 
 
 @pytest.mark.parametrize("words", [("--wrong",), ("--install",), ("--",)])

@@ -27,39 +27,34 @@ NOW = 1_900_000_000.0
 LABEL = "20300317T174640Z-node-1"
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
+STATE = ("default", UID, "gen-1", "process", "state")
 
 
 class Operator:
-    """Judges by a policy as the operator does, with a store that knows nothing."""
+    """Judges by a policy as the operator does, with a store that knows nothing.
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    Or it says the same of every generation; or it does not answer.
+    """
+
+    def __init__(self, policy: Policy = Policy(), says: Verdict | None = None) -> None:  # noqa: B008
+        self.policy, self.says = policy, says
+        self.answers = True
         self.asked: list[FoundGeneration] = []
 
     async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
+        if not self.answers:
+            raise NotFound("no operator answers")
         self.asked += found
+        if self.says is not None:
+            return InventoryReply(verdicts=[self.says] * len(found))
         return reply(found, [], self.policy)
 
 
-class Says(Operator):
-    """Says the same of every generation."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(Policy())
-        self._verdict: Verdict = verdict
-
-    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        self.asked += found
-        return InventoryReply(verdicts=[self._verdict] * len(found))
-
-
-class Unreachable(Operator):
-    async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-        raise NotFound("no operator answers")
-
-
-def inventory(root: Path, operator: Operator, now: float = NOW) -> Inventory:
-    return Inventory(ArtifactLibrary(root), operator, "node-1", lambda: now)
+async def looked(root: Path, operator: Operator, now: float = NOW) -> Counts:
+    """Look once; return what is counted then."""
+    watcher = Inventory(ArtifactLibrary(root), operator, "node-1", lambda: now)
+    await watcher.look()
+    return watcher.counts
 
 
 def put(root: Path, *names: str, days: float = 30.0) -> Path:
@@ -76,46 +71,43 @@ def tree(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
-async def test_a_generation_without_a_root_manifest_is_moved_with_its_path(tmp_path: Path) -> None:
-    put(tmp_path, "default", UID, "gen-1", "process", "state")
-    watcher = inventory(tmp_path, Operator(Policy()))
-    await watcher.look()
-    moved = f"{QUARANTINE}/{LABEL}/default/{UID}/gen-1/process/state"
-    assert tree(tmp_path) == {moved}
-    assert (tmp_path / moved).read_text() == "unowned"
-    assert watcher.counts == Counts(unknown=0, quarantined=1)
-
-
-async def test_what_was_moved_is_moved_back_by_hand_and_kept_when_it_is_known_again(
+async def test_a_generation_without_a_root_manifest_is_moved_with_its_path_and_back_by_hand(
     tmp_path: Path,
 ) -> None:
-    before = put(tmp_path, "default", UID, "gen-1", "process", "state")
-    await inventory(tmp_path, Operator(Policy())).look()
-    (tmp_path / QUARANTINE / LABEL / "default" / UID / "gen-1").rename(before.parents[1])
-    watcher = inventory(tmp_path, Says("keep"))
-    await watcher.look()
-    assert tree(tmp_path) == {str(before.relative_to(tmp_path))}
-    assert watcher.counts == Counts()
+    before = put(tmp_path, *STATE)
+    assert await looked(tmp_path, Operator()) == Counts(unknown=0, quarantined=1)
+    moved = "/".join((QUARANTINE, LABEL, *STATE))
+    assert tree(tmp_path) == {moved}
+    assert (tmp_path / moved).read_text() == "unowned"
+    (tmp_path / moved).parents[1].rename(before.parents[1])
+    assert await looked(tmp_path, Operator(says="keep")) == Counts()
+    assert tree(tmp_path) == {"/".join(STATE)}
 
 
 async def test_a_sealed_artifact_without_an_owner_stays_and_is_counted(tmp_path: Path) -> None:
     manifest = put(tmp_path, "default", UID, "gen-1", ROOT_MANIFEST)
-    operator = Operator(Policy())
-    watcher = inventory(tmp_path, operator)
-    await watcher.look()
+    operator = Operator()
+    assert await looked(tmp_path, operator) == Counts(unknown=1, quarantined=0)
     assert operator.asked[0].sealed
     assert manifest.exists()
-    assert watcher.counts == Counts(unknown=1, quarantined=0)
 
 
-async def test_what_changed_lately_stays(tmp_path: Path) -> None:
-    put(tmp_path, "default", UID, "gen-1", "process", "state", days=6.9)
-    put(tmp_path, "models", "llama", days=6.9)
+@pytest.mark.parametrize(
+    ("days", "files"),
+    [
+        (6.9, [STATE, ("models", "llama")]),
+        (30.0, [(".snapshot", "hourly", "x"), ("lost+found", "#12"), ("default", ".nfs0001")]),
+    ],
+    ids=["changed lately", "hidden or of the file system"],
+)
+async def test_what_is_none_of_ours_or_changed_lately_stays(
+    tmp_path: Path, days: float, files: list[tuple[str, ...]]
+) -> None:
+    for names in files:
+        put(tmp_path, *names, days=days)
     before = tree(tmp_path)
-    watcher = inventory(tmp_path, Operator(Policy("all")))
-    await watcher.look()
+    assert await looked(tmp_path, Operator(Policy("all"))) == Counts()
     assert tree(tmp_path) == before
-    assert watcher.counts == Counts()
 
 
 ODD = (
@@ -138,25 +130,10 @@ async def test_what_is_no_generation_is_moved_only_when_everything_is(
 ) -> None:
     put(tmp_path, *names)
     before = tree(tmp_path)
-    watcher = inventory(tmp_path, Operator(Policy()))
-    await watcher.look()
+    assert await looked(tmp_path, Operator()) == Counts(unknown=1, quarantined=0)
     assert tree(tmp_path) == before
-    assert watcher.counts == Counts(unknown=1, quarantined=0)
-    watcher = inventory(tmp_path, Operator(Policy("all")))
-    await watcher.look()
+    assert await looked(tmp_path, Operator(Policy("all"))) == Counts(unknown=0, quarantined=1)
     assert tree(tmp_path) == {f"{QUARANTINE}/{LABEL}/{path}" for path in before}
-    assert watcher.counts == Counts(unknown=0, quarantined=1)
-
-
-async def test_what_is_hidden_or_of_the_file_system_is_none_of_ours(tmp_path: Path) -> None:
-    put(tmp_path, ".snapshot", "hourly", "x")
-    put(tmp_path, "lost+found", "#12")
-    put(tmp_path, "default", ".nfs0001")
-    before = tree(tmp_path)
-    watcher = inventory(tmp_path, Operator(Policy("all")))
-    await watcher.look()
-    assert tree(tmp_path) == before
-    assert watcher.counts == Counts()
 
 
 async def test_links_and_pipes_are_moved_as_they_are_and_never_followed(tmp_path: Path) -> None:
@@ -168,7 +145,7 @@ async def test_links_and_pipes_are_moved_as_they_are_and_never_followed(tmp_path
     (root / "default" / UID / "gen-1").symlink_to(outside / UID / "gen-1")
     os.mkfifo(root / "default" / UID / "gen-2")
     operator = Operator(Policy("all", after_s=0.0))
-    await inventory(root, operator, now=4e9).look()
+    await looked(root, operator, now=4e9)
     assert operator.asked == []
     assert tree(outside) == {f"{UID}/gen-1/process/state"}
     (label,) = (root / QUARANTINE).iterdir()
@@ -179,54 +156,50 @@ async def test_links_and_pipes_are_moved_as_they_are_and_never_followed(tmp_path
 
 
 async def test_a_root_manifest_that_is_a_link_seals_nothing(tmp_path: Path) -> None:
-    put(tmp_path, "default", UID, "gen-1", "process", "state")
+    put(tmp_path, *STATE)
     (tmp_path / "default" / UID / "gen-1" / ROOT_MANIFEST).symlink_to("/etc/hostname")
     operator = Operator(Policy("off"))
-    await inventory(tmp_path, operator).look()
+    await looked(tmp_path, operator)
     assert [item.sealed for item in operator.asked] == [False]
 
 
 async def test_a_quarantine_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     outside.mkdir()
-    state = put(root, "default", UID, "gen-1", "process", "state")
+    state = put(root, *STATE)
     (root / QUARANTINE).symlink_to(outside)
-    watcher = inventory(root, Operator(Policy()))
-    await watcher.look()
+    assert await looked(root, Operator()) == Counts(unknown=1, quarantined=0)
     assert state.exists()
     assert list(outside.iterdir()) == []
-    assert watcher.counts == Counts(unknown=1, quarantined=0)
 
 
 async def test_what_stands_in_quarantine_is_never_replaced(tmp_path: Path) -> None:
     put(tmp_path, "notes")
     there = put(tmp_path, QUARANTINE, LABEL, "notes")
     there.write_text("of before")
-    watcher = inventory(tmp_path, Operator(Policy("all")))
-    await watcher.look()
+    assert await looked(tmp_path, Operator(Policy("all"))) == Counts(unknown=1, quarantined=1)
     assert there.read_text() == "of before"
     assert (tmp_path / "notes").read_text() == "unowned"
-    assert watcher.counts == Counts(unknown=1, quarantined=1)
 
 
 async def test_two_agents_with_one_root_move_a_generation_once(tmp_path: Path) -> None:
-    put(tmp_path, "default", UID, "gen-1", "process", "state")
+    put(tmp_path, *STATE)
 
     class Slow(Operator):
         async def judge(self, found: Sequence[FoundGeneration]) -> InventoryReply:
-            await inventory(tmp_path, Operator(Policy())).look()
+            await looked(tmp_path, Operator())
             return await super().judge(found)
 
-    watcher = inventory(tmp_path, Slow(Policy()))
-    await watcher.look()
+    assert await looked(tmp_path, Slow(Policy())) == Counts(unknown=0, quarantined=1)
     assert tree(tmp_path) == {f"{QUARANTINE}/{LABEL}/default/{UID}/gen-1/process/state"}
-    assert watcher.counts == Counts(unknown=0, quarantined=1)
 
 
 async def test_nothing_is_moved_while_no_operator_answers(tmp_path: Path) -> None:
-    state = put(tmp_path, "default", UID, "gen-1", "process", "state")
+    state = put(tmp_path, *STATE)
+    operator = Operator(Policy("all"))
+    operator.answers = False
     with pytest.raises(NotFound):
-        await inventory(tmp_path, Unreachable(Policy("all"))).look()
+        await looked(tmp_path, operator)
     assert state.exists()
     assert not (tmp_path / QUARANTINE).exists()
 
@@ -236,17 +209,13 @@ async def test_more_generations_than_fit_into_one_question_are_all_asked_about(
 ) -> None:
     for _ in range(1001):
         (tmp_path / "default" / fresh_uid() / "gen-1").mkdir(parents=True)
-    operator = Says("tell")
-    watcher = inventory(tmp_path, operator)
-    await watcher.look()
+    operator = Operator(says="tell")
+    assert await looked(tmp_path, operator) == Counts(unknown=1001, quarantined=0)
     assert len(set(operator.asked)) == 1001
-    assert watcher.counts == Counts(unknown=1001, quarantined=0)
 
 
 async def test_a_root_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
-    watcher = inventory(tmp_path / "none", Operator(Policy("all")))
-    await watcher.look()
-    assert watcher.counts == Counts()
+    assert await looked(tmp_path / "none", Operator(Policy("all"))) == Counts()
     assert not (tmp_path / "none").exists()
 
 
@@ -256,7 +225,7 @@ async def test_an_agent_asks_the_operator_when_it_starts_and_reports_what_it_mov
     monkeypatch.setattr(presence, "EVERY_S", 0.2)
     endpoint = World().nodes.endpoints()["inventory.*"]
     await rig.bus.serve("snap-operator", "1.0.0", {}, {subjects.inventory(rig.node): endpoint})
-    state = put(rig.root, "default", UID, "gen-1", "process", "state")
+    state = put(rig.root, *STATE)
     os.utime(state.parents[1], (1.0, 1.0))
     async with (
         rig.bus.listening(subjects.bucket_key(subjects.NODES_BUCKET, rig.node)) as published,

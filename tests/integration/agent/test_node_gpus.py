@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -19,42 +20,27 @@ from tests.support.pod_resources import claim, container, limit, pod
 WORKER = PodRef(uid="u", name="worker", namespace="default", container="main")
 
 
-class Memory(NamedTuple):
-    total: int
+def nvml(opened: list[str] | None = None) -> Any:
+    """Return NVIDIA's library, as it is documented, on a machine with two GPUs."""
+    opened = [] if opened is None else opened
+    return SimpleNamespace(
+        nvmlInit=lambda: opened.append("init"),
+        nvmlShutdown=lambda: opened.append("shutdown"),
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: 100 + index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+        nvmlDeviceGetName=lambda _: b"NVIDIA H100",
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=80 << 30),
+    )
 
 
-class Nvml:
-    """NVIDIA's library, as it is documented, on a machine with two GPUs."""
+def without_driver() -> Any:
+    """Return the library on a machine without GPUs."""
 
-    open = 0
-
-    def nvmlInit(self) -> None:  # noqa: N802 - its name
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.open -= 1
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return 100 + index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"GPU-{handle}"
-
-    def nvmlDeviceGetName(self, _handle: int) -> bytes:  # noqa: N802
-        return b"NVIDIA H100"
-
-    def nvmlDeviceGetMemoryInfo(self, _handle: int) -> Memory:  # noqa: N802
-        return Memory(80 << 30)
-
-
-class WithoutDriver(Nvml):
-    """The library on a machine without GPUs."""
-
-    def nvmlInit(self) -> None:  # noqa: N802
+    def init() -> None:
         raise RuntimeError("Driver Not Loaded")
+
+    return SimpleNamespace(nvmlInit=init)
 
 
 def absent() -> Any:
@@ -74,7 +60,7 @@ async def kubelet(folder: Path, answer: bytes) -> AsyncIterator[None]:
         assert request == b""
         return answer
 
-    (folder / "pod-resources").mkdir()
+    (folder / "pod-resources").mkdir(exist_ok=True)
     server = grpc.aio.server()
     handlers = {"List": grpc.unary_unary_rpc_method_handler(listed)}
     handler = grpc.method_handlers_generic_handler("v1.PodResourcesLister", handlers)
@@ -92,12 +78,12 @@ def h100(index: int) -> PresenceDevice:
 
 
 async def test_without_a_gms_the_devices_of_a_node_are_those_of_nvml(tmp_path: Path) -> None:
-    library = Nvml()
-    assert await found(tmp_path, lambda: library).devices(wait_s=0.0) == [h100(0), h100(1)]
-    assert library.open == 0
+    calls: list[str] = []
+    assert await found(tmp_path, lambda: nvml(calls)).devices(wait_s=0.0) == [h100(0), h100(1)]
+    assert calls == ["init", "shutdown"]
 
 
-@pytest.mark.parametrize("library", [absent, WithoutDriver])
+@pytest.mark.parametrize("library", [absent, without_driver])
 async def test_without_a_gms_and_nvml_nothing_is_known(tmp_path: Path, library: Any) -> None:
     with pytest.raises(GmsUnavailable):
         await found(tmp_path, library).devices(wait_s=0.0)
@@ -110,15 +96,12 @@ async def test_the_devices_of_a_pod_are_those_that_its_kubelet_gave_to_it(
     tmp_path: Path, row: bytes
 ) -> None:
     async with kubelet(tmp_path, pod("worker", container("main", row))):
-        assert await found(tmp_path, Nvml).of(WORKER) == [h100(1)]
+        assert await found(tmp_path, nvml).of(WORKER) == [h100(1)]
 
 
 async def test_a_pod_may_have_none_and_without_a_kubelet_nothing_is_known(tmp_path: Path) -> None:
-    assert await found(tmp_path, Nvml).of(WORKER) is None
+    assert await found(tmp_path, nvml).of(WORKER) is None
     async with kubelet(tmp_path, pod("other", container("main"))):
-        assert await found(tmp_path, Nvml).of(WORKER) == []
-
-
-async def test_an_answer_that_is_none_of_a_kubelet_says_nothing(tmp_path: Path) -> None:
+        assert await found(tmp_path, nvml).of(WORKER) == []
     async with kubelet(tmp_path, b"<html>"):
-        assert await found(tmp_path, Nvml).of(WORKER) is None
+        assert await found(tmp_path, nvml).of(WORKER) is None

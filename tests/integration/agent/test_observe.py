@@ -1,10 +1,13 @@
-"""What is seen of real processes, before CRIU comes near them."""
+"""What is seen of real processes, before CRIU comes near them, and the names of their sockets."""
+
+from __future__ import annotations
 
 import contextlib
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
@@ -14,18 +17,12 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.domain import criu_seen
 from snapshot_agent.domain.criu_gates import Disk, check_dump
-from snapshot_agent.domain.criu_seen import (
-    Descriptor,
-    MappedFile,
-    Memory,
-    SeenTree,
-    UnixSocket,
-    estimate,
-    resident,
-)
-from snapshot_agent.helper import observe
-from snapshot_shared.errors import NotEligible, SourceExited
+from snapshot_agent.domain.criu_source import RenamedSocket
+from snapshot_agent.helper import observe, socket_names
+from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
+from snapshot_shared.files import open_root, opened
 
 MIB = 1024 * 1024
 WORKER = """
@@ -91,7 +88,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
         yield made
 
 
-def seen_of(worker: procfs.Stat) -> SeenTree:
+def seen_of(worker: procfs.Stat) -> criu_seen.SeenTree:
     return observe.tree(worker.pid, worker.start, cgroups=Path("/sys/fs/cgroup"))
 
 
@@ -103,16 +100,16 @@ def found(tmp_path: Path, listener: socket.socket) -> Iterator[procfs.Stat]:
 
 
 @pytest.fixture
-def worker(found: procfs.Stat) -> SeenTree:
+def worker(found: procfs.Stat) -> criu_seen.SeenTree:
     return seen_of(found)
 
 
-def descriptor(seen: SeenTree, text: str) -> Descriptor:
+def descriptor(seen: criu_seen.SeenTree, text: str) -> criu_seen.Descriptor:
     return next(each for each in seen.root.descriptors if text in each.link)
 
 
 def test_a_tree_has_its_root_first_and_a_child_that_leads_a_session_of_its_own(
-    worker: SeenTree, tmp_path: Path
+    worker: criu_seen.SeenTree, tmp_path: Path
 ) -> None:
     root, child = worker.processes
     assert child.session == child.pid != root.session == root.pid
@@ -123,7 +120,9 @@ def test_a_tree_has_its_root_first_and_a_child_that_leads_a_session_of_its_own(
     assert root.tty == 0
 
 
-def test_descriptors_are_seen_with_their_kinds_and_mounts(worker: SeenTree, tmp_path: Path) -> None:
+def test_descriptors_are_seen_with_their_kinds_and_mounts(
+    worker: criu_seen.SeenTree, tmp_path: Path
+) -> None:
     kept = descriptor(worker, "/kept")
     assert (kept.kind, kept.writes, kept.deleted, kept.bytes) == ("file", True, False, 0)
     assert kept.inode == (tmp_path / "kept").stat().st_ino
@@ -142,15 +141,15 @@ def test_descriptors_are_seen_with_their_kinds_and_mounts(worker: SeenTree, tmp_
 
 
 def test_memory_is_private_and_doubled_by_a_fork_or_shared_and_counted_once(
-    worker: SeenTree,
+    worker: criu_seen.SeenTree,
 ) -> None:
     root, child = worker.processes
     assert min(root.private, child.private) > 32 * MIB
     assert root.resident > root.private
     # Six MiB are shared memory, which both processes have mapped or open.
-    assert 70 * MIB < estimate(worker) < 110 * MIB
-    assert 38 * MIB < resident(worker) < 65 * MIB
-    assert MappedFile(path="/dev/zero", inode=0) not in root.mapped
+    assert 70 * MIB < criu_seen.estimate(worker) < 110 * MIB
+    assert 38 * MIB < criu_seen.resident(worker) < 65 * MIB
+    assert criu_seen.MappedFile(path="/dev/zero", inode=0) not in root.mapped
     (shared,) = (each for each in root.mapped if each.path == "/dev/zero")
     assert (shared.deleted, shared.bytes) == (True, 4 * MIB)
     assert any(each.path.endswith("/kept") for each in root.mapped)
@@ -167,7 +166,7 @@ def test_sockets_are_seen_with_their_peers_before_and_after_they_are_accepted(
     assert (peer.path, peer.type) == (listener.getsockname(), socket.SOCK_SEQPACKET)
 
 
-def outside(seen: SeenTree) -> UnixSocket:
+def outside(seen: criu_seen.SeenTree) -> criu_seen.UnixSocket:
     """Return the only socket outside to which a tree is connected."""
     by_inode = {each.inode: each for each in seen.sockets}
     own = {each.inode for each in seen.root.descriptors if each.kind == "socket"}
@@ -175,19 +174,15 @@ def outside(seen: SeenTree) -> UnixSocket:
     return by_inode[peer]
 
 
-def test_a_terminal_is_seen() -> None:
-    script = "import os, pty, sys; pty.spawn(['sh', '-c', 'echo; exec sleep 600'])"
+def test_a_terminal_and_devices_with_their_numbers_are_seen() -> None:
+    shell = "exec 5</dev/urandom; echo; exec sleep 600"
+    script = f"import os, pty, sys; pty.spawn(['sh', '-c', '{shell}'])"
     with running([sys.executable, "-c", script], 1) as found:
-        shell = seen_of(found).processes[1]
-        assert shell.tty != 0
-        assert {each.kind for each in shell.descriptors if each.number < 3} == {"tty"}
-
-
-def test_devices_are_seen_with_their_numbers() -> None:
-    script = "exec 5</dev/urandom; echo; exec sleep 600"
-    with running(["sh", "-c", script], 1) as found:
-        device = descriptor(seen_of(found), "/dev/urandom")
-        assert (device.kind, device.number_of_device) == ("device", "1:9")
+        seen = seen_of(found).processes[1]
+    assert seen.tty != 0
+    assert {each.kind for each in seen.descriptors if each.number < 3} == {"tty"}
+    (device,) = (each for each in seen.descriptors if each.link == "/dev/urandom")
+    assert (device.kind, device.number_of_device) == ("device", "1:9")
 
 
 def test_a_process_that_leads_no_session_is_seen_alone_with_its_children() -> None:
@@ -230,7 +225,7 @@ def apart() -> Iterator[procfs.Stat]:
         yield next(
             each
             for each in procfs.family_of(found.pid, found.start)
-            if Path(f"/proc/{each.pid}/ns/pid").stat() != Path("/proc/self/ns/pid").stat()
+            if not Path(f"/proc/{each.pid}/ns/pid").samefile("/proc/self/ns/pid")
         )
 
 
@@ -239,9 +234,9 @@ def apart() -> Iterator[procfs.Stat]:
     os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and the program ip"
 )
 def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> None:
-    before = Path("/proc/thread-self/ns/net").stat()
+    before = Path("/proc/thread-self/ns/net").stat().st_ino
     seen, here = seen_of(apart)._replace(upper="/upper"), observe.node(Path("/nowhere"))
-    assert Path("/proc/thread-self/ns/net").stat() == before
+    assert Path("/proc/thread-self/ns/net").stat().st_ino == before
     assert seen.root.pids == (apart.pid, 1)
     assert list(seen.addresses) == ["198.51.100.7", "2001:db8::7"]
     assert [each.path for each in seen.sockets] == ["@apart"]
@@ -252,7 +247,7 @@ def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> 
     assert seen.root.namespaces["net"] != here.net
     paths = [each.path for each in seen.mounts]
     node = here._replace(criu=(4, 2))
-    check_dump(seen, node, captured=paths, quiet=True, disk=Disk("/", estimate(seen) * 2))
+    check_dump(seen, node, captured=paths, quiet=True, disk=Disk("/", criu_seen.estimate(seen) * 2))
     with pytest.raises(NotEligible, match="process namespace"):
         check_dump(seen_of(self()), node, captured=paths, quiet=True, disk=Disk("/", 0))
 
@@ -291,7 +286,9 @@ def test_a_folder_of_the_node_that_a_worker_has_named_by_an_overlay_of_its_own_i
         assert seen.upper == str(tmp_path / "upper")
         node = here._replace(criu=(4, 2), capabilities=2**63 - 1)
         with pytest.raises(NotEligible, match="user namespace"):
-            check_dump(seen, node, captured=(), quiet=True, disk=Disk("/", estimate(seen) * 2))
+            check_dump(
+                seen, node, captured=(), quiet=True, disk=Disk("/", criu_seen.estimate(seen) * 2)
+            )
 
 
 @pytest.mark.parametrize("is_confined", [False, True])
@@ -338,20 +335,22 @@ def self() -> procfs.Stat:
 
 @pytest.mark.parametrize(
     ("answer", "version"),
-    [("Version: 4.2.1\nGitID: v4.2.1", (4, 2, 1)), ("Version: 4.2", (4, 2)), ("", None)],
+    [
+        ("Version: 4.2.1\nGitID: v4.2.1", (4, 2, 1)),
+        ("Version: 4.2", (4, 2)),
+        ("", None),
+        (None, None),
+    ],
 )
-def test_the_version_of_criu_is_read(
-    tmp_path: Path, answer: str, version: tuple[int, ...] | None
+def test_the_version_of_criu_is_read_if_a_node_has_it(
+    tmp_path: Path, answer: str | None, version: tuple[int, ...] | None
 ) -> None:
     criu = tmp_path / "criu"
-    criu.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
-    criu.chmod(0o755)
-    assert observe.node(criu).criu == version
-
-
-def test_a_node_without_criu_is_seen_as_one(tmp_path: Path) -> None:
-    seen = observe.node(tmp_path / "criu")
-    assert seen.criu is None
+    if answer is not None:
+        criu.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+        criu.chmod(0o755)
+    seen = observe.node(criu)
+    assert seen.criu == version
     assert seen.kernel >= (4, 0)
     status = Path("/proc/self/status").read_text()
     assert f"CapEff:\t{seen.capabilities:016x}\n" in status
@@ -384,9 +383,50 @@ def test_the_lowest_limit_of_a_cgroup_and_of_those_above_it_holds(
     put(pods / "other" / "main", **{limit: MIB, used: 7, "cgroup__procs": 71})
     put(pods / "pod", **{limit: 64 * MIB, "cgroup__procs": ""})
     put(pods / "pod" / "main", **{limit: 96 * MIB, used: 5, "cgroup__procs": "7\n17"})
-    assert observe.memory(17, listed, tmp_path) == Memory(64 * MIB, 5)
+    assert observe.memory(17, listed, tmp_path) == criu_seen.Memory(64 * MIB, 5)
     put(pods / "pod", **{limit: none})
-    assert observe.memory(17, listed, tmp_path) == Memory(96 * MIB, 5)
+    assert observe.memory(17, listed, tmp_path) == criu_seen.Memory(96 * MIB, 5)
     put(pods / "pod" / "main", **{limit: none})
-    assert observe.memory(17, listed, tmp_path) == Memory(None, 5)
+    assert observe.memory(17, listed, tmp_path) == criu_seen.Memory(None, 5)
     assert observe.memory(18, listed, tmp_path) is None
+
+
+@pytest.fixture
+def bound(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a socket of this process, which was bound to the name `first`."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "first"))
+        yield tmp_path
+
+
+def renamed() -> list[RenamedSocket]:
+    """Return what is found of the sockets of this process."""
+    return socket_names.renamed(os.getpid(), seen_of(self()))
+
+
+def test_a_socket_that_was_renamed_is_found_by_its_file_while_that_is_there(bound: Path) -> None:
+    assert renamed() == []
+    (bound / "first").rename(bound / "second")
+    (bound / "first").touch()
+    assert renamed() == [RenamedSocket(path=str(bound / "first"), name="second")]
+    (bound / "second").unlink()
+    assert renamed() == []
+
+
+def test_a_restored_socket_gets_the_name_that_it_had_and_no_other_file_does(bound: Path) -> None:
+    (bound / "file").touch()
+    names = [("/first", "second"), ("/file", "another")]
+    with opened(open_root(bound)) as root:
+        socket_names.rename(root, [RenamedSocket(path=path, name=name) for path, name in names])
+    assert stat.S_ISSOCK((bound / "second").stat().st_mode)
+    assert {each.name for each in bound.iterdir()} == {"second", "file"}
+
+
+def test_no_link_leads_out_of_a_container(
+    bound: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root_folder = tmp_path_factory.mktemp("root")
+    (root_folder / "tmp").symlink_to(bound)
+    with opened(open_root(root_folder)) as root, pytest.raises(SnapbackError, match="tmp"):
+        socket_names.rename(root, [RenamedSocket(path="/tmp/first", name="second")])
+    assert (bound / "first").exists()

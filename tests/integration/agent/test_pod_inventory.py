@@ -7,6 +7,8 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from snapshot_shared.orders import Report
 from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, is_gone, state_of
 from tests.support.waiting import until
@@ -59,17 +61,6 @@ async def test_a_pod_is_found_by_its_folder_when_the_journal_is_lost(rig: Rig) -
     assert rig.asked_pods[-1] == [pod.ref.uid]
 
 
-async def test_a_pod_of_which_only_the_folder_is_left_can_be_stopped(rig: Rig) -> None:
-    process = await rig.process()
-    pod = await rig.running()
-    pid = pod.pid(rig.journal)
-    await stopped(process)
-    rig.journal.unlink()
-    await rig.process()
-    assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
-    assert is_gone(pid)
-
-
 async def test_the_log_of_a_pod_that_is_known_stays_when_it_has_ended(rig: Rig) -> None:
     process = await rig.process()
     pod = rig.pod("--exit-at-start", "3")
@@ -104,15 +95,19 @@ async def test_a_folder_that_is_no_pods_is_left_alone(rig: Rig) -> None:
     assert other.exists()
 
 
-async def test_a_pod_of_which_only_the_processes_are_left_can_be_stopped(rig: Rig) -> None:
+@pytest.mark.parametrize("has_folder", [True, False], ids=["folder", "processes"])
+async def test_a_pod_of_which_only_the_folder_or_the_processes_are_left_can_be_stopped(
+    rig: Rig, has_folder: bool
+) -> None:
     process = await rig.process()
     pod = rig.pod()
     pod.spec["containers"][0]["command"] = ["sleep", "600"]
-    assert (await rig.carry_out(rig.run_order(pod))).kind == "started"
+    await rig.done(rig.run_order(pod), "started")
     pid = pod.pid(rig.journal)
     await stopped(process)
     rig.journal.unlink()
-    shutil.rmtree(rig.state / "pods")
+    if not has_folder:
+        shutil.rmtree(rig.state / "pods")
     await rig.process()
-    assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+    await rig.done(rig.stop_order(pod), "stopped")
     assert is_gone(pid)

@@ -1,4 +1,4 @@
-"""Containers as local processes: started, watched, re-adopted, ended."""
+"""Containers as local processes: started, watched, re-adopted, ended; reads of them that hang."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +14,15 @@ import pytest
 import pytest_asyncio
 
 from snapshot_agent.adapters import control_dir, process_memory, processes, procfs
+from snapshot_agent.adapters.process_memory import ProcessMemory
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_agent.domain.spec import INSIDE, ProcessSpec
 from snapshot_agent.ports import Process
 from snapshot_shared.errors import DeadlineExceeded, InvalidInput
-from tests.support.agent_rig import Rig, below, fresh_uid, is_gone, killed
+from snapshot_shared.orders import RunOrder
+from snapshot_shared.tasks import calls_under_way, yield_turn
+from tests.support.agent_rig import Pod, Rig, below, fresh_uid, is_gone, killed, zombies_of
 from tests.support.hanging import HangingRoot, hanging_memory
 from tests.support.waiting import until
 
@@ -29,36 +32,17 @@ def environment_of(process: Process) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in raw.split("\0") if entry)
 
 
-def zombies() -> set[int]:
-    """The children of this process that have ended and that nothing has reaped."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if state == "Z" and int(parent) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
-
-
 async def test_a_pod_is_started_becomes_ready_and_its_exit_code_is_reported(rig: Rig) -> None:
     async with rig.agent():
         pod = rig.pod()
         order = rig.run_order(pod)
-        assert (await rig.carry_out(order)).kind == "started"
+        await rig.done(order, "started")
         await rig.answer(order, "ready")
         os.kill(pod.pid(rig.journal), signal.SIGKILL)
         exited = await rig.answer(order, "exited")
     assert exited.exit_code == 128 + signal.SIGKILL
     kinds = [report.kind for report in rig.reports if report.order == order.order]
     assert kinds == ["accepted", "started", "ready", "exited"]
-
-
-async def test_the_exit_code_of_a_worker_that_ends_early_is_reported(node: Rig) -> None:
-    order = node.run_order(node.pod("--exit-at-start", "3"))
-    await node.send(order)
-    exited = await node.answer(order, "exited")
-    assert exited.exit_code == 3
-    assert "exit code 3" in exited.message
 
 
 async def test_a_container_sees_its_node_its_pod_and_nothing_of_the_agents_environment(
@@ -83,27 +67,24 @@ async def test_a_container_sees_its_node_its_pod_and_nothing_of_the_agents_envir
     assert (rig.sockets / pod.ref.uid[:8]).stat().st_mode & 0o777 == 0o700
 
 
-async def test_a_program_that_is_not_there_fails_the_run_with_its_name(node: Rig) -> None:
-    pod = node.pod()
-    pod.spec["containers"][0]["command"] = ["no-such-program"]
-    failure = await node.refused(node.run_order(pod), "NotFound")
-    assert "no-such-program" in failure.message
-
-
-async def test_a_spec_with_another_digest_is_refused_and_nothing_is_started(node: Rig) -> None:
-    pod = node.pod()
+async def test_a_spec_of_another_digest_or_without_its_program_is_refused_by_name(
+    node: Rig,
+) -> None:
+    pod, lacks = node.pod(), node.pod()
     order = node.run_order(pod)
     pod.spec["containers"][0]["command"].append("--stubborn")
     await node.refused(order, "StalePodReference", kind="rejected")
     assert not pod.home.exists()
+    lacks.spec["containers"][0]["command"] = ["no-such-program"]
+    failure = await node.refused(node.run_order(lacks), "NotFound")
+    assert "no-such-program" in failure.message
 
 
 async def test_stop_ends_a_stubborn_worker_and_what_left_its_session(node: Rig) -> None:
     pod = await node.running("--stubborn", "--child")
     child = int((pod.home / "child").read_text())
     assert not is_gone(child)
-    report = await node.carry_out(node.stop_order(pod, grace_s=0.2))
-    assert report.kind == "stopped"
+    await node.done(node.stop_order(pod, grace_s=0.2), "stopped")
     assert is_gone(child)
     assert is_gone(pod.pid(node.journal))
     exited = await node.answer(node.run_order(pod), "exited")
@@ -115,33 +96,20 @@ async def test_stopping_a_pod_that_never_ran_is_stopped_and_keeps_it_from_runnin
     node: Rig,
 ) -> None:
     pod = node.pod()
-    assert (await node.carry_out(node.stop_order(pod))).kind == "stopped"
+    await node.done(node.stop_order(pod), "stopped")
     await node.refused(node.run_order(pod), "Superseded", kind="rejected")
 
 
-async def test_a_stopped_agent_leaves_its_containers_running_and_the_next_one_watches_them(
-    rig: Rig,
-) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-    pid = pod.pid(rig.journal)
-    beats = pod.beats()
-    await until(lambda: pod.beats() != beats, "another beat")
-    async with rig.agent():
-        os.kill(pid, signal.SIGTERM)
-        exited = await rig.answer(rig.run_order(pod), "exited")
-    assert exited.exit_code in (None, 128 + signal.SIGTERM)
-
-
-async def test_a_killed_agent_leaves_its_containers_running_and_adopts_them_again(
-    rig: Rig,
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_an_agent_that_ends_leaves_its_containers_running_and_the_next_one_adopts_them(
+    rig: Rig, number: signal.Signals
 ) -> None:
     process = await rig.process()
     pod = await rig.running("--answer", "once")
-    await killed(process)
+    process.send_signal(number)
+    await process.wait()
     pid = pod.pid(rig.journal)
-    beats = pod.beats()
-    await until(lambda: pod.beats() != beats, "another beat")
+    await pod.goes_on()
 
     await rig.process()
     status = await rig.status()
@@ -178,6 +146,7 @@ async def test_a_failed_container_ends_the_others_of_its_pod(node: Rig) -> None:
     exited = await node.answer(order, "exited")
     ended = (await node.status())["pods"][0]["ended"]
     assert exited.exit_code == 7
+    assert "exit code 7" in exited.message
     assert exited.exit_codes == ended
     assert ended == {"main": 7, "sidecar": 128 + signal.SIGTERM}
 
@@ -218,7 +187,7 @@ async def test_a_worker_that_nests_folders_in_each_other_can_be_stopped(node: Ri
         folder = below
     os.close(folder)
     try:
-        assert (await node.carry_out(node.stop_order(pod))).kind == "stopped"
+        await node.done(node.stop_order(pod), "stopped")
         assert list((pod.control / "state").iterdir()) == []
     finally:
         # What is left is too deep for pytest to remove.
@@ -235,7 +204,7 @@ async def test_a_stop_does_not_fail_because_something_cannot_be_tidied_up(
         pod = await rig.running()
         monkeypatch.setattr(control_dir, "_clear", fail)
         monkeypatch.setattr(processes, "_remove", fail)
-        assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+        await rig.done(rig.stop_order(pod), "stopped")
         await rig.answer(rig.run_order(pod), "exited")
         assert is_gone(pod.pid(rig.journal))
 
@@ -247,9 +216,9 @@ async def test_the_event_loop_makes_no_call_on_the_state_of_a_worker(
     target = await node.running(standby=True)
     watched = [HangingRoot(each.control / "state", monkeypatch) for each in (pod, target)]
     artifact = await node.captured(pod, fresh_uid())
-    assert (await node.carry_out(node.restore_order(target, artifact))).kind == "restored"
+    await node.done(node.restore_order(target, artifact), "restored")
     for each in (pod, target):
-        assert (await node.carry_out(node.stop_order(each))).kind == "stopped"
+        await node.done(node.stop_order(each), "stopped")
     assert all(each.calls > 5 for each in watched)
     assert [each.in_the_loop for each in watched] == [[], []]
 
@@ -263,7 +232,7 @@ async def test_a_process_whose_environment_cannot_be_read_delays_no_pod(
             for _ in range(2):
                 pod = await rig.running("--child")
                 child = int((pod.home / "child").read_text())
-                assert (await rig.carry_out(rig.stop_order(pod))).kind == "stopped"
+                await rig.done(rig.stop_order(pod), "stopped")
                 assert is_gone(child)
             # A thread for the process, not for each look at it.
             assert (memory.waiting, memory.in_the_loop) == (1, [])
@@ -331,18 +300,14 @@ async def test_a_session_is_ended_while_a_search_waits_for_a_process_that_hangs(
     grace_s: float,
     number: signal.Signals,
 ) -> None:
-    memory = hanging_memory(bystander, monkeypatch, 60.0)
     launcher, process, places = sleeper
-    memory.hang()
-    searching = asyncio.create_task(launcher.running(places.home))
-    terminating = asyncio.create_task(launcher.terminate(process, places, grace_s))
-    try:
+    with (memory := hanging_memory(bystander, monkeypatch, 60.0)).hanging():
+        searching = asyncio.create_task(launcher.running(places.home))
+        terminating = asyncio.create_task(launcher.terminate(process, places, grace_s))
         await until(lambda: memory.waiting, "the search")
         async with asyncio.timeout(10.0):
             assert await launcher.ended(process) == 128 + number
-    finally:
-        memory.answer()
-        await asyncio.gather(searching, terminating)
+    await asyncio.gather(searching, terminating)
 
 
 @pytest.mark.parametrize(("hangs", "code"), [(False, 7), (True, 128 + signal.SIGTERM)])
@@ -365,15 +330,11 @@ async def test_a_container_within_a_placeholder_is_asked_alone_to_end_where_it_c
         lambda: procfs.carries(procfs.memory(child, "environ"), marker), "the program of the child"
     )
     memory = HangingRoot(Path(f"/proc/{child}/environ"), monkeypatch)
-    if hangs:
-        memory.hang()
-    try:
+    with memory.hanging() if hangs else contextlib.nullcontext():
         await launcher.terminate(process, places, 20.0)
         assert await launcher.ended(process) == code
         assert is_gone(child)
-    finally:
-        memory.answer()
-        launcher.close()
+    launcher.close()
 
 
 async def test_the_search_for_others_takes_no_time_from_the_end_of_what_it_finds(
@@ -386,14 +347,11 @@ async def test_the_search_for_others_takes_no_time_from_the_end_of_what_it_finds
     elsewhere = await launcher.spawn(
         ProcessSpec(["sleep", "600"], environment_of(process), places.home, places)
     )
-    memory.hang()
-    try:
+    with memory.hanging():
         await launcher.terminate(process, places, 0.0)
-        assert is_gone(process.pid)
-        assert is_gone(elsewhere.pid)
-    finally:
-        memory.answer()
-        procfs.send(procfs.Stat(elsewhere.pid, "", 0, 0, elsewhere.start), signal.SIGKILL)
+    ended = is_gone(process.pid), is_gone(elsewhere.pid)
+    procfs.send(procfs.Stat(elsewhere.pid, "", 0, 0, elsewhere.start), signal.SIGKILL)
+    assert ended == (True, True)
 
 
 async def test_a_stop_ends_the_worker_although_too_many_processes_hang_to_look_for_others(
@@ -409,20 +367,28 @@ async def test_a_stop_ends_the_worker_although_too_many_processes_hang_to_look_f
             assert is_gone(pod.pid(rig.journal))
 
 
+async def beginning(
+    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[HangingRoot, Pod, RunOrder]:
+    """A pod whose start hangs because its working directory does not answer."""
+    slow = folder / "slow"
+    slow.mkdir()
+    disk = HangingRoot(slow, monkeypatch)
+    disk.hang()
+    pod = rig.pod(workingDir=str(slow))
+    run = rig.run_order(pod)
+    await rig.send(run)
+    await until(lambda: disk.waiting or disk.in_the_loop, "a start that hangs")
+    return disk, pod, run
+
+
 async def test_a_working_directory_that_does_not_answer_delays_no_other_pod(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    disk = HangingRoot(slow, monkeypatch)
     async with rig.agent():
-        disk.hang()
-        pod = rig.pod(workingDir=str(slow))
-        run = rig.run_order(pod)
-        await rig.send(run)
-        await until(lambda: disk.waiting or disk.in_the_loop, "a start that hangs")
+        disk, _, run = await beginning(rig, tmp_path, monkeypatch)
         other = await asyncio.wait_for(rig.running(), 8.0)
-        assert (await rig.carry_out(rig.stop_order(other))).kind == "stopped"
+        await rig.done(rig.stop_order(other), "stopped")
         disk.answer()
         assert (await rig.answer(run)).kind == "started"
     assert disk.in_the_loop == []
@@ -431,15 +397,10 @@ async def test_a_working_directory_that_does_not_answer_delays_no_other_pod(
 async def test_a_pod_that_is_stopped_while_its_process_begins_leaves_nothing_running(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    disk, before = HangingRoot(slow, monkeypatch), zombies()
+    before = zombies_of(os.getpid())
     async with rig.agent():
-        disk.hang()
-        pod = rig.pod(workingDir=str(slow))
-        run, stop = rig.run_order(pod), rig.stop_order(pod)
-        await rig.send(run)
-        await until(lambda: disk.waiting or disk.in_the_loop, "a start that hangs")
+        disk, pod, run = await beginning(rig, tmp_path, monkeypatch)
+        stop = rig.stop_order(pod)
         await rig.send(stop)
         await rig.answer(stop, "accepted")
         disk.answer()
@@ -447,4 +408,82 @@ async def test_a_pod_that_is_stopped_while_its_process_begins_leaves_nothing_run
         assert (await rig.answer(stop)).kind == "stopped"
         # A child that was started and never watched would stay as a zombie.
         assert below(pod.home) == {}
-        await until(lambda: zombies() <= before, "the end of the process", within_s=5.0)
+        await until(lambda: zombies_of(os.getpid()) <= before, "its end", within_s=5.0)
+
+
+SOON_S = 20.0
+
+
+@pytest.fixture
+def another() -> Iterator[int]:
+    """The pid of one more process, which is read after the bystander."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
+
+
+async def pids(memory: ProcessMemory) -> set[int]:
+    async with asyncio.timeout(SOON_S):
+        return {each.pid for each in await memory.select(lambda *_: True)}
+
+
+async def cancelled(reading: asyncio.Task[set[int]]) -> None:
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def test_reads_that_are_cancelled_keep_one_thread_for_a_process_that_hangs(
+    bystander: int, another: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = hanging_memory(bystander, monkeypatch, 0.2, threads=2)
+    memory = ProcessMemory()
+    with hanging.hanging():
+        for _ in range(3):
+            reading = asyncio.create_task(pids(memory))
+            await until(lambda: hanging.waiting, "a read that hangs")
+            await yield_turn()
+            await cancelled(reading)
+        found = await pids(memory)
+        assert (another in found, bystander in found, hanging.waiting) == (True, False, 1)
+
+
+async def test_a_process_that_does_not_hang_is_read_after_a_read_of_it_was_cancelled(
+    bystander: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = HangingRoot(Path(f"/proc/{bystander}/environ"), monkeypatch)
+    memory = ProcessMemory()
+    with slow.hanging():
+        reading = asyncio.create_task(pids(memory))
+        await until(lambda: slow.waiting, "a read that takes a while")
+        await cancelled(reading)
+        after = asyncio.create_task(pids(memory))
+        await yield_turn()
+    assert bystander in await after
+
+
+async def test_a_process_that_answers_is_read_again_while_the_next_one_hangs(
+    bystander: int, another: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
+    both = sorted((bystander, another))
+    first, second = (HangingRoot(Path(f"/proc/{pid}/environ"), monkeypatch) for pid in both)
+    memory = ProcessMemory()
+    with first.hanging(), second.hanging():
+        assert not await pids(memory) & set(both)
+        first.answer()
+        # The read of the first goes no further: that of the second is the one that is left.
+        await until(lambda: len(calls_under_way()) == 1, "the end of the read of the first")
+        assert await pids(memory) & set(both) == {both[0]}
+        assert second.waiting == 1
+
+
+async def test_a_read_for_which_no_process_is_listed_in_time_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_memory, "HANGS_S", 0.2)
+    listing = HangingRoot(Path("/proc"), monkeypatch)
+    memory = ProcessMemory()
+    with listing.hanging("listdir"), pytest.raises(DeadlineExceeded, match="not listed"):
+        await pids(memory)
+    assert await pids(memory)

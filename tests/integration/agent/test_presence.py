@@ -1,4 +1,4 @@
-"""What a node says of itself."""
+"""What a node says of itself, and its fault switch, which is there only if it was asked for."""
 
 import asyncio
 import json
@@ -7,10 +7,11 @@ import platform
 import pytest
 
 from snapshot_shared import subjects
-from snapshot_shared.api import FactsReply
+from snapshot_shared.api import FactsReply, Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import NotFound
 from snapshot_shared.orders import ArtifactRef, Presence
-from tests.support.agent_rig import PATIENCE_S, Rig
+from tests.support.agent_rig import PATIENCE_S, Rig, killed
 
 MIB = 1024 * 1024
 
@@ -79,3 +80,20 @@ async def test_a_node_says_its_facts_and_why_it_cannot_read_those_of_an_artifact
     assert asked.failure.reason == "ArtifactRootEmpty"
     assert noise.failure is not None
     assert noise.failure.reason == "InvalidMessage"
+
+
+REQUEST = encode_json(SimRequest(arm=Fault(action="crash", step="spawn")))
+
+
+async def test_an_agent_has_a_fault_switch_only_in_a_simulation(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subjects.rpc(rig.node, "agent", "sim")
+    process = await rig.process()
+    with pytest.raises(NotFound):
+        await rig.bus.request(subject, REQUEST)
+    await killed(process)
+    monkeypatch.setenv("SNAPBACK_SIM", "1")
+    await rig.process()
+    answer = await rig.bus.request(subject, REQUEST)
+    assert decode_json(answer, SimReply).armed == [Fault(action="crash", step="spawn")]

@@ -5,37 +5,41 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.domain import control
-from snapshot_shared.orders import AbortOrder, ArtifactRef, DeviceRef
+from snapshot_shared.orders import ArtifactRef
 from tests.support.agent_rig import Pod, Rig, fresh_uid, killed
 from tests.support.waiting import until
 
 NOWHERE = ArtifactRef(
-    namespace="default",
-    content_uid=fresh_uid(),
-    generation=1,
-    root_digest="sha256:" + "0" * 64,
+    namespace="default", content_uid=fresh_uid(), generation=1, root_digest="sha256:" + "0" * 64
 )
 
 
-async def artifact_of(rig: Rig, *arguments: str) -> tuple[ArtifactRef, Path]:
-    pod, content = await rig.running(*arguments), fresh_uid()
-    return await rig.captured(pod, content), rig.generation(content)
+async def given(rig: Rig, *arguments: str, waits: str = "") -> tuple[Pod, ArtifactRef, Path]:
+    """Capture a worker; return one that waits for a restore, the artifact and its folder."""
+    source, content = await rig.running(*arguments), fresh_uid()
+    artifact = await rig.captured(source, content)
+    pod = await rig.running(*waits.split(), standby=True)
+    return pod, artifact, rig.generation(content)
 
 
-async def test_a_waiting_worker_goes_on_where_the_captured_one_was(node: Rig) -> None:
-    artifact, _ = await artifact_of(node, "--answer", "42", "--state-bytes", "20971520")
-    pod = await node.running(standby=True)
-    report = await node.carry_out(node.restore_order(pod, artifact))
-    assert report.kind == "restored"
+async def test_a_waiting_worker_goes_on_where_the_captured_one_was_and_heeds_no_late_abort(
+    node: Rig,
+) -> None:
+    pod, artifact, _ = await given(node, "--answer", "42", "--state-bytes", "20971520")
+    report = await node.done(node.restore_order(pod, artifact), "restored")
     assert report.bytes > 20971520
     assert pod.events()[-1] == "restored 42 20971520"
     assert (pod.control / "state" / "weights.bin").stat().st_mode & 0o777 == 0o600
     assert not any(r.kind == "ready" and r.order == f"run-{pod.ref.uid}" for r in node.reports)
 
+    await node.done(node.restore_abort(pod), "aborted")
+    assert not (pod.control / control.RESTORE_FAILED).exists()
+    assert (pod.control / control.RESTORE_COMPLETE).exists()
+    assert pod.events()[-1] == "restored 42 20971520"
+
 
 async def test_a_restored_worker_can_be_captured_again(node: Rig) -> None:
-    artifact, _ = await artifact_of(node, "--answer", "7")
-    pod = await node.running(standby=True)
+    pod, artifact, _ = await given(node, "--answer", "7")
     await node.carry_out(node.restore_order(pod, artifact))
     (pod.control / control.READY).write_text('{"attempt": 0}')
     again = await node.captured(pod, fresh_uid())
@@ -45,11 +49,10 @@ async def test_a_restored_worker_can_be_captured_again(node: Rig) -> None:
 
 
 async def test_a_corrupted_part_never_reaches_the_worker(node: Rig) -> None:
-    artifact, folder = await artifact_of(node, "--state-bytes", "9437184")
+    pod, artifact, folder = await given(node, "--state-bytes", "9437184")
     with (folder / "process" / "weights.bin").open("r+b") as file:
         file.seek(9000000)
         file.write(b"!")
-    pod = await node.running(standby=True)
     failure = await node.refused(node.restore_order(pod, artifact), "ArtifactCorrupt")
     assert (failure.values["file"], failure.values["chunk"]) == ("weights.bin", 1)
     await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
@@ -57,25 +60,17 @@ async def test_a_corrupted_part_never_reaches_the_worker(node: Rig) -> None:
     assert list((pod.control / "state").iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", ["root.json", "process/part.json"])
+@pytest.mark.parametrize("victim", ["root.json", "process/part.json", "a link"])
 async def test_a_changed_manifest_is_refused_before_the_worker_is_touched(
     node: Rig, victim: str
 ) -> None:
-    artifact, folder = await artifact_of(node)
-    (folder / victim).write_bytes((folder / victim).read_bytes() + b" ")
-    pod = await node.running(standby=True)
-    await node.refused(node.restore_order(pod, artifact), "ArtifactCorrupt")
-    untouched(pod)
-
-
-async def test_a_file_that_became_a_link_is_refused_before_the_worker_is_touched(
-    node: Rig,
-) -> None:
-    artifact, folder = await artifact_of(node)
-    path = folder / "process" / "weights.bin"
-    path.rename(folder / "elsewhere")
-    path.symlink_to(folder / "elsewhere")
-    pod = await node.running(standby=True)
+    pod, artifact, folder = await given(node)
+    if victim == "a link":
+        path = folder / "process" / "weights.bin"
+        path.rename(folder / "elsewhere")
+        path.symlink_to(folder / "elsewhere")
+    else:
+        (folder / victim).write_bytes((folder / victim).read_bytes() + b" ")
     await node.refused(node.restore_order(pod, artifact), "ArtifactCorrupt")
     untouched(pod)
 
@@ -83,27 +78,20 @@ async def test_a_file_that_became_a_link_is_refused_before_the_worker_is_touched
 async def test_a_worker_that_spoils_its_own_folder_does_not_speak_ill_of_the_artifact(
     node: Rig,
 ) -> None:
-    artifact, _ = await artifact_of(node)
-    pod = await node.running(standby=True)
+    pod, artifact, _ = await given(node)
     elsewhere = pod.control.with_name("elsewhere")
     pod.control.rename(elsewhere)
     pod.control.symlink_to(elsewhere)
     await node.refused(node.restore_order(pod, artifact), "ControlFolderBroken")
 
 
-async def test_another_number_of_devices_is_refused_with_both_values(node: Rig) -> None:
-    artifact, _ = await artifact_of(node)
-    pod = await node.running(standby=True)
-    order = node.restore_order(pod, artifact, devices=[DeviceRef(ordinal=0, uuid="GPU-x")])
-    failure = await node.refused(order, "Incompatible")
-    assert (failure.values["expected"], failure.values["found"]) == ([], ["gpu-0"])
-    untouched(pod)
-
-
-async def test_an_artifact_that_is_not_there_beside_others_is_missing(node: Rig) -> None:
-    await artifact_of(node)
-    pod = await node.running(standby=True)
+async def test_a_restore_is_refused_of_what_is_not_there_and_into_a_worker_that_does_not_wait(
+    node: Rig,
+) -> None:
+    pod, artifact, _ = await given(node)
     await node.refused(node.restore_order(pod, NOWHERE), "ArtifactMissing")
+    cold = await node.running()
+    await node.refused(node.restore_order(cold, artifact), "NotEligible", kind="rejected")
 
 
 async def test_a_restore_on_a_node_whose_artifact_root_is_empty_says_nothing_of_the_artifact(
@@ -117,52 +105,26 @@ async def test_a_restore_on_a_node_whose_artifact_root_is_empty_says_nothing_of_
         untouched(pod)
 
 
-async def test_a_worker_that_does_not_wait_for_a_restore_is_refused(node: Rig) -> None:
-    artifact, _ = await artifact_of(node)
-    pod = await node.running()
-    await node.refused(node.restore_order(pod, artifact), "NotEligible", kind="rejected")
-
-
 async def test_a_worker_that_does_not_serve_again_in_time_fails_the_restore(node: Rig) -> None:
-    artifact, _ = await artifact_of(node)
-    pod = await node.running("--never-restored", standby=True)
+    pod, artifact, _ = await given(node, waits="--never-restored")
     await node.refused(node.restore_order(pod, artifact, ready_s=0.3), "DeadlineExceeded")
     assert control.is_of((pod.control / control.RESTORE_FAILED).read_bytes(), 1)
     assert not (pod.control / control.RESTORE_COMPLETE).exists()
 
 
-async def test_an_abort_keeps_a_restore_from_beginning(node: Rig) -> None:
-    artifact, _ = await artifact_of(node)
-    pod = await node.running(standby=True)
-    abort = node.restore_abort(pod)
-    assert (await node.carry_out(abort)).kind == "aborted"
-    await node.refused(node.restore_order(pod, artifact), "Superseded", kind="rejected")
-
-
-async def test_an_abort_says_to_a_waiting_worker_that_no_restore_comes(node: Rig) -> None:
-    pod = await node.running(standby=True)
-    abort = AbortOrder(pod=pod.ref, why="a part is damaged", **node.common("abort", fresh_uid()))
-    assert (await node.carry_out(abort)).kind == "aborted"
+async def test_an_abort_tells_a_waiting_worker_why_and_keeps_a_restore_from_beginning(
+    node: Rig,
+) -> None:
+    pod, artifact, _ = await given(node)
+    await node.done(node.restore_abort(pod, why="a part is damaged"), "aborted")
     await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
-    said = (pod.control / control.RESTORE_FAILED).read_text()
-    assert "a part is damaged" in said
-
-
-async def test_an_abort_that_comes_after_the_restore_leaves_the_worker_alone(node: Rig) -> None:
-    artifact, _ = await artifact_of(node, "--answer", "7")
-    pod = await node.running(standby=True)
-    await node.carry_out(node.restore_order(pod, artifact))
-    abort = node.restore_abort(pod)
-    assert (await node.carry_out(abort)).kind == "aborted"
-    assert not (pod.control / control.RESTORE_FAILED).exists()
-    assert (pod.control / control.RESTORE_COMPLETE).exists()
-    assert pod.events()[-1] == "restored 7 1024"
+    assert "a part is damaged" in (pod.control / control.RESTORE_FAILED).read_text()
+    await node.refused(node.restore_order(pod, artifact), "Superseded", kind="rejected")
 
 
 async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -> None:
     process = await rig.process()
-    artifact, _ = await artifact_of(rig)
-    pod = await rig.running("--never-restored", standby=True)
+    pod, artifact, _ = await given(rig, waits="--never-restored")
     order = rig.restore_order(pod, artifact)
     await rig.send(order)
     await until((pod.control / control.RESTORE_COMPLETE).exists, "the signal")

@@ -58,19 +58,11 @@ def records(tmp_path: Path) -> Records:
     return Records(tmp_path / "dumps", Path("/nowhere/nft"))
 
 
-def test_a_worker_that_is_not_dumped_is_left_alone(records: Records, worker: Worker) -> None:
-    assert not records.settle(*worker.key)
-    assert worker.runs()
-
-
 @pytest.mark.parametrize("error", [None, Aborted("given up"), ValueError("a defect")])
 def test_a_dump_that_has_ended_by_itself_leaves_no_record(
     records: Records, worker: Worker, tmp_path: Path, error: Exception | None
 ) -> None:
-    with (
-        contextlib.suppress(Aborted, ValueError),
-        records.dumping(*worker.key, NETWORK),
-    ):
+    with contextlib.suppress(Aborted, ValueError), records.dumping(*worker.key, NETWORK):
         if error is not None:
             raise error
     assert list((tmp_path / "dumps").iterdir()) == []
@@ -86,14 +78,13 @@ def test_a_worker_whose_criu_was_killed_is_ended_once(records: Records, worker: 
     assert not records.settle(*worker.key)
 
 
-def dumping_child(records: Records, worker: Worker, *, heeds: bool) -> int:
-    """Return the pid of a process that dumps until it is asked to end, or for ever."""
+def dumping_child(records: Records, worker: Worker) -> int:
+    """Return the pid of a process that dumps until it is asked to end."""
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
         stop = threading.Event()
-        if heeds:
-            signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
         try:
             with records.dumping(*worker.key, NETWORK):
                 os.write(told, b"!")
@@ -107,14 +98,17 @@ def dumping_child(records: Records, worker: Worker, *, heeds: bool) -> int:
 
 
 def test_a_dump_under_way_is_asked_to_end_and_waited_for(records: Records, worker: Worker) -> None:
-    child = dumping_child(records, worker, heeds=True)
+    child = dumping_child(records, worker)
+    # What becomes of another child.
+    records.settle_all(child + 1)
+    assert os.waitpid(child, os.WNOHANG)[0] == 0
     assert not records.settle(*worker.key)
     assert worker.runs()
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_worker_whose_dumping_child_was_killed_is_ended(records: Records, worker: Worker) -> None:
-    child = dumping_child(records, worker, heeds=True)
+    child = dumping_child(records, worker)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert records.settle(*worker.key)
@@ -125,7 +119,7 @@ def test_a_helper_that_starts_settles_what_no_one_works_on(
     records: Records, worker: Worker
 ) -> None:
     other = Worker()
-    child = dumping_child(records, other, heeds=True)
+    child = dumping_child(records, other)
     with pytest.raises(OutcomeUnknown), records.dumping(*worker.key, NETWORK):
         raise OutcomeUnknown("CRIU was killed")
     records.settle_all()
@@ -199,10 +193,7 @@ def test_a_restore_that_is_given_up_ends_its_placeholder_and_the_files_without_a
     for name in ("ghost", "a.cr.1.ghost", "deep/b.cr.2f.ghost"):
         (tmp_path / "data" / name).touch()
     volumes = [str(tmp_path / "data"), str(tmp_path / "nowhere")]
-    with (
-        contextlib.suppress(OutcomeUnknown, ValueError),
-        records.restoring(*worker.key, volumes),
-    ):
+    with contextlib.suppress(OutcomeUnknown, ValueError), records.restoring(*worker.key, volumes):
         raise error
     assert list((tmp_path / "dumps").iterdir()) == []
     assert worker.ended_by() == signal.SIGKILL
@@ -219,25 +210,12 @@ def test_a_restore_that_is_undone_leaves_its_placeholder(
     assert worker.runs()
 
 
-def test_the_record_of_another_child_is_left_alone(records: Records, worker: Worker) -> None:
-    child = dumping_child(records, worker, heeds=True)
-    records.settle_all(child + 1)
-    assert worker.runs()
-    os.kill(child, signal.SIGTERM)
-    os.waitpid(child, 0)
-
-
 def test_a_pid_that_another_process_has_now_is_not_ended(records: Records, worker: Worker) -> None:
     pid, start = worker.key
     with pytest.raises(OutcomeUnknown), records.dumping(pid, start + 1, NETWORK):
         raise OutcomeUnknown("CRIU was killed")
     assert records.settle(pid, start + 1)
     assert worker.runs()
-
-
-@pytest.fixture
-def node(cuda_node: CudaNode) -> CudaNode:
-    return cuda_node
 
 
 def killed_dump(records: Records, pid: int, *, at: str) -> tuple[int, int]:
@@ -261,40 +239,34 @@ def killed_dump(records: Records, pid: int, *, at: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("at", ["locked", "thawed"])
 def test_a_worker_whose_dump_was_killed_before_or_after_criu_goes_on_on_its_devices(
-    records: Records, node: CudaNode, at: str
+    records: Records, cuda_node: CudaNode, at: str
 ) -> None:
-    user = node.worker()
+    user = cuda_node.worker()
     assert not records.settle(*killed_dump(records, user.pids[0], at=at))
     user.ping("still here")
     assert user.answer() == "still here"
-    assert node.verbs() == ["lock", "checkpoint", "restore", "unlock"]
+    assert cuda_node.verbs() == ["lock", "checkpoint", "restore", "unlock"]
 
 
 def test_a_worker_whose_dump_was_killed_with_criu_is_ended_and_the_driver_is_not_asked(
-    records: Records, node: CudaNode
+    records: Records, cuda_node: CudaNode
 ) -> None:
-    user = node.worker()
+    user = cuda_node.worker()
     assert records.settle(*killed_dump(records, user.pids[0], at="dumped"))
     assert user.process.wait(5) == -signal.SIGKILL
-    assert node.verbs() == ["lock", "checkpoint"]
+    assert cuda_node.verbs() == ["lock", "checkpoint"]
 
 
+@pytest.mark.parametrize("in_reach", [True, False])
 def test_a_worker_that_the_driver_does_not_let_go_is_ended(
-    records: Records, node: CudaNode
+    records: Records, cuda_node: CudaNode, monkeypatch: pytest.MonkeyPatch, in_reach: bool
 ) -> None:
-    user = node.worker()
+    user = cuda_node.worker()
     process = killed_dump(records, user.pids[0], at="locked")
-    node.faults("unlock 0 error 304")
-    assert records.settle(*process)
-    assert user.process.wait(5) == -signal.SIGKILL
-
-
-def test_a_worker_without_the_driver_in_reach_is_ended(
-    records: Records, node: CudaNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user = node.worker()
-    process = killed_dump(records, user.pids[0], at="locked")
-    monkeypatch.delenv("LD_LIBRARY_PATH")
+    if in_reach:
+        cuda_node.faults("unlock 0 error 304")
+    else:
+        monkeypatch.delenv("LD_LIBRARY_PATH")
     assert records.settle(*process)
     assert user.process.wait(5) == -signal.SIGKILL
 

@@ -6,13 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_agent.domain.criu_gates import (
-    Disk,
-    OnDevices,
-    check_dump,
-    check_restore,
-    read_source,
-)
+from snapshot_agent.domain.criu_gates import Disk, OnDevices, check_dump, check_restore, read_source
 from snapshot_agent.domain.criu_seen import (
     Descriptor,
     MappedFile,
@@ -50,13 +44,7 @@ OWN = {"user": 3, "pid": 20, "net": 21}
 def mount(number: int, path: str, fs_type: str = "ext4", **more: Any) -> Mount:
     options = {"root": f"/volumes/{number}", "options": ["rw"], "super_options": ["rw"], **more}
     return Mount(
-        id=number,
-        parent=1,
-        device=f"0:{number}",
-        path=path,
-        fs_type=fs_type,
-        source="x",
-        **options,
+        id=number, parent=1, device=f"0:{number}", path=path, fs_type=fs_type, source="x", **options
     )
 
 
@@ -247,18 +235,11 @@ def test_what_is_on_devices_has_to_fit_into_the_memory_of_the_container() -> Non
         assert dump_error(seen, cuda=OnDevices(checkpointed=True)) is None
 
 
-def test_a_dump_needs_room_for_what_is_on_devices() -> None:
-    needed = int((estimate(TREE) + 1024 * MIB) * 1.1)
-    assert dump_error(TREE, cuda=OnDevices(1024 * MIB), disk=Disk("/artifacts", needed)) is None
-    error = dump_error(TREE, cuda=OnDevices(1024 * MIB), disk=Disk("/artifacts", needed - 1))
-    refused(error, (str(needed), str(needed - 1)), "NoSpace")
-
-
 def socket(inode: int) -> Descriptor:
     return Descriptor(7, f"socket:[{inode}]", "socket", inode=inode)
 
 
-@pytest.mark.parametrize(
+@each(
     ("sockets", "words"),
     [
         ([UnixSocket(50, 1, 1, 51, ""), UnixSocket(51, 1, 1, 50, "")], ()),
@@ -281,35 +262,43 @@ def test_a_quiet_worker_is_connected_to_nothing_outside(
 
 
 @each(
-    ("seen", "words"),
+    ("seen", "words", "volume"),
     [
-        (opened("/var/log/x", mount=1, writes=True), ()),
-        (opened("/data/x", mount=5), ("/data/x", "mount /data", "ext4")),
-        (opened("/data", "folder", mount=5), ()),
-        (opened("/data/below", "folder", mount=5), ("/data/below",)),
-        (opened("/model/x", mount=6), ()),
-        (opened("/remote/x", mount=7), ("/remote/x", "nfs4")),
-        (opened("/etc/hosts", mount=8), ("/etc/hosts",)),
-        (opened("/control/x", mount=9), ()),
-        (opened("/proc/self/maps", mount=2), ()),
-        (opened("/dev/shm/x", mount=4, writes=True), ()),
-        (opened("/from/outside", mount=77), ("/from/outside", "no mount")),
-        (opened("/memfd:x", "memfd", mount=78), ()),
-        (mapped("/data/weights"), ("/data/weights",)),
-        (mapped("/model/weights"), ()),
-        (with_root(cwd="/data"), ()),
-        (with_root(cwd="/data/below"), ("/data/below",)),
+        (TREE, (), ""),
+        (opened("/var/log/x", mount=1, writes=True), (), ""),
+        (opened("/data/x", mount=5), ("/data/x", "mount /data", "ext4"), "/data"),
+        (opened("/data/x", mount=5, writes=True), ("/data/x",), "/data"),
+        (opened("/data", "folder", mount=5), (), ""),
+        (opened("/data/below", "folder", mount=5), ("/data/below",), "/data"),
+        (opened("/model/x", mount=6), (), ""),
+        (opened("/remote/x", mount=7), ("/remote/x", "nfs4"), ""),
+        (opened("/etc/hosts", mount=8), ("/etc/hosts",), ""),
+        (opened("/control/x", mount=9), (), ""),
+        (opened("/disk/x", mount=10), ("/disk/x",), ""),
+        (opened("/proc/self/maps", mount=2), (), ""),
+        (opened("/dev/other/x", mount=3), (), ""),
+        (opened("/dev/shm/x", mount=4, writes=True), (), ""),
+        (opened("/from/outside", mount=77), ("/from/outside", "no mount"), ""),
+        (opened("/memfd:x", "memfd", mount=78), (), ""),
+        (mapped("/data/weights"), ("/data/weights",), "/data"),
+        (mapped("/model/weights"), (), ""),
+        (with_root(cwd="/data"), (), ""),
+        (with_root(cwd="/data/below"), ("/data/below",), "/data"),
+        (with_child(cwd="/scratch/a/b"), ("/scratch/a/b",), "/scratch"),
     ],
 )
-def test_open_files_must_be_on_mounts_that_come_with_the_dump_or_are_there_again(
-    seen: SeenTree, words: tuple[str, ...]
+def test_open_files_are_on_mounts_that_are_there_again_or_in_volumes_that_are_captured(
+    seen: SeenTree, words: tuple[str, ...], volume: str
 ) -> None:
+    """Shared memory is always captured."""
     refused(dump_error(seen), words)
-    if "/data" in " ".join(words):
-        assert dump_error(seen, captured=["/data"]) is None
+    found = volumes_to_capture(seen, ours=["/control"])
+    assert {each.path for each in found} == {"/dev/shm", volume} - {""}
+    if volume:
+        assert dump_error(seen, captured=[volume]) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("root", "words"),
     [
         (mount(1, "/", "overlay", root="/"), ("type overlay", "no folder of its own")),
@@ -325,7 +314,7 @@ def test_a_root_that_is_written_to_needs_an_upper_folder(
     assert dump_error(seen, plain=True) is None
 
 
-def test_a_dump_needs_room_for_forked_heaps_and_for_shared_memory_once() -> None:
+def test_a_dump_needs_room_for_forked_heaps_shared_memory_once_and_what_is_on_devices() -> None:
     ring = MappedFile("/dev/zero", inode=4, device="0:1", deleted=True, bytes=10 * MIB)
     memory = Descriptor(5, "/memfd:x", "memfd", inode=4, device="0:1", bytes=10 * MIB)
     processes = (
@@ -335,32 +324,11 @@ def test_a_dump_needs_room_for_forked_heaps_and_for_shared_memory_once() -> None
     seen = TREE._replace(processes=processes)
     assert estimate(seen) == (64 + 64 + 10) * MIB
     assert resident(seen) == (64 + 1 + 10) * MIB
-    needed = estimate(seen) * 11 // 10
-    assert dump_error(seen, disk=Disk("/artifacts", needed)) is None
-    error = dump_error(seen, disk=Disk("/artifacts", needed - 1))
-    refused(error, (str(needed), str(needed - 1)), "NoSpace")
-
-
-@each(
-    ("seen", "paths"),
-    [
-        (TREE, ["/dev/shm"]),
-        (opened("/data/x", mount=5, writes=True), ["/data", "/dev/shm"]),
-        (opened("/data", "folder", mount=5), ["/dev/shm"]),
-        (mapped("/data/x"), ["/data", "/dev/shm"]),
-        (with_child(cwd="/scratch/a/b"), ["/dev/shm", "/scratch"]),
-        (opened("/model/x", mount=6), ["/dev/shm"]),
-        (opened("/remote/x", mount=7), ["/dev/shm"]),
-        (opened("/etc/hosts", mount=8), ["/dev/shm"]),
-        (opened("/control/x", mount=9), ["/dev/shm"]),
-        (opened("/disk/x", mount=10), ["/dev/shm"]),
-        (opened("/dev/other/x", mount=3), ["/dev/shm"]),
-    ],
-)
-def test_volumes_of_a_pod_with_open_files_are_captured_and_shared_memory_always(
-    seen: SeenTree, paths: list[str]
-) -> None:
-    assert [each.path for each in volumes_to_capture(seen, ours=["/control"])] == paths
+    for more in (0, 1024 * MIB):
+        needed, cuda = int((estimate(seen) + more) * 1.1), OnDevices(more) if more else None
+        assert dump_error(seen, cuda=cuda, disk=Disk("/artifacts", needed)) is None
+        error = dump_error(seen, cuda=cuda, disk=Disk("/artifacts", needed - 1))
+        refused(error, (str(needed), str(needed - 1)), "NoSpace")
 
 
 SOURCE = SourceFacts(
@@ -404,20 +372,10 @@ def waiting(**fields: Any) -> dict[str, Any]:
         ({"kernel": (6, 19)}, {}, {}, ("6.19", "6.18.44")),
         ({"kernel": (6, 18, 99)}, {}, {}, ()),
         ({"processor": ["avx2", "sse2"]}, {}, {"processor": ("avx2", "fma", "sse2")}, ()),
-        (
-            {"processor": ["avx2", "avx512f"]},
-            {},
-            {"processor": ("avx2", "sse2")},
-            ("avx512f", "processor"),
-        ),
+        ({"processor": ["avx512f"]}, {}, {"processor": ("avx2",)}, ("avx512f", "processor")),
         ({}, {}, {"capabilities": SYS_ADMIN}, ("CAP_NET_RAW", "helper")),
         ({"capabilities": SYS_ADMIN}, {}, {}, ("CAP_SYS_ADMIN", "container")),
-        (
-            {"mounts": [*SOURCE.mounts, SourceMount(path="/lost", fs_type="xfs")]},
-            {},
-            {},
-            ("/lost", "/snapback"),
-        ),
+        ({"mounts": [SourceMount(path="/lost", fs_type="xfs")]}, {}, {}, ("/lost", "/snapback")),
         ({}, {"memory": Memory(100 * MIB, 0)}, {}, (str(110 * MIB), str(100 * MIB))),
         ({}, waiting(namespaces={**OWN, "user": 4}), {}, ("100", "user namespace 4", "3")),
     ],
@@ -432,10 +390,8 @@ def test_a_restore_is_refused_where_the_worker_could_not_go_on(
 
 
 UNCONFINED = Credentials(uids=(0, 0, 0), gids=(0, 0, 0), seccomp=0, no_new_privs=False)
-CONFINED = Credentials(
-    uids=(1000, 1000, 1000), gids=(2000, 2000, 2000), seccomp=2, no_new_privs=True
-)
-OF_A_USER = {"uids": (1000, 1000, 1000), "gids": (2000, 2000, 2000)}
+OF_A_USER: dict[str, Any] = {"uids": (1000, 1000, 1000), "gids": (2000, 2000, 2000)}
+CONFINED = Credentials(**OF_A_USER, seccomp=2, no_new_privs=True)
 
 
 @each(
@@ -530,6 +486,14 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
     assert b"cuda" not in encode_json(SOURCE)
 
 
+def source_with(**fields: Any) -> bytes:
+    return encode_json({**msgspec.to_builtins(SOURCE), **fields})
+
+
+def credentials(**fields: Any) -> dict[str, Any]:
+    return {"credentials": {**msgspec.to_builtins(CONFINED), **fields}}
+
+
 @each(
     "field",
     [
@@ -549,48 +513,37 @@ def test_the_facts_of_a_source_can_be_read_again() -> None:
         {"kernel": [6, -1]},
         {"resident": -1},
         {"capabilities": 2**64},
-        {"credentials": {**msgspec.to_builtins(CONFINED), "uids": []}},
-        {"credentials": {**msgspec.to_builtins(CONFINED), "gids": [0, 0, -1]}},
-        {"credentials": {**msgspec.to_builtins(CONFINED), "seccomp": 3}},
-        {"credentials": {**msgspec.to_builtins(CONFINED), "permitted": -1}},
+        credentials(uids=[]),
+        credentials(gids=[0, 0, -1]),
+        credentials(seccomp=3),
+        credentials(permitted=-1),
         {"stdio": ["/dev/null"]},
         {"stdio": ["a", "b", "c\x00"]},
         {"net": 0},
         {"processor": ["a b"]},
+        *(b"", b"{", b"[]", b'"unknown field"', b"{}"),
     ],
 )
-def test_facts_that_no_dump_has_written_are_refused(field: dict[str, Any]) -> None:
-    document = {**msgspec.to_builtins(SOURCE), **field}
-    with pytest.raises(ArtifactCorrupt, match=r"criu\.json"):
-        read_source(encode_json(document))
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"unknown field"', b"{}"])
-def test_a_file_that_is_no_record_of_a_source_is_corrupt(data: bytes) -> None:
+def test_facts_that_no_dump_has_written_are_refused(field: dict[str, Any] | bytes) -> None:
+    data = field if isinstance(field, bytes) else source_with(**field)
     with pytest.raises(ArtifactCorrupt, match=r"criu\.json"):
         read_source(data)
 
 
-@pytest.mark.parametrize(
+@each(
     "field",
-    [
-        {"other": 1},
-        {"archives": [{"name": "x", "path": "/", "mode": 1}]},
-        {"credentials": {**msgspec.to_builtins(CONFINED), "label": "x"}},
-    ],
+    [{"other": 1}, {"archives": [{"name": "x", "path": "/", "mode": 1}]}, credentials(label="x")],
 )
 def test_facts_of_a_later_version_need_a_later_helper(field: dict[str, Any]) -> None:
-    document = {**msgspec.to_builtins(SOURCE), **field}
     with pytest.raises(Incompatible, match="unknown field") as caught:
-        read_source(encode_json(document))
+        read_source(source_with(**field))
     assert "update the helper" in caught.value.next_step
 
 
 def test_credentials_without_what_was_added_to_them_can_be_read() -> None:
-    credentials = msgspec.to_builtins(CONFINED)
-    del credentials["permitted"]
-    document = {**msgspec.to_builtins(SOURCE), "credentials": credentials}
-    assert read_source(encode_json(document)).credentials == CONFINED
+    found = msgspec.to_builtins(CONFINED)
+    del found["permitted"]
+    assert read_source(source_with(credentials=found)).credentials == CONFINED
 
 
 @pytest.mark.parametrize(

@@ -3,31 +3,23 @@
 import pytest
 from msgspec.structs import replace
 
-from snapshot_agent.domain.gate import (
-    CAPTURE_CHECKS,
-    COMPATIBILITY_CHECKS,
-    DUMP_CHECKS,
-    RESTORE_CHECKS,
-    DumpRequest,
-    ObservedPod,
-    Target,
-    refuse,
-)
+from snapshot_agent.domain import gate
 from snapshot_shared.artifact import Facts, RootManifest, RootPart
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, LayoutRef, PodRef, VectorEntry
+from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, PodRef, VectorEntry
+from tests.support import builders
 from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
 DIGEST = "sha256:" + "0" * 64
 POD = PodRef(namespace="default", name="llm", uid=UID)
-SEEN = ObservedPod(POD, POD, containers=("main",), alive=True)
+SEEN = gate.ObservedPod(POD, POD, containers=("main",), alive=True)
 
 
 def reason_of(checks: object, seen: object) -> str:
     try:
-        refuse(checks, seen)  # type: ignore[arg-type]
+        gate.refuse(checks, seen)  # type: ignore[arg-type]
     except SnapbackError as error:
         return error.reason
     return ""
@@ -46,20 +38,20 @@ def reason_of(checks: object, seen: object) -> str:
     ],
 )
 def test_a_capture_is_opened_only_on_the_live_free_container_of_the_named_pod(
-    seen: ObservedPod, reason: str
+    seen: gate.ObservedPod, reason: str
 ) -> None:
-    assert reason_of(CAPTURE_CHECKS, seen) == reason
+    assert reason_of(gate.CAPTURE_CHECKS, seen) == reason
 
 
 def test_an_exit_is_reported_with_its_code() -> None:
     with pytest.raises(SnapbackError, match="exit code 3") as caught:
-        refuse(CAPTURE_CHECKS, SEEN._replace(alive=False, exit_code=3))
+        gate.refuse(gate.CAPTURE_CHECKS, SEEN._replace(alive=False, exit_code=3))
     assert caught.value.values == {"exit_code": 3}
 
 
 def test_a_restore_needs_a_pod_that_waits_for_one() -> None:
-    assert reason_of(RESTORE_CHECKS, SEEN) == "NotEligible"
-    assert reason_of(RESTORE_CHECKS, SEEN._replace(standby=True)) == ""
+    assert reason_of(gate.RESTORE_CHECKS, SEEN) == "NotEligible"
+    assert reason_of(gate.RESTORE_CHECKS, SEEN._replace(standby=True)) == ""
 
 
 def part(name: str) -> RootPart:
@@ -78,13 +70,17 @@ ROOT = RootManifest(
     parts=[part("process"), part("gpu-0"), part("gpu-1")],
     facts=FACTS,
 )
-TARGET = Target(
+TARGET = gate.Target(
     artifact=ArtifactRef(namespace="default", content_uid=UID, generation=3, root_digest=DIGEST),
     root=ROOT,
     source=FACTS,
     here=Facts(driver="cooperative", arch="x86_64", device_product="Simulated GPU"),
     devices=[DeviceRef(ordinal=0, uuid="a"), DeviceRef(ordinal=1, uuid="b")],
 )
+
+
+def here(**facts: str) -> gate.Target:
+    return TARGET._replace(here=replace(TARGET.here, **facts))
 
 
 @each(
@@ -109,38 +105,26 @@ TARGET = Target(
             "Incompatible",
             (["gpu-0", "gpu-1"], ["gpu-0", "gpu-2"]),
         ),
-        (
-            TARGET._replace(here=replace(TARGET.here, driver="criu")),
-            "Incompatible",
-            ("cooperative", "criu"),
-        ),
-        (
-            TARGET._replace(here=replace(TARGET.here, arch="aarch64")),
-            "Incompatible",
-            ("x86_64", "aarch64"),
-        ),
-        (
-            TARGET._replace(here=replace(TARGET.here, device_product="Other")),
-            "Incompatible",
-            ("Simulated GPU", "Other"),
-        ),
+        (here(driver="criu"), "Incompatible", ("cooperative", "criu")),
+        (here(arch="aarch64"), "Incompatible", ("x86_64", "aarch64")),
+        (here(device_product="Other"), "Incompatible", ("Simulated GPU", "Other")),
         (TARGET._replace(here=Facts()), "", None),
         (TARGET._replace(source=Facts(driver="cooperative")), "", None),
     ],
 )
 def test_an_artifact_is_restored_only_where_it_fits_and_both_values_are_named(
-    target: Target, reason: str, values: tuple[object, object] | None
+    target: gate.Target, reason: str, values: tuple[object, object] | None
 ) -> None:
-    assert reason_of(COMPATIBILITY_CHECKS, target) == reason
+    assert reason_of(gate.COMPATIBILITY_CHECKS, target) == reason
     if values is not None:
         with pytest.raises(SnapbackError) as caught:
-            refuse(COMPATIBILITY_CHECKS, target)
+            gate.refuse(gate.COMPATIBILITY_CHECKS, target)
         assert (caught.value.values["expected"], caught.value.values["found"]) == values
 
 
 def dump_request(
     vector: list[VectorEntry], *, held: int | None = 1, driver: str = "cooperative"
-) -> DumpRequest:
+) -> gate.DumpRequest:
     order = DumpOrder(
         order=f"dump-{UID}",
         attempt=1,
@@ -151,21 +135,17 @@ def dump_request(
         content_uid=UID,
         vector=vector,
     )
-    return DumpRequest(order, held, driver, PLAN)
+    return gate.DumpRequest(order, held, driver, PLAN)
 
 
-LAYOUT = LayoutRef(
-    device="a", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=1
-)
+LAYOUT = builders.layout(device="a")
 PLAN = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT)]
 LATER = replace(PLAN[1], layout=replace(LAYOUT, generation=2))
 
 
-@pytest.mark.parametrize("vector", [PLAN, PLAN[::-1]])
-def test_a_dump_works_on_the_plan_that_was_prepared_in_any_order(
-    vector: list[VectorEntry],
-) -> None:
-    assert reason_of(DUMP_CHECKS, dump_request(vector)) == ""
+def test_a_dump_works_on_the_plan_that_was_prepared_in_any_order() -> None:
+    assert reason_of(gate.DUMP_CHECKS, dump_request(PLAN)) == ""
+    assert reason_of(gate.DUMP_CHECKS, dump_request(PLAN[::-1])) == ""
 
 
 @each(
@@ -180,5 +160,7 @@ def test_a_dump_works_on_the_plan_that_was_prepared_in_any_order(
         dump_request(PLAN)._replace(prepared=None),
     ],
 )
-def test_a_dump_of_anything_but_the_capture_that_is_held_is_refused(request_: DumpRequest) -> None:
-    assert reason_of(DUMP_CHECKS, request_) == "NotEligible"
+def test_a_dump_of_anything_but_the_capture_that_is_held_is_refused(
+    request_: gate.DumpRequest,
+) -> None:
+    assert reason_of(gate.DUMP_CHECKS, request_) == "NotEligible"

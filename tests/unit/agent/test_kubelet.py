@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
+from snapshot_agent.domain import kubelet
 from snapshot_agent.domain.control import Access
-from snapshot_agent.domain.kubelet import (
-    SeenProcess,
-    access_of,
-    command_of,
-    container_in,
-    first_processes,
-    name_in,
-)
 from tests.unit.tables import each
 
 UID = "399155da-1bb0-4cc6-92bc-0c4711b56c76"
@@ -41,14 +32,14 @@ SYSTEMD = UID.replace("-", "_")
 def test_a_process_belongs_to_the_container_whose_cgroup_is_in_that_of_the_pod(
     line: str, found: str | None
 ) -> None:
-    assert container_in(f"3:cpu:/\n{line}\n", UID) == found
+    assert kubelet.container_in(f"3:cpu:/\n{line}\n", UID) == found
 
 
 def mount(root: str, at: str = "/dev/termination-log") -> str:
     return f"253 233 0:27 {root} {at} rw,relatime - ext4 /dev/sda1 rw"
 
 
-@pytest.mark.parametrize(
+@each(
     ("root", "found"),
     [
         (f"/var/lib/kubelet/pods/{UID}/containers/main/ab12cd34", "main"),
@@ -61,31 +52,31 @@ def mount(root: str, at: str = "/dev/termination-log") -> str:
 def test_a_container_has_the_name_of_the_folder_that_the_kubelet_mounts(
     root: str, found: str | None
 ) -> None:
-    assert name_in("\n".join([mount("/", "/"), mount(root)]), UID) == found
+    assert kubelet.name_in("\n".join([mount("/", "/"), mount(root)]), UID) == found
 
 
 def test_the_first_process_of_a_container_is_the_one_that_began_first() -> None:
     seen = [
-        SeenProcess(30, 7, "a"),
-        SeenProcess(31, 5, "a"),
-        SeenProcess(9, 9, "a"),
-        SeenProcess(40, 6, "b"),
+        kubelet.SeenProcess(30, 7, "a"),
+        kubelet.SeenProcess(31, 5, "a"),
+        kubelet.SeenProcess(9, 9, "a"),
+        kubelet.SeenProcess(40, 6, "b"),
     ]
-    assert {(each.pid, each.container) for each in first_processes(seen)} == {(31, "a"), (40, "b")}
+    assert {(each.pid, each.container) for each in kubelet.first_processes(seen)} == {
+        (31, "a"),
+        (40, "b"),
+    }
 
 
-def test_files_belong_to_the_user_that_the_process_acts_as() -> None:
+def test_files_belong_to_the_user_that_the_process_acts_as_in_its_user_namespace() -> None:
     status = "Name:\tpython\nUid:\t0\t1000\t0\t1000\nGid:\t0\t2000\t0\t2000\n"
     same = "         0          0 4294967295\n"
-    assert access_of(status, same, same) == Access(1000, 2000)
-
-
-def test_files_of_a_pod_with_a_user_namespace_have_its_own_ids() -> None:
+    assert kubelet.access_of(status, same, same) == Access(1000, 2000)
     status = "Uid:\t66536\t66536\t66536\t66536\nGid:\t65536\t65536\t65536\t65536\n"
     mapped = "         0      65536      65536\n"
-    assert access_of(status, mapped, mapped) == Access(1000, 0)
+    assert kubelet.access_of(status, mapped, mapped) == Access(1000, 0)
 
 
 def test_the_command_is_what_the_kernel_shows_of_it() -> None:
-    assert command_of(b"python\0-m\0worker\0") == ["python", "-m", "worker"]
-    assert command_of(b"") == []
+    assert kubelet.command_of(b"python\0-m\0worker\0") == ["python", "-m", "worker"]
+    assert kubelet.command_of(b"") == []

@@ -6,7 +6,8 @@ import pytest
 
 from snapshot_agent.domain.pod_resources import HeldGpu, held_gpus, on_this_node
 from snapshot_shared.errors import InvalidMessage
-from snapshot_shared.orders import PodRef, PresenceDevice
+from snapshot_shared.orders import PodRef
+from tests.support import builders
 from tests.support.pod_resources import claim, container, field, limit, number, pod
 from tests.unit.tables import each
 
@@ -40,10 +41,7 @@ def test_the_gpus_of_a_container_are_those_of_its_claims_or_else_of_its_limits(
     mine = pod("worker", beside, container("main", *rows))
     answer = b"".join([*others, mine, number(9, 1), field(10, "of a later version")])
     assert held_gpus(answer, WORKER) == held
-
-
-def test_a_pod_that_the_kubelet_does_not_know_holds_none() -> None:
-    assert held_gpus(b"", WORKER) == []
+    assert held_gpus(b"".join(others), WORKER) == []
 
 
 @pytest.mark.parametrize(
@@ -54,12 +52,8 @@ def test_an_answer_that_is_no_message_is_refused(answer: bytes) -> None:
         held_gpus(answer, WORKER)
 
 
-def device(index: int, uuid: str) -> PresenceDevice:
-    return PresenceDevice(index=index, uuid=uuid, product="H100", capacity_bytes=80)
-
-
 def test_gpus_are_known_by_their_number_or_their_uuid_and_others_by_their_name_alone() -> None:
-    listed = [device(0, "GPU-a"), device(1, "GPU-b")]
+    listed = [builders.device(index=n, uuid=uuid) for n, uuid in enumerate(("GPU-a", "GPU-b"))]
     held = [HeldGpu("gpu-1", 1), HeldGpu("GPU-a"), HeldGpu("MIG-x"), HeldGpu("gpu-4", 4)]
     found = on_this_node(held, listed)
     assert found[:2] == [listed[1], listed[0]]

@@ -1,4 +1,4 @@
-"""What the agent makes of /proc/<pid>/stat."""
+"""What the agent makes of /proc/<pid>/stat and mountinfo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.domain.mounts import mounts_in
 from snapshot_shared.errors import ProcMalformed
 
 HUGE = """
@@ -70,3 +71,20 @@ def test_no_more_of_the_memory_of_a_process_is_read_than_the_kernel_gives_to_a_p
         assert process.stdin is not None
         process.stdin.close()
     assert len(data) == procfs.MEMORY_BYTES
+
+
+LINE = "36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=remount"
+
+
+def test_a_mount_has_its_words_without_escapes() -> None:
+    (mount,) = mounts_in(LINE + "\n")
+    assert (mount.id, mount.parent, mount.path, mount.fs_type) == (36, 35, "/mnt 2", "ext3")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "36", LINE.partition(" - ")[0], LINE.replace("36 35", "x 35"), "36 35 98:0 / - a b c"],
+)
+def test_a_malformed_line_is_an_error_that_shows_it(line: str) -> None:
+    with pytest.raises(ProcMalformed, match="mountinfo"):
+        mounts_in(f"{LINE}\n{line}\n")

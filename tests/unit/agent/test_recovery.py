@@ -1,7 +1,9 @@
-"""What an agent does at its start with what the last one left behind."""
+"""What an agent does at its start with what the last one left, and how far its drivers came."""
 
+import msgspec
 import pytest
 
+from snapshot_agent.domain.driving import PHASE_NOTE, Phase, Release, device_map, phase_of
 from snapshot_agent.domain.recovery import (
     TABLE,
     CaptureLeft,
@@ -14,8 +16,9 @@ from snapshot_agent.domain.recovery import (
     interruption,
     run_row,
 )
+from snapshot_shared.artifact import RootManifest, RootPart
 from snapshot_shared.ledger import Began, Ended, Entry, Ledger, Noted, Record, Reported
-from snapshot_shared.orders import Report
+from snapshot_shared.orders import DeviceRef, PodRef
 from tests.support import builders
 from tests.unit.tables import each
 
@@ -52,6 +55,7 @@ FREEZING = entry("dump", "freeze")
 COPYING = entry("dump", "freeze", "copy-state", ended=1, no_replay=True)
 STAGED = entry("dump", terminal="staged")
 DUMP_FAILED = entry("dump", terminal="failed")
+LEFT = CaptureLeft(PREPARED, STAGED, is_settled=False, is_let_go=False, is_overdue=False)
 
 
 @each(
@@ -73,8 +77,7 @@ DUMP_FAILED = entry("dump", terminal="failed")
 def test_what_was_prepared_is_held_and_what_was_cut_off_is_undone(
     prepare: Entry, dump: Entry | None, decision: Recovery
 ) -> None:
-    left = CaptureLeft(prepare, dump, is_settled=False, is_let_go=False, is_overdue=False)
-    assert decide(left) is decision
+    assert decide(LEFT._replace(prepare=prepare, dump=dump)) is decision
 
 
 @each("prepare", [WAITING, QUIESCING, PREPARED, FAILED])
@@ -86,14 +89,13 @@ def test_nothing_is_done_for_a_capture_that_was_released_or_aborted(
     assert decide(left) is Recovery.NOTHING
 
 
-@pytest.mark.parametrize(("let_go", "overdue"), [(True, False), (False, True), (True, True)])
+@each(("let_go", "overdue"), [(True, False), (False, True), (True, True)])
 def test_a_hold_whose_worker_goes_on_already_or_whose_time_is_up_is_only_reported(
     let_go: bool, overdue: bool
 ) -> None:
-    left = CaptureLeft(PREPARED, STAGED, is_settled=False, is_let_go=let_go, is_overdue=overdue)
+    left = LEFT._replace(is_let_go=let_go, is_overdue=overdue)
     assert decide(left) is Recovery.LET_GO
-    cut_off = left._replace(dump=COPYING)
-    assert decide(cut_off) is Recovery.COMPENSATE
+    assert decide(left._replace(dump=COPYING)) is Recovery.COMPENSATE
 
 
 @pytest.mark.parametrize(
@@ -113,14 +115,9 @@ def test_every_pair_that_can_arise_in_order_stands_in_the_table() -> None:
 
 
 def test_the_order_that_was_cut_off_is_the_one_that_fails() -> None:
-    def cut_off(prepare: Entry, dump: Entry | None) -> Entry | None:
-        return CaptureLeft(
-            prepare, dump, is_settled=False, is_let_go=False, is_overdue=False
-        ).interrupted
-
-    assert cut_off(QUIESCING, None) is QUIESCING
-    assert cut_off(PREPARED, COPYING) is COPYING
-    assert cut_off(PREPARED, STAGED) is None
+    assert LEFT._replace(prepare=QUIESCING, dump=None).interrupted is QUIESCING
+    assert LEFT._replace(dump=COPYING).interrupted is COPYING
+    assert LEFT.interrupted is None
 
 
 def test_a_step_that_was_cut_off_is_not_open_any_more_when_the_table_has_begun_again() -> None:
@@ -180,6 +177,39 @@ def test_a_pod_is_recovered_by_how_far_its_run_order_came(
 
 def test_a_pod_that_has_exited_is_left_alone() -> None:
     run = entry("run", "resolve", "spawn", ended=2, terminal="started")
-    exited = Report(order=run.order, attempt=1, n=9, kind="exited", node="n", service="agent", at=0)
-    run.reports.append(exited)
+    run.reports.append(builders.told(order=run.order, n=9, kind="exited"))
     assert run_row(run) == (PodRecovery.NOTHING, False)
+
+
+UID = "00000000-0000-4000-8000-000000000001"
+
+
+def test_the_phase_of_a_dump_is_the_one_on_record() -> None:
+    dump = Entry(builders.accepted(order=f"dump-{UID}", wall=0.0))
+    assert phase_of(None) is phase_of(dump) is Phase.SIGNAL
+    dump.notes[PHASE_NOTE] = msgspec.json.decode(msgspec.json.encode(Phase.BEGUN))
+    assert phase_of(dump) is Phase.BEGUN
+    assert Release() == ((), 0.0, False, False)
+
+
+def part(name: str, device: str) -> RootPart:
+    layout = builders.layout(device=device)
+    return RootPart(part=name, kind="gms", bytes=1, digest="0" * 64, layout=layout)
+
+
+def test_a_device_takes_the_place_of_the_one_with_its_ordinal() -> None:
+    root = RootManifest(
+        namespace="default",
+        content_uid=UID,
+        generation=1,
+        source=PodRef(namespace="default", name="llm", uid=UID),
+        bytes=3,
+        parts=[
+            part("gpu-1", "old-b"),
+            part("gpu-0", "old-a"),
+            RootPart(part="process", kind="process", bytes=1, digest="0" * 64),
+        ],
+    )
+    here = [DeviceRef(ordinal=0, uuid="new-a"), DeviceRef(ordinal=1, uuid="new-b")]
+    assert device_map(root, here) == {"old-a": "new-a", "old-b": "new-b"}
+    assert device_map(root, here[:1]) == {"old-a": "new-a"}

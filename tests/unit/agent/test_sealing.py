@@ -1,25 +1,29 @@
-"""Which parts make an artifact, and what the root manifest over them says."""
+"""Which parts make an artifact, what the root manifest over them says, and where they fit."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from snapshot_agent.adapters.artifacts import Room
 from snapshot_agent.domain.sealing import check_part, check_plan, check_proven, root_manifest
 from snapshot_shared.artifact import Facts, PartManifest, SavedLayout
 from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
-from snapshot_shared.orders import LayoutRef, PartResult, PodRef, SealOrder, VectorEntry
+from snapshot_shared.orders import PartResult, PodRef, SealOrder, VectorEntry
+from tests.support import builders
 from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
 D1 = "sha256:" + "1" * 64
 D2 = "sha256:" + "2" * 64
-LAYOUT = LayoutRef(
-    device="GPU-a", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=8
-)
+LAYOUT = builders.layout(device="GPU-a", bytes=8)
 VECTOR = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT)]
 PROCESS = PartManifest(
     kind="process",
@@ -69,15 +73,20 @@ def test_the_plan_the_staged_parts_and_the_disk_must_be_the_same() -> None:
         check_plan(replace(ORDER, parts=ORDER.parts[:1]), ["gpu-0", "process"])
 
 
+OF_ANOTHER: list[tuple[dict[str, Any], str]] = [
+    ({"content_uid": OTHER}, "content"),
+    ({"namespace": "other"}, "namespace"),
+    ({"generation": 1}, "generation"),
+    ({"part": "gpu-0"}, "part"),
+    ({"kind": "gms"}, "kind"),
+    ({"bytes": 5}, "bytes"),
+]
+
+
 @each(
     ("change", "what"),
     [
-        ({"content_uid": OTHER}, "content"),
-        ({"namespace": "other"}, "namespace"),
-        ({"generation": 1}, "generation"),
-        ({"part": "gpu-0"}, "part"),
-        ({"kind": "gms"}, "kind"),
-        ({"bytes": 5}, "bytes"),
+        *OF_ANOTHER,
         ({"vector": VECTOR[:1]}, "another vector"),
         ({"vector": []}, "another vector"),
         ({"layout": GPU.layout}, "another layout"),
@@ -96,12 +105,11 @@ def test_a_part_whose_manifest_is_not_the_one_reported_is_refused_with_both_dige
 
 
 def test_a_device_part_holds_the_layout_that_was_fenced() -> None:
-    check_part(ORDER, ORDER.parts[1], GPU, D2)
     later = SavedLayout(source=replace(LAYOUT, generation=9), allocations=[])
-    with pytest.raises(ArtifactCorrupt, match="another layout"):
-        check_part(ORDER, ORDER.parts[1], replace(GPU, layout=later), D2)
-    with pytest.raises(ArtifactCorrupt, match="another layout"):
-        check_part(ORDER, ORDER.parts[1], replace(GPU, layout=None), D2)
+    check_part(ORDER, ORDER.parts[1], GPU, D2)
+    for layout in (later, None):
+        with pytest.raises(ArtifactCorrupt, match="another layout"):
+            check_part(ORDER, ORDER.parts[1], replace(GPU, layout=layout), D2)
 
 
 def test_a_device_part_that_carries_a_vector_carries_the_one_that_was_planned() -> None:
@@ -123,22 +131,35 @@ def test_the_root_manifest_does_not_depend_on_the_order_of_the_parts() -> None:
     assert root.parts[0].layout == LAYOUT
 
 
-@each(
-    "change",
-    [
-        lambda manifest: (replace(manifest, content_uid=OTHER), D1),
-        lambda manifest: (replace(manifest, namespace="other"), D1),
-        lambda manifest: (replace(manifest, generation=1), D1),
-        lambda manifest: (replace(manifest, part="gpu-0"), D1),
-        lambda manifest: (replace(manifest, kind="gms"), D1),
-        lambda manifest: (replace(manifest, bytes=5), D1),
-        lambda manifest: (manifest, D2),
-    ],
-)
+@each(("change", "digest"), [*((change, D1) for change, _ in OF_ANOTHER), ({}, D2)])
 def test_a_part_on_disk_must_be_the_one_that_the_root_proves(
-    change: Callable[[PartManifest], tuple[PartManifest, str]],
+    change: dict[str, Any], digest: str
 ) -> None:
     root = root_manifest(ORDER, [(PROCESS, D1)])
     check_proven(root, root.parts[0], PROCESS, D1)
     with pytest.raises(ArtifactCorrupt):
-        check_proven(root, root.parts[0], *change(PROCESS))
+        check_proven(root, root.parts[0], replace(PROCESS, **change), digest)
+
+
+ROOT = Path("/artifacts")
+
+
+@each(
+    ("shares", "of", "share", "fits"),
+    [(1, 1, 100, 90), (1, 3, 34, 270), (2, 3, 67, 135), (3, 3, 100, 90), (1, 0, 0, 90)],
+)
+def test_a_file_system_takes_its_shares_of_the_weights(
+    shares: int, of: int, share: int, fits: int
+) -> None:
+    room = Room(ROOT, free=90, shares=shares, of=of)
+    assert room.share_of(100) == share
+    assert room.for_weights == fits
+
+
+@given(st.integers(0, 2**50), st.integers(1, 9), st.integers(0, 9))
+def test_what_is_said_to_fit_fits_and_a_share_more_does_not(
+    free: int, shares: int, others: int
+) -> None:
+    room = Room(ROOT, free=free, shares=shares, of=shares + others)
+    assert room.share_of(room.for_weights) <= free
+    assert room.share_of(room.for_weights + room.of) > free

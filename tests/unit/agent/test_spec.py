@@ -6,26 +6,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_agent.domain import spec
 from snapshot_agent.domain.control import ContainerPaths, container_paths
 from snapshot_agent.domain.mounts import mounts_in
-from snapshot_agent.domain.spec import (
-    NodeEnvironment,
-    ProcessSpec,
-    expand,
-    is_apart,
-    nodes_mounts,
-    process_spec,
-    resumed,
-    shared_out,
-    waits,
-)
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.objects.kubernetes import Container
 from snapshot_shared.orders import DeviceRef, Driver, PodRef, RunOrder
 from tests.unit.tables import each
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
-NODE = NodeEnvironment(
+NODE = spec.NodeEnvironment(
     node="node-1",
     run="r1",
     socket_dir=PurePath("/run/sb"),
@@ -50,17 +40,9 @@ def launched(
     apart: bool = False,
     where: ContainerPaths = WHERE,
     **fields: object,
-) -> ProcessSpec:
-    return process_spec(
-        container(**fields),
-        POD,
-        DEVICES,
-        NODE,
-        where,
-        standby=standby,
-        traceparent=traceparent,
-        apart=apart,
-    )
+) -> spec.ProcessSpec:
+    how = {"standby": standby, "traceparent": traceparent, "apart": apart}
+    return spec.process_spec(container(**fields), POD, DEVICES, NODE, where, **how)  # type: ignore[arg-type]
 
 
 def run_order(driver: Driver, *, standby: bool) -> RunOrder:
@@ -95,7 +77,7 @@ def run_order(driver: Driver, *, standby: bool) -> RunOrder:
     ],
 )
 def test_references_are_expanded_as_kubernetes_does(text: str, expanded: str) -> None:
-    assert expand(text, {"A": "1", "B": "2"}) == expanded
+    assert spec.expand(text, {"A": "1", "B": "2"}) == expanded
 
 
 def test_the_environment_names_the_node_the_pod_and_the_devices_in_their_order() -> None:
@@ -117,36 +99,23 @@ def test_the_environment_names_the_node_the_pod_and_the_devices_in_their_order()
     }
 
 
-def test_a_variable_sees_those_before_it_and_not_those_after_it() -> None:
-    env = launched(
-        env=[
-            {"name": "ONE", "value": "$(POD_NAME)-$(TWO)"},
-            {"name": "TWO", "value": "$(ONE)"},
-        ]
-    ).env
-    assert (env["ONE"], env["TWO"]) == ("llm-$(TWO)", "llm-$(TWO)")
-
-
-def test_command_and_arguments_see_every_variable() -> None:
-    made = launched(
-        command=["$(BINARY)"], args=["--pod=$(POD_NAME)"], env=[{"name": "BINARY", "value": "sh"}]
-    )
-    assert made.argv == ["sh", "--pod=llm"]
+def test_a_variable_sees_those_before_it_and_the_command_and_its_arguments_see_every_one() -> None:
+    env = [{"name": "ONE", "value": "$(POD_NAME)-$(TWO)"}, {"name": "TWO", "value": "$(ONE)"}]
+    made = launched(command=["$(ONE)"], args=["--pod=$(POD_NAME)"], env=env)
+    assert (made.env["ONE"], made.env["TWO"]) == ("llm-$(TWO)", "llm-$(TWO)")
+    assert made.argv == ["llm-$(TWO)", "--pod=llm"]
 
 
 def test_a_manifest_changes_the_path_but_not_what_processes_are_recognised_by() -> None:
-    env = launched(
-        env=[
-            {"name": "PATH", "value": "/bin"},
-            {"name": "SNAPSHOT_CONTROL_DIR", "value": "/tmp"},
-            {"name": "POD_UID", "value": "another"},
-            {"name": "SNAPBACK_RUN", "value": "another"},
-            {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"},
-        ]
-    ).env
-    assert env["PATH"] == "/bin"
-    assert env["POD_UID"] == POD.uid
-    assert env["SNAPBACK_RUN"] == "r1"
+    given = {
+        "PATH": "/bin",
+        "SNAPSHOT_CONTROL_DIR": "/tmp",
+        "POD_UID": "another",
+        "SNAPBACK_RUN": "another",
+        "SNAPSHOT_RESTORE_STANDBY": "1",
+    }
+    env = launched(env=[{"name": name, "value": value} for name, value in given.items()]).env
+    assert (env["PATH"], env["POD_UID"], env["SNAPBACK_RUN"]) == ("/bin", POD.uid, "r1")
     assert env["SNAPSHOT_CONTROL_DIR"].startswith("/state/")
     assert "SNAPSHOT_RESTORE_STANDBY" not in env
 
@@ -161,10 +130,7 @@ def test_a_worker_with_namespaces_has_its_folders_where_every_other_one_has_them
         *("control", str(WHERE.control), "sockets", str(WHERE.sockets), "gms", "/run/sb"),
         *("log", str(WHERE.log), "--"),
     ]
-
-
-def test_a_program_that_starts_another_in_namespaces_is_found_as_any_worker_is() -> None:
-    made = launched(apart=True)
+    # It is found as any worker is.
     assert f"SNAPSHOT_CONTROL_DIR={made.env['SNAPSHOT_CONTROL_DIR']}" == WHERE.marker
 
 
@@ -191,13 +157,17 @@ def test_only_the_container_that_a_process_is_brought_to_waits_for_it(
     driver: Driver, standby: bool, expected: tuple[bool, bool, bool]
 ) -> None:
     order = run_order(driver, standby=standby)
-    assert (is_apart(order), waits(order, "main"), waits(order, "sidecar")) == expected
+    assert (
+        spec.is_apart(order),
+        spec.waits(order, "main"),
+        spec.waits(order, "sidecar"),
+    ) == expected
 
 
 def test_a_dump_has_neither_the_file_systems_of_the_node_nor_our_folders() -> None:
     paths = ["/", "/proc", "/home", "/dev", "/dev/shm", "/dev/shm/snapback/control"]
     mounts = mounts_in("\n".join(f"1 1 8:1 / {path} rw - ext4 /dev/sda1 rw" for path in paths))
-    assert nodes_mounts(mounts) == ["/proc", "/home", "/dev", "/dev/shm/snapback/control"]
+    assert spec.nodes_mounts(mounts) == ["/proc", "/home", "/dev", "/dev/shm/snapback/control"]
 
 
 def test_a_working_directory_is_taken_from_that_of_the_agent() -> None:
@@ -211,43 +181,37 @@ def test_a_container_without_a_command_is_refused_by_name() -> None:
         launched(command=[])
 
 
-def test_each_container_sees_the_devices_that_it_asks_for() -> None:
+@each(
+    ("asking", "seen"),
+    [
+        ("ac", {"a": ["GPU-a"], "b": [], "c": ["GPU-b"]}),
+        # Devices beyond all limits go to the first.
+        ("", {"a": ["GPU-a", "GPU-b"], "b": [], "c": []}),
+    ],
+)
+def test_each_container_sees_the_devices_that_it_asks_for(
+    asking: str, seen: dict[str, list[str]]
+) -> None:
     limits = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
-    containers = [
-        container(name="a", **limits),
-        container(name="b"),
-        container(name="c", **limits),
-    ]
-    shared = shared_out(containers, DEVICES)
-    assert {name: [d.uuid for d in found] for name, found in shared.items()} == {
-        "a": ["GPU-a"],
-        "b": [],
-        "c": ["GPU-b"],
-    }
-
-
-def test_devices_beyond_all_limits_go_to_the_first_container() -> None:
-    shared = shared_out([container(name="a"), container(name="b")], DEVICES)
-    assert [device.uuid for device in shared["a"]] == ["GPU-a", "GPU-b"]
-    assert shared["b"] == []
+    containers = [container(name=each, **(limits if each in asking else {})) for each in "abc"]
+    shared = spec.shared_out(containers, DEVICES)
+    assert {name: [d.uuid for d in found] for name, found in shared.items()} == seen
 
 
 def test_a_program_is_started_again_with_the_folder_of_its_state_and_all_that_it_had() -> None:
     before = launched(env=[{"name": "MODEL", "value": "small"}])
-    after = resumed(before, is_standby=False)
-    assert after.argv == [
-        *before.argv,
-        "--resume-from",
-        "/state/pods/" + POD.uid + "/main/control/state",
-    ]
+    after = spec.resumed(before, is_standby=False)
+    assert after.argv == [*before.argv, "--resume-from", f"{WHERE.control}/state"]
     assert (after.env, after.cwd, after.paths) == (before.env, before.cwd, before.paths)
 
 
 def test_a_program_that_was_started_again_before_has_one_folder_only() -> None:
-    once = resumed(launched(command=["run", "--resume-from", "/elsewhere", "-v"]), is_standby=False)
+    once = spec.resumed(
+        launched(command=["run", "--resume-from", "/elsewhere", "-v"]), is_standby=False
+    )
     assert once.argv[:2] == ["run", "-v"]
     assert once.argv.count("--resume-from") == 1
-    assert resumed(once, is_standby=False).argv == once.argv
+    assert spec.resumed(once, is_standby=False).argv == once.argv
 
 
 @pytest.mark.parametrize("was_standby", [True, False])
@@ -255,7 +219,7 @@ def test_a_program_that_was_started_again_before_has_one_folder_only() -> None:
 def test_whether_a_program_waits_for_a_restore_depends_on_why_it_is_started_again(
     was_standby: bool, is_standby: bool
 ) -> None:
-    after = resumed(launched(standby=was_standby), is_standby=is_standby)
+    after = spec.resumed(launched(standby=was_standby), is_standby=is_standby)
     assert after.env.get("SNAPSHOT_RESTORE_STANDBY") == ("1" if is_standby else None)
 
 

@@ -1,13 +1,89 @@
-"""The log of CRIU becomes a cause and a step that helps."""
+"""How CRIU is called, and how its log becomes a cause and a step that helps."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapshot_agent.domain import criu_plan
 from snapshot_agent.domain.criu_log import MAX_LINE_CHARS, MAX_LINES, failure
+from snapshot_agent.domain.mounts import mounts_in, upper_of
 from tests.unit.tables import each
+
+MOUNTINFO = r"""
+700 650 0:71 / / rw,relatime - overlay overlay rw,lowerdir=/l,upperdir=/var/lib/x/42/fs,workdir=/w
+701 700 0:75 / /proc rw,nosuid - proc proc rw
+702 700 0:76 / /dev rw,nosuid - tmpfs tmpfs rw,mode=755
+703 702 0:77 / /dev/shm rw - tmpfs shm rw,size=65536k
+704 700 8:1 /pods/u/volumes/data /a\040b rw,relatime master:1 - ext4 /dev/vda rw
+705 701 0:75 /sys /proc/sys ro,nosuid - proc proc rw
+706 701 0:78 / /proc/acpi ro - tmpfs tmpfs ro
+""".lstrip()
+
+
+def test_every_mount_but_the_root_and_those_of_proc_is_external() -> None:
+    mounts = mounts_in(MOUNTINFO)
+    assert criu_plan.external_mounts(mounts) == ["/dev", "/dev/shm", "/a b", "/proc/acpi"]
+    assert upper_of(mounts) == "/var/lib/x/42/fs"
+
+
+def test_a_dump_leaves_the_worker_running_and_locks_its_network() -> None:
+    plan = criu_plan.DumpPlan(
+        pid=4711,
+        images="/proc/self/fd/5",
+        work="/run/dump-1",
+        script="/run/dump-1/script",
+        network=4026532000,
+        external=["/dev/shm", "/a b"],
+        watched=["/data"],
+    )
+    assert criu_plan.dump_arguments(plan) == [
+        *("dump", "--tree", "4711", "--leave-running"),
+        *("--images-dir", "/proc/self/fd/5", "--work-dir", "/run/dump-1"),
+        *("--log-file", "dump.log", "-v4", "--manage-cgroups=ignore", "--tcp-established"),
+        *("--file-locks", "--link-remap", "--ghost-limit", "1G", "--force-irmap"),
+        *("--network-lock", "nftables", "--external", "net[4026532000]:extNetNs"),
+        *("--action-script", "/run/dump-1/script"),
+        *("--external", "mnt[/dev/shm]:/dev/shm", "--external", "mnt[/a b]:/a b"),
+        *("--irmap-scan-path", "/data"),
+    ]
+
+
+def test_a_network_that_others_use_is_not_locked() -> None:
+    plan = criu_plan.DumpPlan(
+        pid=1, images="i", work="w", script="s", network=2, external=[], locks=False
+    )
+    words = criu_plan.dump_arguments(plan)
+    assert words[words.index("--network-lock") + 1] == "skip"
+
+
+def test_a_restore_is_over_a_copy_of_the_targets_mounts_in_its_namespaces() -> None:
+    plan = criu_plan.RestorePlan(
+        images="/artifacts/ns/uid/gen-1/process",
+        work="/run/restore-1",
+        root="/run/restore-1/tree",
+        pidfile="/run/restore-1/pid",
+        network=7,
+        external=["/dev/shm"],
+        pipes={"pipe:[91]": 8},
+    )
+    assert criu_plan.restore_arguments(plan) == [
+        *("restore", "--images-dir", "/artifacts/ns/uid/gen-1/process"),
+        *("--work-dir", "/run/restore-1", "--log-file", "restore.log", "-v4"),
+        *("--manage-cgroups=ignore", "--tcp-established", "--file-locks", "--link-remap"),
+        *("--ghost-limit", "1G", "--force-irmap", "--network-lock", "skip"),
+        *("--evasive-devices", "--restore-detached", "--root", "/run/restore-1/tree"),
+        *("--pidfile", "/run/restore-1/pid", "--inherit-fd", "fd[7]:extNetNs"),
+        *("--inherit-fd", "fd[8]:pipe:[91]"),
+        *("--join-ns", "uts:/proc/1/ns/uts", "--join-ns", "ipc:/proc/1/ns/ipc"),
+        *("--external", "mnt[/dev/shm]:/run/restore-1/tree/dev/shm"),
+    ]
+
+
+def test_each_pipe_of_the_standard_streams_is_inherited_once() -> None:
+    links = ["/dev/null", "pipe:[91]", "pipe:[91]"]
+    assert criu_plan.inherited(links, [4, 5, 6]) == {"pipe:[91]": 5}
+
 
 # Of real runs of CRIU 4.2.1.
 RESTORE = """\
@@ -98,7 +174,7 @@ def test_what_is_killed_after_an_error_was_not_out_of_memory() -> None:
     assert "memory" not in failure(log, "restore").next_step
 
 
-@pytest.mark.parametrize(
+@each(
     "harmless",
     [
         "rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted",
@@ -111,9 +187,7 @@ def test_a_harmless_error_is_no_cause(harmless: str) -> None:
     assert message == "CRIU did not restore: Something new"
 
 
-@pytest.mark.parametrize(
-    "log", ["", "(00.1) all is well\n", line("Restoring FAILED."), RESTORE[:260]]
-)
+@each("log", ["", "(00.1) all is well\n", line("Restoring FAILED."), RESTORE[:260]])
 def test_a_log_without_an_error_says_so(log: str) -> None:
     message, next_step = failure(log, "restore")
     assert message == "CRIU did not restore, and its log has no error"
@@ -129,17 +203,16 @@ def test_the_first_known_error_stays_when_many_follow_it() -> None:
     assert "SYS_RESOURCE" in cause.next_step
 
 
-def test_an_error_that_recurs_is_said_once() -> None:
-    assert failure(line("Again") * 4, "dump").message == "CRIU did not dump: Again"
-
-
-def test_a_long_error_is_shortened() -> None:
-    message = failure(line("x" * 5000), "dump").message
-    assert message == f"CRIU did not dump: {'x' * (MAX_LINE_CHARS - 3)}..."
-
-
-def test_what_cannot_be_printed_is_replaced() -> None:
-    assert failure(line("a\x1b[31mred\x00"), "dump").message == "CRIU did not dump: a?[31mred?"
+@each(
+    ("log", "said"),
+    [
+        (line("Again") * 4, "Again"),
+        (line("x" * 5000), f"{'x' * (MAX_LINE_CHARS - 3)}..."),
+        (line("a\x1b[31mred\x00"), "a?[31mred?"),
+    ],
+)
+def test_an_error_is_said_once_short_and_in_what_can_be_printed(log: str, said: str) -> None:
+    assert failure(log, "dump").message == f"CRIU did not dump: {said}"
 
 
 @given(st.lists(st.text().map(line) | st.text(), max_size=8))
