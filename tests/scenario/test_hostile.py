@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,12 +174,20 @@ ORDER_TEXTS = [msgspec.json.encode(order) for order in ORDERS]
 FRAMES = [f.read_bytes() for f in sorted(DATA.glob("frames/*.msgpack")) if "grpc" not in f.name]
 
 
+def _order(data: bytes) -> Any:
+    return codec.decode_json(data, AnyOrder)  # type: ignore[arg-type]
+
+
+def _root(data: bytes) -> RootManifest:
+    return codec.decode_json(data, RootManifest, limit=codec.MAX_MANIFEST_BYTES)
+
+
 @many
 @given(document=damaged(ORDERS))
 def test_a_hostile_order_is_refused_or_names_nothing_outside_the_root(document: Any) -> None:
     found: list[Any] = []
     data = msgspec.json.encode(document)
-    error = _refusal(lambda: found.append(codec.decode_json(data, AnyOrder)))  # type: ignore[arg-type]
+    error = _refusal(lambda: found.append(_order(data)))
     if error is not None:
         assert isinstance(error, errors.InvalidMessage)
         assert _is_named(error), error.message
@@ -189,15 +197,6 @@ def test_a_hostile_order_is_refused_or_names_nothing_outside_the_root(document: 
     name = namespace if isinstance(namespace, str) else getattr(namespace, "namespace", "default")
     for component in generation_path(name, getattr(order, "content_uid", None) or UID, 1):
         assert check_component(component) == component
-
-
-@many
-@given(data=st.binary(max_size=400) | st.sampled_from(ORDER_TEXTS), cut=st.data())
-def test_bytes_that_are_no_order_are_refused(data: bytes, cut: st.DataObject) -> None:
-    if data.startswith(b"{"):
-        data = data[: cut.draw(st.integers(0, len(data) - 1))]
-    with pytest.raises(errors.InvalidMessage):
-        codec.decode_json(data, AnyOrder)  # type: ignore[arg-type]
 
 
 @many
@@ -214,62 +213,60 @@ def test_a_hostile_frame_is_refused_or_is_a_frame(document: Any) -> None:
             assert isinstance(error, errors.InvalidMessage | errors.UnsupportedVersion)
 
 
+@pytest.mark.parametrize(
+    ("texts", "decode"), [(ORDER_TEXTS, _order), (FRAMES, decode_request)], ids=["order", "frame"]
+)
 @many
-@given(data=st.binary(max_size=200) | st.sampled_from(FRAMES), change=st.data())
-def test_bytes_that_are_no_frame_are_refused(data: bytes, change: st.DataObject) -> None:
-    if data in FRAMES:
-        data = data[: change.draw(st.integers(0, min(len(data) - 1, 2000)))]
+@given(draw=st.data())
+def test_bytes_that_are_no_message_are_refused(
+    texts: list[bytes], decode: Callable[[bytes], object], draw: st.DataObject
+) -> None:
+    data = draw.draw(st.binary(max_size=400) | st.sampled_from(texts))
+    if data in texts:
+        data = data[: draw.draw(st.integers(0, min(len(data) - 1, 2000)))]
     with pytest.raises((errors.InvalidMessage, errors.UnsupportedVersion)):
-        decode_request(data)
+        decode(data)
 
 
 DEEP_JSON = b"[" * 100_000
 WIDE = b'{"type":"snapback.v1.part_manifest","files":[' + b"{}," * 1_000_000 + b"{}]}"
+LARGE: dict[str, tuple[Callable[[bytes], object], bytes]] = {
+    "deep order": (_order, DEEP_JSON),
+    "deep order of objects": (_order, b'{"a":' * 50_000),
+    "long order": (_order, b" " * (codec.MAX_MESSAGE_BYTES + 1)),
+    "deep manifest": (_root, DEEP_JSON),
+    "wide manifest": (_root, WIDE),
+    "deep frame": (decode_request, b"\x91" * codec.MAX_FRAME_BYTES),
+    "frame that claims 2^32 items": (decode_request, b"\xdd\xff\xff\xff\xff"),
+    "frame that claims 2^32 bytes": (decode_request, b"\x81\xa4type\xdb\xff\xff\xff\xff"),
+    "long frame": (decode_request, b"\0" * (codec.MAX_FRAME_BYTES + 1)),
+}
 
 
-@pytest.mark.parametrize(
-    ("decode", "data"),
-    [
-        (lambda data: codec.decode_json(data, AnyOrder), DEEP_JSON),
-        (lambda data: codec.decode_json(data, AnyOrder), b'{"a":' * 50_000),
-        (lambda data: codec.decode_json(data, AnyOrder), b" " * (codec.MAX_MESSAGE_BYTES + 1)),
-        (
-            lambda data: codec.decode_json(data, RootManifest, limit=codec.MAX_MANIFEST_BYTES),
-            DEEP_JSON,
-        ),
-        (lambda data: codec.decode_json(data, RootManifest, limit=codec.MAX_MANIFEST_BYTES), WIDE),
-        (decode_request, b"\x91" * codec.MAX_FRAME_BYTES),
-        (decode_request, b"\xdd\xff\xff\xff\xff"),
-        (decode_request, b"\x81\xa4type\xdb\xff\xff\xff\xff"),
-        (decode_request, b"\0" * (codec.MAX_FRAME_BYTES + 1)),
-    ],
-    ids=[
-        *("deep order", "deep order of objects", "long order", "deep manifest", "wide manifest"),
-        *("deep frame", "frame that claims 2^32 items", "or 2^32 bytes", "long frame"),
-    ],
-)
+@contextlib.contextmanager
+def _in_little_memory(most: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("decode", "data"), LARGE.values(), ids=LARGE)
 def test_what_is_deep_wide_or_long_is_refused_in_little_memory(
     decode: Callable[[bytes], object], data: bytes
 ) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises((errors.InvalidMessage, errors.UnsupportedVersion)):
-            decode(data)
-        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
-    finally:
-        tracemalloc.stop()
+    refused = pytest.raises((errors.InvalidMessage, errors.UnsupportedVersion))
+    with _in_little_memory(32 * 2**20), refused:
+        decode(data)
 
 
 @pytest.mark.parametrize("name", ["root.json", "process/part.json"])
 def test_a_manifest_that_is_too_long_is_not_read(name: str, real: Capture) -> None:
     os.truncate(real.where() / name, 2**40)
-    tracemalloc.start()
-    try:
-        with pytest.raises(errors.ArtifactCorrupt, match="limit is"):
-            verify(real.root, real.place, real.promises["sealed"])
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
+    with _in_little_memory(2**20), pytest.raises(errors.ArtifactCorrupt, match="limit is"):
+        verify(real.root, real.place, real.promises["sealed"])
 
 
 @pytest.fixture
