@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,21 +178,18 @@ def placeholder(name: str, source: str, node: str, **spec: Any) -> dict[str, Any
     return document
 
 
-def with_weights(node: str, program: Path = EXAMPLE, **main: Any) -> dict[str, Any]:
+def with_weights(node: str, **main: Any) -> dict[str, Any]:
     """Return a pod of a worker that has its weights on the devices of a claim."""
     # Not by `nodeName`, as only the scheduler gives a claim its devices.
     where = {"kubernetes.io/hostname": node}
-    worker = container("main", sys.executable, str(program), **main)
+    worker = container("main", sys.executable, str(EXAMPLE), **main)
     server = container("gms-server", sys.executable, "-m", "gms.main")
     return pod("source", worker, initContainers=[server], nodeSelector=where)
 
 
-def standby_with_weights(
-    name: str, source: str, node: str, program: Path = EXAMPLE, env: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
+def standby_with_weights(name: str, source: str, node: str) -> dict[str, Any]:
     """Return such a pod that waits to be restored, as the webhook makes it."""
-    standby = {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}
-    document = with_weights(node, program, env=[*env, standby])
+    document = with_weights(node, env=[{"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}])
     document["metadata"] = {"name": name, "annotations": {"nvidia.com/restore-from": source}}
     [main] = document["spec"]["containers"]
     shaping.with_control_directory(document["spec"], main)

@@ -48,7 +48,7 @@ def said_by(*words: str, error: type[Exception], **options: Any) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     if done.returncode:
         raise error(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+    return str(done.stdout)
 
 
 def link(folder: Path) -> None:

@@ -13,12 +13,11 @@ import pytest
 
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube import restoring
-from snapshotctl.domain.demo_engines import ENGINES
 from tests.cluster import agents
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.rig import Rig, polled
-from tests.cluster.simulated import GPU, ROOT, container, pod, template
+from tests.cluster.simulated import GPU, container, pod, template
 from tests.support.waiting import until
 from tests.support.weights import flip
 
@@ -183,51 +182,3 @@ async def test_a_worker_beside_a_failed_container_is_ended_if_it_is_there_to_be_
     assert failed["reason"] == "CheckpointContainerFailed"
     assert "container side" in failed["message"]
     await rig.phase("llm", "Failed")
-
-
-INSTALLED = ROOT / ENGINES["onnx"].installed
-ONNX_WORKER = ROOT / "deploy/examples/onnx_worker.py"
-ONNX_PORT = "8080"
-ONNX_ENVIRONMENT = [
-    {"name": "PYTHONPATH", "value": str(INSTALLED.parent)},
-    {"name": "HTTP_PORT", "value": ONNX_PORT},
-]
-ONNX_CLIENT = f"""
-import json, pathlib, sys, urllib.request
-answers = {{}}
-for name in sys.argv[2:]:
-    content = pathlib.Path(sys.argv[1], name).read_bytes()
-    url = "http://127.0.0.1:{ONNX_PORT}/identify"
-    with urllib.request.urlopen(url, content) as answer:
-        answers[name] = json.load(answer)
-print(json.dumps(answers))
-"""
-
-
-async def asked(nodes: Kubectl, pod: str) -> dict[str, dict[str, object]]:
-    """Return what the engine in a pod says of 20 files."""
-    inside = ("exec", pod, "--container", "main", "--", sys.executable, "-c", ONNX_CLIENT)
-    said = await asyncio.to_thread(nodes.run, *inside, str(ROOT), *ENGINES["onnx"].asked)
-    return dict(json.loads(said))
-
-
-@pytest.mark.skipif(not INSTALLED.exists(), reason="no engines are installed: run `make engines`")
-async def test_a_trained_model_answers_the_same_in_a_pod_of_another_node(
-    rig: Rig, memory: Kubectl, artifacts: Path, own_cluster: Cluster
-) -> None:
-    await rig.captured(
-        "onnx", agents.with_weights("node-1", ONNX_WORKER, env=ONNX_ENVIRONMENT)["spec"], gms={}
-    )
-    before = await asked(memory, await agents.running(memory, "onnx"))
-    assert len(before) == 20
-    assert before["Makefile"]["label"] == "makefile"
-    assert list(artifacts.glob("*/*/gen-1/gpu-0"))
-    own_cluster.kill("node-1")
-    try:
-        memory.apply(
-            agents.standby_with_weights("again", "onnx", "node-2", ONNX_WORKER, ONNX_ENVIRONMENT)
-        )
-        await rig.restored("again")
-        assert await asked(memory, "again") == before
-    finally:
-        await asyncio.to_thread(own_cluster.start, "node-1")

@@ -83,12 +83,10 @@ def kube(target: Target, definitions: None) -> Iterator[Kube]:
 @pytest.fixture(scope="module")
 def stored(kube: Kube) -> dict[str, dict[str, Any]]:
     """One object of each kind with every field that it may have, as the API server stores it."""
-    return {kind: kube.create(labelled(document(kind), kube)) for kind in KINDS_OF_OURS}
-
-
-def labelled(found: dict[str, Any], kube: Kube) -> dict[str, Any]:
-    found["metadata"]["labels"] = {"test": kube.namespace}
-    return found
+    made = {kind: document(kind) for kind in KINDS_OF_OURS}
+    for found in made.values():
+        found["metadata"]["labels"] = {"test": kube.namespace}
+    return {kind: kube.create(found) for kind, found in made.items()}
 
 
 def test_the_definitions_are_structural_and_established(kube: Kube) -> None:

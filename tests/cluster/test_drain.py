@@ -96,8 +96,7 @@ def test_a_labelled_worker_goes_on_where_it_is_until_a_drain_has_the_time_to_mov
     done = rig.snapshotctl(*DRAIN, "--timeout", "3m")
     assert "pod/llm -n " in done.stdout, done
     found = rig.kubectl.list("pods", "--selector=app=llm")
-    live = [each for each in found if not each["metadata"].get("deletionTimestamp")]
-    [moved] = live
+    [moved] = [each for each in found if not each["metadata"].get("deletionTimestamp")]
     name = moved["metadata"]["name"]
     assert f"goes on as pod/{name} on node-2" in done.stdout, done
     assert moved["spec"]["nodeName"] == "node-2"

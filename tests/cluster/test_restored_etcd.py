@@ -55,15 +55,10 @@ def kubeconfig(target: Target) -> str:
 
 
 @pytest.fixture
-def rig(site: Rig) -> Rig:
-    return site
-
-
-@pytest.fixture(autouse=True)
-def _forgiven(rig: Rig) -> Iterator[None]:
-    """An API server that has just started refuses all, until it has read its roles."""
-    yield
-    rig.proxy.refused.clear()
+def rig(site: Rig) -> Iterator[Rig]:
+    yield site
+    # An API server that has just started refuses all, until it has read its roles.
+    site.proxy.refused.clear()
 
 
 @contextlib.asynccontextmanager
