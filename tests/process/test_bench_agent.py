@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.bench import agent
 from tests.bench.common import MIB, ROOT, Results
 
 pytestmark = [pytest.mark.process, pytest.mark.waits]
