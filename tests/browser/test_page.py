@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from snapshot_shared.errors import Failure
-from tests.support.browser import Browser, browser, complaints, missing, see_as, until, violations
+from tests.support.browser import (
+    Browser,
+    browser,
+    complaints,
+    missing,
+    see_as,
+    tab,
+    until,
+    violations,
+)
 from tests.support.page_stories import POISON, be_busy, begin, break_things
 from tests.support.page_world import GIB, PageWorld, checkpoint, device_uuid, lose_node, page_world
 
@@ -31,12 +40,19 @@ UNFOLD = "document.querySelectorAll('details').forEach(e => { e.open = true; })"
 LIVE = "return document.querySelector('#live').textContent === 'live'"
 
 
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests: it takes longer to start than most of them."""
+    with browser(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
+
+
 @contextlib.asynccontextmanager
 async def opened(
-    world: PageWorld, folder: Path, address: str = "", **size: Any
+    world: PageWorld, chromium: Browser, address: str = "", **size: Any
 ) -> AsyncIterator[Browser]:
     """Open the page; at the end nothing may have been complained of on the console."""
-    with browser(folder / "profile", **size) as driver:
+    with tab(chromium, **size) as driver:
         await at(driver.get, world.url + address)
         await at(until, driver, LIVE, "the stream of events")
         yield driver
@@ -76,8 +92,8 @@ def hold(driver: Browser, path: str) -> str:
             return str(address)
 
 
-async def test_a_capture_is_followed_while_it_goes_on(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+async def test_a_capture_is_followed_while_it_goes_on(tmp_path: Path, chromium: Browser) -> None:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await be_busy(world)
         await shows(driver, "save 2 parts: write on node-3")
         await shows(driver, "68 GiB of 80 GiB, 2 sessions")
@@ -94,9 +110,11 @@ async def test_a_capture_is_followed_while_it_goes_on(tmp_path: Path) -> None:
         assert "54" in await rests(driver, bars) or "55" in await rests(driver, bars)
 
 
-async def test_what_is_wrong_stands_first_with_what_to_do(tmp_path: Path) -> None:
+async def test_what_is_wrong_stands_first_with_what_to_do(
+    tmp_path: Path, chromium: Browser
+) -> None:
     await lose_node(tmp_path)
-    async with page_world(tmp_path) as world, opened(world, tmp_path, dark=True) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium, dark=True) as driver:
         await break_things(world)
         await shows(driver, "Show 4 more")
         await at(driver.execute_script, "document.querySelector('#fold').click()")
@@ -116,8 +134,10 @@ async def test_what_is_wrong_stands_first_with_what_to_do(tmp_path: Path) -> Non
         assert ground == "rgb(16, 20, 26)"
 
 
-async def test_the_keyboard_opens_an_object_and_comes_back_from_it(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+async def test_the_keyboard_opens_an_object_and_comes_back_from_it(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await begin(world)
         await shows(driver, "mistral-7b-1")
         for _ in range(60):
@@ -142,8 +162,8 @@ async def test_the_keyboard_opens_an_object_and_comes_back_from_it(tmp_path: Pat
         assert await rests(driver, found) == ["", "mistral-7b"]
 
 
-async def test_a_row_that_changes_keeps_the_focus(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+async def test_a_row_that_changes_keeps_the_focus(tmp_path: Path, chromium: Browser) -> None:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await world.join("node-1")
         await world.apply(checkpoint("llm"))
         await shows(driver, "llm")
@@ -154,9 +174,11 @@ async def test_a_row_that_changes_keeps_the_focus(tmp_path: Path) -> None:
         assert await rests(driver, "document.activeElement.textContent") == "llm"
 
 
-async def test_a_phone_shows_all_large_enough_without_sideways_scrolling(tmp_path: Path) -> None:
+async def test_a_phone_shows_all_large_enough_without_sideways_scrolling(
+    tmp_path: Path, chromium: Browser
+) -> None:
     await lose_node(tmp_path)
-    async with page_world(tmp_path) as world, opened(world, tmp_path, width=360) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium, width=360) as driver:
         await break_things(world)
         await shows(driver, "Show 4 more")
         await at(driver.execute_script, "document.querySelector('#fold').click()")
@@ -175,8 +197,8 @@ async def test_a_phone_shows_all_large_enough_without_sideways_scrolling(tmp_pat
         assert await rests(driver, small) == []
 
 
-async def test_markup_from_the_cluster_is_shown_as_text(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+async def test_markup_from_the_cluster_is_shown_as_text(tmp_path: Path, chromium: Browser) -> None:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         node = await world.join("node-1", product=MARKUP)
         node.version = MARKUP
         await node.appear()
@@ -206,9 +228,11 @@ async def test_markup_from_the_cluster_is_shown_as_text(tmp_path: Path) -> None:
         assert "owned" not in await rests(driver, "document.title")
 
 
-async def test_a_lost_connection_is_shown_and_found_again(tmp_path: Path) -> None:
+async def test_a_lost_connection_is_shown_and_found_again(
+    tmp_path: Path, chromium: Browser
+) -> None:
     async with page_world(tmp_path) as world:
-        with browser(tmp_path / "profile") as driver:
+        with tab(chromium) as driver:
             await at(driver.get, world.url)
             await at(until, driver, LIVE, "the stream of events")
             port = world.url.rstrip("/").rpartition(":")[2]
@@ -226,8 +250,10 @@ MANY = """const rows = Array.from({length: 200}, (_, n) =>
     view.objects = {rows, all: 300}; search('llm-7')"""
 
 
-async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await shows(driver, "snapshotctl up --nodes 2")
         await shows(driver, "snapshotctl apply -f deploy/examples/checkpoint.yaml")
         assert await rests(driver, "document.querySelector('#problems').hidden")
@@ -254,8 +280,8 @@ async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(tmp_pat
         assert words.endswith("Only the first 200 of 300 objects were searched.")
 
 
-async def test_who_wants_no_motion_gets_none(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+async def test_who_wants_no_motion_gets_none(tmp_path: Path, chromium: Browser) -> None:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         see_as(driver, 1280, 900)
         still = {"name": "prefers-reduced-motion", "value": "reduce"}
         await at(driver.execute_cdp_cmd, "Emulation.setEmulatedMedia", {"features": [still]})
@@ -267,10 +293,11 @@ async def test_who_wants_no_motion_gets_none(tmp_path: Path) -> None:
 
 async def test_problems_fold_to_the_worst_so_that_the_open_object_is_on_the_screen(
     tmp_path: Path,
+    chromium: Browser,
 ) -> None:
     await lose_node(tmp_path)
     shown = "[...document.querySelectorAll('#problems .rows > li')].filter(e => e.offsetHeight)"
-    async with page_world(tmp_path) as world, opened(world, tmp_path, width=1440) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium, width=1440) as driver:
         # One small problem is not folded.
         await shows(driver, "start the agent of node-4 again")
         assert await rests(driver, "document.querySelector('#fold').hidden")
@@ -304,9 +331,11 @@ async def listed(driver: Browser, panel: str) -> list[str]:
     return found
 
 
-async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(tmp_path: Path) -> None:
+async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(
+    tmp_path: Path, chromium: Browser
+) -> None:
     await lose_node(tmp_path)
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await break_things(world)
         await holds(driver, "document.title === '(5) Snapback'", "five problems")
         await press(driver, "/")
@@ -343,8 +372,10 @@ async def test_a_search_filters_every_list_by_name_model_node_gpu_and_state(tmp_
         assert (await listed(driver, "objects"))[0] == "qwen-32b"
 
 
-async def test_a_search_is_in_the_address_and_can_be_passed_on(tmp_path: Path) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path, "?q=node-2") as driver:
+async def test_a_search_is_in_the_address_and_can_be_passed_on(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    async with page_world(tmp_path) as world, opened(world, chromium, "?q=node-2") as driver:
         await begin(world)
         await shows(driver, "Found for “node-2”: 2 objects, 1 node.")
         assert await listed(driver, "nodes") == ["node-2"]
@@ -365,8 +396,7 @@ async def test_a_search_is_in_the_address_and_can_be_passed_on(tmp_path: Path) -
         assert await listed(driver, "nodes") == ["node-1"]
         await at(driver.back)
         await holds(driver, "document.querySelectorAll('#nodes .node').length === 2", "2")
-        # A search without a result says so, and how to clear it.
-        await press(driver, "/")
+        # A search without a result says so, and how to clear it; the field has the focus.
         await press(driver, MARKUP)
         await shows(driver, f"Nothing matches “{MARKUP}”. Escape in the search field, or Clear")
         await press(driver, Keys.ESCAPE)
@@ -377,9 +407,10 @@ async def test_a_search_is_in_the_address_and_can_be_passed_on(tmp_path: Path) -
 
 async def test_a_gpu_has_its_whole_product_and_uuid_on_a_phone_and_a_desktop(
     tmp_path: Path,
+    chromium: Browser,
 ) -> None:
     product = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await world.join("node-1", product=product)
         await shows(driver, f"GPU 1 {product}")
         for width in (390, 1440):
@@ -393,8 +424,9 @@ async def test_a_gpu_has_its_whole_product_and_uuid_on_a_phone_and_a_desktop(
 
 async def test_what_a_capture_and_a_restore_have_cost_stands_by_their_objects(
     tmp_path: Path,
+    chromium: Browser,
 ) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await begin(world)
         text = "[...document.querySelectorAll('{} .figure')].map(e => e.textContent).join()"
         for panel in ("#objects", "#artifacts"):
@@ -416,8 +448,9 @@ async def test_what_a_capture_and_a_restore_have_cost_stands_by_their_objects(
 
 async def test_captures_and_restores_are_bars_on_one_axis_that_a_table_tells_in_words(
     tmp_path: Path,
+    chromium: Browser,
 ) -> None:
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         world.pace_s = 0.5
         await be_busy(world)
         await holds(
@@ -475,9 +508,11 @@ async def shares(driver: Browser) -> list[float]:
     return found
 
 
-async def test_a_run_is_opened_by_a_click_during_which_the_axis_moves_on(tmp_path: Path) -> None:
+async def test_a_run_is_opened_by_a_click_during_which_the_axis_moves_on(
+    tmp_path: Path, chromium: Browser
+) -> None:
     drawn = "document.querySelector('#runs thead tr')"
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await be_busy(world)
         await shows(driver, "save 2 parts: write on node-3")
         for name in ("mistral-7b", "llama-70b"):
@@ -490,9 +525,10 @@ async def test_a_run_is_opened_by_a_click_during_which_the_axis_moves_on(tmp_pat
 
 async def test_a_long_run_under_way_leaves_those_that_ended_a_third_of_the_axis(
     tmp_path: Path,
+    chromium: Browser,
 ) -> None:
     long = {"name": "long", "length": None, "phases": write(None), "over": False, "at": 1000}
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await give_runs(driver, long, {"name": "ended", "length": 4.0, "phases": write(4.0)})
         open_share, ended_share = await shares(driver)
         assert ended_share == pytest.approx(1 / 3, rel=0.02)
@@ -510,7 +546,9 @@ async def test_a_long_run_under_way_leaves_those_that_ended_a_third_of_the_axis(
         assert (await rests(driver, "document.querySelector('#runs .axis').textContent"))[-1] == "s"
 
 
-async def test_the_orders_of_the_open_object_move_on_without_an_event(tmp_path: Path) -> None:
+async def test_the_orders_of_the_open_object_move_on_without_an_event(
+    tmp_path: Path, chromium: Browser
+) -> None:
     orders = [
         {"label": "prepare", "phase": "prepare", "where": "", "start": 0, "length": 5},
         {"label": "dump", "phase": "write", "where": "", "start": 5, "length": None},
@@ -518,21 +556,30 @@ async def test_the_orders_of_the_open_object_move_on_without_an_event(tmp_path: 
     run = {**RUN, "key": "open", "length": None, "over": False, "steps": orders}
     script = """shown.data = {runs: [{...arguments[0], at: now() - 10}]};
         document.querySelector('#detail').hidden = false; timeline(shown.data.runs)"""
-    async with page_world(tmp_path) as world, opened(world, tmp_path) as driver:
+    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
         await at(driver.execute_script, script, run)
         left = "parseFloat(document.querySelector('#timeline .pulse').style.left)"
         before = await rests(driver, left)
         await holds(driver, f"{left} < {before}", "the open order takes a larger share")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
-async def test_axe_finds_nothing_in_any_state(tmp_path: Path, width: int, dark: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        (390, False),
+        (1440, True),
+        pytest.param(390, True, marks=pytest.mark.slow),
+        pytest.param(1440, False, marks=pytest.mark.slow),
+    ],
+)
+async def test_axe_finds_nothing_in_any_state(
+    tmp_path: Path, chromium: Browser, width: int, dark: bool
+) -> None:
     await lose_node(tmp_path)
     found: dict[str, list[str]] = {}
     async with (
         page_world(tmp_path) as world,
-        opened(world, tmp_path, width=width, dark=dark) as driver,
+        opened(world, chromium, width=width, dark=dark) as driver,
     ):
         found["empty"] = await at(violations, driver)
         await be_busy(world)

@@ -51,6 +51,22 @@ def browser(
         driver.quit()
 
 
+@contextlib.contextmanager
+def tab(
+    driver: Browser, *, width: int = 1280, height: int = 900, dark: bool = False
+) -> Iterator[Browser]:
+    """Work in a new tab of a browser for the length of the block; its console begins empty."""
+    first = driver.current_window_handle
+    driver.switch_to.new_window("tab")
+    try:
+        see_as(driver, width, height, dark=dark)
+        driver.get_log("browser")
+        yield driver
+    finally:
+        driver.close()
+        driver.switch_to.window(first)
+
+
 def see_as(driver: Browser, width: int, height: int, *, dark: bool = False) -> None:
     """Give the window an exact size, below what a window may have, and a colour scheme."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
