@@ -35,44 +35,24 @@ def _layout(*rows: tuple[str, int, str]) -> Layout:
     return layout
 
 
-@each(
-    ("rows", "metadata"),
-    [
-        (ROWS[::-1], META),
-        ([("a2", 10, "t"), ROWS[1]], META),
-        ([("a", 11, "t"), ROWS[1]], META),
-        ([("a", 10, "u"), ROWS[1]], META),
-        (ROWS[:1], META),
-        (ROWS, []),
-        (ROWS, [MetadataItem(key="k2", allocation="a", offset=3, value=b"v")]),
-        (ROWS, [MetadataItem(key="k", allocation="b", offset=3, value=b"v")]),
-        (ROWS, [MetadataItem(key="k", allocation="a", offset=4, value=b"v")]),
-        (ROWS, [MetadataItem(key="k", allocation="a", offset=3, value=b"w")]),
-        # Without terminators these would be the same bytes as ROWS.
-        ([("a", 102, "t"), ("b", 0, "")], META),
-        ([("a", 10, "tb"), ("", 20, "")], META),
-    ],
-)
-def test_the_structure_hash_changes_with_every_part_of_the_shape(
-    rows: list[tuple[str, int, str]], metadata: list[MetadataItem]
-) -> None:
-    assert structure_hash(rows, metadata) != structure_hash(ROWS, META)
+@each("count", [0, 1, 15, 16, PIECE - 1, PIECE, PIECE + 1, 2**16 - 1, 2**16])
+def test_the_structure_hash_is_that_of_the_encoded_shape(count: int) -> None:
+    rows = [(f"a{number}", number + 1, "tag"[number % 4 :]) for number in range(count)]
+    items = [
+        MetadataItem(key=f"k{n:06}", allocation=f"a{n}", offset=n, value=b"%d" % n)
+        for n in range(count)
+    ]
+    body = [
+        1,
+        [[slot, *row] for slot, row in enumerate(rows)],
+        [[item.key, item.allocation, item.offset, item.value] for item in items],
+    ]
+    assert structure_hash(rows, items) == hashlib.sha256(msgspec.msgpack.encode(body)).hexdigest()
 
 
 def test_the_structure_hash_does_not_depend_on_the_order_of_metadata() -> None:
     other = MetadataItem(key="z", allocation="b", offset=0, value=b"")
     assert structure_hash(ROWS, [*META, other]) == structure_hash(ROWS, [other, *META])
-
-
-names = st.text(alphabet="ab1:", max_size=3)
-shapes = st.lists(st.tuples(names, st.integers(1, 30), names), max_size=4)
-
-
-@given(shapes, shapes)
-def test_two_shapes_have_one_hash_only_when_they_are_equal(
-    left: list[tuple[str, int, str]], right: list[tuple[str, int, str]]
-) -> None:
-    assert (structure_hash(left, []) == structure_hash(right, [])) is (left == right)
 
 
 def test_freeing_closes_the_gap_so_that_a_rebuilt_layout_has_the_same_hash() -> None:
@@ -229,20 +209,6 @@ def hash_of(layout: Layout) -> str:
             next(work)
         except StopIteration as end:
             return str(end.value)
-
-
-@each("count", [0, 1, 15, 16, PIECE - 1, PIECE, PIECE + 1, 2**16 - 1, 2**16])
-def test_the_structure_hash_is_that_of_the_encoded_shape(count: int) -> None:
-    rows = [(f"a{number}", number + 1, "tag") for number in range(count)]
-    items = [
-        MetadataItem(key=f"k{n:06}", allocation="a0", offset=n, value=b"v") for n in range(count)
-    ]
-    body = [
-        1,
-        [[slot, *row] for slot, row in enumerate(rows)],
-        [[i.key, "a0", i.offset, b"v"] for i in items],
-    ]
-    assert structure_hash(rows, items) == hashlib.sha256(msgspec.msgpack.encode(body)).hexdigest()
 
 
 def test_a_layout_has_the_hash_of_its_allocations_and_metadata() -> None:
