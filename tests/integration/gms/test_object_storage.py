@@ -116,6 +116,14 @@ def test_a_part_that_is_all_zeros_has_no_objects_and_is_one_all_the_same(
     assert not capture.path.exists()
 
 
+def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
+    first = capture.run(capture.save_task())
+    again = capture.run(capture.save_task())
+    assert again == msgspec.structs.replace(first, moved=0, backend="")
+    with pytest.raises(errors.ArtifactExists):
+        capture.run(capture.save_task(order=f"save-{UID}-gpu-1"))
+
+
 def test_a_load_goes_where_the_save_has_left_the_bytes_whatever_is_chosen_now(
     capture: Capture,
 ) -> None:

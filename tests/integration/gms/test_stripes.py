@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import snapback_client as client
@@ -24,6 +25,7 @@ from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactMissing,
+    InvalidInput,
     NoSpace,
     SnapbackError,
 )
@@ -134,6 +136,12 @@ def test_any_backend_with_any_number_of_threads_uses_all_folders(
     verified(capture)
 
 
+def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
+    first = capture.run(capture.save_task())
+    again = capture.run(capture.save_task())
+    assert again == msgspec.structs.replace(first, moved=0, backend="")
+
+
 def test_a_part_of_one_file_uses_the_artifact_root_alone(capture: Capture) -> None:
     with client.connect(1, lock="RW") as pool:
         pool.allocate("small", 3 * MIB, "u1")
@@ -232,6 +240,14 @@ def test_a_capture_without_a_stripe_root_is_refused_before_it_begins_and_leaves_
     assert caught.value.to_failure().reason == "StripeMissing"
     assert not capture.path.exists()
     assert capture.left() == []
+
+
+def test_a_capture_is_refused_where_two_stripe_roots_are_one_folder(capture: Capture) -> None:
+    other = Path(capture.stripes["other"])
+    other.rmdir()
+    other.symlink_to(capture.stripes["fast"])
+    with pytest.raises(InvalidInput, match="'fast' and stripe root 'other'"):
+        asyncio.run(capture.agent.require_space(1, 1))
 
 
 def test_what_no_manifest_names_in_a_stripe_root_is_found(capture: Capture) -> None:
