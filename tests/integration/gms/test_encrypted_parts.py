@@ -21,15 +21,7 @@ from gms.adapters.part_files import read_part, verify_part
 from gms.domain.resume import note_of, read_notes
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferOptions
 from gms.main import GmsSettings, transfer_options
-from snapshot_shared import errors
-from snapshot_shared.artifact import (
-    ROOT_MANIFEST,
-    SIGNATURE,
-    FileEntry,
-    PartManifest,
-    RootManifest,
-    RootPart,
-)
+from snapshot_shared import artifact, errors
 from snapshot_shared.codec import digest, encode_pretty
 from snapshot_shared.encrypting import key_id
 from snapshot_shared.keys import ArtifactKeys
@@ -88,7 +80,7 @@ class Encrypted(Weights):
     def save(self, generation: int = 1, **changes: Any) -> TransferDone:
         """Save a generation and seal it, so that later ones may share its files."""
         done = self.run(self.save_task(generation, **changes))
-        (self.path_of(generation).parent / ROOT_MANIFEST).write_text("{}")
+        (self.path_of(generation).parent / artifact.ROOT_MANIFEST).write_text("{}")
         return done
 
     def loaded(self, generation: int = 1, **changes: Any) -> dict[str, str]:
@@ -97,10 +89,10 @@ class Encrypted(Weights):
         self.service.drop(1)
         return found
 
-    def part(self, generation: int = 1) -> PartManifest:
+    def part(self, generation: int = 1) -> artifact.PartManifest:
         return read_part(self.path_of(generation))[0]
 
-    def rewrite(self, *files: FileEntry) -> None:
+    def rewrite(self, *files: artifact.FileEntry) -> None:
         """Forge the manifest of the first generation."""
         self.path = self.path_of()
         self.forge(lambda manifest: replace(manifest, files=list(files)))
@@ -111,7 +103,7 @@ def weights(launch: Callable[..., Any], tmp_path: Path) -> Encrypted:
     return Encrypted(launch(capacities=(128 * MIB, 64 * MIB)), tmp_path)
 
 
-def tags(entry: FileEntry) -> list[bytes]:
+def tags(entry: artifact.FileEntry) -> list[bytes]:
     assert entry.encryption
     return entry.encryption.tags
 
@@ -457,23 +449,27 @@ def sealed(weights: Encrypted, keys: Path) -> None:
     layout = manifest.layout
     assert layout is not None
     root = encode_pretty(
-        RootManifest(
+        artifact.RootManifest(
             namespace="default",
             content_uid=UID,
             generation=1,
             source=PodRef(namespace="default", name="p", uid=UID, container="main"),
             bytes=done.bytes,
-            parts=[RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)],
+            parts=[
+                artifact.RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)
+            ],
         )
     )
-    (weights.path_of().parent / ROOT_MANIFEST).write_bytes(root)
+    (weights.path_of().parent / artifact.ROOT_MANIFEST).write_bytes(root)
     sign(weights, keys)
 
 
 def sign(weights: Encrypted, keys: Path) -> None:
     folder = weights.path_of().parent
-    signature = ArtifactKeys(keys).signing.sign(digest((folder / ROOT_MANIFEST).read_bytes()))
-    (folder / SIGNATURE).write_bytes(encode_pretty(signature))
+    signature = ArtifactKeys(keys).signing.sign(
+        digest((folder / artifact.ROOT_MANIFEST).read_bytes())
+    )
+    (folder / artifact.SIGNATURE).write_bytes(encode_pretty(signature))
 
 
 def test_only_what_a_trusted_key_has_signed_is_loaded_where_that_is_asked_for(
@@ -486,7 +482,7 @@ def test_only_what_a_trusted_key_has_signed_is_loaded_where_that_is_asked_for(
     task = weights.load_task(require_signature=True)
     with pytest.raises(errors.NotTrusted, match="this node trusts"):
         weights.run(task)
-    (weights.path_of().parent / SIGNATURE).unlink()
+    (weights.path_of().parent / artifact.SIGNATURE).unlink()
     with pytest.raises(errors.NotTrusted, match="has no signature"):
         weights.run(task)
     sign(weights, signer)
@@ -503,7 +499,7 @@ def test_a_part_is_not_loaded_beside_the_signed_manifest_of_another(
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(errors.ArtifactCorrupt, match="not about this gpu-0"):
         weights.run(weights.load_task(require_signature=True))
-    (weights.path_of().parent / ROOT_MANIFEST).unlink()
+    (weights.path_of().parent / artifact.ROOT_MANIFEST).unlink()
     with pytest.raises(errors.NotTrusted, match=r"no root\.json above it"):
         weights.run(weights.load_task(require_signature=True))
 

@@ -21,14 +21,8 @@ from gms.handlers.transfers import whole_or_nothing
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
+from snapshot_shared import errors
 from snapshot_shared.artifact import ROOT_MANIFEST
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    ArtifactMissing,
-    InvalidInput,
-    NoSpace,
-    SnapbackError,
-)
 from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
 from tests.support.gms_rig import MIB
 from tests.support.weights import OTHER, PART, UID, Weights
@@ -179,9 +173,9 @@ def test_a_verification_reads_all_folders(
     entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
     with (Path(capture.stripes["other"]) / PART / entry.name).open("r+b") as file:
         file.write(b"damaged")
-    with pytest.raises(ArtifactCorrupt, match=entry.name):
+    with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
         verified(capture)
-    with pytest.raises(ArtifactCorrupt, match=entry.name):
+    with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
         verify_part(capture.path, capture.manifest(), lambda _: None)
 
 
@@ -189,9 +183,9 @@ def test_a_file_that_is_missing_in_a_stripe_root_is_named(capture: Capture) -> N
     capture.run(capture.save_task())
     entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
     (Path(capture.stripes["other"]) / PART / entry.name).unlink()
-    with pytest.raises(ArtifactMissing, match=entry.name):
+    with pytest.raises(errors.ArtifactMissing, match=entry.name):
         asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
-    with pytest.raises(ArtifactMissing, match=entry.name):
+    with pytest.raises(errors.ArtifactMissing, match=entry.name):
         capture.run(capture.load_task())
 
 
@@ -214,7 +208,7 @@ def test_a_load_or_a_deletion_without_a_stripe_root_fails_before_it_begins(
 ) -> None:
     capture.run(capture.save_task())
     stripes = gone(capture, how)
-    with pytest.raises(SnapbackError, match="'other'") as caught:
+    with pytest.raises(errors.SnapbackError, match="'other'") as caught:
         capture.run(capture.load_task(stripe_roots=stripes))
     assert caught.value.to_failure().reason == "StripeMissing"
     agent = capture.agent_with(stripes)
@@ -235,7 +229,7 @@ def test_a_capture_without_a_stripe_root_is_refused_before_it_begins_and_leaves_
     Path(capture.stripes["other"]).rmdir()
     with pytest.raises(StripeMissing, match="'other'"):
         asyncio.run(capture.agent.require_space(1, 1))
-    with pytest.raises(SnapbackError, match="'other'") as caught:
+    with pytest.raises(errors.SnapbackError, match="'other'") as caught:
         capture.run(capture.save_task())
     assert caught.value.to_failure().reason == "StripeMissing"
     assert not capture.path.exists()
@@ -246,14 +240,14 @@ def test_a_capture_is_refused_where_two_stripe_roots_are_one_folder(capture: Cap
     other = Path(capture.stripes["other"])
     other.rmdir()
     other.symlink_to(capture.stripes["fast"])
-    with pytest.raises(InvalidInput, match="'fast' and stripe root 'other'"):
+    with pytest.raises(errors.InvalidInput, match="'fast' and stripe root 'other'"):
         asyncio.run(capture.agent.require_space(1, 1))
 
 
 def test_what_no_manifest_names_in_a_stripe_root_is_found(capture: Capture) -> None:
     capture.run(capture.save_task())
     (Path(capture.stripes["other"]) / PART / "extra").touch()
-    with pytest.raises(ArtifactCorrupt, match="'extra'"):
+    with pytest.raises(errors.ArtifactCorrupt, match="'extra'"):
         asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
 
 
@@ -262,10 +256,10 @@ def test_a_save_that_fails_at_its_end_leaves_nothing(
 ) -> None:
     def full(*_: object) -> None:
         assert capture.shards("fast")
-        raise NoSpace("the disk is full")
+        raise errors.NoSpace("the disk is full")
 
     monkeypatch.setattr("gms.transfer_child.save.write_new", full)
-    with pytest.raises(NoSpace):
+    with pytest.raises(errors.NoSpace):
         save(capture.save_task(), lambda _: None)
     assert not capture.path.exists()
     assert [path for path in capture.left() if "gpu-0" in path] == []
@@ -275,14 +269,16 @@ def test_a_save_that_fails_at_its_end_leaves_nothing(
 
 def test_a_saver_or_loader_in_a_pod_is_given_no_stripe_roots(capture: Capture) -> None:
     capture.run(capture.save_task())
-    with pytest.raises(SnapbackError, match="no loader in a pod is given"):
+    with pytest.raises(errors.SnapbackError, match="no loader in a pod is given"):
         capture.run(capture.load_task(staged=str(capture.root.parent)))
     task = capture.save_task()
     written = capture.root.parent / f"{task.order}.{task.attempt}" / PART
     written.mkdir(parents=True)
     (written / "part.json").write_bytes((capture.path / "part.json").read_bytes())
     capture.remove()
-    with pytest.raises(SnapbackError, match="the saver of the pod has put files of gpu-0 into"):
+    with pytest.raises(
+        errors.SnapbackError, match="the saver of the pod has put files of gpu-0 into"
+    ):
         capture.run(capture.save_task(staged=str(capture.root.parent)))
     assert capture.left() == []
 
@@ -406,7 +402,7 @@ def test_a_resumed_save_with_other_stripe_roots_begins_again(capture: Capture) -
         next(kills)
     assert not (capture.path / "part.json").exists()
     fast = {"fast": capture.stripes["fast"]}
-    with pytest.raises(SnapbackError, match="'other'"):
+    with pytest.raises(errors.SnapbackError, match="'other'"):
         capture.run(capture.save_task(stripe_roots=fast))
     assert (capture.path / MARK).exists()
     third = capture.root.parent / "third"
@@ -442,7 +438,7 @@ def test_a_save_needs_room_on_each_disk(capture: Capture, tmp_path: Path) -> Non
         room = min(disk.f_bavail * disk.f_frsize // 2, shm.f_bavail * shm.f_frsize) * 3
         assert abs(free - room) < room / 10
         asyncio.run(agent.require_space(1, 1))
-        with pytest.raises(NoSpace, match="the capture, below"):
+        with pytest.raises(errors.NoSpace, match="the capture, below"):
             asyncio.run(agent.require_space(1, free + free // 8))
         capture.run(capture.save_task())
         assert capture.shards("other")

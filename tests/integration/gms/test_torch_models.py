@@ -491,9 +491,7 @@ def test_an_array_is_a_tensor_in_place_of_any_type_of_its_width(
     assert tuple(tensor_of(weights.allocate("none", (0, 2), "f4")).shape) == (0, 2)
 
 
-def test_pytorch_takes_an_array_by_dlpack(
-    service: Any, weights: client.MemoryPool, torch: Any
-) -> None:
+def test_pytorch_takes_an_array_by_dlpack(weights: client.MemoryPool, torch: Any) -> None:
     array = weights.allocate("a", (3, 4), "f4")
     tensor = torch.from_dlpack(array)
     tensor.fill_(2.5)

@@ -114,9 +114,7 @@ def test_an_engine_that_is_not_there_or_cannot_sleep_starts_as_before(
     assert "this vLLM cannot sleep with Snapback" in caplog.text
 
 
-def test_the_second_worker_maps_what_the_first_has_published(
-    plugin: Any, service: RunningGms
-) -> None:
+def test_the_second_worker_maps_what_the_first_has_published(plugin: Any) -> None:
     first = started(plugin)
     expected = answer(first)
     engines.close_memory()

@@ -36,24 +36,8 @@ from gms.domain.transfer import (
 )
 from gms.ports import Advance, Moved
 from snapback_client.frames import AllocationInfo
-from snapshot_shared.artifact import (
-    MAX_CHUNK_BYTES,
-    AllocationEntry,
-    Encryption,
-    Extent,
-    FileEntry,
-    MetadataEntry,
-    PartManifest,
-    SavedLayout,
-    check_part_manifest,
-)
+from snapshot_shared import artifact, errors
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    DeviceTooSmall,
-    Incompatible,
-    InvalidInput,
-)
 from tests.support import builders
 from tests.unit.tables import each
 
@@ -71,7 +55,7 @@ def _infos(sizes: list[int]) -> list[AllocationInfo]:
     ]
 
 
-def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> PartManifest:
+def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> artifact.PartManifest:
     entries, lengths = place(_infos(sizes), shard_bytes=shard_bytes)
     shape = structure_hash([(e.id, e.size, e.tag) for e in entries], [])
     source = builders.layout(structure_hash=shape, bytes=sum(sizes))
@@ -79,15 +63,15 @@ def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> PartManifest:
         _file(size, CHUNK, ["0" * 32] * -(-size // CHUNK), shard_name(index))
         for index, size in enumerate(lengths)
     ]
-    return _part(files, SavedLayout(source=source, allocations=entries))
+    return _part(files, artifact.SavedLayout(source=source, allocations=entries))
 
 
-def _file(size: int, chunk_bytes: int, chunks: list[str], name: str = "f") -> FileEntry:
-    return FileEntry(name=name, size=size, chunk_bytes=chunk_bytes, chunks=chunks)
+def _file(size: int, chunk_bytes: int, chunks: list[str], name: str = "f") -> artifact.FileEntry:
+    return artifact.FileEntry(name=name, size=size, chunk_bytes=chunk_bytes, chunks=chunks)
 
 
-def _part(files: list[FileEntry], layout: SavedLayout) -> PartManifest:
-    return PartManifest(
+def _part(files: list[artifact.FileEntry], layout: artifact.SavedLayout) -> artifact.PartManifest:
+    return artifact.PartManifest(
         kind="gms",
         part="gpu-0",
         namespace="default",
@@ -124,7 +108,7 @@ def test_a_placed_layout_makes_a_manifest_that_passes_its_own_check(
     sizes: list[int], shard_bytes: int
 ) -> None:
     manifest = _manifest(sizes, shard_bytes=shard_bytes)
-    check_part_manifest(manifest)
+    artifact.check_part_manifest(manifest)
     assert manifest.layout is not None
     wanted = manifest.layout.source.structure_hash
     assert check_loadable(manifest, layout_id="l", wanted_hash=wanted) == manifest.layout
@@ -163,12 +147,12 @@ def test_what_a_file_holds_beside_its_allocations_is_padding() -> None:
     ]
 
 
-def _moved(entry: AllocationEntry, to: int) -> AllocationEntry:
+def _moved(entry: artifact.AllocationEntry, to: int) -> artifact.AllocationEntry:
     (extent,) = entry.extents
     return replace(entry, extents=[replace(extent, file=0, file_offset=to)])
 
 
-def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
+def _stands_at(entry: artifact.AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
     return any(
         extent.file == file
         and extent.file_offset - extent.offset == at - offset
@@ -195,7 +179,7 @@ def bytes_of(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("size", [0, 100, PAGE + 1])
 def test_a_shard_is_whole_pages(size: int) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(errors.InvalidInput):
         place(_infos([1]), shard_bytes=size)
 
 
@@ -208,53 +192,58 @@ FULL = 2 * PAGE + 11
 """So long a file may be with two allocations of 11 bytes: a page of padding each."""
 
 
-def loadable(manifest: PartManifest, **asked: str) -> SavedLayout:
+def loadable(manifest: artifact.PartManifest, **asked: str) -> artifact.SavedLayout:
     assert SAVED is not None
     wanted = {"layout_id": "l", "wanted_hash": SAVED.source.structure_hash}
     return check_loadable(manifest, **wanted | asked)
 
 
-def with_file(size: int, chunk_bytes: int) -> PartManifest:
+def with_file(size: int, chunk_bytes: int) -> artifact.PartManifest:
     return replace(MANIFEST, bytes=size, files=[_file(size, chunk_bytes, ONE_CHUNK)])
 
 
 @each(
     ("manifest", "asked", "error", "said"),
     [
-        (MANIFEST, {"wanted_hash": "other"}, Incompatible, "other"),
-        (MANIFEST, {"layout_id": "m"}, Incompatible, "layout id"),
-        (replace(MANIFEST, kind="process"), {}, ArtifactCorrupt, "holds no GPU memory"),
+        (MANIFEST, {"wanted_hash": "other"}, errors.Incompatible, "other"),
+        (MANIFEST, {"layout_id": "m"}, errors.Incompatible, "layout id"),
+        (replace(MANIFEST, kind="process"), {}, errors.ArtifactCorrupt, "holds no GPU memory"),
         (
             replace(MANIFEST, layout=replace(SAVED, allocations=RENAMED)),
             {},
-            ArtifactCorrupt,
+            errors.ArtifactCorrupt,
             "not that of its layout",
         ),
         (
             replace(MANIFEST, layout=replace(SAVED, allocations=SAVED.allocations[::-1])),
             {},
-            ArtifactCorrupt,
+            errors.ArtifactCorrupt,
             "in order",
         ),
         # Endless padding, and endless chunks.
-        (with_file(2**40, 2**20), {}, ArtifactCorrupt, "longer than the layout"),
-        (with_file(FULL + 1, MAX_CHUNK_BYTES), {}, ArtifactCorrupt, "longer than the layout"),
-        (with_file(11, MAX_CHUNK_BYTES + 1), {}, ArtifactCorrupt, "chunks of"),
+        (with_file(2**40, 2**20), {}, errors.ArtifactCorrupt, "longer than the layout"),
+        (
+            with_file(FULL + 1, artifact.MAX_CHUNK_BYTES),
+            {},
+            errors.ArtifactCorrupt,
+            "longer than the layout",
+        ),
+        (with_file(11, artifact.MAX_CHUNK_BYTES + 1), {}, errors.ArtifactCorrupt, "chunks of"),
     ],
 )
 def test_a_manifest_that_is_not_what_was_asked_for_or_contradicts_itself_is_refused(
-    manifest: PartManifest, asked: dict[str, str], error: type[Exception], said: str
+    manifest: artifact.PartManifest, asked: dict[str, str], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
         loadable(manifest, **asked)
 
 
 def test_a_file_may_have_a_page_of_padding_for_each_allocation() -> None:
-    assert loadable(with_file(FULL, MAX_CHUNK_BYTES)) == SAVED
+    assert loadable(with_file(FULL, artifact.MAX_CHUNK_BYTES)) == SAVED
 
 
 def test_a_device_that_can_never_hold_the_layout_is_named() -> None:
-    with pytest.raises(DeviceTooSmall) as small:
+    with pytest.raises(errors.DeviceTooSmall) as small:
         check_fits([5, 5], granularity=4, capacity=15)
     assert small.value.values == {"needed": 16, "capacity": 15}
     assert check_fits([5, 5], granularity=4, capacity=16) == 16
@@ -263,8 +252,8 @@ def test_a_device_that_can_never_hold_the_layout_is_named() -> None:
 def test_extents_that_go_over_a_shard_boundary_are_split() -> None:
     entries, files = place(_infos([3 * PAGE + 1]), shard_bytes=2 * PAGE)
     assert entries[0].extents == [
-        Extent(file=0, file_offset=0, offset=0, size=2 * PAGE),
-        Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
+        artifact.Extent(file=0, file_offset=0, offset=0, size=2 * PAGE),
+        artifact.Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
     ]
     assert files == [2 * PAGE, PAGE + 1]
 
@@ -355,26 +344,28 @@ def test_a_plan_says_in_which_stripe_root_each_file_is() -> None:
 
 def part(
     *allocations: tuple[str, int, int], digests: Sequence[str], last: int = PAGE
-) -> PartManifest:
+) -> artifact.PartManifest:
     """A part of one file; allocations are (id, first page, pages)."""
     entries = [
-        AllocationEntry(
+        artifact.AllocationEntry(
             id=name,
             slot=slot,
             size=pages * PAGE,
-            extents=[Extent(file=0, file_offset=first * PAGE, offset=0, size=pages * PAGE)],
+            extents=[
+                artifact.Extent(file=0, file_offset=first * PAGE, offset=0, size=pages * PAGE)
+            ],
         )
         for slot, (name, first, pages) in enumerate(allocations)
     ]
     size = (len(digests) - 1) * PAGE + last
     file = _file(size, PAGE, [digest * 32 for digest in digests])
-    return _part([file], SavedLayout(source=builders.layout(), allocations=entries))
+    return _part([file], artifact.SavedLayout(source=builders.layout(), allocations=entries))
 
 
-def with_metadata(manifest: PartManifest, **values: bytes) -> PartManifest:
+def with_metadata(manifest: artifact.PartManifest, **values: bytes) -> artifact.PartManifest:
     assert manifest.layout is not None
     items = [
-        MetadataEntry(key=key, allocation="a", offset=0, value=value)
+        artifact.MetadataEntry(key=key, allocation="a", offset=0, value=value)
         for key, value in values.items()
     ]
     return replace(manifest, layout=replace(manifest.layout, metadata=items))
@@ -422,11 +413,11 @@ def test_an_allocation_has_changed_when_a_chunk_of_it_has(digests: str, changed:
 def test_an_allocation_has_every_chunk_that_holds_a_byte_of_it_and_no_other(
     offset: int, size: int, touched: str
 ) -> None:
-    def one(digests: str) -> PartManifest:
+    def one(digests: str) -> artifact.PartManifest:
         found = part(digests=digests)
         assert found.layout is not None
-        extents = [Extent(file=0, file_offset=offset, offset=0, size=size)]
-        entry = AllocationEntry(id="a", slot=0, size=size, extents=extents)
+        extents = [artifact.Extent(file=0, file_offset=offset, offset=0, size=size)]
+        entry = artifact.AllocationEntry(id="a", slot=0, size=size, extents=extents)
         return replace(found, layout=replace(found.layout, allocations=[entry]))
 
     changed = [difference(one("0123"), one(d)).changed for d in ("4123", "0423", "0143", "0124")]
@@ -477,7 +468,7 @@ def test_a_path_names_the_place_of_a_part() -> None:
     ],
 )
 def test_another_path_is_none_of_a_part(path: str) -> None:
-    with pytest.raises(InvalidInput, match="not the path of a part"):
+    with pytest.raises(errors.InvalidInput, match="not the path of a part"):
         place_of(PurePath(path))
 
 
@@ -540,7 +531,7 @@ def test_no_notes_are_those_of_no_save() -> None:
 
 
 def test_the_key_of_an_encrypted_save_and_what_its_chunks_have_is_noted_too() -> None:
-    key = Encryption(key="k", data_key=b"wrapped")
+    key = artifact.Encryption(key="k", data_key=b"wrapped")
     save = replace(SAVE, encrypted=True)
     notes = (
         save,
