@@ -17,6 +17,14 @@ from gms.domain.claims import ClaimableDevice
 from gms.ports import Device
 
 
+def claimable(device: Device) -> ClaimableDevice:
+    """Return a device as claims name it."""
+    info = device.info
+    return ClaimableDevice(
+        index=info.index, uuid=info.uuid, product=info.product, capacity=info.capacity
+    )
+
+
 class ClaimedRig:
     """A claimed device of 64 MiB, and the node's device behind it; `folder` is the claim's."""
 
@@ -49,13 +57,9 @@ class ClaimedRig:
         device = SimulatedDevice(
             node="conformance", index=0, capacity=CAPACITY, granularity=granularity
         )
-        info = device.info
-        claimable = ClaimableDevice(
-            index=0, uuid=info.uuid, product=info.product, capacity=info.capacity
-        )
         folder = self.folder = Path(self._folder.name) / str(granularity)
-        sockets = DeviceSockets({info.uuid: device})
-        self._run(sockets.serve(folder, claimable))
+        sockets = DeviceSockets({device.info.uuid: device})
+        self._run(sockets.serve(folder, claimable(device)))
         self._sockets.append(sockets)
         claimed = ClaimedDevice(folder, 0)
         self._opened.append((claimed, device))

@@ -34,7 +34,7 @@ from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
 from gms.ports import Device, Transfers
 from gms.transfer_child.__main__ import _work_of
-from snapback_client.frames import Attach, LockMode, MemoryDomain, error_of
+from snapback_client.frames import Access, Attach, Attached, LockMode, MemoryDomain, error_of
 from snapback_client.lease import Lease
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import failure_of
@@ -50,6 +50,19 @@ CAPACITY = 64 * MIB
 
 TRANSFERS = ("tests.support.doomed_saver", "gms.transfer_child.__main__", "snapback_client.cuda")
 """What a process imports of which transfers and clients are forks."""
+
+ATTACHED = Attached(
+    session=1,
+    granted=Access.RW,
+    device="d",
+    index=0,
+    product="p",
+    capacity=1,
+    free=1,
+    granularity=1,
+    incarnation="i",
+)
+"""What a service answers to a client that has its lock."""
 
 T = TypeVar("T")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
@@ -39,6 +40,17 @@ async def until(holds: Callable[[], T], what: What = "", *, within_s: float = WI
             pytest.fail(_said(what, within_s))
         await asyncio.sleep(PAUSE_S)
     return found
+
+
+@contextlib.contextmanager
+def later(work: Callable[[], object], after_s: float = 0.5) -> Iterator[None]:
+    """Do something while the block waits for it."""
+    timer = threading.Timer(after_s, work)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 def _said(what: What, within_s: float) -> str:

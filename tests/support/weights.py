@@ -37,14 +37,55 @@ def save_order(layout: LayoutRef, *, uid: str = UID, **changes: Any) -> SaveOrde
     return SaveOrder(**{**fields, "order": f"save-{uid}-{part}", "layout": layout, **changes})
 
 
-def load_order(*, uid: str = UID, owner: str = UID, **changes: Any) -> LoadOrder:
+def load_order(
+    *, uid: str = UID, owner: str = UID, generation: int = 1, **changes: Any
+) -> LoadOrder:
     """Return the order to load the first part of a content."""
+    digest = "sha256:" + "0" * 64
     artifact = ArtifactRef(
-        namespace="default", content_uid=uid, generation=1, root_digest="sha256:" + "0" * 64
+        namespace="default", content_uid=uid, generation=generation, root_digest=digest
     )
     part = changes.get("part", "gpu-0")
     fields = {"order": f"load-{owner}-{part}", "owner": owner, "load_token": "t", **_ORDER}
     return LoadOrder(**{**fields, "artifact": artifact, **changes})
+
+
+def saving(sockets: Path, root: Path, layout: LayoutRef, /, **changes: Any) -> SaveTask:
+    """Return the task that saves a layout as the first part of a content."""
+    task = SaveTask(
+        socket_dir=str(sockets),
+        root=str(root),
+        device=layout.device,
+        namespace="default",
+        content_uid=UID,
+        generation=1,
+        part="gpu-0",
+        deadline_s=10.0,
+        order=f"save-{UID}-gpu-0",
+        layout=layout,
+    )
+    return replace(task, **changes)
+
+
+def loading(
+    sockets: Path, root: Path, layout: LayoutRef, /, *, path: Path | None = None, **changes: Any
+) -> LoadTask:
+    """Return the task that loads this part, or that of `path`, onto the device of the layout."""
+    task = LoadTask(
+        socket_dir=str(sockets),
+        root=str(root),
+        device=layout.device,
+        namespace="default",
+        content_uid=UID,
+        generation=1,
+        part="gpu-0",
+        deadline_s=10.0,
+        part_digest=digest(((path or root / PART) / PART_MANIFEST).read_bytes()),
+        load_token="l1",
+        layout_id=layout.layout_id,
+        structure_hash=layout.structure_hash,
+    )
+    return replace(task, **changes)
 
 
 class Doomed(NamedTuple):
@@ -106,37 +147,15 @@ class Weights:
 
     def save_task(self, **changes: Any) -> SaveTask:
         """Return the task that saves the first device under the fence."""
-        task = SaveTask(
-            **self._place(0),
-            order=f"save-{UID}-gpu-0",
-            fence_token="f1",
-            layout=self.layout,
-            shard_bytes=16 * 1024 * 1024,
-        )
-        return replace(task, **{**self._fields, **changes})
+        fields = {"fence_token": "f1", "shard_bytes": 16 * 1024 * 1024, **self._fields}
+        return saving(self.service.folder, self.root, self.layout, **fields | changes)
 
     def load_task(self, **changes: Any) -> LoadTask:
         """Return the task that loads the part, which is saved, onto the second device."""
-        task = LoadTask(
-            **self._place(1),
-            part_digest=digest((self.path / PART_MANIFEST).read_bytes()),
-            load_token="l1",
-            layout_id=self.layout.layout_id,
-            structure_hash=self.layout.structure_hash,
-        )
-        return replace(task, **{**self._fields, **changes})
-
-    def _place(self, device: int) -> dict[str, Any]:
-        return {
-            "socket_dir": str(self.service.folder),
-            "root": str(self.root),
-            "device": self.service.uuids[device],
-            "namespace": "default",
-            "content_uid": UID,
-            "generation": 1,
-            "part": "gpu-0",
-            "deadline_s": 10.0,
-        }
+        other = changes.get("content_uid")
+        path = self.root / PART.replace(UID, other) if other else self.path
+        fields = {"device": self.service.uuids[1], **self._fields, **changes}
+        return loading(self.service.folder, self.root, self.layout, path=path, **fields)
 
     def run(self, task: SaveTask | LoadTask) -> TransferDone:
         """Carry out a task in this process; return its result."""

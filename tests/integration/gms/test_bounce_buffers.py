@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from gms.adapters import bounce_buffers
 from gms.adapters.backends import find_backend
 from gms.adapters.bounce_buffers import BounceBuffered
 from gms.adapters.cuda import CudaDevice
+from gms.adapters.encrypted import Ciphers, Encrypted
 from gms.adapters.objects import Objects
+from gms.adapters.parallel import STREAMS
+from gms.adapters.staging import Staging, staged
 from gms.adapters.striping import in_folders
+from gms.conformance.transfers import CHUNK, Memory, Notes, ignored, plans_of, read, write
+from gms.domain.resume import note_of, read_notes
+from gms.domain.task_rules import part_manifest, path_of
+from gms.domain.tasks import SaveTask
 from gms.domain.transfer import PAGE, FilePlan, place, plan_files, without_memory
-from gms.ports import TransferBackend
+from gms.ports import Advance, Buffers, Moved, TransferBackend
 from snapback_client.cuda import CudaDriver, CudaRange
 from snapback_client.frames import Access, AllocationInfo
-from snapshot_shared.artifact import FileEntry
-from snapshot_shared.errors import (
-    Aborted,
-    ArtifactCorrupt,
-    ArtifactExists,
-    DeviceError,
-    InvalidInput,
-)
+from snapshot_shared import errors
+from snapshot_shared.artifact import FileEntry, check_part_manifest
 from snapshot_shared.files import open_root, opened
-from snapshot_shared.object_storage import ObjectStorage
+from snapshot_shared.keys import ArtifactKeys
+from snapshot_shared.object_storage import ObjectStorage, zeros_digest
+from tests.support import builders
+from tests.support.artifact_keys import put_encryption
 from tests.support.cuda_rig import CudaNode, ThisProcess
 from tests.support.direct_backend import DirectExample
+from tests.support.weights import flip, saving
 
 FAKE_KVIKIO = Path(__file__).parents[2] / "support" / "fake_kvikio"
 GRANULE = 2 * 1024 * 1024
 BUFFER = 8 * PAGE
-CHUNK = 2 * PAGE
 SIZES = [GRANULE, 3 * PAGE + 17, 100, 11 * PAGE]
 
 
@@ -61,32 +67,70 @@ class Layout:
             self.range.map(descriptor, at, GRANULE, writable=True)
             os.close(descriptor)
 
-    def fill(self, values: list[bytes]) -> Layout:
-        for at, data in zip(self.places, values, strict=True):
+    def fill(self) -> Layout:
+        for at, data in zip(self.places, values(), strict=True):
             self.range.write(at, memoryview(bytearray(data)))
         return self
 
-    def values(self) -> list[bytes]:
+    def is_filled(self) -> bool:
+        """Whether it has the values. To show how so many bytes differ would take minutes."""
         found = []
         for at, size in zip(self.places, SIZES, strict=True):
             data = bytearray(size)
             self.range.read(at, memoryview(data))
             found.append(bytes(data))
-        return found
+        return found == values()
 
-    def moved_by(self, backend: str) -> BounceBuffered:
-        return self.through(find_backend(backend, in_place=True))
-
-    def through(self, backend: TransferBackend) -> BounceBuffered:
+    def through(self, backend: TransferBackend | str) -> BounceBuffered:
+        if isinstance(backend, str):
+            backend = find_backend(backend, in_place=True)
         return BounceBuffered(backend, self.range, self.places, self.range.size)
+
+    def save(
+        self,
+        folder: int,
+        backend: TransferBackend | str = "posix-direct",
+        *,
+        threads: int = 2,
+        advance: Advance = ignored,
+    ) -> Moved:
+        with self.through(backend) as bounced:
+            return bounced.write_files(folder, plans(), [], threads=threads, advance=advance)
+
+    def load(
+        self,
+        folder: int,
+        files: Sequence[FileEntry],
+        backend: TransferBackend | str = "posix-direct",
+        *,
+        only: Sequence[FilePlan] = (),
+        threads: int = 2,
+        advance: Advance = ignored,
+    ) -> Moved:
+        with self.through(backend) as bounced:
+            wanted = only or plans()
+            return bounced.read_files(folder, wanted, files, [], threads=threads, advance=advance)
 
 
 @pytest.fixture
 def device(cuda_node: CudaNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
     monkeypatch.setattr(bounce_buffers, "BUFFER_BYTES", BUFFER)
-    device = CudaDevice(CudaDriver(), 0)
-    yield device
-    device.close()
+    with contextlib.closing(CudaDevice(CudaDriver(), 0)) as device:
+        yield device
+
+
+@pytest.fixture
+def source(device: CudaDevice) -> Iterator[Layout]:
+    layout = Layout(device).fill()
+    yield layout
+    layout.range.release()
+
+
+@pytest.fixture
+def target(device: CudaDevice) -> Iterator[Layout]:
+    layout = Layout(device)
+    yield layout
+    layout.range.release()
 
 
 @pytest.fixture
@@ -96,13 +140,13 @@ def folder(tmp_path: Path) -> Iterator[int]:
         yield directory
 
 
+@pytest.fixture
+def saved(source: Layout, folder: int) -> list[FileEntry]:
+    return source.save(folder).files
+
+
 def plans(shard: int = BUFFER) -> list[FilePlan]:
-    infos = [
-        AllocationInfo(id=f"a{slot}", size=size, aligned=GRANULE, tag="", slot=slot)
-        for slot, size in enumerate(SIZES)
-    ]
-    entries, lengths = place(infos, shard_bytes=shard)
-    return plan_files(entries, lengths, chunk_bytes=[CHUNK] * len(lengths))
+    return plans_of(SIZES, shard=shard)
 
 
 def values() -> list[bytes]:
@@ -112,75 +156,50 @@ def values() -> list[bytes]:
     return found
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 @pytest.mark.parametrize("backend", ["posix-direct", "posix-buffered"])
 @pytest.mark.parametrize("threads", [1, 5])
 def test_what_was_saved_through_bounce_buffers_is_loaded_through_them(
-    device: CudaDevice, folder: int, backend: str, threads: int
+    source: Layout, target: Layout, folder: int, backend: str, threads: int
 ) -> None:
     reported: list[int] = []
-    source = Layout(device).fill(values())
-    with source.moved_by(backend) as bounced:
-        moved = bounced.write_files(folder, plans(), [], threads=threads, advance=reported.append)
+    moved = source.save(folder, backend, threads=threads, advance=reported.append)
     assert [entry.name for entry in moved.files] == [plan.name for plan in plans()]
     assert sum(reported) == sum(plan.size for plan in plans())
-    target = Layout(device)
-    with target.moved_by(backend) as bounced:
-        bounced.read_files(
-            folder, plans(), moved.files, [], threads=threads, advance=lambda _: None
-        )
-    # To show how so many bytes differ would take minutes.
-    is_same = target.values() == values()
-    assert is_same
-    source.range.release()
-    target.range.release()
+    target.load(folder, moved.files, backend, threads=threads)
+    assert target.is_filled()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_files_in_several_folders_move_through_bounce_buffers_at_once(
-    device: CudaDevice, folder: int, tmp_path: Path, threads: int
+    source: Layout, target: Layout, folder: int, tmp_path: Path, threads: int
 ) -> None:
     (tmp_path / "other").mkdir()
     spread = [replace(plan, stripe="other" if at % 2 else "") for at, plan in enumerate(plans())]
-    source, target = Layout(device).fill(values()), Layout(device)
+
+    def move(how: Callable[..., Moved], *lists: Sequence[Any]) -> Moved:
+        def move_some(place: int, indices: Sequence[int], few: int, advance: Advance) -> Moved:
+            some = [[each[at] for at in indices] for each in lists]
+            return how(place, *some, [], threads=few, advance=advance)
+
+        return in_folders({"": folder, "other": other}, spread, threads, move_some, ignored)
+
     with opened(open_root(tmp_path / "other")) as other:
-        folders = {"": folder, "other": other}
-        with source.moved_by("posix-direct") as bounced:
-            moved = in_folders(
-                folders,
-                spread,
-                threads,
-                lambda place, indices, few, advance: bounced.write_files(
-                    place, [spread[at] for at in indices], [], threads=few, advance=advance
-                ),
-                lambda _: None,
-            )
+        with source.through("posix-direct") as bounced:
+            moved = move(bounced.write_files, spread)
         assert len(os.listdir(folder)) > 1
         assert len(os.listdir(other)) > 1  # noqa: PTH208 - of a descriptor
         files = {entry.name: entry for entry in moved.files}
-        entries = [files[plan.name] for plan in spread]
-        with target.moved_by("posix-direct") as bounced:
-            in_folders(
-                folders,
-                spread,
-                threads,
-                lambda place, indices, few, advance: bounced.read_files(
-                    place,
-                    [spread[at] for at in indices],
-                    [entries[at] for at in indices],
-                    [],
-                    threads=few,
-                    advance=advance,
-                ),
-                lambda _: None,
-            )
-    is_same = target.values() == values()
-    assert is_same
-    source.range.release()
-    target.range.release()
+        with target.through("posix-direct") as bounced:
+            move(bounced.read_files, spread, [files[plan.name] for plan in spread])
+    assert target.is_filled()
 
 
 def test_objects_of_several_buffers_at_once_make_one_part(
-    device: CudaDevice, folder: int, tmp_path: Path
+    source: Layout, target: Layout, folder: int, tmp_path: Path
 ) -> None:
     class Slow(ObjectStorage):
         """Lets the others go first."""
@@ -189,38 +208,25 @@ def test_objects_of_several_buffers_at_once_make_one_part(
             time.sleep(0.05)
             super().remove(prefix)
 
-    source, storage = Layout(device).fill(values()), Slow(f"file://{tmp_path}/objects")
-    with source.through(Objects(storage, "a/b")) as out:
-        moved = out.write_files(folder, plans(), [], threads=5, advance=lambda _: None)
-    target = Layout(device)
-    with target.through(Objects(storage, "a/b")) as back:
-        back.read_files(folder, plans(), moved.files, [], threads=5, advance=lambda _: None)
-    assert target.values() == values()
-    source.range.release()
-    target.range.release()
+    objects = Objects(Slow(f"file://{tmp_path}/objects"), "a/b")
+    target.load(folder, source.save(folder, objects, threads=5).files, objects, threads=5)
+    assert target.is_filled()
 
 
 def test_objects_of_an_older_part_are_copied_and_not_sent(
-    device: CudaDevice, folder: int, tmp_path: Path
+    source: Layout, target: Layout, folder: int, tmp_path: Path
 ) -> None:
-    source, storage = Layout(device).fill(values()), ObjectStorage(f"file://{tmp_path}/objects")
-    found = []
-    for part in ("a", "b"):
-        objects = Objects(storage, part)
-        with source.through(objects) as out:
-            if found:
-                out.take_from("a", found[0].files)
-            found.append(out.write_files(folder, plans(), [], threads=2, advance=lambda _: None))
-    older, newer = found
+    storage = ObjectStorage(f"file://{tmp_path}/objects")
+    older = source.save(folder, Objects(storage, "a"))
+    objects = Objects(storage, "b")
+    with source.through(objects) as out:
+        out.take_from("a", older.files)
+    newer = source.save(folder, objects)
     assert older.bytes > newer.bytes == 0
     assert newer.files == older.files
     storage.remove("a")
-    target = Layout(device)
-    with target.through(Objects(storage, "b")) as back:
-        back.read_files(folder, plans(), newer.files, [], threads=2, advance=lambda _: None)
-    assert target.values() == values()
-    source.range.release()
-    target.range.release()
+    target.load(folder, newer.files, objects)
+    assert target.is_filled()
 
 
 def test_a_file_is_secured_without_those_that_others_are_writing(
@@ -245,109 +251,76 @@ def test_a_file_is_secured_without_those_that_others_are_writing(
     assert moved.bytes > 0
 
 
-class Noted:
-    """What a killed save has noted: every chunk of the files that it wrote."""
-
-    every_bytes = CHUNK
-
-    def __init__(self, files: Sequence[FileEntry]) -> None:
-        self._files = {entry.name: dict(enumerate(entry.chunks)) for entry in files}
-
-    def written(self, name: str) -> dict[int, str]:
-        return self._files.get(name, {})
-
-    def note(self, chunks: Sequence[tuple[str, int, str]]) -> None:
-        for name, index, found in chunks:
-            self._files.setdefault(name, {})[index] = found
-
-
-def test_a_killed_save_goes_on_through_bounce_buffers(device: CudaDevice, folder: int) -> None:
+def test_a_killed_save_goes_on_through_bounce_buffers(
+    source: Layout, target: Layout, folder: int
+) -> None:
     first, *others = plans()
-    layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as bounced:
-        cut_off = bounced.write_files(folder, [first], [], threads=2, advance=lambda _: None)
-        moved = bounced.write_missing(
-            folder, plans(), [], threads=2, advance=lambda _: None, notes=Noted(cut_off.files)
-        )
+    with source.through("posix-direct") as bounced:
+        cut_off = bounced.write_files(folder, [first], [], threads=2, advance=ignored)
+        notes = Notes({entry.name: dict(enumerate(entry.chunks)) for entry in cut_off.files})
+        moved = bounced.write_missing(folder, plans(), [], threads=2, advance=ignored, notes=notes)
     assert moved.bytes <= sum(plan.size for plan in others)
-    target = Layout(device)
-    with target.moved_by("posix-direct") as bounced:
-        bounced.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
-    assert target.values() == values()
-    layout.range.release()
-    target.range.release()
+    target.load(folder, moved.files)
+    assert target.is_filled()
 
 
-def test_the_digest_in_memory_is_that_of_the_file(device: CudaDevice, folder: int) -> None:
-    layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as bounced:
-        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
-        for plan, entry in zip(plans(), moved.files, strict=True):
+def test_the_digest_in_memory_is_that_of_the_file(source: Layout, saved: list[FileEntry]) -> None:
+    with source.through("posix-direct") as bounced:
+        for plan, entry in zip(plans(), saved, strict=True):
             assert [bounced.digest_of(chunk) for chunk in plan.chunks] == entry.chunks
-    layout.range.release()
 
 
 def test_files_that_are_longer_than_a_buffer_are_read_and_not_written(
-    device: CudaDevice, folder: int
+    source: Layout, folder: int
 ) -> None:
-    layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as bounced:
-        with pytest.raises(InvalidInput, match="a buffer has"):
-            bounced.write_files(folder, plans(4 * BUFFER), [], threads=2, advance=lambda _: None)
+    with source.through("posix-direct") as bounced:
+        with pytest.raises(errors.InvalidInput, match="a buffer has"):
+            bounced.write_files(folder, plans(4 * BUFFER), [], threads=2, advance=ignored)
         assert os.listdir(folder) == []
-    layout.range.release()
 
 
-def test_a_damaged_chunk_ends_the_load_and_leaves_no_thread_and_no_pinned_memory(
-    device: CudaDevice, folder: int, tmp_path: Path, cuda_node: CudaNode
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_damaged_file_is_named_though_the_device_has_read_it(
+    target: Layout,
+    folder: int,
+    saved: list[FileEntry],
+    tmp_path: Path,
+    cuda_node: CudaNode,
+    is_direct: bool,
 ) -> None:
-    layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as bounced:
-        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
-    damaged = tmp_path / "parts" / plans()[3].name
-    data = bytearray(damaged.read_bytes())
-    data[0] ^= 1
-    damaged.write_bytes(data)
+    flip(tmp_path / "parts" / plans()[3].name)
     before = threading.active_count()
-    with layout.moved_by("posix-direct") as bounced, pytest.raises(ArtifactCorrupt) as caught:
-        bounced.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
+    with pytest.raises(errors.ArtifactCorrupt) as caught:
+        target.load(folder, saved, DirectExample() if is_direct else "posix-direct")
     assert caught.value.values["file"] == plans()[3].name
+    assert caught.value.values["chunk"] == 0
     assert threading.active_count() == before
-    assert cuda_node.here.pinned == []
-    assert cuda_node.here.streams == 0
-    layout.range.release()
+    assert (cuda_node.here.pinned, cuda_node.here.streams) == ([], 0)
 
 
-def test_a_transfer_that_is_cancelled_ends(device: CudaDevice, folder: int) -> None:
+def test_a_transfer_that_is_cancelled_ends(source: Layout, folder: int) -> None:
     reported: list[int] = []
 
     def end(size: int) -> None:
         reported.append(size)
         if len(reported) == 3:
-            raise Aborted("enough")
+            raise errors.Aborted("enough")
 
-    layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as bounced:
-        with pytest.raises(Aborted, match="enough"):
-            bounced.write_files(folder, plans(), [], threads=1, advance=end)
-        assert len(os.listdir(folder)) < len(plans())
-        with pytest.raises(ArtifactExists):
-            bounced.write_files(folder, plans(), [], threads=1, advance=lambda _: None)
-    layout.range.release()
+    with pytest.raises(errors.Aborted, match="enough"):
+        source.save(folder, threads=1, advance=end)
+    assert len(os.listdir(folder)) < len(plans())
+    with pytest.raises(errors.ArtifactExists):
+        source.save(folder, threads=1)
 
 
 def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
-    device: CudaDevice, folder: int
+    source: Layout, folder: int, saved: list[FileEntry]
 ) -> None:
-    layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as bounced:
-        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
     with (
-        BounceBuffered(find_backend("posix-direct"), layout.range, layout.places, PAGE) as small,
-        pytest.raises(ArtifactCorrupt, match="longer than all of the memory"),
+        BounceBuffered(find_backend("posix-direct"), source.range, source.places, PAGE) as small,
+        pytest.raises(errors.ArtifactCorrupt, match="longer than all of the memory"),
     ):
-        small.read_files(folder, plans(), moved.files, [], threads=2, advance=lambda _: None)
-    layout.range.release()
+        small.read_files(folder, plans(), saved, [], threads=2, advance=ignored)
 
 
 # What a backend reads into the device itself is copied back and compared.
@@ -382,7 +355,7 @@ class Failing(DirectExample):
 
             def limited(*where: int) -> None:
                 if next(count):
-                    raise DeviceError("no more")
+                    raise errors.DeviceError("no more")
                 read(*where)
 
             file.read = limited
@@ -393,89 +366,45 @@ class Failing(DirectExample):
                 self.waits = self._here.called("cuStreamSynchronize") - before
 
 
-@pytest.fixture
-def saved(device: CudaDevice, folder: int) -> list[FileEntry]:
-    layout = Layout(device).fill(values())
-    with layout.moved_by("posix-direct") as bounced:
-        moved = bounced.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
-    layout.range.release()
-    return moved.files
-
-
 @pytest.mark.parametrize("threads", [1, 5])
 def test_what_the_device_has_read_itself_is_in_its_place_and_zeros_are_not_read(
-    device: CudaDevice, folder: int, saved: list[FileEntry], threads: int
+    target: Layout, folder: int, saved: list[FileEntry], threads: int
 ) -> None:
-    target, reported = Layout(device), list[int]()
-    with target.through(DirectExample()) as direct:
-        moved = direct.read_files(
-            folder, plans(), saved, [], threads=threads, advance=reported.append
-        )
-    is_same = target.values() == values()
-    assert is_same
+    reported: list[int] = []
+    moved = target.load(folder, saved, DirectExample(), threads=threads, advance=reported.append)
+    assert target.is_filled()
     assert moved.backend == "direct-example"
     assert sum(reported) == sum(plan.size for plan in plans())
     assert moved.bytes <= sum(reported) - 18 * PAGE
-    target.range.release()
-
-
-def test_a_damaged_file_is_named_though_the_device_has_read_it(
-    device: CudaDevice, folder: int, saved: list[FileEntry], tmp_path: Path, cuda_node: CudaNode
-) -> None:
-    damaged = tmp_path / "parts" / plans()[3].name
-    data = bytearray(damaged.read_bytes())
-    data[0] ^= 1
-    damaged.write_bytes(data)
-    target, before = Layout(device), threading.active_count()
-    with target.through(DirectExample()) as direct, pytest.raises(ArtifactCorrupt) as caught:
-        direct.read_files(folder, plans(), saved, [], threads=2, advance=lambda _: None)
-    assert caught.value.values["file"] == plans()[3].name
-    assert caught.value.values["chunk"] == 0
-    assert threading.active_count() == before
-    assert (cuda_node.here.pinned, cuda_node.here.streams) == ([], 0)
-    target.range.release()
 
 
 def test_a_file_that_is_as_it_was_is_not_called_damaged_when_the_device_has_other_bytes(
-    device: CudaDevice, folder: int, saved: list[FileEntry]
+    target: Layout, folder: int, saved: list[FileEntry]
 ) -> None:
-    target, last = Layout(device), plans()[-1:]
-    with target.through(Faulty()) as direct, pytest.raises(DeviceError, match="chunk 1") as caught:
-        direct.read_files(folder, last, saved[-1:], [], threads=2, advance=lambda _: None)
-    assert not isinstance(caught.value, ArtifactCorrupt)
+    with pytest.raises(errors.DeviceError, match="chunk 1") as caught:
+        target.load(folder, saved[-1:], Faulty(), only=plans()[-1:])
+    assert not isinstance(caught.value, errors.ArtifactCorrupt)
     assert "posix-direct" in caught.value.next_step
-    target.range.release()
 
 
 def test_a_read_that_fails_ends_the_load_once_those_on_the_stream_are_done(
-    device: CudaDevice, folder: int, saved: list[FileEntry], cuda_node: CudaNode
+    target: Layout, folder: int, saved: list[FileEntry], cuda_node: CudaNode
 ) -> None:
-    target, last, failing = Layout(device), plans()[-1:], Failing(cuda_node.here)
-    with target.through(failing) as direct, pytest.raises(DeviceError, match="no more"):
-        direct.read_files(folder, last, saved[-1:], [], threads=1, advance=lambda _: None)
+    failing = Failing(cuda_node.here)
+    with pytest.raises(errors.DeviceError, match="no more"):
+        target.load(folder, saved[-1:], failing, only=plans()[-1:], threads=1)
     assert failing.waits == 1
     assert (cuda_node.here.pinned, cuda_node.here.streams) == ([], 0)
-    target.range.release()
 
 
-def test_files_whose_bytes_fill_no_memory_are_verified_through_the_host(
-    device: CudaDevice, folder: int, saved: list[FileEntry]
+def test_what_a_device_does_not_read_goes_through_the_host(
+    source: Layout, target: Layout, folder: int
 ) -> None:
-    layout, alone = Layout(device), [without_memory(plan) for plan in plans()]
-    with layout.through(DirectExample()) as direct:
-        moved = direct.read_files(folder, alone, saved, [], threads=2, advance=lambda _: None)
+    moved = source.save(folder, DirectExample())
     assert moved.backend == "posix-buffered"
-    layout.range.release()
-
-
-def test_a_backend_that_reads_into_devices_saves_through_the_host(
-    device: CudaDevice, folder: int
-) -> None:
-    layout = Layout(device).fill(values())
-    with layout.through(DirectExample()) as direct:
-        moved = direct.write_files(folder, plans(), [], threads=2, advance=lambda _: None)
-    assert moved.backend == "posix-buffered"
-    layout.range.release()
+    # Files whose bytes fill no memory are only verified.
+    alone = [without_memory(plan) for plan in plans()]
+    assert target.load(folder, moved.files, DirectExample(), only=alone).backend == "posix-buffered"
 
 
 # KvikIO, by a fake of it that has GPUDirect Storage. The real one is met in test_cuda.py.
@@ -493,7 +422,7 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("what", "way"), [("gds", "gds"), ("compat", "gds-compat"), ("", "gds-compat")]
 )
 def test_kvikio_reads_into_the_device_and_only_gpudirect_storage_is_called_so(
-    device: CudaDevice,
+    target: Layout,
     folder: int,
     saved: list[FileEntry],
     kvikio: None,
@@ -502,14 +431,10 @@ def test_kvikio_reads_into_the_device_and_only_gpudirect_storage_is_called_so(
     way: str,
 ) -> None:
     monkeypatch.setenv("FAKE_KVIKIO", what)
-    target, before = Layout(device), len(list(Path("/proc/self/fd").iterdir()))
-    with target.moved_by("gds") as direct:
-        moved = direct.read_files(folder, plans(), saved, [], threads=5, advance=lambda _: None)
-    is_same = target.values() == values()
-    assert is_same
-    assert moved.backend == way
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    target.range.release()
+    before = open_files()
+    assert target.load(folder, saved, "gds", threads=5).backend == way
+    assert target.is_filled()
+    assert open_files() == before
 
 
 @pytest.mark.parametrize(
@@ -521,7 +446,7 @@ def test_kvikio_reads_into_the_device_and_only_gpudirect_storage_is_called_so(
     ],
 )
 def test_what_kvikio_cannot_read_is_refused_with_the_way_through_the_host(
-    device: CudaDevice,
+    target: Layout,
     folder: int,
     saved: list[FileEntry],
     kvikio: None,
@@ -530,15 +455,13 @@ def test_what_kvikio_cannot_read_is_refused_with_the_way_through_the_host(
     why: str,
 ) -> None:
     monkeypatch.setenv("FAKE_KVIKIO", what)
-    target = Layout(device)
-    with target.moved_by("gds") as direct, pytest.raises(DeviceError, match=why) as caught:
-        direct.read_files(folder, plans(), saved, [], threads=2, advance=lambda _: None)
+    with pytest.raises(errors.DeviceError, match=why) as caught:
+        target.load(folder, saved, "gds")
     assert "SNAPBACK_TRANSFER_BACKEND=posix-direct" in caught.value.next_step
-    target.range.release()
 
 
 def test_a_kvikio_that_cannot_be_imported_is_refused_when_a_part_is_loaded(
-    device: CudaDevice,
+    target: Layout,
     folder: int,
     saved: list[FileEntry],
     tmp_path: Path,
@@ -547,17 +470,203 @@ def test_a_kvikio_that_cannot_be_imported_is_refused_when_a_part_is_loaded(
 ) -> None:
     (tmp_path / "kvikio.py").write_text("raise ImportError('libcufile.so.0 is missing')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    target = Layout(device)
-    with target.moved_by("gds") as direct, pytest.raises(DeviceError, match=r"libcufile\.so\.0"):
-        direct.read_files(folder, plans(), saved, [], threads=2, advance=lambda _: None)
-    target.range.release()
+    with pytest.raises(errors.DeviceError, match=r"libcufile\.so\.0"):
+        target.load(folder, saved, "gds")
 
 
 def test_memory_of_the_host_is_moved_as_by_posix_direct(folder: int, kvikio: None) -> None:
-    memory = [memoryview(bytearray(value)) for value in values()]
+    memory = Memory(SIZES).fill(1)
     backend = find_backend("gds")
-    moved = backend.write_files(folder, plans(), memory, threads=2, advance=lambda _: None)
-    into = [memoryview(bytearray(size)) for size in SIZES]
-    backend.read_files(folder, plans(), moved.files, into, threads=2, advance=lambda _: None)
-    assert [bytes(view) for view in into] == values()
+    moved = write(backend, folder, plans(), memory)
+    into = Memory(SIZES)
+    read(backend, folder, plans(), moved, into)
+    assert into.bytes() == memory.bytes()
     assert moved.backend.startswith("posix-")
+
+
+# What is encrypted between the buffers and the files.
+
+SHARD = 64 * PAGE
+PLACES = [index * GRANULE for index in range(len(SIZES))]
+INFOS = [
+    AllocationInfo(id=f"a{slot}", size=size, aligned=GRANULE, tag="", slot=slot)
+    for slot, size in enumerate(SIZES)
+]
+ENTRIES, LENGTHS = place(INFOS, shard_bytes=SHARD)
+PLANS = plan_files(ENTRIES, LENGTHS, chunk_bytes=[8 * PAGE] * len(LENGTHS))
+
+
+class HostDevice:
+    """The `DeviceMemory` port over memory of the host, and its own `Copier`."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(GRANULE * len(SIZES))
+
+    def copier(self, size: int) -> HostCopier:
+        return HostCopier(memoryview(self.memory), size)
+
+    def values(self) -> list[bytes]:
+        return [bytes(self.memory[at:][:size]) for at, size in zip(PLACES, SIZES, strict=True)]
+
+
+class HostCopier:
+    def __init__(self, memory: memoryview, size: int) -> None:
+        self._memory = memory
+        self.buffer = memoryview(bytearray(size))
+
+    def read(self, offset: int, into: memoryview) -> None:
+        into[:] = self._memory[offset:][: len(into)]
+
+    def write(self, offset: int, source: memoryview) -> None:
+        self._memory[offset:][: len(source)] = source
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> SaveTask:
+    put_encryption(tmp_path / "keys")
+    layout = builders.layout(device="d")
+    keys = {"artifact_keys": str(tmp_path / "keys"), "encrypt": True}
+    return saving(Path("/"), tmp_path / "artifacts", layout, **keys)
+
+
+def filled() -> HostDevice:
+    device = HostDevice()
+    for at, size in zip(PLACES, SIZES, strict=True):
+        device.memory[at : at + size] = Random(size).randbytes(size)
+    device.memory[32 * PAGE : 48 * PAGE] = bytes(16 * PAGE)
+    return device
+
+
+@contextlib.contextmanager
+def encrypting(
+    task: SaveTask, device: HostDevice, inner: Any = None
+) -> Iterator[tuple[Ciphers, BounceBuffered]]:
+    ciphers = Ciphers(ArtifactKeys(Path(task.artifact_keys)), task)
+    backend = Encrypted(inner or find_backend("posix-direct", in_place=True), ciphers)
+    with BounceBuffered(backend, device, PLACES, len(device.memory)) as bounced:
+        yield ciphers, bounced
+
+
+def there_and_back(task: SaveTask, inner: Any) -> Moved:
+    """Save, clear the memory and load it again."""
+    device = filled()
+    with (
+        opened(open_root(task.root, create=True)) as root,
+        staged(root, msgspec.structs.replace(task, note_bytes=SHARD)) as staging,
+        encrypting(task, device, inner) as (ciphers, bounced),
+    ):
+        ciphers.begin(staging)
+        moved = bounced.write_files(staging.directory, PLANS, [], threads=2, advance=ignored)
+        written = [ciphers.finished(entry) for entry in moved.files]
+        before = device.values()
+        device.memory[:] = bytes(len(device.memory))
+        bounced.read_files(staging.directory, PLANS, written, [], threads=2, advance=ignored)
+    assert device.values() == before
+    return moved
+
+
+def test_what_is_encrypted_is_not_read_into_a_device_past_the_host(task: SaveTask) -> None:
+    # Its copies of the host have no address of a device to lend.
+    there_and_back(task, DirectExample())
+
+
+class Watched:
+    """A backend that keeps every buffer that it is given, so that none has the place of another."""
+
+    def __init__(self) -> None:
+        self._backend = find_backend("posix-direct")
+        self.buffers: list[Any] = []
+        self.writes = 0
+
+    def write_files(
+        self, directory: int, plans: Sequence[FilePlan], buffers: Buffers, **how: Any
+    ) -> Moved:
+        self.buffers += buffers
+        self.writes += len(buffers)
+        return self._backend.write_files(directory, plans, buffers, **how)
+
+    def read_files(
+        self,
+        directory: int,
+        plans: Sequence[FilePlan],
+        entries: Sequence[FileEntry],
+        buffers: Buffers,
+        **how: Any,
+    ) -> Moved:
+        self.buffers += buffers
+        return self._backend.read_files(directory, plans, entries, buffers, **how)
+
+
+def test_files_that_come_one_at_a_time_share_the_buffers_of_their_streams(task: SaveTask) -> None:
+    watched = Watched()
+    moved = there_and_back(task, watched)
+    assert [entry.name for entry in moved.files] == [plan.name for plan in PLANS]
+    assert watched.writes == len(PLANS) > STREAMS
+    places = {ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in watched.buffers}
+    assert len(places) <= STREAMS
+
+
+def write_missing(
+    task: SaveTask, device: HostDevice, staging: Staging, plans: list[FilePlan]
+) -> tuple[Ciphers, Moved]:
+    with encrypting(task, device) as (ciphers, bounced):
+        ciphers.begin(staging)
+        how: dict[str, Any] = {"threads": 2, "advance": ignored, "notes": staging}
+        return ciphers, bounced.write_missing(staging.directory, plans, [], **how)
+
+
+def test_a_save_that_was_cut_off_goes_on_and_is_loaded_again(task: SaveTask) -> None:
+    device = filled()
+    task = msgspec.structs.replace(task, note_bytes=2 * SHARD)
+    with opened(open_root(task.root, create=True)) as root:
+        path = path_of(task)
+        try:
+            with staged(root, task) as staging:
+                write_missing(task, device, staging, PLANS[:5])
+                notes = Path(task.root, *path, ".notes").read_bytes()
+                kept = {
+                    name: data.read_bytes()
+                    for name in (".notes", *(plan.name for plan in PLANS[:5]))
+                    if (data := Path(task.root, *path, name)).exists()
+                }
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            # What a killed process leaves; one that fails removes it.
+            folder = Path(task.root, *path)
+            folder.mkdir(mode=0o700)
+            for name, data in kept.items():
+                (folder / name).write_bytes(data)
+        noted = read_notes(notes, note_of(task))
+        assert len(noted.written) == 4, "two files at a time are noted"
+        with staged(root, task) as staging:
+            ciphers, moved = write_missing(task, device, staging, PLANS)
+            assert ciphers.cipher.encryption == noted.encryption
+            files = {entry.name: ciphers.finished(entry) for entry in moved.files}
+            manifest = part_manifest(
+                task,
+                ENTRIES,
+                [files[plan.name] for plan in PLANS],
+                [],
+                ciphers.cipher.encryption,
+            )
+            check_part_manifest(manifest)
+            for name, tags in noted.tags.items():
+                entry = files[name]
+                assert entry.encryption
+                for index, tag in tags.items():
+                    is_hole = entry.chunks[index] == zeros_digest(8 * PAGE)
+                    assert is_hole or entry.encryption.tags[index] == tag
+            assert moved.bytes < sum(plan.size for plan in PLANS[4:]) + PAGE
+            loaded = HostDevice()
+            with encrypting(task, loaded) as (opening, bounced):
+                opening.open(manifest)
+                bounced.read_files(
+                    staging.directory, PLANS, manifest.files, [], threads=2, advance=ignored
+                )
+            assert loaded.values() == device.values()

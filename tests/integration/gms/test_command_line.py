@@ -70,9 +70,7 @@ def test_status_shows_devices_holders_and_the_last_events(service: Any) -> None:
     assert found["devices"][0]["domains"][0]["sessions"][0]["client"] == "worker"
 
 
-def test_what_was_saved_is_verified_and_loaded_into_another_device_once(
-    service: Any, part: Path
-) -> None:
+def test_what_was_saved_is_verified_and_loaded_into_another_device_once(part: Path) -> None:
     assert "every digest matches" in gms("verify", part)
     assert json.loads(gms("verify", part.parent, "-o", "json"))[0]["part"] == str(part)
     assert "generation 1" in gms("load", part, "--device", 1)
@@ -153,9 +151,7 @@ def test_verify_names_the_chunk_that_is_damaged(part: Path) -> None:
     assert f"chunk 0 of {shard}" in text
 
 
-def test_diff_separates_equal_parts_from_different_ones(
-    service: Any, part: Path, tmp_path: Path
-) -> None:
+def test_diff_separates_equal_parts_from_different_ones(part: Path, tmp_path: Path) -> None:
     assert gms("diff", part, part).startswith("equal")
     commit(1, changed=True)
     other = save(1, tmp_path / "other")

@@ -6,11 +6,10 @@ The driver and NVML are fakes with several devices and with processes that are n
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,14 @@ import pytest
 
 import snapback_client as client
 from gms.adapters.cuda import CudaDevice, open_devices
-from snapback_client.cuda import CudaDriver
-from snapback_client.frames import AllocationSpec
+from snapback_client.cuda import CudaDriver, CudaRange
+from snapback_client.frames import Access, AllocationSpec
 from snapback_client.reservation import DEVICE_BYTES, FIRST_ADDRESS
 from snapshot_shared.errors import DeadlineExceeded, OutOfDeviceMemory
 from tests.support.cuda_rig import UUIDS, CudaNode, Foreign, worker
-from tests.support.gms_rig import attach
-from tests.support.waiting import wait_until
+from tests.support.gms_rig import MIB, attach
+from tests.support.waiting import later, wait_until
 
-MIB = 1024 * 1024
-FREED_S = 0.5
 MIG = tuple(f"MIG-{n}0000000-0000-4000-8000-00000000000{n}" for n in range(5, 7))
 
 OPEN = """
@@ -170,16 +167,6 @@ def test_a_fork_closes_a_pool_without_the_driver_which_is_dead_in_it(service: An
 
 
 # Memory of others.
-
-
-@contextmanager
-def later(work: Callable[[], object]) -> Iterator[None]:
-    timer = threading.Timer(FREED_S, work)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
 
 
 def end(foreign: Foreign) -> None:
@@ -330,3 +317,31 @@ def test_memory_with_fabric_handles_is_handed_out_as_descriptors(
     service = launch(devices=open_devices(fabric_handles=True))
     assert service.device().capabilities["fabric-memory"] == 1
     assert worker(OPEN, "0") == f"{place_of(0)}\n"
+
+
+# What the fake itself has to keep, or the tests above would prove nothing.
+
+
+def test_what_is_imported_is_counted_once_and_outlives_who_made_it(cuda_node: CudaNode) -> None:
+    cuda_node.place(f"{UUIDS[0]} bytes={64 * MIB}")
+    (device,) = open_devices()
+    handle = device.create(40 * MIB)
+    at = CudaRange(CudaDriver(), UUIDS[0], 40 * MIB, address=None, exact=False)
+    with os.fdopen(device.export(handle, Access.RW), "rb") as file:
+        at.map(file.fileno(), 0, 40 * MIB, writable=True)
+    second = device.create(24 * MIB)
+    device.release(second)
+    device.release(handle)
+    assert cuda_node.foreign(40 * MIB).status == 2
+    at.release()
+    assert cuda_node.foreign(40 * MIB).status == 0
+
+
+def test_a_context_takes_memory_while_it_is_retained(cuda_node: CudaNode) -> None:
+    cuda_node.place(f"{UUIDS[0]} bytes={64 * MIB} context={40 * MIB}")
+    device = open_devices()[0]
+    at = CudaRange(CudaDriver(), UUIDS[0], 2 * MIB, address=None, exact=False)
+    with pytest.raises(OutOfDeviceMemory):
+        device.create(40 * MIB)
+    at.release()
+    device.release(device.create(40 * MIB))

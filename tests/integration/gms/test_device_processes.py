@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import select
 import shutil
 import signal
@@ -26,7 +25,7 @@ from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.grpc_client import GmsCaller, RemoteControl, fresh_token
 from gms.adapters.lease_router import Intake, hand, until_ready
 from gms.adapters.simulated import simulated_uuid
-from gms.domain.tasks import LoadTask, TransferLeased
+from gms.domain.tasks import TransferLeased
 from gms.handlers.orders import GmsOrders
 from gms.handlers.split import SplitControl
 from gms.ports import Memory, StartedDevice
@@ -42,22 +41,15 @@ from snapback_client.frames import (
     encode_frame,
 )
 from snapback_client.lease import Lease
+from snapshot_shared import frames
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.frames import (
-    EventKind,
-    FenceRequest,
-    SaveRequest,
-    StatusRequest,
-    TransferStage,
-    UnfenceRequest,
-    WatchRequest,
-)
 from snapshot_shared.orders import CommitOrder, PodRef
 from tests.support.cuda_rig import UUIDS as CUDA
 from tests.support.cuda_rig import CudaNode
 from tests.support.gms_rig import MIB, GmsProgram, TransferThreads, gms
+from tests.support.limits import no_descriptor_left
 from tests.support.waiting import wait_until
-from tests.support.weights import UID
+from tests.support.weights import PART, UID, loading
 
 UUIDS = [simulated_uuid("n1", index) for index in range(2)]
 
@@ -199,36 +191,33 @@ def test_who_asks_for_a_device_whose_process_was_killed_is_told_so_until_it_serv
             pool.wake(deadline_s=5)
 
 
-def test_the_service_answers_for_all_devices_and_says_that_the_process_of_one_has_ended(
+async def test_the_service_answers_for_all_devices_and_says_that_the_process_of_one_has_ended(
     own: Node,
 ) -> None:
-    async def look() -> None:
-        with committed(0, 1), committed(1, 2):
-            status = await own.status(events=64)
-            assert [device.uuid for device in status.devices] == UUIDS
-            assert [device.used for device in status.devices] == [2 * MIB] * 2
-            layouts = [device.domains[0].layout for device in status.devices]
-            incarnations = {layout.incarnation for layout in layouts if layout}
-            assert len(incarnations) == 2
-            os.kill(own.pid(0), signal.SIGKILL)
-            async with GmsCaller(own.sockets) as gms:
-                async for reply in gms.watch(WatchRequest(status=True)):
-                    deaths = [
-                        event.device
-                        for event in reply.events
-                        if (event.kind, event.reason) == (EventKind.DEATH, "device-process")
-                    ]
-                    if deaths:
-                        assert deaths == [UUIDS[0]]
-                        assert reply.status is not None
-                        assert UUIDS[1] in [device.uuid for device in reply.status.devices]
-                        break
-            events = (await own.status(events=64)).events
-            assert isinstance(events, list)
-            assert {event.device for event in events} == set(UUIDS)
-            assert [event.seq for event in events] == list(range(1, len(events) + 1))
-
-    asyncio.run(look())
+    with committed(0, 1), committed(1, 2):
+        status = await own.status(events=64)
+        assert [device.uuid for device in status.devices] == UUIDS
+        assert [device.used for device in status.devices] == [2 * MIB] * 2
+        layouts = [device.domains[0].layout for device in status.devices]
+        incarnations = {layout.incarnation for layout in layouts if layout}
+        assert len(incarnations) == 2
+        os.kill(own.pid(0), signal.SIGKILL)
+        async with GmsCaller(own.sockets) as gms:
+            async for reply in gms.watch(frames.WatchRequest(status=True)):
+                deaths = [
+                    event.device
+                    for event in reply.events
+                    if (event.kind, event.reason) == (frames.EventKind.DEATH, "device-process")
+                ]
+                if deaths:
+                    assert deaths == [UUIDS[0]]
+                    assert reply.status is not None
+                    assert UUIDS[1] in [device.uuid for device in reply.status.devices]
+                    break
+        events = (await own.status(events=64)).events
+        assert isinstance(events, list)
+        assert {event.device for event in events} == set(UUIDS)
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
 
 
 def test_what_is_asked_while_a_process_starts_again_waits_for_it(node: Node) -> None:
@@ -258,12 +247,12 @@ def test_a_process_that_hangs_holds_up_no_other_device(node: Node) -> None:
 
 
 async def fence(node: Node, token: str, devices: list[str], wait_s: float = 5.0) -> list[str]:
-    request = FenceRequest(token=token, devices=devices, wait_s=wait_s, deadline_s=60.0)
+    request = frames.FenceRequest(token=token, devices=devices, wait_s=wait_s, deadline_s=60.0)
     return [ref.device for ref in (await RemoteControl(node.sockets).fence(request)).vector]
 
 
 async def unfence(node: Node, token: str) -> bool:
-    request = UnfenceRequest(token=token)
+    request = frames.UnfenceRequest(token=token)
     return (await RemoteControl(node.sockets).unfence(request)).ended
 
 
@@ -271,25 +260,22 @@ async def fenced(node: Node) -> list[bool]:
     return [device.fence is not None for device in (await node.status()).devices]
 
 
-def test_a_fence_is_on_the_devices_of_all_processes_or_on_none(node: Node) -> None:
-    async def run() -> None:
-        pools = [committed(0, 1), committed(1, 2)]
-        pools[0].sleep()
-        token = fresh_token("fence")
-        with pytest.raises(client.DeadlineExceeded):
-            await fence(node, token, UUIDS[::-1], wait_s=0.2)
-        assert await fenced(node) == [False, False]
-        pools[1].sleep()
-        token = fresh_token("fence")
-        assert await fence(node, token, UUIDS[::-1]) == UUIDS[::-1]
-        assert await fenced(node) == [True, True]
-        assert await unfence(node, token)
-        assert await fenced(node) == [False, False]
-        for pool in pools:
-            pool.wake()
-            pool.close()
-
-    asyncio.run(run())
+async def test_a_fence_is_on_the_devices_of_all_processes_or_on_none(node: Node) -> None:
+    pools = [committed(0, 1), committed(1, 2)]
+    pools[0].sleep()
+    token = fresh_token("fence")
+    with pytest.raises(client.DeadlineExceeded):
+        await fence(node, token, UUIDS[::-1], wait_s=0.2)
+    assert await fenced(node) == [False, False]
+    pools[1].sleep()
+    token = fresh_token("fence")
+    assert await fence(node, token, UUIDS[::-1]) == UUIDS[::-1]
+    assert await fenced(node) == [True, True]
+    assert await unfence(node, token)
+    assert await fenced(node) == [False, False]
+    for pool in pools:
+        pool.wake()
+        pool.close()
 
 
 @pytest.fixture
@@ -301,69 +287,59 @@ def asleep(node: Node) -> Iterator[Node]:
         yield node
 
 
-def test_a_fence_does_not_count_as_ended_while_a_process_that_hangs_has_it(asleep: Node) -> None:
-    async def run() -> None:
-        token = fresh_token("fence")
+async def test_a_fence_does_not_count_as_ended_while_a_process_that_hangs_has_it(
+    asleep: Node,
+) -> None:
+    token = fresh_token("fence")
+    await fence(asleep, token, UUIDS)
+    stopped = asleep.pid(0)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(SnapbackError) as raised:
+            await unfence(asleep, token)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    failure = raised.value.to_failure()
+    assert (failure.reason, failure.retryable) == ("DeadlineExceeded", True)
+    assert UUIDS[0] in failure.message
+    await unfence(asleep, token)
+    assert await fenced(asleep) == [False, False]
+
+
+async def test_a_fence_ends_with_the_process_that_has_it(asleep: Node) -> None:
+    token = fresh_token("fence")
+    await fence(asleep, token, UUIDS)
+    os.kill(asleep.pid(0), signal.SIGKILL)
+    assert await unfence(asleep, token)
+    assert not any(await fenced(asleep))
+
+
+async def test_a_device_that_refuses_a_fence_may_have_it_later(asleep: Node) -> None:
+    first, second = fresh_token("fence"), fresh_token("fence")
+    await fence(asleep, first, UUIDS[1:])
+    with pytest.raises(SnapbackError, match="another capture holds"):
+        await fence(asleep, second, UUIDS)
+    assert await fenced(asleep) == [False, True]
+    await unfence(asleep, first)
+    await fence(asleep, second, UUIDS[1:])
+    assert await fenced(asleep) == [False, True]
+    assert await unfence(asleep, second)
+
+
+async def test_a_call_for_a_fence_that_is_cancelled_may_be_repeated(asleep: Node) -> None:
+    token = fresh_token("fence")
+    with client.connect(1, lock="RW", domain="kv") as pool:
+        asked = asyncio.create_task(fence(asleep, token, UUIDS, wait_s=20.0))
+        async with asyncio.timeout(20):
+            while await fenced(asleep) != [True, True]:  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert await fenced(asleep) == [True, True]
+        pool.close()
         await fence(asleep, token, UUIDS)
-        stopped = asleep.pid(0)
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            with pytest.raises(SnapbackError) as raised:
-                await unfence(asleep, token)
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        failure = raised.value.to_failure()
-        assert (failure.reason, failure.retryable) == ("DeadlineExceeded", True)
-        assert UUIDS[0] in failure.message
-        await unfence(asleep, token)
-        assert await fenced(asleep) == [False, False]
-
-    asyncio.run(run())
-
-
-def test_a_fence_ends_with_the_process_that_has_it(asleep: Node) -> None:
-    async def run() -> None:
-        token = fresh_token("fence")
-        await fence(asleep, token, UUIDS)
-        os.kill(asleep.pid(0), signal.SIGKILL)
-        assert await unfence(asleep, token)
-        assert not any(await fenced(asleep))
-
-    asyncio.run(run())
-
-
-def test_a_device_that_refuses_a_fence_may_have_it_later(asleep: Node) -> None:
-    async def run() -> None:
-        first, second = fresh_token("fence"), fresh_token("fence")
-        await fence(asleep, first, UUIDS[1:])
-        with pytest.raises(SnapbackError, match="another capture holds"):
-            await fence(asleep, second, UUIDS)
-        assert await fenced(asleep) == [False, True]
-        await unfence(asleep, first)
-        await fence(asleep, second, UUIDS[1:])
-        assert await fenced(asleep) == [False, True]
-        assert await unfence(asleep, second)
-
-    asyncio.run(run())
-
-
-def test_a_call_for_a_fence_that_is_cancelled_may_be_repeated(asleep: Node) -> None:
-    async def run() -> None:
-        token = fresh_token("fence")
-        with client.connect(1, lock="RW", domain="kv") as pool:
-            asked = asyncio.create_task(fence(asleep, token, UUIDS, wait_s=20.0))
-            async with asyncio.timeout(20):
-                while await fenced(asleep) != [True, True]:  # noqa: ASYNC110 - of another process
-                    await asyncio.sleep(0)
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            assert await fenced(asleep) == [True, True]
-            pool.close()
-            await fence(asleep, token, UUIDS)
-        assert await unfence(asleep, token)
-
-    asyncio.run(run())
+    assert await unfence(asleep, token)
 
 
 @contextlib.contextmanager
@@ -417,43 +393,35 @@ def test_an_order_for_a_device_that_is_not_served_now_may_be_given_again(
             assert failure.retryable
 
 
-def test_a_load_whose_device_process_is_killed_may_be_tried_again(
+async def test_a_load_whose_device_process_is_killed_may_be_tried_again(
     node: Node, tmp_path: Path
 ) -> None:
-    async def run() -> None:
-        root = tmp_path / "root"
-        request = SaveRequest(device=UUIDS[1], content_uid=UID, root=str(root))
-        with committed(1, 2):
-            async with GmsCaller(node.sockets) as gms:
-                done = [update async for update in gms.save(request)][-1]
-        assert done.layout is not None
-        task = LoadTask(
-            socket_dir=str(node.sockets),
-            root=str(root),
-            device=UUIDS[0],
-            namespace="default",
-            content_uid=UID,
-            generation=1,
-            part="gpu-1",
-            deadline_s=30.0,
-            part_digest=done.digest,
-            load_token="t",
-            layout_id=done.layout.layout_id,
-            structure_hash=done.layout.structure_hash,
-            memory_wait_s=20.0,
-        )
-        # The load waits for memory, so that it is under way when the process ends.
-        with client.connect(0, lock="RW", domain="kv") as pool:
-            pool.allocate("kv", 64 * MIB, np.uint8)
-            events = TransferThreads().run(task)
-            assert isinstance(await anext(events), TransferLeased)
-            os.kill(node.pid(0), signal.SIGKILL)
-            with pytest.raises(SnapbackError) as raised:
-                await anext(events)
-        failure = raised.value.to_failure()
-        assert (failure.reason, failure.retryable) == ("ConnectionLost", True)
-
-    asyncio.run(run())
+    root = tmp_path / "root"
+    request = frames.SaveRequest(device=UUIDS[1], content_uid=UID, root=str(root))
+    with committed(1, 2):
+        async with GmsCaller(node.sockets) as gms:
+            done = [update async for update in gms.save(request)][-1]
+    assert done.layout is not None
+    task = loading(
+        node.sockets,
+        root,
+        done.layout,
+        path=root / PART.replace("gpu-0", "gpu-1"),
+        device=UUIDS[0],
+        part="gpu-1",
+        deadline_s=30.0,
+        memory_wait_s=20.0,
+    )
+    # The load waits for memory, so that it is under way when the process ends.
+    with client.connect(0, lock="RW", domain="kv") as pool:
+        pool.allocate("kv", 64 * MIB, np.uint8)
+        events = TransferThreads().run(task)
+        assert isinstance(await anext(events), TransferLeased)
+        os.kill(node.pid(0), signal.SIGKILL)
+        with pytest.raises(SnapbackError) as raised:
+            await anext(events)
+    failure = raised.value.to_failure()
+    assert (failure.reason, failure.retryable) == ("ConnectionLost", True)
 
 
 class OneDevice:
@@ -483,43 +451,47 @@ def test_the_events_of_a_process_that_lives_come_once_and_it_does_not_count_as_e
     uuid = service.uuids[0]
     committed(0, 1).close()
 
-    async def run() -> list[tuple[EventKind, str]]:
+    async def run() -> list[tuple[frames.EventKind, str]]:
         devices = OneDevice(service)
         split = SplitControl("n1", "incarnation", devices)
 
-        async def until_said(*wanted: tuple[EventKind, str]) -> None:
+        async def until_said(*wanted: tuple[frames.EventKind, str]) -> None:
             async with asyncio.timeout(20):
-                async for _ in split.watch(WatchRequest()):
+                async for _ in split.watch(frames.WatchRequest()):
                     if set(wanted) <= set(await said()):
                         return
 
-        async def said() -> list[tuple[EventKind, str]]:
-            events = (await split.status(StatusRequest(events=64))).events
+        async def said() -> list[tuple[frames.EventKind, str]]:
+            events = (await split.status(frames.StatusRequest(events=64))).events
             assert isinstance(events, list)
             found = [(event.kind, event.reason) for event in events]
-            return [each for each in found if each[0] in (EventKind.FENCE, EventKind.DEATH)]
+            return [
+                each
+                for each in found
+                if each[0] in (frames.EventKind.FENCE, frames.EventKind.DEATH)
+            ]
 
-        request = FenceRequest(token="t", devices=[uuid], wait_s=5.0, deadline_s=60.0)
+        request = frames.FenceRequest(token="t", devices=[uuid], wait_s=5.0, deadline_s=60.0)
         async with split.following():
             await service.control.fence(request)
-            await until_said((EventKind.FENCE, "asked"))
+            await until_said((frames.EventKind.FENCE, "asked"))
             await service.grpc.close()
             service.grpc = GrpcServer(service.folder, service.control, service.transfers)
             await service.grpc.start()
-            await service.control.unfence(UnfenceRequest(token="t"))
-            await until_said((EventKind.FENCE, "ended"))
+            await service.control.unfence(frames.UnfenceRequest(token="t"))
+            await until_said((frames.EventKind.FENCE, "ended"))
             devices.ended.set()
             await service.grpc.close()
-            await until_said((EventKind.DEATH, "device-process"))
+            await until_said((frames.EventKind.DEATH, "device-process"))
             service.grpc = GrpcServer(service.folder, service.control, service.transfers)
             await service.grpc.start()
             return await said()
 
     assert service.run(run()) == [
-        (EventKind.FENCE, "asked"),
-        (EventKind.FENCE, "held"),
-        (EventKind.FENCE, "ended"),
-        (EventKind.DEATH, "device-process"),
+        (frames.EventKind.FENCE, "asked"),
+        (frames.EventKind.FENCE, "held"),
+        (frames.EventKind.FENCE, "ended"),
+        (frames.EventKind.DEATH, "device-process"),
     ]
 
 
@@ -531,23 +503,15 @@ async def test_a_client_for_whom_no_descriptor_is_left_is_let_go_with_one_line(
     intake = Intake(theirs, taken.append, lambda: pytest.fail("the other end is there"))
     intake.start()
     assert await until_ready(ours)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ours, contextlib.closing(intake):
         for is_full in (True, False):
             client_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with client_end, server_end:
-                client_end.settimeout(10)
-                next_one = os.dup(server_end.fileno())
-                os.close(next_one)
                 hand(ours, server_end)
-                if is_full:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, limits[1]))
-                try:
+                with no_descriptor_left() if is_full else contextlib.nullcontext():
                     # The message is read in this turn of the event loop or in the next.
                     for _ in range(10):
                         await asyncio.sleep(0)
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(taken) == 1
     taken[0].close()
     lines = [record.getMessage() for record in caplog.records]
@@ -558,13 +522,13 @@ async def test_a_client_for_whom_no_descriptor_is_left_is_let_go_with_one_line(
 
 def test_what_one_process_saves_another_loads(node: Node, tmp_path: Path) -> None:
     async def save() -> Any:
-        request = SaveRequest(device=UUIDS[0], content_uid=UID, root=str(tmp_path / "root"))
+        request = frames.SaveRequest(device=UUIDS[0], content_uid=UID, root=str(tmp_path / "root"))
         async with GmsCaller(node.sockets) as caller:
             return [update async for update in caller.save(request)][-1]
 
     with committed(0, 7):
         done = asyncio.run(save())
-    assert done.stage is TransferStage.DONE
+    assert done.stage is frames.TransferStage.DONE
     gms("load", done.path, "-d", "1")
     with client.connect(1, lock="RO") as pool:
         assert set(pool["w"].tolist()) == {7}

@@ -8,6 +8,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,11 @@ from msgspec.structs import replace
 import snapback_client as client
 from gms.adapters.part_files import read_part, verify_part
 from gms.domain.resume import note_of, read_notes
-from gms.domain.tasks import LoadTask, SaveTask, TransferDone
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferOptions
 from gms.main import GmsSettings, transfer_options
-from snapshot_shared.artifact import (
-    ROOT_MANIFEST,
-    SIGNATURE,
-    FileEntry,
-    PartManifest,
-    RootManifest,
-    RootPart,
-)
+from snapshot_shared import artifact, errors
 from snapshot_shared.codec import digest, encode_pretty
 from snapshot_shared.encrypting import key_id
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    InvalidInput,
-    KeyUnavailable,
-    NotTrusted,
-    SnapbackError,
-)
 from snapshot_shared.keys import ArtifactKeys
 from snapshot_shared.object_storage import zeros_digest
 from snapshot_shared.orders import PodRef
@@ -93,7 +80,7 @@ class Encrypted(Weights):
     def save(self, generation: int = 1, **changes: Any) -> TransferDone:
         """Save a generation and seal it, so that later ones may share its files."""
         done = self.run(self.save_task(generation, **changes))
-        (self.path_of(generation).parent / ROOT_MANIFEST).write_text("{}")
+        (self.path_of(generation).parent / artifact.ROOT_MANIFEST).write_text("{}")
         return done
 
     def loaded(self, generation: int = 1, **changes: Any) -> dict[str, str]:
@@ -102,10 +89,10 @@ class Encrypted(Weights):
         self.service.drop(1)
         return found
 
-    def part(self, generation: int = 1) -> PartManifest:
+    def part(self, generation: int = 1) -> artifact.PartManifest:
         return read_part(self.path_of(generation))[0]
 
-    def rewrite(self, *files: FileEntry) -> None:
+    def rewrite(self, *files: artifact.FileEntry) -> None:
         """Forge the manifest of the first generation."""
         self.path = self.path_of()
         self.forge(lambda manifest: replace(manifest, files=list(files)))
@@ -116,7 +103,7 @@ def weights(launch: Callable[..., Any], tmp_path: Path) -> Encrypted:
     return Encrypted(launch(capacities=(128 * MIB, 64 * MIB)), tmp_path)
 
 
-def tags(entry: FileEntry) -> list[bytes]:
+def tags(entry: artifact.FileEntry) -> list[bytes]:
     assert entry.encryption
     return entry.encryption.tags
 
@@ -174,16 +161,16 @@ def test_without_its_key_a_part_is_not_loaded_and_the_key_is_named(
 ) -> None:
     weights.save()
     wanted = key_id(weights.key)
-    with pytest.raises(KeyUnavailable, match=f"{wanted}; this node has no key"):
+    with pytest.raises(errors.KeyUnavailable, match=f"{wanted}; this node has no key"):
         weights.run(weights.load_task(artifact_keys=""))
     other = put_encryption(tmp_path / "other").read_bytes()
-    with pytest.raises(KeyUnavailable, match=f"{wanted}; this node has {key_id(other)}"):
+    with pytest.raises(errors.KeyUnavailable, match=f"{wanted}; this node has {key_id(other)}"):
         weights.run(weights.load_task(artifact_keys=str(tmp_path / "other")))
     assert weights.loaded() == weights.digests
 
 
 def test_a_save_that_is_to_be_encrypted_needs_a_key(weights: Encrypted) -> None:
-    with pytest.raises(InvalidInput, match="SNAPBACK_ENCRYPT_MEMORY"):
+    with pytest.raises(errors.InvalidInput, match="SNAPBACK_ENCRYPT_MEMORY"):
         weights.run(weights.save_task(artifact_keys=""))
     assert not weights.path_of().exists()
 
@@ -216,14 +203,6 @@ def swapped_chunks(weights: Encrypted, *, with_tags: bool) -> None:
     )
 
 
-def chunks_in_another_order(weights: Encrypted) -> None:
-    swapped_chunks(weights, with_tags=False)
-
-
-def chunks_and_tags_in_another_order(weights: Encrypted) -> None:
-    swapped_chunks(weights, with_tags=True)
-
-
 def a_hole_in_place_of_a_chunk(weights: Encrypted) -> None:
     first, *others = weights.part().files
     with (weights.path_of() / first.name).open("r+b") as file:
@@ -233,30 +212,31 @@ def a_hole_in_place_of_a_chunk(weights: Encrypted) -> None:
 
 def other_bytes_in_place_of_a_hole(weights: Encrypted) -> None:
     files = weights.part().files
-    for at, entry in enumerate(files):
-        for index, found in enumerate(entry.chunks):
-            if found == zeros_digest(CHUNK):
-                data = b"\1" * CHUNK
-                with (weights.path_of() / entry.name).open("r+b") as file:
-                    file.seek(index * CHUNK)
-                    file.write(data)
-                chunks = list(entry.chunks)
-                chunks[index] = xxhash.xxh3_128_hexdigest(data)
-                files[at] = replace(entry, chunks=chunks)
-                weights.rewrite(*files)
-                return
+    at, index = next(
+        (at, index)
+        for at, entry in enumerate(files)
+        for index, found in enumerate(entry.chunks)
+        if found == zeros_digest(CHUNK)
+    )
+    data = b"\1" * CHUNK
+    with (weights.path_of() / files[at].name).open("r+b") as file:
+        file.seek(index * CHUNK)
+        file.write(data)
+    chunks = list(files[at].chunks)
+    chunks[index] = xxhash.xxh3_128_hexdigest(data)
+    files[at] = replace(files[at], chunks=chunks)
+    weights.rewrite(*files)
 
 
 def files_in_another_order(weights: Encrypted) -> None:
     first, second, *others = weights.part().files
-    names = first.name, second.name
-    aside = weights.path_of() / "aside"
-    (weights.path_of() / names[0]).rename(aside)
-    (weights.path_of() / names[1]).rename(weights.path_of() / names[0])
-    aside.rename(weights.path_of() / names[1])
+    one, other = (weights.path_of() / entry.name for entry in (first, second))
+    aside = one.rename(one.with_name("aside"))
+    other.rename(one)
+    aside.rename(other)
     # Both have the same size, so that the manifest stays consistent.
     assert first.size == second.size
-    weights.rewrite(replace(second, name=names[0]), replace(first, name=names[1]), *others)
+    weights.rewrite(replace(second, name=first.name), replace(first, name=second.name), *others)
 
 
 def the_key_of_another_part(weights: Encrypted) -> None:
@@ -276,8 +256,8 @@ def files_of_another_part(weights: Encrypted) -> None:
 @pytest.mark.parametrize(
     "forge",
     [
-        chunks_in_another_order,
-        chunks_and_tags_in_another_order,
+        pytest.param(partial(swapped_chunks, with_tags=False), id="swapped chunks"),
+        pytest.param(partial(swapped_chunks, with_tags=True), id="swapped chunks and tags"),
         a_hole_in_place_of_a_chunk,
         other_bytes_in_place_of_a_hole,
         files_in_another_order,
@@ -291,7 +271,9 @@ def test_what_was_moved_replaced_or_left_out_is_not_loaded_though_every_digest_f
     weights.save()
     forge(weights)
     verify_part(weights.path_of(), weights.part(), lambda _: None)
-    with pytest.raises(ArtifactCorrupt, match=r"is not what was encrypted there|no data key"):
+    with pytest.raises(
+        errors.ArtifactCorrupt, match=r"is not what was encrypted there|no data key"
+    ):
         weights.run(weights.load_task())
     assert weights.service.device(1).domains[0].layout is None
     assert weights.service.device(1).loads == []
@@ -340,7 +322,7 @@ def test_a_damaged_key_of_an_older_part_costs_no_save(weights: Encrypted) -> Non
     done = weights.save(3)
     assert done.moved > 0
     assert weights.loaded(3) == weights.digests
-    with pytest.raises(ArtifactCorrupt, match="no data key"):
+    with pytest.raises(errors.ArtifactCorrupt, match="no data key"):
         weights.run(weights.load_task(2))
 
 
@@ -419,7 +401,7 @@ def test_an_encrypted_part_is_spread_over_stripe_roots_and_shared_within_them(
         Path(path).mkdir()
     weights.save(1, stripe_roots=stripes, threads=6)
     assert {entry.stripe or "" for entry in weights.part(1).files} == {"", "one", "two"}
-    with pytest.raises(SnapbackError, match="stripe root 'one'"):
+    with pytest.raises(errors.SnapbackError, match="stripe root 'one'"):
         weights.run(weights.load_task(1))
     assert weights.loaded(1, stripe_roots=stripes, threads=6) == weights.digests
     assert weights.save(2, stripe_roots=stripes).moved == 0
@@ -444,16 +426,16 @@ def test_a_kms_command_has_the_key_in_place_of_a_file(weights: Encrypted, tmp_pa
     kms.write_text(f"#!{sys.executable}\n{turning}\n")
     kms.chmod(kms.stat().st_mode | stat.S_IXUSR)
     weights.save(1, artifact_keys="", kms_command=str(kms))
-    with pytest.raises(KeyUnavailable, match="key kms"):
+    with pytest.raises(errors.KeyUnavailable, match="key kms"):
         weights.run(weights.load_task())
     assert weights.loaded(artifact_keys="", kms_command=str(kms)) == weights.digests
 
 
 def test_a_saver_of_a_pod_that_does_not_encrypt_is_refused(weights: Encrypted) -> None:
-    with pytest.raises(InvalidInput, match="saver of the pod does not encrypt"):
+    with pytest.raises(errors.InvalidInput, match="saver of the pod does not encrypt"):
         weights.run(weights.save_task(staged=os.fspath(weights.root)))
     weights.save()
-    with pytest.raises(InvalidInput, match="no loader in a pod has keys"):
+    with pytest.raises(errors.InvalidInput, match="no loader in a pod has keys"):
         weights.run(weights.load_task(staged=os.fspath(weights.root)))
 
 
@@ -467,23 +449,27 @@ def sealed(weights: Encrypted, keys: Path) -> None:
     layout = manifest.layout
     assert layout is not None
     root = encode_pretty(
-        RootManifest(
+        artifact.RootManifest(
             namespace="default",
             content_uid=UID,
             generation=1,
             source=PodRef(namespace="default", name="p", uid=UID, container="main"),
             bytes=done.bytes,
-            parts=[RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)],
+            parts=[
+                artifact.RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)
+            ],
         )
     )
-    (weights.path_of().parent / ROOT_MANIFEST).write_bytes(root)
+    (weights.path_of().parent / artifact.ROOT_MANIFEST).write_bytes(root)
     sign(weights, keys)
 
 
 def sign(weights: Encrypted, keys: Path) -> None:
     folder = weights.path_of().parent
-    signature = ArtifactKeys(keys).signing.sign(digest((folder / ROOT_MANIFEST).read_bytes()))
-    (folder / SIGNATURE).write_bytes(encode_pretty(signature))
+    signature = ArtifactKeys(keys).signing.sign(
+        digest((folder / artifact.ROOT_MANIFEST).read_bytes())
+    )
+    (folder / artifact.SIGNATURE).write_bytes(encode_pretty(signature))
 
 
 def test_only_what_a_trusted_key_has_signed_is_loaded_where_that_is_asked_for(
@@ -493,11 +479,12 @@ def test_only_what_a_trusted_key_has_signed_is_loaded_where_that_is_asked_for(
     put_signing(signer, trusted=weights.keys)
     put_signing(other)
     sealed(weights, other)
-    with pytest.raises(NotTrusted, match="this node trusts"):
-        weights.run(weights.load_task(require_signature=True))
-    (weights.path_of().parent / SIGNATURE).unlink()
-    with pytest.raises(NotTrusted, match="has no signature"):
-        weights.run(weights.load_task(require_signature=True))
+    task = weights.load_task(require_signature=True)
+    with pytest.raises(errors.NotTrusted, match="this node trusts"):
+        weights.run(task)
+    (weights.path_of().parent / artifact.SIGNATURE).unlink()
+    with pytest.raises(errors.NotTrusted, match="has no signature"):
+        weights.run(task)
     sign(weights, signer)
     assert weights.loaded(require_signature=True) == weights.digests
 
@@ -510,11 +497,17 @@ def test_a_part_is_not_loaded_beside_the_signed_manifest_of_another(
     weights.rewrite(*weights.part().files)
     path = weights.path_of() / "part.json"
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(ArtifactCorrupt, match="not about this gpu-0"):
+    with pytest.raises(errors.ArtifactCorrupt, match="not about this gpu-0"):
         weights.run(weights.load_task(require_signature=True))
-    (weights.path_of().parent / ROOT_MANIFEST).unlink()
-    with pytest.raises(NotTrusted, match=r"no root\.json above it"):
+    (weights.path_of().parent / artifact.ROOT_MANIFEST).unlink()
+    with pytest.raises(errors.NotTrusted, match=r"no root\.json above it"):
         weights.run(weights.load_task(require_signature=True))
+
+
+def options_with(**keys: Any) -> TransferOptions:
+    """What a service with these settings gives to those who move bytes."""
+    folders = dict.fromkeys(("state_dir", "artifact_root", "socket_dir"), Path("/tmp"))
+    return transfer_options(GmsSettings(node="n1", **folders, **keys))
 
 
 @pytest.mark.parametrize(
@@ -528,24 +521,11 @@ def test_a_part_is_not_loaded_beside_the_signed_manifest_of_another(
 def test_a_service_whose_keys_are_not_as_they_should_be_does_not_start(
     settings: dict[str, Any], said: str
 ) -> None:
-    folder = Path("/tmp")
-    given = GmsSettings(
-        node="n1", state_dir=folder, artifact_root=folder, socket_dir=folder, **settings
-    )
-    with pytest.raises(InvalidInput, match=re.escape(said)):
-        transfer_options(given)
+    with pytest.raises(errors.InvalidInput, match=re.escape(said)):
+        options_with(**settings)
 
 
 def test_a_service_gives_its_keys_to_those_who_move_bytes(weights: Encrypted) -> None:
-    folder = Path("/tmp")
-    given = GmsSettings(
-        node="n1",
-        state_dir=folder,
-        artifact_root=folder,
-        socket_dir=folder,
-        artifact_keys=weights.keys,
-        encrypt_memory=True,
-    )
-    options = transfer_options(given)
+    options = options_with(artifact_keys=weights.keys, encrypt_memory=True)
     assert (options.artifact_keys, options.encrypt) == (str(weights.keys), True)
     assert replace(weights.save_task(), **options.of_save()).encrypt

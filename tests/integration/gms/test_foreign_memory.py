@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from snapshot_shared.codec import encode_msgpack
 from snapshot_shared.errors import Failure, OutOfDeviceMemory, SnapbackError
 from tests.support.claimed_rig import ClaimedRig
 from tests.support.gms_rig import MIB, attach
-from tests.support.waiting import wait_until
-
-FREED_S = 0.5
+from tests.support.waiting import later, wait_until
 
 FOREIGNER = """
 import pathlib, sys
@@ -71,24 +69,6 @@ def foreigner(rig: ClaimedRig) -> Iterator[Foreigner]:
     foreigner = Foreigner(rig.folder, 40 * MIB)
     yield foreigner
     foreigner.end()
-
-
-@contextlib.contextmanager
-def later(work: Callable[[], object]) -> Iterator[None]:
-    timer = threading.Timer(FREED_S, work)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
-
-
-def test_an_engine_gets_the_memory_that_another_process_frees_meanwhile(
-    service: Any, foreigner: Foreigner
-) -> None:
-    with client.connect(lock="RW") as pool, later(foreigner.end):
-        pool.allocate("w", 50 * MIB, "u1")[-1] = 7
-        assert service.device().used == 50 * MIB
 
 
 def test_a_cache_wakes_into_the_memory_that_another_process_frees_meanwhile(

@@ -1,33 +1,33 @@
-"""The gRPC socket: fences, status and health, as the agent and tools use them."""
+"""The gRPC socket, as agents and tools use it: fences, status, health, and streams of updates."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import snapback_client as client
-from snapback_client.frames import MemoryDomain
+from gms.adapters.grpc_client import GmsCaller
+from gms.adapters.transfer_process import TransferProcesses
+from snapback_client.frames import GenerationRef, MemoryDomain
+from snapshot_agent.adapters.gms_grpc import GmsClient
+from snapshot_shared import frames
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import Failure
-from snapshot_shared.frames import (
-    FAILURE_TRAILER,
-    GRPC_SERVICE,
-    DropLayoutReply,
-    DropLayoutRequest,
-    FenceReply,
-    FenceRequest,
-    StatusReply,
-    StatusRequest,
-    UnfenceReply,
-    UnfenceRequest,
-    grpc_method,
-)
-from tests.support.gms_rig import attach
+from snapshot_shared.steps import all_names
+from snapshot_shared.telemetry import Telemetry
+from tests.support.gms_rig import MIB, children_of
+from tests.support.waiting import wait_until
+from tests.support.weights import UID
 
 T = TypeVar("T")
 
@@ -39,23 +39,36 @@ class Caller:
         self.channel = channel
 
     def raw(self, method: str, body: bytes) -> bytes:
-        return self.channel.unary_unary(grpc_method(method))(body, timeout=20)
+        return self.channel.unary_unary(frames.grpc_method(method))(body, timeout=20)
 
     def __call__(self, method: str, body: object, reply: type[T]) -> T:
         return decode_msgpack(self.raw(method, encode_msgpack(body)), reply)
 
-    def refused(self, method: str, body: object) -> tuple[grpc.StatusCode, Failure]:
+    def open(self, method: str, body: object) -> Any:
         data = body if isinstance(body, bytes) else encode_msgpack(body)
+        return self.channel.unary_stream(frames.grpc_method(method))(data, timeout=30)
+
+    def updates(self, method: str, body: object) -> list[frames.TransferUpdate]:
+        return [decode_msgpack(data, frames.TransferUpdate) for data in self.open(method, body)]
+
+    def refused(self, method: str, body: object) -> tuple[grpc.StatusCode, Failure]:
+        """How a call is refused; a stream that ends before its first update looks the same."""
         with pytest.raises(grpc.RpcError) as caught:
-            self.raw(method, data)
+            list(self.open(method, body))
         trailers = dict(caught.value.trailing_metadata())
-        return caught.value.code(), decode_msgpack(trailers[FAILURE_TRAILER], Failure)
+        return caught.value.code(), decode_msgpack(trailers[frames.FAILURE_TRAILER], Failure)
+
+
+@contextlib.contextmanager
+def calls(service: Any) -> Iterator[Caller]:
+    with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
+        yield Caller(channel)
 
 
 @pytest.fixture
 def call(service: Any) -> Iterator[Caller]:
-    with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
-        yield Caller(channel)
+    with calls(service) as caller:
+        yield caller
 
 
 def build(device: int = 0) -> client.MemoryPool:
@@ -67,8 +80,8 @@ def build(device: int = 0) -> client.MemoryPool:
 
 def fence(
     service: Any, token: str = "f", *, wait_s: float = 10.0, deadline_s: float = 60.0
-) -> FenceRequest:
-    return FenceRequest(
+) -> frames.FenceRequest:
+    return frames.FenceRequest(
         token=token, devices=list(service.uuids), wait_s=wait_s, deadline_s=deadline_s
     )
 
@@ -78,7 +91,7 @@ def test_a_fence_is_held_when_the_worker_sleeps_and_gives_the_vector(
 ) -> None:
     pools = [build(0), build(1)]
     with ThreadPoolExecutor(1) as background:
-        held = background.submit(call, "Fence", fence(service), FenceReply)
+        held = background.submit(call, "Fence", fence(service), frames.FenceReply)
         while service.device().fence is None:
             assert not held.done()
         assert service.device().fence.phase == "pending"
@@ -91,8 +104,8 @@ def test_a_fence_is_held_when_the_worker_sleeps_and_gives_the_vector(
         assert (ref.layout_id, ref.structure_hash) == (pool.layout_id, pool.structure_hash)
         assert (ref.incarnation, ref.generation) == (service.gms.incarnation, 1)
         assert ref.bytes == 1000
-    assert call("Fence", fence(service), FenceReply).vector == vector
-    assert call("Unfence", UnfenceRequest(token="f"), UnfenceReply).ended
+    assert call("Fence", fence(service), frames.FenceReply).vector == vector
+    assert call("Unfence", frames.UnfenceRequest(token="f"), frames.UnfenceReply).ended
     for pool in pools:
         pool.wake()
         pool.close()
@@ -115,7 +128,7 @@ def test_a_fence_ends_by_itself_at_its_deadline(service: Any, call: Caller) -> N
     pools = [build(0), build(1)]
     for pool in pools:
         pool.sleep()
-    call("Fence", fence(service, deadline_s=0.2), FenceReply)
+    call("Fence", fence(service, deadline_s=0.2), frames.FenceReply)
     for pool in pools:
         pool.wake(10.0)
         pool.close()
@@ -129,7 +142,7 @@ def test_a_caller_that_hangs_up_leaves_no_fence_that_waits_for_ever(
 ) -> None:
     with build(0), build(1):
         request = encode_msgpack(fence(service, wait_s=0.3))
-        pending = call.channel.unary_unary(grpc_method("Fence")).future(request)
+        pending = call.channel.unary_unary(frames.grpc_method("Fence")).future(request)
         while service.device().fence is None:
             assert not pending.done()
         pending.cancel()
@@ -138,7 +151,7 @@ def test_a_caller_that_hangs_up_leaves_no_fence_that_waits_for_ever(
 
 
 def test_unfence_before_fence_wins(service: Any, call: Caller) -> None:
-    assert not call("Unfence", UnfenceRequest(token="f"), UnfenceReply).ended
+    assert not call("Unfence", frames.UnfenceRequest(token="f"), frames.UnfenceReply).ended
     _, failure = call.refused("Fence", fence(service))
     assert failure.reason == "Superseded"
 
@@ -152,24 +165,15 @@ def test_a_fence_over_nothing_is_refused(service: Any, call: Caller) -> None:
 def test_an_unknown_device_is_refused_with_those_that_are_served(
     service: Any, call: Caller
 ) -> None:
-    request = FenceRequest(token="f", devices=["GPU-z"], wait_s=0, deadline_s=1)
+    request = frames.FenceRequest(token="f", devices=["GPU-z"], wait_s=0, deadline_s=1)
     code, failure = call.refused("Fence", request)
     assert code is grpc.StatusCode.NOT_FOUND
     assert failure.values["served"] == sorted(service.uuids)
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", encode_msgpack({"token": ""}), b"\x81" * 9999])
-def test_a_body_that_does_not_decode_is_refused_as_such(
-    service: Any, call: Caller, body: bytes
-) -> None:
-    code, failure = call.refused("Fence", body)
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert failure.reason == "InvalidMessage"
-
-
 def test_status_says_who_holds_what(service: Any, call: Caller) -> None:
     with build() as pool:
-        status = call("Status", StatusRequest(), StatusReply)
+        status = call("Status", frames.StatusRequest(), frames.StatusReply)
         assert (status.node, status.incarnation) == ("n1", service.gms.incarnation)
         first, second = status.devices
         assert [device.endpoint for device in status.devices] == ["n1-gpu0", "n1-gpu1"]
@@ -183,33 +187,294 @@ def test_status_says_who_holds_what(service: Any, call: Caller) -> None:
         assert weights.layout.layout_id == pool.layout_id
 
 
-def test_a_layout_whose_users_are_gone_can_be_dropped(service: Any, call: Caller) -> None:
-    pool = build()
-    request = DropLayoutRequest(device=service.uuids[0])
-    _, failure = call.refused("DropLayout", request)
-    assert failure.reason == "NotEligible"
-    pool.close()
-    assert call("DropLayout", request, DropLayoutReply).dropped
-    assert not call("DropLayout", request, DropLayoutReply).dropped
-    assert service.device().used == 0
-
-
 def test_the_standard_health_service_answers(service: Any, call: Caller) -> None:
     stub = health_pb2_grpc.HealthStub(call.channel)
-    for name in ("", GRPC_SERVICE):
+    for name in ("", frames.GRPC_SERVICE):
         found = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
         assert found.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_save_lease_frees_the_device_for_readers_when_it_is_given_back(
-    service: Any, call: Caller
+@pytest.fixture
+def sums(service: Any) -> dict[str, int]:
+    """Weights on device 0, and what their arrays add up to."""
+    return committed()
+
+
+def committed() -> dict[str, int]:
+    with client.connect(lock="RW") as pool:
+        rng = np.random.default_rng(7)
+        for array in pool.allocate_many({"big": (20 * MIB + 3, "u1"), "m": (9000, "f4")}).values():
+            array[...] = rng.integers(0, 256, array.shape, "u1")
+        pool.commit()
+        return sums_of(pool)
+
+
+def load_request(service: Any, saved: frames.TransferUpdate, **changes: Any) -> frames.LoadRequest:
+    assert saved.layout is not None
+    fields: dict[str, Any] = {
+        "device": service.uuids[1],
+        "content_uid": UID,
+        "part": "gpu-0",
+        "part_digest": saved.digest,
+        "layout_id": saved.layout.layout_id,
+        "structure_hash": saved.layout.structure_hash,
+        "load_token": "l1",
+    }
+    return frames.LoadRequest(**fields | changes)
+
+
+def sums_of(pool: client.MemoryPool) -> dict[str, int]:
+    return {name: int(array.sum(dtype="i8")) for name, array in pool.arrays().items()}
+
+
+def sums_on(device: int) -> dict[str, int]:
+    with client.connect(device, lock="RO", deadline_s=5.0) as pool:
+        return sums_of(pool)
+
+
+def parts_below(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file() or path.name == "gpu-0")
+
+
+def test_a_save_streams_its_progress_and_a_load_publishes_the_same_bytes(
+    service: Any, call: Caller, sums: dict[str, int]
 ) -> None:
-    for pool in (build(0), build(1)):
-        pool.close()
-    call("Fence", fence(service), FenceReply)
-    save = attach(service, "RO", deadline_s=1.0, fence_token="f")
-    assert service.device(0).fence.phase == "leased"
-    assert service.device(1).fence.phase == "held"
-    save.detach()
-    assert service.device(0).fence is None
-    assert service.device(1).fence.phase == "held"
+    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))
+    assert saved[0].stage is frames.TransferStage.LEASED
+    steps = [update.done for update in saved if update.stage is frames.TransferStage.PROGRESS]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, saved[-1].total)
+    done = saved[-1]
+    assert done.stage is frames.TransferStage.DONE
+    assert (Path(done.path) / "part.json").is_file()
+    loaded = call.updates("Load", load_request(service, done, publish=True))[-1]
+    assert loaded.layout is not None
+    assert (loaded.layout.generation, loaded.was_there) == (1, False)
+    assert sums_on(1) == sums
+
+
+def test_a_load_is_hidden_unless_it_is_to_be_published(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    loaded = call.updates("Load", load_request(service, saved))[-1]
+    assert loaded.layout is not None
+    assert loaded.layout.generation == 0
+    device = service.device(1)
+    assert device.domains[0].layout is None
+    assert [load.load_token for load in device.loads] == ["l1"]
+
+
+def test_a_layout_that_is_committed_already_is_left_alone(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    request = load_request(service, saved, publish=True)
+    first = call.updates("Load", request)[-1]
+    with client.connect(1, lock="RO"):
+        (again,) = call.updates("Load", request)
+    assert again.was_there
+    assert again.layout == first.layout
+    other = load_request(service, saved, publish=True, load_token="l2", layout_id="another")
+    assert call.refused("Load", other)[1].reason != ""
+    assert service.device(1).domains[0].layout == first.layout
+
+
+def test_a_load_replaces_the_generation_that_it_names(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("old", 10, "u1")
+        pool.commit()
+    assert call.refused("Load", load_request(service, saved))[1].reason == "GenerationMismatch"
+    base = GenerationRef(incarnation=service.gms.incarnation, generation=1)
+    request = load_request(service, saved, publish=True, if_match=base, load_token="l2")
+    assert call.updates("Load", request)[-1].layout.generation == 2
+    assert sums_on(1) == sums
+
+
+def test_a_save_reads_beside_a_worker_that_serves(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    with client.connect(0, lock="RO") as pool:
+        done = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[
+            -1
+        ]
+        assert done.stage is frames.TransferStage.DONE
+        assert int(pool["big"].sum(dtype="i8")) == sums["big"]
+
+
+def test_a_save_of_nothing_is_refused(service: Any, call: Caller) -> None:
+    _, failure = call.refused("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))
+    assert failure.reason == "NotEligible"
+
+
+def test_a_finished_save_is_not_written_again_by_a_repeat_and_not_lost_by_another(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    request = frames.SaveRequest(device=service.uuids[0], content_uid=UID)
+    first = call.updates("Save", request)[-1]
+    assert call.updates("Save", request)[-1].digest == first.digest
+    with client.connect(1, lock="RW") as pool:
+        pool.allocate("w", 10, "u1")
+        pool.commit()
+    other = frames.SaveRequest(device=service.uuids[1], content_uid=UID, part="gpu-0")
+    assert call.refused("Save", other)[1].reason == "ArtifactExists"
+    assert (Path(first.path) / "part.json").is_file()
+
+
+@pytest.mark.parametrize("verb", ["Save", "Load"])
+def test_a_caller_that_hangs_up_after_the_last_update_keeps_what_it_asked_for(
+    service: Any, call: Caller, sums: dict[str, int], verb: str
+) -> None:
+    request: Any = frames.SaveRequest(device=service.uuids[0], content_uid=UID)
+    if verb == "Load":
+        request = load_request(service, call.updates("Save", request)[-1])
+    stream = call.open(verb, request)
+    for data in stream:
+        update = decode_msgpack(data, frames.TransferUpdate)
+        if update.stage is frames.TransferStage.DONE:
+            break
+    stream.cancel()
+    # The service has ended the call before it ends itself.
+    service.run(service.grpc.close())
+    if verb == "Save":
+        assert (Path(update.path) / "part.json").is_file()
+    else:
+        assert [load.load_token for load in service.device(1).loads] == ["l1"]
+
+
+@pytest.mark.parametrize("verb", ["Save", "Load"])
+def test_a_cancelled_call_ends_its_process_and_leaves_nothing(
+    launch: Any, verb: str, tmp_path: Path
+) -> None:
+    service = launch(transfers=TransferProcesses())
+    committed()
+    with calls(service) as call:
+        cancelled(service, call, verb, tmp_path)
+
+
+def cancelled(service: Any, call: Caller, verb: str, tmp_path: Path) -> None:
+    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
+    before = children_of()
+    request: Any = load_request(service, saved)
+    if verb == "Save":
+        request = frames.SaveRequest(device=service.uuids[0], content_uid=UID, root=str(tmp_path))
+    stream = call.open(verb, request)
+    for data in stream:
+        if decode_msgpack(data, frames.TransferUpdate).stage is frames.TransferStage.PROGRESS:
+            break
+    stream.cancel()
+    wait_until(lambda: children_of() == before)
+    wait_until(lambda: parts_below(tmp_path) == [])
+    wait_until(lambda: service.device(1).used == 0)
+    assert service.device(1).loads == []
+    assert service.device(0).domains[0].sessions == []
+    assert call.updates(
+        verb, request if verb == "Save" else load_request(service, saved, load_token="l2")
+    )
+
+
+@pytest.mark.parametrize("method", ["Fence", "Save", "Load", "Watch", "Publish", "Forget"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", encode_msgpack({"device": "", "after": -1}), b"\x81" * 9999]
+)
+def test_a_body_that_does_not_decode_is_refused_and_the_service_goes_on(
+    service: Any, call: Caller, method: str, body: bytes
+) -> None:
+    code, failure = call.refused(method, body)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert failure.reason == "InvalidMessage"
+    client.connect(lock="RW").close()
+
+
+def test_a_place_outside_its_alphabet_is_refused(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    request = {"device": service.uuids[0], "content_uid": UID, "namespace": "../.."}
+    assert call.refused("Save", request)[1].reason == "InvalidMessage"
+
+
+async def calls_of_tools(service: Any, parents: dict[str, str]) -> None:
+    """Make every kind of call, each in a span of its own; note the spans."""
+    tracer, device = Telemetry("tool", "n1", "0"), service.uuids[0]
+    async with GmsCaller(service.folder) as gms:
+        with tracer.span("tool") as parents["gms-status"]:
+            await gms.status()
+        with tracer.span("tool") as parents["gms-watch"]:
+            async with aclosing(gms.watch(frames.WatchRequest(status=True))) as answers:
+                await anext(answers)
+        with tracer.span("tool") as parents["gms-save"]:
+            updates = [
+                each async for each in gms.save(frames.SaveRequest(device=device, content_uid=UID))
+            ]
+        with tracer.span("tool") as parents["gms-load"]:
+            async for _ in gms.load(load_request(service, updates[-1])):
+                pass
+        await gms.status()
+
+
+def test_calls_are_in_the_trace_of_the_span_around_them(
+    service: Any, call: Caller, sums: dict[str, int]
+) -> None:
+    parents: dict[str, str] = {}
+    asyncio.run(calls_of_tools(service, parents))
+    wait_until(lambda: {record.name for record in service.spans()} >= parents.keys())
+    found = [record for record in service.spans() if record.name.startswith("gms-")]
+    assert sorted(record.name for record in found) == sorted(parents), "one has no span around it"
+    for record in found:
+        assert record.kind == "server"
+        assert parents[record.name].split("-")[1:3] == [record.trace_id, record.parent_id]
+        assert record.name in all_names()
+    (save,) = (record for record in found if record.name == "gms-save")
+    within = [record for record in service.spans() if record.trace_id == save.trace_id]
+    assert {record.name for record in within} >= {"attach", "export"}
+    assert {record.parent_id for record in within if record.name == "attach"} == {save.span_id}
+
+
+def test_a_fence_of_an_agent_is_a_span_of_its_trace(service: Any, sums: dict[str, int]) -> None:
+    async def fence() -> str:
+        gms = GmsClient(service.folder)
+        try:
+            with Telemetry("agent", "n1", "0").span("prepare") as around:
+                await gms.fence("f", service.uuids[:1], wait_s=5.0, deadline_s=5.0)
+                await gms.unfence("f")
+        finally:
+            await gms.close()
+        return around
+
+    around = asyncio.run(fence())
+    found = {record.name: record for record in service.spans() if record.name.startswith("gms-")}
+    assert found.keys() == {"gms-fence", "gms-unfence"}
+    for record in found.values():
+        assert around.split("-")[1:3] == [record.trace_id, record.parent_id]
+
+
+def test_watch_shows_what_happens_and_begins_with_the_past(service: Any, call: Caller) -> None:
+    stream = call.open("Watch", frames.WatchRequest(status=True))
+    first = decode_msgpack(next(stream), frames.WatchReply)
+    assert first.status is not None
+    with client.connect(lock="RW", name="worker"):
+        pass
+    kinds: list[str] = []
+    while len(kinds) < 3:
+        reply = decode_msgpack(next(stream), frames.WatchReply)
+        assert reply.status is not None
+        assert reply.missed == 0
+        kinds += [event.kind.value for event in reply.events]
+    assert kinds == ["attach", "grant", "detach"]
+    stream.cancel()
+    past = call.open("Watch", frames.WatchRequest(after=1))
+    assert [e.kind.value for e in decode_msgpack(next(past), frames.WatchReply).events] == kinds[1:]
+    past.cancel()
+
+
+def test_a_watcher_that_comes_late_learns_how_much_it_missed(service: Any, call: Caller) -> None:
+    for _ in range(frames.MAX_EVENTS // 3 + 4):
+        client.connect(lock="RW").close()
+    stream = call.open("Watch", frames.WatchRequest())
+    reply = decode_msgpack(next(stream), frames.WatchReply)
+    assert len(reply.events) == frames.MAX_EVENTS
+    assert reply.missed == reply.events[0].seq - 1 > 0
+    stream.cancel()

@@ -9,17 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from snapback_client.frames import (
-    Access,
-    AllocationSpec,
-    Attach,
-    Attached,
-    GenerationRef,
-    LockMode,
-    MemoryDomain,
-)
-from snapback_client.lease import Lease
+from snapback_client import frames
 from tests.support.doomed_clients import ANY_TIME, POINTS, SIZE
+from tests.support.gms_rig import attach
 from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
@@ -28,30 +20,19 @@ SEED = os.environ.get("KILLED_CLIENTS_SEED", "1")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def _attach(service: Any, device: int, lock: LockMode, **more: Any) -> Lease:
-    request = Attach(
-        device=service.uuids[device],
-        domain=MemoryDomain.WEIGHTS,
-        lock=lock,
-        deadline_s=10.0,
-        **more,
-    )
-    return Lease.attach(str(service.folder), request)
-
-
 def _commit(service: Any, device: int, content: bytes) -> None:
-    lease = _attach(service, device, LockMode.RW)
-    lease.allocate([AllocationSpec(id="a0", size=SIZE)])
-    for [(_, descriptor)] in lease.export(["a0"], Access.RW):
+    lease = attach(service, device=service.uuids[device])
+    lease.allocate([frames.AllocationSpec(id="a0", size=SIZE)])
+    for [(_, descriptor)] in lease.export(["a0"], frames.Access.RW):
         os.pwrite(descriptor, content, 0)
     lease.commit(if_match=None)
     lease.detach()
 
 
-def _served(service: Any, device: int) -> tuple[Attached, bytes]:
-    lease = _attach(service, device, LockMode.RO)
+def _served(service: Any, device: int) -> tuple[frames.Attached, bytes]:
+    lease = attach(service, "RO", device=service.uuids[device])
     found = b""
-    for [(_, descriptor)] in lease.export(["a0"], Access.RO):
+    for [(_, descriptor)] in lease.export(["a0"], frames.Access.RO):
         found = os.pread(descriptor, 6, 0)
     lease.detach()
     return lease.attached, found
@@ -93,8 +74,5 @@ def test_bytes_and_descriptors_return_to_where_they_were(service: Any) -> None:
     last, content = _served(service, 1)
     assert last.generation > 1, "no writer lived to commit"
     assert (last.bytes, content[:4]) == (first.bytes, b"mine")
-    _attach(service, 0, LockMode.RW, if_match=_ref(again)).close()
-
-
-def _ref(found: Attached) -> GenerationRef:
-    return GenerationRef(incarnation=found.incarnation, generation=found.generation)
+    ref = frames.GenerationRef(incarnation=again.incarnation, generation=again.generation)
+    attach(service, if_match=ref).close()

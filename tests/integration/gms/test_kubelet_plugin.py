@@ -1,4 +1,4 @@
-"""The plugin sockets, called as the kubelet calls them, over real sockets and files."""
+"""The plugin sockets, called as the kubelet calls them, and what drivers ask the API server."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
 
 import snapback_client as client
 from gms.adapters.claim_files import ClaimFiles
+from gms.adapters.cluster_api import KubeApi, cluster_api
 from gms.adapters.device_memory import ClaimedDevice, DeviceSockets, claimed_devices
 from gms.adapters.kubelet_messages import decode, encode
 from gms.adapters.kubelet_plugin import ClaimPlugin, DevicePlugin, KubeletPlugin, plugin_folder
 from gms.adapters.simulated import SimulatedDevice
-from gms.domain.claims import DRIVER, ClaimableDevice, cdi_file
+from gms.domain.claims import DRIVER, cdi_file
 from gms.handlers.claims import Claims
 from gms.handlers.slices import publish_slices
 from snapback_client.frames import Access
-from snapshot_shared.errors import InvalidInput, UnknownDevice
+from snapshot_shared.errors import InvalidInput, StoreBusy, UnknownDevice
 from snapshot_shared.files import opened
+from tests.support.claimed_rig import claimable
 from tests.support.cluster_api import MemoryApi
 from tests.support.gms_rig import MIB, GmsProgram
 from tests.support.waiting import until
@@ -47,15 +50,7 @@ class Node:
         self.devices = [
             SimulatedDevice(node="n1", index=index, capacity=64 * MIB) for index in range(2)
         ]
-        self.claimable = [
-            ClaimableDevice(
-                index=each.info.index,
-                uuid=each.info.uuid,
-                product=each.info.product,
-                capacity=each.info.capacity,
-            )
-            for each in self.devices
-        ]
+        self.claimable = [claimable(each) for each in self.devices]
         self.claims_folder = plugin_folder(self.kubelet, DRIVER) / "claims"
 
     @contextlib.asynccontextmanager
@@ -477,3 +472,87 @@ def test_a_service_that_cannot_offer_its_devices_ends_with_the_reason(
     folder = node.kubelet.parent / "gms"
     settings = {"SNAPBACK_KUBELET_DIR": str(node.kubelet), **settings}
     assert message in "\n".join(gms_process(folder).refused(**settings))
+
+
+class Server:
+    """Answers every call with one status and body, and keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 200, b"{}"
+        self.asked: list[tuple[str, str]] = []
+        self.event = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        assert request.headers["Authorization"] == "Bearer secret"
+        self.asked.append((request.method, request.path_qs))
+        if "watch" not in request.query:
+            return web.Response(status=self.status, body=self.body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await self.event.wait()
+        await response.write(b'{"type": "DELETED"}\n')
+        return response
+
+
+@pytest.fixture
+async def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+async def api(server: Server, tmp_path: Path) -> AsyncIterator[KubeApi]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    config = {
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "u", "user": {"token": "secret"}}],
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    async with cluster_api(tmp_path / "kubeconfig") as found:
+        yield found
+    server.event.set()
+    await runner.cleanup()
+
+
+async def test_a_node_is_asked_for_its_uid(api: KubeApi, server: Server) -> None:
+    server.body = b'{"metadata": {"uid": "u"}}'
+    assert await api.node_uid("n1") == "u"
+    assert server.asked == [("GET", "/api/v1/nodes/n1")]
+
+
+@pytest.mark.parametrize("answer", [b"", b"<html>", b'{"metadata": {}}', b"[" * 2000])
+async def test_an_answer_that_is_no_object_is_none_of_an_api_server(
+    api: KubeApi, server: Server, answer: bytes
+) -> None:
+    server.body = answer
+    with pytest.raises(StoreBusy):
+        await api.claim("default", "c")
+
+
+async def test_a_cluster_without_claims_is_known_by_its_missing_group(
+    api: KubeApi, server: Server
+) -> None:
+    assert await api.has_claims()
+    server.status = 404
+    assert not await api.has_claims()
+    await api.delete_slice("gone")
+    assert server.asked[-1][1] == "/apis/resource.k8s.io/v1/resourceslices/gone"
+
+
+async def test_a_watch_ends_with_the_first_event(api: KubeApi, server: Server) -> None:
+    waiting = asyncio.create_task(api.slices_changed("n1", "77"))
+    async with asyncio.timeout(10):
+        while not server.asked:
+            await asyncio.wait([waiting], timeout=0.01)
+        assert not waiting.done()
+        server.event.set()
+        await waiting
+    ((_, path),) = server.asked
+    assert f"fieldSelector=spec.nodeName%3Dn1,spec.driver%3D{DRIVER}" in path
+    assert "resourceVersion=77" in path

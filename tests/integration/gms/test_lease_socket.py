@@ -1,87 +1,65 @@
-"""The lease socket: a socket is a lock, and what a client sends costs only that client."""
+"""The lease socket: what a client sends costs only that client, and status tells of all."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import functools
 import os
-import platform
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import snapback_client as client
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.lease_listener import LeaseListener
 from gms.adapters.lease_socket import LeaseServer
-from gms.domain.sessions import Session
+from gms.domain.sessions import Peer, Session
 from gms.domain.shares import TooManySessions
 from gms.handlers.sessions import LeaseSessions
-from snapback_client.frames import (
-    DESCRIPTORS_PER_MESSAGE,
-    Access,
-    AllocateMany,
-    Allocations,
-    AllocationSpec,
-    Attach,
-    Attached,
-    Commit,
-    Detach,
-    ErrorReply,
-    ExportMany,
-    FreeMany,
-    GenerationRef,
-    ListAllocations,
-    LockMode,
-    MemoryDomain,
-    MetadataGet,
-    MetadataItem,
-    MetadataPut,
-    Reply,
-    Request,
-    decode_reply,
-    encode_frame,
-)
+from snapback_client import frames
 from snapback_client.lease import Lease
 from snapback_client.wire import Inbox, close_all, pinned, prepare, send
-from snapshot_shared.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    DeviceError,
-    Forbidden,
-    GenerationMismatch,
-    InvalidMessage,
-    NotFound,
-    OutOfDeviceMemory,
-    SnapbackError,
+from snapshot_shared import errors
+from snapshot_shared.frames import (
+    MAX_EVENTS,
+    EventRecord,
+    FenceRequest,
+    StatusReply,
+    StatusRequest,
+    UnfenceRequest,
 )
 from tests.support.gms_rig import MIB, asking, attach
 from tests.support.limits import no_descriptor_left
 from tests.support.waiting import wait_until
 
-
-def specs(*sizes: int) -> list[AllocationSpec]:
-    return [AllocationSpec(id=f"a{index}", size=size) for index, size in enumerate(sizes)]
+T = TypeVar("T")
 
 
-def commit_one(service: Any) -> GenerationRef:
+def specs(*sizes: int) -> list[frames.AllocationSpec]:
+    return [frames.AllocationSpec(id=f"a{index}", size=size) for index, size in enumerate(sizes)]
+
+
+def commit_one(service: Any) -> frames.GenerationRef:
     lease = attach(service)
     lease.allocate(specs(5))
     done = lease.commit(if_match=None)
     lease.detach()
-    return GenerationRef(incarnation=done.incarnation, generation=done.generation)
+    return frames.GenerationRef(incarnation=done.incarnation, generation=done.generation)
 
 
 @contextlib.contextmanager
@@ -93,15 +71,29 @@ def raw(service: Any) -> Iterator[socket.socket]:
         yield sock
 
 
-def answer(sock: socket.socket) -> Reply | None:
+def answer(sock: socket.socket) -> frames.Reply | None:
     data, descriptors = Inbox().receive(sock)
     close_all(descriptors)
-    return decode_reply(data) if data else None
+    return frames.decode_reply(data) if data else None
 
 
-def ask(sock: socket.socket, request: Request) -> Reply | None:
-    send(sock, encode_frame(request))
+def ask(sock: socket.socket, request: frames.Request) -> frames.Reply | None:
+    send(sock, frames.encode_frame(request))
     return answer(sock)
+
+
+@contextlib.contextmanager
+def session(service: Any, **fields: Any) -> Iterator[socket.socket]:
+    """A client that has its lock."""
+    with raw(service) as sock:
+        assert isinstance(ask(sock, asking(service, **fields)), frames.Attached)
+        yield sock
+
+
+def refusal(sock: socket.socket) -> frames.ErrorReply:
+    reply = answer(sock)
+    assert isinstance(reply, frames.ErrorReply)
+    return reply
 
 
 def open_descriptors() -> int:
@@ -113,30 +105,10 @@ def waiting(service: Any) -> int:
 
 
 @contextlib.contextmanager
-def in_background(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def in_background(work: Callable[[], T]) -> Iterator[Callable[[], T]]:
     """Do something that blocks; what is given waits for its result."""
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except Exception as error:  # noqa: BLE001 - raised again where it is awaited
-            result.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def finish() -> Any:
-        thread.join(20)
-        assert result, "it did not end"
-        if isinstance(result[0], Exception):
-            raise result[0]
-        return result[0]
-
-    try:
-        yield finish
-    finally:
-        thread.join(20)
+    with ThreadPoolExecutor(1) as pool:
+        yield functools.partial(pool.submit(work).result, 20)
 
 
 def test_what_was_granted_says_everything_a_client_needs(service: Any) -> None:
@@ -147,27 +119,27 @@ def test_what_was_granted_says_everything_a_client_needs(service: Any) -> None:
     assert (found.capacity, found.free) == (info.capacity, info.capacity)
     assert found.granularity == info.granularity
     assert found.incarnation == service.gms.incarnation
-    assert (found.granted, found.generation, found.layout_id) == (Access.RW, 0, "")
+    assert (found.granted, found.generation, found.layout_id) == (frames.Access.RW, 0, "")
     lease.detach()
 
 
 def test_three_thousand_allocations_and_exports_make_the_round_trip(launch: Any) -> None:
     service = launch(granularity=4096)
     lease = attach(service)
-    many = [AllocationSpec(id=f"model.layers.{n}.weight", size=n + 1) for n in range(3000)]
+    many = [frames.AllocationSpec(id=f"model.layers.{n}.weight", size=n + 1) for n in range(3000)]
     made = lease.allocate(many)
     assert [(info.id, info.size, info.slot) for info in made] == [
         (spec.id, spec.size, slot) for slot, spec in enumerate(many)
     ]
     open_before = open_descriptors()
     exported = []
-    for run in lease.export([spec.id for spec in many], Access.RW):
-        assert len(run) <= DESCRIPTORS_PER_MESSAGE
+    for run in lease.export([spec.id for spec in many], frames.Access.RW):
+        assert len(run) <= frames.DESCRIPTORS_PER_MESSAGE
         exported += [info for info, descriptor in run if os.fstat(descriptor).st_size == 4096]
     assert exported == made
     assert lease.allocations() == made
     lease.put_metadata(
-        [MetadataItem(key=s.id, allocation=s.id, offset=0, value=b"x" * 100) for s in many]
+        [frames.MetadataItem(key=s.id, allocation=s.id, offset=0, value=b"x" * 100) for s in many]
     )
     assert len(lease.metadata()) == 3000
     wait_until(lambda: open_descriptors() <= open_before)
@@ -178,42 +150,10 @@ def test_a_client_that_stops_in_the_middle_of_an_export_can_go_on(launch: Any) -
     service = launch(granularity=4096)
     lease = attach(service)
     lease.allocate(specs(*[1] * 500))
-    for _ in lease.export([f"a{n}" for n in range(500)], Access.RO):
+    for _ in lease.export([f"a{n}" for n in range(500)], frames.Access.RO):
         break
     assert len(lease.allocations()) == 500
     lease.detach()
-
-
-def test_the_end_of_the_socket_frees_the_lock_and_the_memory(service: Any) -> None:
-    lease = attach(service)
-    lease.allocate(specs(5))
-    lease.close()
-    second = attach(service)
-    assert second.attached.granted is Access.RW
-    second.detach()
-    assert service.device().used == 0
-
-
-def test_memory_of_a_killed_process_is_free_once_it_has_ended(service: Any) -> None:
-    code = (
-        "import sys, time\n"
-        "import snapback_client as client\n"
-        "pool = client.connect(device=0, lock='RW')\n"
-        "pool.allocate('a', 3_000_000, 'uint8')[:] = 1\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as worker:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == b"ready\n"
-        assert service.device().used == 4 * MIB
-        (session,) = service.device().domains[0].sessions
-        assert (session.pid, session.access) == (worker.pid, Access.RW)
-        worker.kill()
-    wait_until(lambda: service.device().used == 0)
-    assert service.device().domains[0].lock == "empty"
 
 
 @pytest.mark.parametrize("lock", ["RW", "RO"])
@@ -252,7 +192,7 @@ def test_the_session_of_a_killed_process_ends_though_its_child_has_the_socket(
 def test_what_a_living_process_may_have_mapped_stays_charged(service: Any) -> None:
     first = commit_one(service)
     reader = attach(service, "RO")
-    for _ in reader.export(["a0"], Access.RO):
+    for _ in reader.export(["a0"], frames.Access.RO):
         pass
     reader.close()
     writer = attach(service, if_match=first)
@@ -264,36 +204,13 @@ def test_what_a_living_process_may_have_mapped_stays_charged(service: Any) -> No
     assert [session.state for session in status.domains[0].sessions] == ["lingering"]
 
 
-def test_a_reader_waits_for_the_commit(service: Any) -> None:
-    writer = attach(service)
-    with in_background(lambda: attach(service, "RO")) as reader:
-        wait_until(lambda: waiting(service) == 1)
-        writer.allocate(specs(5))
-        writer.commit(if_match=None)
-        lease = reader()
-    assert lease.attached.generation == 1
-    lease.detach()
-    writer.detach()
-
-
 def test_a_lock_that_is_not_granted_in_time_names_its_holder(service: Any) -> None:
     writer = attach(service, client="the-writer")
-    with pytest.raises(DeadlineExceeded) as caught:
+    with pytest.raises(errors.DeadlineExceeded) as caught:
         attach(service, deadline_s=0.05)
     assert caught.value.values["holders"] == [f"the-writer (pid {os.getpid()})"]
     assert waiting(service) == 0
     writer.detach()
-
-
-def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(service: Any) -> None:
-    writer = attach(service)
-    with raw(service) as sock:
-        request = asking(service, deadline_s=60.0)
-        send(sock, encode_frame(request))
-        wait_until(lambda: waiting(service) == 1)
-    wait_until(lambda: waiting(service) == 0)
-    writer.detach()
-    attach(service).detach()
 
 
 def test_a_client_that_sends_ahead_and_dies_while_it_waits_is_let_go_at_once(service: Any) -> None:
@@ -302,10 +219,10 @@ def test_a_client_that_sends_ahead_and_dies_while_it_waits_is_let_go_at_once(ser
     ours, theirs = socket.socketpair()
     ours.settimeout(10)
     with raw(service) as sock:
-        first = GenerationRef(incarnation=service.gms.incarnation, generation=1)
+        first = frames.GenerationRef(incarnation=service.gms.incarnation, generation=1)
         request = asking(service, deadline_s=600.0, if_match=first, replace=True)
-        send(sock, encode_frame(request))
-        send(sock, encode_frame(ListAllocations()), [theirs.fileno()])
+        send(sock, frames.encode_frame(request))
+        send(sock, frames.encode_frame(frames.ListAllocations()), [theirs.fileno()])
         theirs.close()
         wait_until(lambda: waiting(service) == 1)
     wait_until(lambda: waiting(service) == 0)
@@ -322,8 +239,8 @@ def test_the_wait_of_a_process_that_sent_its_own_socket_ahead_ends_with_it(servi
     def wait() -> None:
         with raw(service) as sock:
             request = asking(service, deadline_s=600.0)
-            send(sock, encode_frame(request))
-            send(sock, encode_frame(ListAllocations()), [sock.fileno()])
+            send(sock, frames.encode_frame(request))
+            send(sock, frames.encode_frame(frames.ListAllocations()), [sock.fileno()])
 
     pid = os.fork()
     if pid == 0:
@@ -340,30 +257,22 @@ def test_the_wait_of_a_process_that_sent_its_own_socket_ahead_ends_with_it(servi
 
 
 def test_a_client_that_dies_with_a_frame_ahead_waits_for_memory_no_longer(service: Any) -> None:
-    other = attach(service, domain=MemoryDomain.KV)
+    other = attach(service, domain=frames.MemoryDomain.KV)
     other.allocate(specs(40 * MIB))
-    with raw(service) as sock:
-        request = asking(service)
-        assert isinstance(ask(sock, request), Attached)
-        send(sock, encode_frame(AllocateMany(allocations=specs(40 * MIB), wait_s=600.0)))
-        send(sock, encode_frame(ListAllocations()))
+    with session(service) as sock:
+        send(
+            sock,
+            frames.encode_frame(frames.AllocateMany(allocations=specs(40 * MIB), wait_s=600.0)),
+        )
+        send(sock, frames.encode_frame(frames.ListAllocations()))
     wait_until(lambda: service.device().domains[0].sessions == [])
     other.detach()
-
-
-def test_a_mismatch_is_refused_with_both_generations(service: Any) -> None:
-    current = commit_one(service)
-    with pytest.raises(GenerationMismatch) as caught:
-        attach(service)
-    assert caught.value.values == {
-        "expected": "nothing",
-        "found": f"generation 1 of {current.incarnation}",
-    }
+    assert service.device().used == 0
 
 
 def test_all_allocations_are_made_or_none(service: Any) -> None:
     lease = attach(service)
-    with pytest.raises(OutOfDeviceMemory) as caught:
+    with pytest.raises(errors.OutOfDeviceMemory) as caught:
         lease.allocate(specs(40 * MIB, 40 * MIB))
     assert caught.value.values == {
         "needed": 80 * MIB,
@@ -375,30 +284,6 @@ def test_all_allocations_are_made_or_none(service: Any) -> None:
     assert service.device().used == 0
     assert lease.allocations() == []
     lease.detach()
-
-
-def test_an_allocation_can_wait_for_memory_that_another_gives_back(service: Any) -> None:
-    cache = attach(service, domain=MemoryDomain.KV)
-    cache.allocate(specs(60 * MIB))
-    weights = attach(service)
-    with in_background(lambda: weights.allocate(specs(30 * MIB), wait_s=10.0)) as made:
-        cache.detach()
-        assert len(made()) == 1
-    weights.detach()
-
-
-def test_a_client_that_goes_away_while_it_waits_for_memory_leaves_none_behind(
-    service: Any,
-) -> None:
-    cache = attach(service, domain=MemoryDomain.KV)
-    cache.allocate(specs(60 * MIB))
-    with raw(service) as sock:
-        request = asking(service)
-        ask(sock, request)
-        send(sock, encode_frame(AllocateMany(allocations=specs(30 * MIB), wait_s=600.0)))
-    wait_until(lambda: service.device().domains[0].sessions == [])
-    cache.detach()
-    assert service.device().used == 0
 
 
 @pytest.mark.parametrize(
@@ -417,59 +302,41 @@ def test_a_bad_first_frame_gets_an_answer_and_ends_only_that_client(
     good = attach(service)
     with raw(service) as sock:
         send(sock, data)
-        assert isinstance(answer(sock), ErrorReply)
+        assert refusal(sock)
         assert answer(sock) is None
     assert good.allocations() == []
     good.detach()
 
 
 def test_a_bad_later_frame_is_answered_and_the_session_goes_on(service: Any) -> None:
-    with raw(service) as sock:
-        request = asking(service)
-        ask(sock, request)
-        for bad in (b"\xc1", encode_frame(request), b"\x00" * 200_000):
+    with session(service) as sock:
+        for bad in (b"\xc1", frames.encode_frame(asking(service)), b"\x00" * 200_000):
             send(sock, bad)
-            reply = answer(sock)
-            assert isinstance(reply, ErrorReply)
-            assert reply.reason == "InvalidMessage"
-        made = ask(sock, AllocateMany(allocations=specs(5)))
-        assert not isinstance(made, ErrorReply)
-        ask(sock, Detach())
+            assert refusal(sock).reason == "InvalidMessage"
+        made = ask(sock, frames.AllocateMany(allocations=specs(5)))
+        assert not isinstance(made, frames.ErrorReply)
+        ask(sock, frames.Detach())
     assert service.device().used == 0
 
 
-def test_descriptors_that_were_not_requested_are_closed(service: Any) -> None:
+@pytest.mark.parametrize(
+    ("count", "said"), [(100, "a request carries no descriptors"), (250, "descriptors")]
+)
+def test_descriptors_that_were_not_requested_are_closed(
+    service: Any, count: int, said: str
+) -> None:
+    """A message may not carry so many as 250."""
     before = open_descriptors()
     with raw(service) as sock, Path(os.devnull).open() as spare:
-        send(sock, encode_frame(Detach()), [spare.fileno()] * 100)
-        reply = answer(sock)
-        assert isinstance(reply, ErrorReply)
-        assert reply.message == "a request carries no descriptors"
+        send(sock, frames.encode_frame(frames.Detach()), [spare.fileno()] * count)
+        assert said in refusal(sock).message
     wait_until(lambda: open_descriptors() <= before)
-
-
-def test_more_descriptors_than_a_message_may_carry_end_the_connection(service: Any) -> None:
-    before = open_descriptors()
-    with raw(service) as sock, Path(os.devnull).open() as spare:
-        send(sock, encode_frame(Detach()), [spare.fileno()] * 250)
-        assert isinstance(answer(sock), ErrorReply)
-    wait_until(lambda: open_descriptors() <= before)
-
-
-def test_a_client_that_never_says_what_it_wants_is_sent_away(launch: Any) -> None:
-    service = launch(policy=LeasePolicy(handshake_s=0.05))
-    with raw(service) as sock:
-        reply = answer(sock)
-        assert isinstance(reply, ErrorReply)
-        assert (reply.reason, reply.values["step"]) == ("DeadlineExceeded", "handshake")
 
 
 def test_a_client_that_does_not_read_its_answers_is_dropped(launch: Any) -> None:
     service = launch(granularity=4096, policy=LeasePolicy(send_s=0.05))
-    with raw(service) as sock:
-        request = asking(service)
-        ask(sock, request)
-        ask(sock, AllocateMany(allocations=specs(*[1] * 2000)))
+    with session(service) as sock:
+        ask(sock, frames.AllocateMany(allocations=specs(*[1] * 2000)))
         listing = msgspec.msgpack.encode({"type": "list_allocations", "v": 1})
         sock.settimeout(1)
         with contextlib.suppress(OSError):
@@ -483,55 +350,37 @@ def test_frames_that_were_sent_ahead_are_answered_in_their_order(
     launch: Any, turn_s: float
 ) -> None:
     service = launch(granularity=4096, policy=LeasePolicy(turn_s=turn_s))
-    item = MetadataItem(key="k", allocation="a0", offset=0, value=b"1")
-    with raw(service) as sock:
-        request = asking(service, domain=MemoryDomain.KV)
-        assert isinstance(ask(sock, request), Attached)
-        requests: list[Request] = []
-        for _ in range(5):
-            requests += [
-                AllocateMany(allocations=specs(1, 1)),
-                MetadataPut(entries=[item]),
-                ListAllocations(),
-                MetadataGet(keys=["k"]),
-                ExportMany(ids=["a0"], access=Access.RW),
-                FreeMany(ids=["missing"]),
-                FreeMany(ids=["a0", "a1"]),
-                ListAllocations(),
-            ]
-        for each in [*requests, Detach()]:
-            send(sock, encode_frame(each))
+    item = frames.MetadataItem(key="k", allocation="a0", offset=0, value=b"1")
+    with session(service, domain=frames.MemoryDomain.KV) as sock:
+        requests: list[frames.Request] = 5 * [
+            frames.AllocateMany(allocations=specs(1, 1)),
+            frames.MetadataPut(entries=[item]),
+            frames.ListAllocations(),
+            frames.MetadataGet(keys=["k"]),
+            frames.ExportMany(ids=["a0"], access=frames.Access.RW),
+            frames.FreeMany(ids=["missing"]),
+            frames.FreeMany(ids=["a0", "a1"]),
+            frames.ListAllocations(),
+        ]
+        for each in [*requests, frames.Detach()]:
+            send(sock, frames.encode_frame(each))
         kinds = [type(answer(sock)).__name__ for _ in requests]
-        assert (
-            kinds
-            == [
-                "Allocated",
-                "Done",
-                "Allocations",
-                "Metadata",
-                "Exported",
-                "ErrorReply",
-                "Done",
-                "Allocations",
-            ]
-            * 5
-        )
+        expected = "Allocated Done Allocations Metadata Exported ErrorReply Done Allocations"
+        assert kinds == expected.split() * 5
         assert type(answer(sock)).__name__ == "Done"
         assert answer(sock) is None
 
 
 def test_a_client_that_reads_late_gets_every_answer_whole(launch: Any) -> None:
     service = launch(granularity=4096)
-    with raw(service) as sock:
-        request = asking(service, domain=MemoryDomain.KV)
-        assert isinstance(ask(sock, request), Attached)
-        ask(sock, AllocateMany(allocations=specs(*[1] * 2000)))
+    with session(service, domain=frames.MemoryDomain.KV) as sock:
+        ask(sock, frames.AllocateMany(allocations=specs(*[1] * 2000)))
         asked = 100
         for _ in range(asked):
-            send(sock, encode_frame(ListAllocations()))
-        send(sock, encode_frame(Detach()))
+            send(sock, frames.encode_frame(frames.ListAllocations()))
+        send(sock, frames.encode_frame(frames.Detach()))
         listed = [answer(sock) for _ in range(asked)]
-        assert all(isinstance(each, Allocations) for each in listed)
+        assert all(isinstance(each, frames.Allocations) for each in listed)
         assert [len(each.allocations) for each in listed] == [2000] * asked  # type: ignore[union-attr]
 
 
@@ -539,34 +388,25 @@ def test_the_loop_does_not_turn_for_a_frame_that_has_to_wait(service: Any) -> No
     async def watched() -> int:
         return len(asyncio.get_running_loop()._selector.get_map())  # type: ignore[attr-defined]
 
-    cache = attach(service, domain=MemoryDomain.KV)
+    cache = attach(service, domain=frames.MemoryDomain.KV)
     cache.allocate(specs(60 * MIB))
-    with raw(service) as sock:
-        request = asking(service)
-        ask(sock, request)
-        assert isinstance(ask(sock, ListAllocations()), Allocations)
+    with session(service) as sock:
+        assert isinstance(ask(sock, frames.ListAllocations()), frames.Allocations)
         before = service.run(watched())
-        send(sock, encode_frame(AllocateMany(allocations=specs(30 * MIB), wait_s=600.0)))
-        send(sock, encode_frame(ListAllocations()))
+        send(
+            sock,
+            frames.encode_frame(frames.AllocateMany(allocations=specs(30 * MIB), wait_s=600.0)),
+        )
+        send(sock, frames.encode_frame(frames.ListAllocations()))
         wait_until(lambda: service.run(watched()) < before)
         cache.detach()
-        assert not isinstance(answer(sock), ErrorReply)
-        assert isinstance(answer(sock), Allocations)
-
-
-def test_a_client_too_many_is_refused_by_name(launch: Any) -> None:
-    service = launch(policy=LeasePolicy(max_connections=1))
-    first = attach(service)
-    with pytest.raises(SnapbackError) as caught:
-        attach(service, "RO")
-    failure = caught.value.to_failure()
-    assert (failure.reason, failure.retryable) == ("TooManySessions", True)
-    first.detach()
+        assert not isinstance(answer(sock), frames.ErrorReply)
+        assert isinstance(answer(sock), frames.Allocations)
 
 
 def test_a_session_outlives_an_allocation_for_which_no_descriptor_is_left(service: Any) -> None:
     lease = attach(service)
-    with no_descriptor_left(), pytest.raises(DeviceError) as refused:
+    with no_descriptor_left(), pytest.raises(errors.DeviceError) as refused:
         lease.allocate(specs(5))
     assert refused.value.reason == "DeviceError"
     lease.allocate(specs(5))
@@ -617,34 +457,14 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_the_sockets_are_for_their_owner_alone(service: Any) -> None:
-    for name in ("gms.sock", "gms-grpc.sock"):
-        mode = (service.folder / name).stat().st_mode
-        assert stat.S_ISSOCK(mode)
-        assert stat.S_IMODE(mode) == 0o600
-
-
-def test_only_the_lease_socket_is_opened_to_a_shared_group(launch: Any) -> None:
-    service = launch(policy=LeasePolicy(group=os.getgid()))
-    lease, grpc = (service.folder / name for name in ("gms.sock", "gms-grpc.sock"))
-    assert stat.S_IMODE(lease.stat().st_mode) == 0o660
-    assert lease.stat().st_gid == os.getgid()
-    assert stat.S_IMODE(grpc.stat().st_mode) == 0o600
-
-
-@pytest.mark.root
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="makes a system call by its number")
-def test_a_process_of_another_user_is_refused(service: Any) -> None:
-    service.folder.chmod(0o755)
-    (service.folder / "gms.sock").chmod(0o666)
-
-    def as_another_user() -> Lease:
-        # Straight to the kernel: there a user belongs to a thread, and this one ends.
-        assert ctypes.CDLL(None).syscall(117, -1, 65534, -1) == 0
-        return attach(service)
-
-    with in_background(as_another_user) as outcome, pytest.raises(Forbidden):
-        outcome()
+@pytest.mark.parametrize(("group", "mode"), [(None, 0o600), (os.getgid(), 0o660)])
+def test_only_the_lease_socket_is_opened_to_a_shared_group(
+    launch: Any, group: int | None, mode: int
+) -> None:
+    service = launch(policy=LeasePolicy(group=group))
+    found = [(service.folder / name).stat() for name in ("gms.sock", "gms-grpc.sock")]
+    assert [each.st_mode for each in found] == [stat.S_IFSOCK | mode, stat.S_IFSOCK | 0o600]
+    assert group in (None, found[0].st_gid)
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -659,35 +479,38 @@ def in_child(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def as_user(uid: int, groups: list[int], work: Callable[[], Any]) -> Any:
+def as_user(uid: int, groups: list[int], work: Callable[[], int]) -> int:
     """Do something in a process of another user, whose exit status is the answer."""
 
     def as_that_user() -> int:
         os.setgroups(groups)
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        return int(work())
+        return work()
 
     return in_child(as_that_user)
 
 
 @pytest.mark.root
-def test_another_user_gets_in_only_by_the_shared_group(launch: Any) -> None:
-    service = launch(policy=LeasePolicy(group=61_000))
+@pytest.mark.parametrize(("group", "by_group"), [(None, 13), (61_000, 0)])
+def test_another_user_gets_in_only_by_the_shared_group(
+    launch: Any, group: int | None, by_group: int
+) -> None:
+    service = launch(policy=LeasePolicy(group=group))
     service.folder.chmod(0o711)
     (service.folder / "gms.sock").chmod(0o666)
 
     def connect() -> int:
         try:
             attach(service).detach()
-        except Forbidden:
+        except errors.Forbidden:
             return 13
         return 0
 
     assert as_user(65_534, [], connect) == 13
     assert as_user(65_534, [61_001], connect) == 13
-    assert as_user(65_534, [61_000], connect) == 0
-    assert as_user(61_000, [], connect) == 0
+    assert as_user(65_534, [61_000], connect) == by_group
+    assert as_user(61_000, [], connect) == by_group
 
 
 def test_a_flood_of_connections_leaves_those_that_are_served_alone(launch: Any) -> None:
@@ -704,8 +527,7 @@ def test_a_flood_of_connections_leaves_those_that_are_served_alone(launch: Any) 
             held.append(sock)
             continue
         if number % 100 == 0:
-            reply = answer(sock)
-            assert isinstance(reply, ErrorReply)
+            reply = refusal(sock)
             assert (reply.reason, reply.retryable) == ("TooManySessions", True)
             refused += 1
         sock.close()
@@ -723,10 +545,10 @@ def test_sessions_that_may_still_have_memory_mapped_count_for_their_user(launch:
     commit_one(service)
     for _ in range(3):
         lease = attach(service, "RO")
-        for run in lease.export(["a0"], Access.RO):
+        for run in lease.export(["a0"], frames.Access.RO):
             assert len(run) == 1
         lease.close()
-    with pytest.raises(SnapbackError) as caught:
+    with pytest.raises(errors.SnapbackError) as caught:
         attach(service, "RO")
     assert caught.value.to_failure().reason == "TooManySessions"
 
@@ -742,7 +564,7 @@ def test_one_process_that_holds_all_it_may_keeps_out_no_other_and_no_transfer(
     launch: Any, policy: LeasePolicy, for_another: int
 ) -> None:
     service = launch(policy=policy)
-    held = [attach(service, domain=domain) for domain in MemoryDomain]
+    held = [attach(service, domain=domain) for domain in frames.MemoryDomain]
     with pytest.raises(TooManySessions):
         attach(service, device=service.uuids[1])
 
@@ -764,11 +586,11 @@ def test_a_client_that_keeps_frames_queued_lets_the_loop_turn_between_any_two(
     launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = launch(policy=LeasePolicy(turn_s=0.0))
-    answered: list[Request] = []
+    answered: list[frames.Request] = []
     is_queued = threading.Event()
     call = LeaseSessions.call
 
-    def counted(self: LeaseSessions, session: Session, request: Request) -> Any:
+    def counted(self: LeaseSessions, session: Session, request: frames.Request) -> Any:
         answered.append(request)
         return call(self, session, request)
 
@@ -784,29 +606,28 @@ def test_a_client_that_keeps_frames_queued_lets_the_loop_turn_between_any_two(
         return turns
 
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(raw(service)) for _ in range(2)]
-        for sock, domain in zip(clients, MemoryDomain, strict=True):
-            request = asking(service, domain=domain)
-            assert isinstance(ask(sock, request), Attached)
+        clients = [
+            stack.enter_context(session(service, domain=each)) for each in frames.MemoryDomain
+        ]
         with in_background(lambda: service.run(turns_until_all_are_answered())) as turns:
             for sock in clients:
                 for _ in range(50):
-                    send(sock, encode_frame(FreeMany(ids=["missing"])))
+                    send(sock, frames.encode_frame(frames.FreeMany(ids=["missing"])))
             is_queued.set()
             assert turns() >= 99
 
 
 def test_a_client_that_is_silent_or_stops_in_the_middle_has_two_seconds(service: Any) -> None:
     begun = time.monotonic()
-    cut = encode_frame(asking(service, "RO", domain=MemoryDomain.KV, deadline_s=9.0))[:-5]
+    cut = frames.encode_frame(asking(service, "RO", domain=frames.MemoryDomain.KV, deadline_s=9.0))[
+        :-5
+    ]
     with raw(service) as silent, raw(service) as halved:
         send(halved, cut)
-        reply = answer(halved)
-        assert isinstance(reply, ErrorReply)
-        assert reply.reason == "InvalidMessage"
+        assert refusal(halved).reason == "InvalidMessage"
         assert answer(halved) is None
-        reply = answer(silent)
-        assert isinstance(reply, ErrorReply)
+        reply = refusal(silent)
+        assert reply.reason == "DeadlineExceeded"
         assert reply.values == {"step": "handshake", "budget_s": 2.0}
     assert 1.9 <= time.monotonic() - begun < 5.0
 
@@ -817,9 +638,7 @@ def test_a_frame_over_the_limit_ends_the_connection_and_costs_no_memory(service:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * MIB)
         with contextlib.suppress(OSError):
             send(sock, b"x" * (MIB + 1))
-            reply = answer(sock)
-            assert isinstance(reply, ErrorReply)
-            assert reply.reason == "InvalidMessage"
+            assert refusal(sock).reason == "InvalidMessage"
     assert good.allocations() == []
     good.detach()
 
@@ -828,7 +647,7 @@ def test_a_folder_has_one_server(service: Any) -> None:
     async def start_another() -> None:
         LeaseServer(service.folder, LeaseSessions(service.gms)).start()
 
-    with pytest.raises(AlreadyExists):
+    with pytest.raises(errors.AlreadyExists):
         service.run(start_another())
     attach(service).detach()
 
@@ -840,34 +659,38 @@ def test_the_socket_of_a_dead_server_is_replaced(socket_dir: Path, launch: Any) 
 
 
 def test_a_missing_server_is_named_by_its_path(socket_dir: Path) -> None:
-    request = Attach(device="GPU-1", domain=MemoryDomain.WEIGHTS, lock=LockMode.RO, deadline_s=1.0)
-    with pytest.raises(NotFound) as caught:
+    request = frames.Attach(
+        device="GPU-1", domain=frames.MemoryDomain.WEIGHTS, lock=frames.LockMode.RO, deadline_s=1.0
+    )
+    with pytest.raises(errors.NotFound) as caught:
         Lease.attach(str(socket_dir), request)
     assert caught.value.values["path"] == str(socket_dir / "gms.sock")
 
 
 def test_metadata_and_ids_that_are_not_allowed_change_nothing(service: Any) -> None:
     lease = attach(service)
-    with pytest.raises(InvalidMessage):
-        lease.allocate([AllocationSpec(id="../x y", size=1)])
+    with pytest.raises(errors.InvalidMessage):
+        lease.allocate([frames.AllocationSpec(id="../x y", size=1)])
     lease.allocate(specs(5))
-    with pytest.raises(NotFound):
-        lease.put_metadata([MetadataItem(key="k", allocation="none", offset=0, value=b"")])
+    with pytest.raises(errors.NotFound):
+        lease.put_metadata([frames.MetadataItem(key="k", allocation="none", offset=0, value=b"")])
     assert lease.metadata() == []
     lease.detach()
 
 
 FRAMES = [
-    encode_frame(frame)
+    frames.encode_frame(frame)
     for frame in (
-        AllocateMany(allocations=specs(5, 6)),
-        ExportMany(ids=["a0"], access=Access.RW),
-        FreeMany(ids=["a1"]),
-        MetadataPut(entries=[MetadataItem(key="k", allocation="a0", offset=0, value=b"v")]),
-        MetadataGet(),
-        ListAllocations(),
-        Commit(),
-        Commit(hidden=True),
+        frames.AllocateMany(allocations=specs(5, 6)),
+        frames.ExportMany(ids=["a0"], access=frames.Access.RW),
+        frames.FreeMany(ids=["a1"]),
+        frames.MetadataPut(
+            entries=[frames.MetadataItem(key="k", allocation="a0", offset=0, value=b"v")]
+        ),
+        frames.MetadataGet(),
+        frames.ListAllocations(),
+        frames.Commit(),
+        frames.Commit(hidden=True),
     )
 ]
 
@@ -892,15 +715,12 @@ FRAMES = [
 def test_whatever_a_client_sends_every_frame_gets_an_answer_and_others_are_served(
     service: Any, sent: list[bytes]
 ) -> None:
-    with raw(service) as sock:
-        request = asking(service, domain=MemoryDomain.KV)
-        assert isinstance(ask(sock, request), Attached)
+    with session(service, domain=frames.MemoryDomain.KV) as sock:
         for data in sent:
             send(sock, data)
             assert answer(sock) is not None
-    with raw(service) as sock:
-        other = asking(service, device=service.uuids[1], domain=MemoryDomain.KV)
-        assert isinstance(ask(sock, other), Attached)
+    with session(service, device=service.uuids[1], domain=frames.MemoryDomain.KV):
+        pass
 
 
 def test_a_pinned_path_leads_to_the_socket_that_was_there_and_never_to_a_link(
@@ -942,3 +762,117 @@ def test_a_client_that_comes_as_the_service_ends_is_hung_up_on(
     with ours, theirs:
         service.run(come_and_end())
         assert ours.recv(1) == b""
+
+
+# Attaches as a writer, maps what it allocates, hangs up without a word and lives on.
+VANISHES = """
+    import os, sys
+    from snapback_client.lease import Lease
+    from snapback_client.frames import Access, AllocationSpec, Attach, LockMode, MemoryDomain
+    lease = Lease.attach(os.environ["GMS_SOCKET_DIR"], Attach(
+        device=sys.argv[1], domain=MemoryDomain.WEIGHTS, lock=LockMode.RW, deadline_s=5,
+        client="careless"))
+    lease.allocate([AllocationSpec(id="w", size=5)])
+    for run in lease.export(["w"], Access.RW):
+        kept = [os.dup(fd) for _, fd in run]
+    lease.close()
+    print("hung up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def status(service: Any) -> StatusReply:
+    return service.run(service.control.status(StatusRequest(events=MAX_EVENTS)))
+
+
+def events(service: Any) -> list[EventRecord]:
+    found = status(service).events
+    assert isinstance(found, list)
+    return found
+
+
+def reasons(service: Any) -> list[tuple[str, str]]:
+    return [(event.kind.value, event.reason) for event in events(service)]
+
+
+def test_status_shows_what_happened_in_order_and_when(service: Any) -> None:
+    with client.connect(lock="RW", name="worker") as pool:
+        pool.allocate("w", 1000, "u1")
+        pool.commit()
+    request = FenceRequest(token="f", devices=service.uuids[:1], wait_s=5, deadline_s=60)
+    service.run(service.control.fence(request))
+    service.run(service.control.unfence(UnfenceRequest(token="f")))
+    assert reasons(service) == [
+        ("attach", "RW"),
+        ("grant", "RW"),
+        ("commit", ""),
+        ("detach", ""),
+        ("fence", "asked"),
+        ("fence", "held"),
+        ("fence", "ended"),
+    ]
+    found = events(service)
+    assert [event.seq for event in found] == list(range(1, 8))
+    times = [event.at_s for event in found]
+    assert times == sorted(times)
+    now = status(service).now_s
+    assert isinstance(now, float)
+    assert times[-1] <= now
+    commit = found[2]
+    assert (commit.client, commit.generation, commit.bytes) == ("worker", 1, 1000)
+    assert {event.device for event in found} == {service.uuids[0]}
+
+
+def test_a_refusal_is_in_the_history_with_its_reason(service: Any) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 10, "u1")
+        pool.commit()
+        with pytest.raises(errors.GenerationMismatch):
+            attach(service)
+    assert ("refusal", "GenerationMismatch") in reasons(service)
+
+
+def test_a_writer_waits_until_one_that_hung_up_is_dead_and_status_says_so(service: Any) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(VANISHES), service.uuids[0]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as careless:
+        assert careless.stdout is not None
+        assert careless.stdin is not None
+        assert careless.stdout.readline() == b"hung up\n"
+        with pytest.raises(errors.DeadlineExceeded, match=r"careless.*which hung up and lives"):
+            attach(service, deadline_s=0.2)
+        (session,) = service.device().domains[0].sessions
+        assert (session.client, session.state) == ("careless", "lingering")
+        assert session.fence == "pidfd"
+        careless.stdin.close()
+        attach(service, deadline_s=20.0).detach()
+    assert ("death", "lingering") in reasons(service)
+    assert ("death", "process-ended") in reasons(service)
+    assert service.device().used == 0
+
+
+def test_status_says_what_each_waiting_client_waits_for(service: Any) -> None:
+    writer = attach(service, client="first")
+
+    async def waiting() -> list[Any]:
+        found = await service.control.status(StatusRequest())
+        return [each.why for each in found.devices[0].domains[0].waiting]
+
+    async def both() -> list[Any]:
+        requests = [asking(service, lock, deadline_s=0.2) for lock in ("RO", "RW")]
+        asked = [
+            asyncio.create_task(service.gms.attach(request, Peer(pid=1, uid=0)))
+            for request in requests
+        ]
+        await asyncio.wait(asked, timeout=0.05)
+        found = await waiting()
+        await asyncio.gather(*asked, return_exceptions=True)
+        return found
+
+    reader, second = service.run(both())
+    assert reader == "a commit"
+    assert second.startswith("first (pid ")
+    assert service.run(waiting()) == []
+    writer.detach()

@@ -15,19 +15,12 @@ import msgspec
 import pytest
 
 import snapback_client as client
-from gms.adapters.part_files import read_part, verify_part
+from gms.adapters.part_files import verify_part
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
+from snapshot_shared import errors
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    ArtifactExists,
-    ArtifactMissing,
-    InvalidInput,
-    NoSpace,
-    SnapbackError,
-)
 from snapshot_shared.object_storage import (
     BucketMissing,
     ObjectStorage,
@@ -87,21 +80,25 @@ def capture(service: Any, tmp_path: Path, url: str) -> Capture:
 def test_the_bytes_go_to_the_storage_and_come_back(capture: Capture) -> None:
     saved = capture.run(capture.save_task())
     assert {path.name for path in capture.path.iterdir()} == {"part.json", "objects.json"}
+    # A chunk of zeros has no object, and the others have one each.
+    found = capture.objects()
+    assert all(key.startswith(f"{PART}/shard-") for key in found)
+    assert sum(len(entry.chunks) for entry in capture.manifest().files) > len(found)
+    assert 20 * MIB < sum(found.values()) < 32 * MIB
     loaded = capture.run(capture.load_task())
     assert (saved.backend, loaded.backend) == ("object", "object")
     assert saved.moved == loaded.moved < saved.bytes, "zeros are not moved"
     capture.service.publish("l1")
     with client.restore(capture.state, device=1) as pool:
         assert digests_of(pool) == capture.digests
-
-
-def test_a_chunk_of_zeros_has_no_object_and_the_others_have_one_each(capture: Capture) -> None:
-    capture.run(capture.save_task())
-    manifest, _ = read_part(capture.path)
-    found = capture.objects()
-    assert all(key.startswith(f"{PART}/shard-") for key in found)
-    assert sum(len(entry.chunks) for entry in manifest.files) > len(found)
-    assert 20 * MIB < sum(found.values()) < 32 * MIB
+    # Where the bytes are is said by a relative key alone.
+    objects = capture.manifest().objects
+    assert objects
+    assert (objects.backend, objects.prefix) == ("object", PART)
+    for file in capture.path.iterdir():
+        text = file.read_text()
+        assert "://" not in text
+        assert capture.url.partition("//")[2] not in text
 
 
 def test_a_part_that_is_all_zeros_has_no_objects_and_is_one_all_the_same(
@@ -119,23 +116,11 @@ def test_a_part_that_is_all_zeros_has_no_objects_and_is_one_all_the_same(
     assert not capture.path.exists()
 
 
-def test_a_manifest_says_where_its_bytes_are_by_a_relative_key_alone(capture: Capture) -> None:
-    capture.run(capture.save_task())
-    manifest, _ = read_part(capture.path)
-    assert manifest.objects
-    assert manifest.objects.backend == "object"
-    assert manifest.objects.prefix == PART
-    for file in capture.path.iterdir():
-        text = file.read_text()
-        assert "://" not in text
-        assert capture.url.partition("//")[2] not in text
-
-
 def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
     first = capture.run(capture.save_task())
     again = capture.run(capture.save_task())
     assert again == msgspec.structs.replace(first, moved=0, backend="")
-    with pytest.raises(ArtifactExists):
+    with pytest.raises(errors.ArtifactExists):
         capture.run(capture.save_task(order=f"save-{UID}-gpu-1"))
 
 
@@ -155,10 +140,10 @@ def test_a_save_that_fails_leaves_no_object(
     capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise NoSpace("the disk is full")
+        raise errors.NoSpace("the disk is full")
 
     monkeypatch.setattr("gms.transfer_child.save.write_new", full)
-    with pytest.raises(NoSpace):
+    with pytest.raises(errors.NoSpace):
         save(capture.save_task(), lambda _: None)
     assert not capture.path.exists()
     assert capture.objects() == {}
@@ -201,7 +186,7 @@ def test_a_save_that_was_killed_is_no_part_and_a_delete_removes_what_it_left(
     killed(capture, written)
     assert len(capture.objects()) == written
     assert not (capture.path / "part.json").exists()
-    with pytest.raises(ArtifactMissing):
+    with pytest.raises(errors.ArtifactMissing):
         asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
     asyncio.run(capture.agent.remove(PLACE))
     assert capture.objects() == {}
@@ -224,7 +209,6 @@ def test_a_save_of_an_unchanged_layout_sends_nothing_and_outlives_its_parent(
     done = capture.run(capture.seal_and_save_again())
     assert (done.moved, done.backend) == (0, "object")
     asyncio.run(capture.agent.remove(PLACE))
-    capture.path = capture.root / PART.replace(UID, OTHER)
     assert len(capture.objects()) == 3
     capture.run(capture.load_task(content_uid=OTHER))
 
@@ -238,7 +222,6 @@ def test_an_object_of_the_parent_that_is_damaged_or_gone_is_sent_again(
     (_remove if is_gone else _flip)(storage, f"{PART}/shard-0000.bin/000000", 8 * MIB)
     done = capture.run(task)
     assert done.moved == (16 * MIB if is_gone else 8 * MIB), "a whole file is gone, or one chunk"
-    capture.path = capture.root / PART.replace(UID, OTHER)
     capture.run(capture.load_task(content_uid=OTHER))
 
 
@@ -246,7 +229,6 @@ def test_a_parent_in_files_and_one_in_objects_share_nothing(capture: Capture) ->
     task = capture.seal_and_save_again()
     done = capture.run(msgspec.structs.replace(task, backend="posix-direct"))
     assert done.moved > 0
-    capture.path = capture.root / PART.replace(UID, OTHER)
     capture.run(capture.load_task(content_uid=OTHER))
 
 
@@ -283,11 +265,8 @@ async def ignored(_: int) -> None:
 
 
 def verified(capture: Capture) -> None:
-    async def verify() -> None:
-        manifest, _ = await capture.agent.read_part(PLACE, "gpu-0")
-        await capture.agent.check_bytes(PLACE, manifest, ignored)
-
-    asyncio.run(verify())
+    manifest, _ = asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+    asyncio.run(capture.agent.check_bytes(PLACE, manifest, ignored))
 
 
 def _flip(storage: ObjectStorage, key: str, size: int) -> None:
@@ -316,15 +295,15 @@ def test_damage_is_found_by_a_load_and_by_both_verifications(
 ) -> None:
     capture.run(capture.save_task())
     monkeypatch.setenv("SNAPBACK_OBJECT_STORAGE", capture.url)
-    storage, manifest = ObjectStorage(capture.url), read_part(capture.path)[0]
+    storage, manifest = ObjectStorage(capture.url), capture.manifest()
     stored = {
         key: bytearray(b"".join(storage.read(key, size))) for key, size in capture.objects().items()
     }
-    ways: dict[Callable[[ObjectStorage, str, int], None], type[SnapbackError]] = {
-        _flip: ArtifactCorrupt,
-        _truncate: ArtifactCorrupt,
-        _swap: ArtifactCorrupt,
-        _remove: ArtifactMissing,
+    ways: dict[Callable[[ObjectStorage, str, int], None], type[errors.SnapbackError]] = {
+        _flip: errors.ArtifactCorrupt,
+        _truncate: errors.ArtifactCorrupt,
+        _swap: errors.ArtifactCorrupt,
+        _remove: errors.ArtifactMissing,
     }
     for damage, error in ways.items():
         verified(capture)
@@ -346,27 +325,26 @@ def test_an_object_that_the_manifest_does_not_name_keeps_a_part_from_being_seale
 ) -> None:
     capture.run(capture.save_task())
     ObjectStorage(capture.url).put(f"{PART}/shard-0009.bin/000000", memoryview(b"more"))
-    with pytest.raises(ArtifactCorrupt, match=r"shard-0009\.bin"):
+    with pytest.raises(errors.ArtifactCorrupt, match=r"shard-0009\.bin"):
         asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
 
 
 def test_a_manifest_that_names_the_objects_of_another_part_is_refused(capture: Capture) -> None:
     capture.run(capture.save_task())
-    manifest, _ = read_part(capture.path)
-    assert manifest.objects
-    objects = msgspec.structs.replace(manifest.objects, prefix=PART.replace(UID, OTHER))
-    forged = encode_json(msgspec.structs.replace(manifest, objects=objects))
-    (capture.path / "part.json").write_bytes(forged)
-    with pytest.raises(ArtifactCorrupt, match="prefix"):
+    objects = capture.manifest().objects
+    assert objects
+    wrong = msgspec.structs.replace(objects, prefix=PART.replace(UID, OTHER))
+    capture.forge(lambda manifest: msgspec.structs.replace(manifest, objects=wrong))
+    with pytest.raises(errors.ArtifactCorrupt, match="prefix"):
         capture.run(capture.load_task())
 
 
 def test_weights_that_go_elsewhere_need_no_room_below_the_artifact_root(tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     asyncio.run(ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(1, 2**60))
-    with pytest.raises(NoSpace):
+    with pytest.raises(errors.NoSpace):
         asyncio.run(ArtifactRoot(tmp_path, url, weights_in_objects=True).require_space(2**60, 1))
-    with pytest.raises(NoSpace):
+    with pytest.raises(errors.NoSpace):
         asyncio.run(ArtifactRoot(tmp_path, url).require_space(1, 2**60))
 
 
@@ -400,9 +378,9 @@ def test_each_failure_is_named_without_a_secret(
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     storage = ObjectStorage((tmp_path / "store").as_uri())
     (tmp_path / "store" / "a").write_text("a file stands in the way")
-    with pytest.raises((SnapbackError, OSError)) as caught:
+    with pytest.raises((errors.SnapbackError, OSError)) as caught:
         storage.put("a/b", memoryview(b"1"))
-    assert not isinstance(caught.value, ArtifactMissing)
+    assert not isinstance(caught.value, errors.ArtifactMissing)
 
 
 def test_a_storage_that_was_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,6 +393,8 @@ def test_a_storage_that_was_not_named_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_url_that_is_no_place_or_more_than_one_is_refused_and_not_repeated() -> None:
+    for url in ("s3://bucket", "s3://bucket/a/b/", "gs://b/x", "az://c/x", "file:///srv/snapback"):
+        assert check_url(url) == url
     said = {}
     for url in (
         "bucket",
@@ -428,15 +408,10 @@ def test_a_url_that_is_no_place_or_more_than_one_is_refused_and_not_repeated() -
         "s3://bucket/../x",
         "http://[",
     ):
-        with pytest.raises(InvalidInput, match="SNAPBACK_OBJECT_STORAGE") as caught:
+        with pytest.raises(errors.InvalidInput, match="SNAPBACK_OBJECT_STORAGE") as caught:
             check_url(url)
         said[url] = str(caught.value.to_failure()) + repr(caught.value.values)
     assert {url: text for url, text in said.items() if "secret" in text} == {}
-
-
-def test_a_url_of_each_kind_is_taken() -> None:
-    urls = ["s3://bucket", "s3://bucket/a/b/", "gs://b/x", "az://c/x", "file:///srv/snapback"]
-    assert [check_url(url) for url in urls] == urls
 
 
 def test_what_a_transfer_logs_names_no_key(
@@ -450,12 +425,6 @@ def test_what_a_transfer_logs_names_no_key(
     assert "BucketMissing" in logged
     assert "the-secret" not in logged
     assert "AKIAEXAMPLE" not in logged
-
-
-def test_the_program_loads_obstore_only_when_it_is_needed() -> None:
-    code = "import sys, gms.transfer_child.__main__\nprint('obstore' in sys.modules)\n"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert found.stdout == b"False\n"
 
 
 def test_the_benchmark_measures_and_judges() -> None:

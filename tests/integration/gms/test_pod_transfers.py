@@ -23,32 +23,14 @@ import snapback_client as client
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.pod_memory import PodMemories
 from gms.adapters.pod_transfers import PodTransfers
+from gms.domain import tasks
 from gms.domain.containers import Outcome
-from gms.domain.tasks import (
-    DEFAULT_OPTIONS,
-    TransferDone,
-    TransferEvent,
-    TransferLeased,
-    TransferProgress,
-    load_task,
-    order_folder,
-    save_task,
-)
 from gms.handlers.control import GmsControl
 from gms.handlers.orders import GmsOrders
 from gms.transfer_child.copies import hand_out
 from snapshot_agent.adapters.gms_grpc import PodGms
+from snapshot_shared import errors
 from snapshot_shared.codec import encode_pretty
-from snapshot_shared.errors import (
-    DAMAGE,
-    ArtifactCorrupt,
-    ArtifactMissing,
-    ContainerFailed,
-    Failure,
-    InvalidInput,
-    SnapbackError,
-    StaleLayout,
-)
 from snapshot_shared.frames import MissingDevice, StatusReply, StatusRequest
 from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
 from snapshot_shared.volumes import GMS_VOLUME, folder_of
@@ -93,21 +75,26 @@ class Pod:
 
     def save(self, **changes: Any) -> tuple[SaveOrder, Any]:
         order = save_order(self.service.layout())
-        task = save_task(
-            order, DEFAULT_OPTIONS, attempt=1, socket_dir="", root=str(self.root), deadline_s=20.0
+        task = tasks.save_task(
+            order,
+            tasks.DEFAULT_OPTIONS,
+            attempt=1,
+            socket_dir="",
+            root=str(self.root),
+            deadline_s=20.0,
         )
         return replace(order, **changes), task
 
-    def load(self, saved: TransferDone) -> tuple[LoadOrder, Any]:
+    def load(self, saved: tasks.TransferDone) -> tuple[LoadOrder, Any]:
         order = load_order(
             part_digest=saved.digest,
             device=self.service.uuids[0],
             layout_id=saved.layout.layout_id,
             structure_hash=saved.layout.structure_hash,
         )
-        task = load_task(
+        task = tasks.load_task(
             order,
-            DEFAULT_OPTIONS,
+            tasks.DEFAULT_OPTIONS,
             attempt=1,
             device=order.device,
             socket_dir="",
@@ -118,7 +105,7 @@ class Pod:
         )
         return order, task
 
-    async def run(self, order: Any, task: Any) -> list[TransferEvent]:
+    async def run(self, order: Any, task: Any) -> list[tasks.TransferEvent]:
         async with asyncio.timeout(30):
             return [event async for event in self.work.run(order, task)]
 
@@ -131,7 +118,7 @@ def pod(service: Any, tmp_path: Path) -> Pod:
     return Pod(service, tmp_path)
 
 
-def saved(pod: Pod) -> TransferDone:
+def saved(pod: Pod) -> tasks.TransferDone:
     """Save as the node itself does."""
     _, task = pod.save()
     return carried_out(replace(task, socket_dir=str(pod.service.folder)))
@@ -143,13 +130,13 @@ async def test_what_a_saver_writes_is_an_artifact_and_a_loader_brings_it_back_hi
     with pod.program("gms-saver"):
         events = await pod.run(*pod.save())
     done = events[-1]
-    assert isinstance(events[0], TransferLeased)
-    assert isinstance(done, TransferDone)
+    assert isinstance(events[0], tasks.TransferLeased)
+    assert isinstance(done, tasks.TransferDone)
     assert (pod.root.joinpath(*PART) / "part.json").exists()
     assert list(pod.volume.iterdir()) == []
     pod.service.restart()
     with pod.program("gms-loader"):
-        assert isinstance((await pod.run(*pod.load(done)))[-1], TransferDone)
+        assert isinstance((await pod.run(*pod.load(done)))[-1], tasks.TransferDone)
     assert pod.service.device(0).domains[0].layout is None
     assert pod.service.publish("t", 0).layout_id == done.layout.layout_id
     with client.connect(0, lock="RO", deadline_s=5) as pool:
@@ -188,19 +175,21 @@ async def test_an_order_is_carried_out_by_a_program_that_is_started_again(pod: P
         process.kill()
         process.wait(20)
     with pod.program("gms-loader"):
-        assert isinstance((await work)[-1], TransferDone)
+        assert isinstance((await work)[-1], tasks.TransferDone)
 
 
 async def test_the_failure_of_a_saver_is_that_of_the_order(pod: Pod) -> None:
     stale = replace(pod.service.layout(), generation=7)
     order, task = pod.save(layout=stale)
-    with pod.program("gms-saver"), pytest.raises(StaleLayout):
+    with pod.program("gms-saver"), pytest.raises(errors.StaleLayout):
         await pod.run(order, task)
     assert list(pod.volume.iterdir()) == []
 
 
 def say_damaged(folder: Path, reason: str) -> None:
-    outcome = Outcome(verb="load", failure=Failure(reason=reason, message="chunk 3 is damaged"))
+    outcome = Outcome(
+        verb="load", failure=errors.Failure(reason=reason, message="chunk 3 is damaged")
+    )
     (folder / "failed").write_bytes(encode_pretty(outcome))
 
 
@@ -217,9 +206,9 @@ async def answer_as_a_stranger(pod: Pod, answer: Callable[[Path], object]) -> No
 @pytest.mark.parametrize(
     ("name", "data", "error", "says"),
     [
-        ("failed", b"no \xff luck", ContainerFailed, "no .* luck"),
-        ("failed", b"", ContainerFailed, "failed"),
-        ("done", b"", SnapbackError, "default"),
+        ("failed", b"no \xff luck", errors.ContainerFailed, "no .* luck"),
+        ("failed", b"", errors.ContainerFailed, "failed"),
+        ("done", b"", errors.SnapbackError, "default"),
     ],
 )
 async def test_a_foreign_program_that_fails_or_writes_nothing_is_said(
@@ -241,32 +230,32 @@ async def test_a_foreign_program_that_fails_or_writes_nothing_is_said(
         lambda folder: (folder / "done").mkdir(),
         lambda folder: (folder / "failed").symlink_to(folder),
         shutil.rmtree,
-        *(partial(say_damaged, reason=reason) for reason in sorted(DAMAGE)),
+        *(partial(say_damaged, reason=reason) for reason in sorted(errors.DAMAGE)),
     ],
-    ids=["link-of-event", "folder-for-done", "link-of-failed", "no-folder", *sorted(DAMAGE)],
+    ids=["link-of-event", "folder-for-done", "link-of-failed", "no-folder", *sorted(errors.DAMAGE)],
 )
 async def test_a_loader_cannot_have_a_sound_artifact_doubted(
     pod: Pod, answer: Callable[[Path], object]
 ) -> None:
     order, task = pod.load(saved(pod))
     answering = asyncio.ensure_future(answer_as_a_stranger(pod, answer))
-    with pytest.raises(ContainerFailed):
+    with pytest.raises(errors.ContainerFailed):
         await pod.run(order, task)
     await answering
     assert list(pod.volume.iterdir()) == []
 
 
-def link_the_namespace(filled: Path, _event: TransferEvent) -> None:
+def link_the_namespace(filled: Path, _event: tasks.TransferEvent) -> None:
     (filled / "default").symlink_to(filled)
 
 
-def remove_the_folder(filled: Path, event: TransferEvent) -> None:
-    if isinstance(event, TransferProgress) and event.done:
+def remove_the_folder(filled: Path, event: tasks.TransferEvent) -> None:
+    if isinstance(event, tasks.TransferProgress) and event.done:
         shutil.rmtree(filled)
 
 
-def link_a_file(filled: Path, event: TransferEvent) -> None:
-    if isinstance(event, TransferProgress) and event.done:
+def link_a_file(filled: Path, event: tasks.TransferEvent) -> None:
+    if isinstance(event, tasks.TransferProgress) and event.done:
         (shard,) = filled.joinpath(*PART).iterdir()
         shard.unlink()
         shard.symlink_to("part.json")
@@ -274,19 +263,19 @@ def link_a_file(filled: Path, event: TransferEvent) -> None:
 
 @pytest.mark.parametrize("change", [link_the_namespace, remove_the_folder, link_a_file])
 async def test_what_a_pod_does_to_the_folder_of_its_order_is_no_damage(
-    pod: Pod, change: Callable[[Path, TransferEvent], None]
+    pod: Pod, change: Callable[[Path, tasks.TransferEvent], None]
 ) -> None:
     order, task = pod.load(saved(pod))
-    filled = pod.volume / f".{order_folder(order.order, order.attempt)}"
+    filled = pod.volume / f".{tasks.order_folder(order.order, order.attempt)}"
     filled.mkdir()
-    with pytest.raises(ContainerFailed):
+    with pytest.raises(errors.ContainerFailed):
         hand_out(replace(task, staged=str(pod.volume)), partial(change, filled))
 
 
 async def test_damage_of_the_artifact_itself_is_found_before_a_loader_gets_it(pod: Pod) -> None:
     order, task = pod.load(saved(pod))
     flip(pod.root.joinpath(*PART, SHARD), 77)
-    with pytest.raises(ArtifactCorrupt):
+    with pytest.raises(errors.ArtifactCorrupt):
         await pod.run(order, task)
     assert list(pod.volume.iterdir()) == []
 
@@ -298,7 +287,7 @@ class LyingMemory(GmsControl):
 
     async def status(self, request: StatusRequest) -> StatusReply:
         if not self.missing:
-            raise ArtifactMissing("the weights are not there")
+            raise errors.ArtifactMissing("the weights are not there")
         return replace(await super().status(request), devices=[], missing=list(self.missing))
 
 
@@ -326,7 +315,7 @@ def lying(pod: Pod, *missing: MissingDevice) -> Iterator[tuple[Path, PodRef]]:
 
 
 GONE = MissingDevice(
-    uuid="GPU-gone", index=0, failure=Failure(reason="ArtifactCorrupt", message="chunk 3")
+    uuid="GPU-gone", index=0, failure=errors.Failure(reason="ArtifactCorrupt", message="chunk 3")
 )
 
 
@@ -339,12 +328,12 @@ async def test_what_a_memory_server_says_to_gms_is_no_damage(
     with lying(pod, *missing) as (kubelet, ref):
         find = PodMemories(kubelet, unused).find
         orders = GmsOrders(find, unused, unused, unused, root=pod.root)
-        with pytest.raises(ContainerFailed):
+        with pytest.raises(errors.ContainerFailed):
             await orders.load(replace(order, pod=ref, device=GONE.uuid), unused)
 
 
 async def test_what_a_memory_server_says_to_an_agent_is_no_damage(pod: Pod) -> None:
-    with lying(pod) as (kubelet, ref), pytest.raises(ContainerFailed):
+    with lying(pod) as (kubelet, ref), pytest.raises(errors.ContainerFailed):
         await PodGms(kubelet, kubelet).at(ref).devices(wait_s=0.0)
 
 
@@ -366,7 +355,7 @@ async def answered_before(pod: Pod) -> AsyncIterator[Path]:
 async def test_what_was_saved_while_the_service_of_the_node_was_away_is_taken(pod: Pod) -> None:
     async with answered_before(pod) as part:
         pass
-    assert isinstance((await pod.run(*pod.save()))[-1], TransferDone)
+    assert isinstance((await pod.run(*pod.save()))[-1], tasks.TransferDone)
     assert not part.exists()
     assert (pod.root.joinpath(*PART) / "part.json").exists()
 
@@ -374,7 +363,7 @@ async def test_what_was_saved_while_the_service_of_the_node_was_away_is_taken(po
 async def test_bytes_that_differ_from_their_digests_are_no_artifact(pod: Pod) -> None:
     async with answered_before(pod) as part:
         flip(part / SHARD, 77)
-    with pytest.raises(ArtifactCorrupt):
+    with pytest.raises(errors.ArtifactCorrupt):
         await pod.run(*pod.save())
     assert not pod.root.joinpath(*PART).exists()
 
@@ -383,7 +372,7 @@ async def test_the_part_of_another_order_is_refused_with_both(pod: Pod) -> None:
     async with answered_before(pod) as part:
         manifest = part / "part.json"
         manifest.write_text(manifest.read_text().replace(UID, UID.replace("5", "6")))
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(errors.InvalidInput) as refused:
         await pod.run(*pod.save())
     assert UID in refused.value.values["expected"]
     assert UID not in refused.value.values["found"]
@@ -394,6 +383,6 @@ async def test_a_link_in_the_place_of_a_part_is_not_followed(pod: Pod, tmp_path:
     async with answered_before(pod) as part:
         part.rename(secret)
         part.symlink_to(secret)
-    with pytest.raises(ArtifactCorrupt):
+    with pytest.raises(errors.ArtifactCorrupt):
         await pod.run(*pod.save())
     assert not pod.root.joinpath(*PART).exists()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import msgspec
@@ -16,26 +17,16 @@ import snapback_client as client
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.grpc_client import GmsCaller
-from snapback_client.frames import (
-    Access,
-    AllocationSpec,
-    Attach,
-    Attached,
-    Detach,
-    ErrorReply,
-    Versions,
-    decode_reply,
-    encode_frame,
-)
+from snapback_client import frames
 from snapback_client.lease import Lease
 from snapback_client.wire import send
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_shared.codec import encode_msgpack
 from snapshot_shared.errors import InvalidMessage, UnsupportedVersion
 from snapshot_shared.frames import VERSION_HEADER, StatusRequest, WatchRequest, grpc_method
-from tests.support.gms_rig import asking
+from tests.support.gms_rig import ATTACHED, asking
 
-RANGES: list[tuple[Versions, Versions, int | None]] = [
+RANGES: list[tuple[frames.Versions, frames.Versions, int | None]] = [
     ((1, 2), (1, 2), 2),
     ((1, 1), (1, 2), 1),
     ((1, 2), (1, 1), 1),
@@ -48,7 +39,7 @@ RANGES: list[tuple[Versions, Versions, int | None]] = [
 
 @pytest.mark.parametrize(("ours", "theirs", "used"), RANGES)
 def test_a_session_is_in_the_highest_version_that_both_sides_speak(
-    launch: Callable[..., Any], ours: Versions, theirs: Versions, used: int | None
+    launch: Callable[..., Any], ours: frames.Versions, theirs: frames.Versions, used: int | None
 ) -> None:
     service = launch(policy=LeasePolicy(versions=theirs))
     if used is None:
@@ -60,18 +51,18 @@ def test_a_session_is_in_the_highest_version_that_both_sides_speak(
         return
     lease = Lease.attach(str(service.folder), asking(service), ours)
     assert lease.version == used
-    lease.allocate([AllocationSpec(id="w", size=5000)])
+    lease.allocate([frames.AllocationSpec(id="w", size=5000)])
     assert [info.id for info in lease.allocations()] == ["w"]
     lease.commit(if_match=None)
     lease.detach()
 
 
-def raw_session(service: Any, first: Attach | bytes) -> Any:
+def raw_session(service: Any, first: frames.Attach | bytes) -> Any:
     """Send a first frame as a client of another build has it; return the answer, undecoded."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(10)
     sock.connect(str(service.folder / "gms.sock"))
-    send(sock, first if isinstance(first, bytes) else encode_frame(first))
+    send(sock, first if isinstance(first, bytes) else frames.encode_frame(first))
     return sock, msgspec.msgpack.decode(sock.recv(65536))
 
 
@@ -79,7 +70,7 @@ def test_a_client_that_offers_no_range_is_served_in_the_first_version(service: A
     sock, reply = raw_session(service, asking(service))
     with sock:
         assert (reply["type"], reply["v"]) == ("attached", 1)
-        send(sock, encode_frame(Detach()))
+        send(sock, frames.encode_frame(frames.Detach()))
         assert msgspec.msgpack.decode(sock.recv(65536))["v"] == 1
 
 
@@ -89,11 +80,11 @@ def test_a_frame_of_another_version_than_was_agreed_is_refused_and_the_session_g
     sock, reply = raw_session(service, asking(service, versions=(1, 2)))
     with sock:
         assert reply["v"] == 2
-        send(sock, encode_frame(Detach(), 1))
-        refused = decode_reply(sock.recv(65536))
-        assert isinstance(refused, ErrorReply)
+        send(sock, frames.encode_frame(frames.Detach(), 1))
+        refused = frames.decode_reply(sock.recv(65536))
+        assert isinstance(refused, frames.ErrorReply)
         assert refused.reason == "UnsupportedVersion"
-        send(sock, encode_frame(Detach(), 2))
+        send(sock, frames.encode_frame(frames.Detach(), 2))
         assert msgspec.msgpack.decode(sock.recv(65536))["type"] == "done"
 
 
@@ -107,56 +98,37 @@ def test_a_client_of_the_far_future_is_refused_with_both_ranges(service: Any) ->
 
 
 def test_an_answer_in_a_version_that_was_not_offered_is_refused() -> None:
-    attached = Attached(
-        session=1,
-        granted=Access.RW,
-        device="d",
-        index=0,
-        product="p",
-        capacity=1,
-        free=1,
-        granularity=1,
-        incarnation="i",
-    )
     with pytest.raises(UnsupportedVersion, match="2, and here 1 is spoken"):
-        decode_reply(encode_frame(attached, 2), (1, 1))
+        frames.decode_reply(frames.encode_frame(ATTACHED, 2), (1, 1))
 
 
-class Calls:
-    """A gRPC socket of a service that speaks some versions, in a folder of its own."""
+@contextlib.contextmanager
+def speaking(service: Any, folder: Path, versions: frames.Versions) -> Iterator[None]:
+    """Have a gRPC socket of the service in a folder of its own, which speaks some versions."""
 
-    def __init__(self, service: Any, folder: Path, versions: Versions) -> None:
-        self.folder = folder
-        self._service = service
-        self._versions = versions
-
-    async def _start(self) -> GrpcServer:
-        gms = self._service
-        server = GrpcServer(self.folder, gms.control, gms.transfers, gms.telemetry, self._versions)
+    async def start() -> GrpcServer:
+        server = GrpcServer(folder, service.control, service.transfers, service.telemetry, versions)
         await server.start()
         return server
 
-    def __enter__(self) -> Self:
-        self._server = self._service.run(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._service.run(self._server.close())
+    server = service.run(start())
+    yield
+    service.run(server.close())
 
 
-async def status_of_tools(folder: Path, versions: Versions) -> object:
+async def status_of_tools(folder: Path, versions: frames.Versions) -> object:
     async with GmsCaller(folder, versions=versions) as caller:
         return (await caller.status(events=0)).devices
 
 
-async def watch_of_tools(folder: Path, versions: Versions) -> object:
+async def watch_of_tools(folder: Path, versions: frames.Versions) -> object:
     async with GmsCaller(folder, versions=versions) as caller:
         async for each in caller.watch(WatchRequest(status=True)):
             return each.status
     return None
 
 
-async def status_of_agents(folder: Path, versions: Versions) -> object:
+async def status_of_agents(folder: Path, versions: frames.Versions) -> object:
     gms = GmsClient(folder, versions)
     try:
         return await gms.devices(wait_s=5.0)
@@ -170,11 +142,11 @@ def test_a_call_is_answered_in_the_highest_version_that_both_sides_speak(
     service: Any,
     tmp_path: Path,
     call: Callable[..., Any],
-    ours: Versions,
-    theirs: Versions,
+    ours: frames.Versions,
+    theirs: frames.Versions,
     used: int | None,
 ) -> None:
-    with Calls(service, tmp_path, theirs):
+    with speaking(service, tmp_path, theirs):
         if used is not None:
             assert asyncio.run(call(tmp_path, ours))
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -172,44 +173,28 @@ def test_signals_reach_the_engine_and_its_end_by_one_is_shown(running: Running) 
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "control", "status", "said"),
     [
-        (("--",), 2, "no program is named"),
-        (("--quiesce", "GET x", "--", "true"), 2, "the hook 'GET x' is no request"),
-        (("--", "./nothing"), 127, "./nothing cannot be started: No such file or directory"),
+        ("--", "", 2, "no program is named"),
+        ("--quiesce 'GET x' -- true", "", 2, "the hook 'GET x' is no request"),
+        ("-- ./nothing", "", 127, "./nothing cannot be started: No such file or directory"),
+        ("-- true", "/no/such/folder", 2, "SNAPSHOT_CONTROL_DIR is '/no/such/folder'"),
+        ("--ready {url} -- sh -c 'exit 9'", "", 9, "the engine has ended"),
+        (
+            "--ready {url} --ready-within 0.3 -- sleep 60",
+            "",
+            1,
+            "the engine was not ready within 0.3 s",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_said_without_a_traceback(
-    running: Running, words: tuple[str, ...], status: int, said: str
+    running: Running, words: str, control: str, status: int, said: str
 ) -> None:
-    running.start(*words)
+    env = {"SNAPSHOT_CONTROL_DIR": control} if control else {}
+    running.start(*shlex.split(words.format(url=running.url("/"))), **env)
     code, _, error = running.end()
     assert (code, said in error, "Traceback" in error) == (status, True, False)
-
-
-def test_a_control_directory_that_is_not_there_is_said_without_a_traceback(
-    running: Running,
-) -> None:
-    running.start("--", "true", SNAPSHOT_CONTROL_DIR="/no/such/folder")
-    code, _, error = running.end()
-    assert code == 2
-    assert "SNAPSHOT_CONTROL_DIR is '/no/such/folder'" in error
-    assert "Traceback" not in error
-
-
-def test_an_engine_that_ends_before_it_is_ready_gives_its_status(running: Running) -> None:
-    running.start("--ready", running.url("/"), "--", "sh", "-c", "exit 9")
-    code, _, error = running.end()
-    assert code == 9
-    assert "the engine has ended" in error
-
-
-def test_an_engine_that_is_never_ready_is_ended_in_time(running: Running) -> None:
-    words = ("--ready-within", "0.3", "--", "sleep", "60")
-    running.start("--ready", running.url("/"), *words)
-    code, _, error = running.end()
-    assert code == 1
-    assert "the engine was not ready within 0.3 s" in error
 
 
 def test_an_engine_is_asked_to_be_quiet_for_a_capture_and_to_go_on_after_it(
@@ -220,26 +205,33 @@ def test_an_engine_is_asked_to_be_quiet_for_a_capture_and_to_go_on_after_it(
     agent.found("ready-for-snapshot")
     (running.folder / "cache").mkdir()
     (running.folder / "cache/graph").write_text("compiled")
-    agent.put("quiesce", 1)
-    agent.found("quiesced", 1)
+    agent.quiet()
     assert running.asked() == ["/sleep"]
     with tarfile.open(agent.path / "state/files.tar") as archive:
         assert archive.getnames() == ["0", "1", "1/graph"]
-    agent.put("snapshot-complete", 1)
-    agent.found("ready-for-snapshot")
+    agent.go_on()
     assert running.asked() == ["/sleep", "/wake"]
 
 
-def test_an_engine_whose_hook_fails_is_not_captured(running: Running, agent: Agent) -> None:
-    running.engine("--quiesce", running.url("/fails"))
+def is_not_captured(running: Running, agent: Agent, hook: str) -> None:
+    """Have a capture aborted because the engine has not become quiet after its hook."""
     agent.found("ready-for-snapshot")
     agent.put("quiesce", 1)
-    wait_until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
-    agent.put("snapshot-aborted", 1)
-    agent.found("ready-for-snapshot")
+    wait_until(lambda: hook in (running.folder / "asked").read_text(), "the hook")
+    agent.go_on(end="snapshot-aborted")
     assert not (agent.path / "quiesced").exists()
-    running.close()
+
+
+@pytest.mark.parametrize("may_wake", [True, False])
+def test_an_engine_whose_hook_fails_is_not_captured_and_may_refuse_to_wake_up(
+    running: Running, agent: Agent, may_wake: bool
+) -> None:
+    options = () if may_wake else ("--resume", running.url("/fails"))
+    running.engine("--quiesce", running.url("/fails"), *options)
+    is_not_captured(running, agent, "/fails")
     assert running.process is not None
+    assert running.process.poll() is None
+    running.close()
     assert running.process.returncode == 128 + signal.SIGTERM
 
 
@@ -254,12 +246,7 @@ def test_files_that_could_not_be_put_back_are_not_captured(
     else:
         (cache / "link").symlink_to("/etc/hostname")
     running.engine("--quiesce", running.url("/sleep"), "--state", "cache")
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
-    wait_until(lambda: "/sleep" in (running.folder / "asked").read_text(), "the hook")
-    agent.put("snapshot-aborted", 1)
-    agent.found("ready-for-snapshot")
-    assert not (agent.path / "quiesced").exists()
+    is_not_captured(running, agent, "/sleep")
 
 
 def test_a_folder_that_is_elsewhere_is_saved_with_what_is_in_it(
@@ -269,9 +256,7 @@ def test_a_folder_that_is_elsewhere_is_saved_with_what_is_in_it(
     (tmp_path / "mounted/graph").write_text("compiled")
     (running.folder / "cache").symlink_to(tmp_path / "mounted")
     running.engine("--state", "cache")
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
-    agent.found("quiesced", 1)
+    agent.quiet()
     running.close()
     (tmp_path / "mounted/graph").unlink()
     agent.remove("quiesce", "quiesced", "ready-for-snapshot")
@@ -281,25 +266,12 @@ def test_a_folder_that_is_elsewhere_is_saved_with_what_is_in_it(
     assert (tmp_path / "mounted/graph").read_text() == "compiled"
 
 
-def test_an_engine_that_was_not_quiet_may_refuse_to_wake_up(running: Running, agent: Agent) -> None:
-    running.engine("--quiesce", running.url("/fails"), "--resume", running.url("/fails"))
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
-    wait_until(lambda: "/fails" in (running.folder / "asked").read_text(), "the hook")
-    agent.put("snapshot-aborted", 1)
-    agent.found("ready-for-snapshot")
-    assert running.process is not None
-    assert running.process.poll() is None
-
-
 def test_an_engine_that_cannot_go_on_ends_with_a_status_that_is_not_0(
     running: Running, agent: Agent
 ) -> None:
     program = ("--", "sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.02; done")
     running.start("--resume", "false", *program)
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
-    agent.found("quiesced", 1)
+    agent.quiet()
     agent.put("snapshot-complete", 1)
     assert running.end()[0] == 1
 
@@ -342,9 +314,7 @@ def test_a_process_that_was_restored_elsewhere_is_asked_to_take_up_what_is_its_o
     running: Running, agent: Agent
 ) -> None:
     running.engine("--resume", running.url("/wake"), "--restore", running.url("/load"))
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
-    agent.found("quiesced", 1)
+    agent.quiet()
     agent.put("restore-complete", 2)
     agent.found("restored", 2)
     assert running.asked() == ["/load"]
@@ -355,9 +325,7 @@ def test_a_command_that_is_called_after_a_restore_finds_who_the_engine_is(
 ) -> None:
     seen = tmp_path / "seen"
     running.engine("--restore", f"sh -c 'env >{seen}'")
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
-    agent.found("quiesced", 1)
+    agent.quiet()
     agent.put("restore-complete", 2, node="n2", pod="default/clone", generation=3)
     agent.found("restored", 2)
     found = dict(line.partition("=")[::2] for line in seen.read_text().splitlines())
@@ -489,8 +457,7 @@ def test_a_server_of_others_has_its_data_again(running: Running, agent: Agent) -
     agent.found("ready-for-snapshot")
     ask(running.url("/bucket"), "PUT")
     ask(running.url("/bucket/key"), "PUT", b"what was stored")
-    agent.put("quiesce", 1)
-    agent.found("quiesced", 1)
+    agent.quiet()
     running.close()
     (running.folder / "moto_recording").unlink()
     agent.remove("quiesce", "quiesced", "ready-for-snapshot")

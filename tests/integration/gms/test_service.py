@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -20,20 +21,12 @@ import snapback_client as client
 from gms.adapters.simulated import simulated_uuid
 from snapback_client.frames import Attach, LockMode, MemoryDomain
 from snapback_client.lease import Lease
-from snapshot_shared import subjects
+from snapshot_shared import orders, subjects
 from snapshot_shared.bus import Bus
-from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.orders import (
-    AbortOrder,
-    CommitOrder,
-    DropOrder,
-    LayoutRef,
-    LoadOrder,
-    Order,
-    Report,
-    SaveOrder,
-)
+from tests.support import builders
+from tests.support.agent_rig import Rig
 from tests.support.artifact_keys import put_encryption
 from tests.support.gms_rig import GmsProgram
 from tests.support.nats_server import nats_server
@@ -46,13 +39,9 @@ DEVICE = simulated_uuid("n1", 0)
 
 
 def incarnation(process: GmsProgram, patience_s: float = PATIENCE_S) -> str:
-    lease = Lease.attach(
-        str(process.sockets),
-        Attach(device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=patience_s),
-    )
-    found = lease.attached.incarnation
-    lease.detach()
-    return found
+    request = Attach(device=DEVICE, domain=MemoryDomain.KV, lock=LockMode.RW, deadline_s=patience_s)
+    with contextlib.closing(Lease.attach(str(process.sockets), request)) as lease:
+        return lease.attached.incarnation
 
 
 @pytest.fixture
@@ -140,9 +129,8 @@ def test_the_keys_of_artifacts_are_read_once_at_the_start(
 ) -> None:
     put_encryption(tmp_path / "keys")
     process.environment["SNAPBACK_ARTIFACT_KEYS"] = str(tmp_path / "keys")
-    running = process.start()
-    running.terminate()
-    assert running.wait(PATIENCE_S) == 0
+    process.start()
+    assert process.stop() == 0
     assert process.log.read_text().count("artifacts are encrypted by key") == 1
 
 
@@ -155,48 +143,6 @@ def test_a_transfer_backend_that_there_is_not_is_refused_at_the_start(process: G
 # Orders.
 
 
-class Operator:
-    """The operator's side: publishes orders and receives reports."""
-
-    def __init__(self, url: str) -> None:
-        self.bus = Bus(url, "test-operator")
-        self.reports: list[Report] = []
-        self._news = asyncio.Condition()
-        self._listener: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        await self.bus.connect()
-        await self.bus.ensure_assets()
-        self._listener = asyncio.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        async with self.bus.listening("snap.report.>") as received:
-            while True:
-                delivery = await received.get()
-                async with self._news:
-                    self.reports.append(decode_json(delivery.data, Report))
-                    self._news.notify_all()
-
-    async def carry_out(self, order: Order) -> Report:
-        subject = subjects.order(NodeName("n1"), "gms", OrderId(order.order))
-        await self.bus.publish(subject, encode_json(order))
-        async with asyncio.timeout(PATIENCE_S), self._news:
-            while True:
-                for report in self.reports:
-                    if report.order == order.order and report.is_terminal:
-                        return report
-                await self._news.wait()
-
-    def kinds(self, order: Order) -> list[str]:
-        return [report.kind for report in self.reports if report.order == order.order]
-
-    async def close(self) -> None:
-        if self._listener:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
-        await self.bus.close()
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
@@ -206,9 +152,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 async def made(url: str) -> None:
     """Make the streams."""
-    operator = Operator(url)
-    await operator.open()
-    await operator.close()
+    bus = Bus(url, "test-operator")
+    await bus.connect()
+    await bus.ensure_assets()
+    await bus.close()
 
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["one-process", "process-per-device"])
@@ -229,8 +176,10 @@ def ordered(
 
 
 @pytest.fixture
-async def operator(ordered: GmsProgram, url: str) -> AsyncIterator[Operator]:
-    found = Operator(url)
+async def operator(ordered: GmsProgram, url: str, tmp_path: Path) -> AsyncIterator[Rig]:
+    """The operator's side, without an agent."""
+    found = Rig(tmp_path, url, ordered.sockets)
+    found.node = NodeName("n1")
     await found.open()
     yield found
     await found.close()
@@ -246,7 +195,7 @@ def common(verb: str, owner: str, part: str = "-gpu-0") -> dict[str, Any]:
     }
 
 
-def load_of_nothing(device: str = DEVICE) -> LoadOrder:
+def load_of_nothing(device: str = DEVICE) -> orders.LoadOrder:
     return load_order(
         owner=str(uuid.uuid4()),
         uid=str(uuid.uuid4()),
@@ -257,61 +206,41 @@ def load_of_nothing(device: str = DEVICE) -> LoadOrder:
     )
 
 
-def save_of_nothing(owner: str) -> SaveOrder:
-    layout = LayoutRef(
-        device=DEVICE,
-        incarnation="i",
-        generation=1,
-        layout_id="l",
-        structure_hash="h",
-        bytes=1,
-    )
-    return save_order(layout, uid=owner, fence_token="f")
+async def test_a_load_of_what_is_not_there_fails_with_its_reason(operator: Rig) -> None:
+    await operator.refused(load_of_nothing(), "ArtifactRootEmpty")
 
 
-async def test_a_load_of_what_is_not_there_fails_with_its_reason(operator: Operator) -> None:
-    report = await operator.carry_out(load_of_nothing())
-    assert report.kind == "failed"
-    assert report.failure is not None
-    assert report.failure.reason == "ArtifactRootEmpty"
-
-
-async def test_an_order_for_a_device_that_is_not_here_fails_with_both(operator: Operator) -> None:
-    report = await operator.carry_out(load_of_nothing("GPU-z"))
-    assert report.failure is not None
-    assert report.failure.reason == "UnknownDevice"
-    assert report.failure.values["expected"] == [DEVICE]
+async def test_an_order_for_a_device_that_is_not_here_fails_with_both(operator: Rig) -> None:
+    failure = await operator.refused(load_of_nothing("GPU-z"), "UnknownDevice")
+    assert failure.values["expected"] == [DEVICE]
 
 
 async def test_a_commit_of_what_was_not_loaded_fails_and_a_drop_of_it_is_done(
-    operator: Operator,
+    operator: Rig,
 ) -> None:
     owner = str(uuid.uuid4())
-    commit = CommitOrder(device=DEVICE, load_token="t", layout_id="l", **common("commit", owner))
-    report = await operator.carry_out(commit)
-    assert report.failure is not None
-    assert report.failure.reason == "LoadLost"
-    drop = DropOrder(device=DEVICE, load_token="t", **common("drop", owner))
+    fields: dict[str, Any] = {"device": DEVICE, "load_token": "t"}
+    commit = orders.CommitOrder(layout_id="l", **fields, **common("commit", owner))
+    await operator.refused(commit, "LoadLost")
+    drop = orders.DropOrder(**fields, **common("drop", owner))
     assert (await operator.carry_out(drop)).kind == "dropped"
 
 
 async def test_a_save_without_its_fence_fails_and_writes_nothing(
-    operator: Operator, ordered: GmsProgram
+    operator: Rig, ordered: GmsProgram
 ) -> None:
-    save = save_of_nothing(str(uuid.uuid4()))
-    report = await operator.carry_out(save)
-    assert report.failure is not None
-    assert report.failure.reason == "NotFound"
+    save = save_order(builders.layout(device=DEVICE), uid=str(uuid.uuid4()), fence_token="f")
+    await operator.refused(save, "NotFound")
     assert list(Path(ordered.environment["SNAPBACK_ARTIFACT_ROOT"]).iterdir()) == []
-    assert operator.kinds(save) == ["accepted", "failed"]
+    kinds = [report.kind for report in operator.reports if report.order == save.order]
+    assert kinds == ["accepted", "failed"]
 
 
-async def test_an_abort_makes_sure_that_no_later_save_begins(operator: Operator) -> None:
+async def test_an_abort_makes_sure_that_no_later_save_begins(operator: Rig) -> None:
     owner = str(uuid.uuid4())
-    abort = AbortOrder(content_uid=owner, fence_token="f", **common("abort", owner, "-gms"))
-    assert (await operator.carry_out(abort)).kind == "aborted"
-    save = save_of_nothing(owner)
-    report = await operator.carry_out(save)
-    assert report.kind == "rejected"
-    assert report.failure is not None
-    assert report.failure.reason == "Superseded"
+    abort = orders.AbortOrder(content_uid=owner, fence_token="f", **common("abort", owner, "-gms"))
+    subject = subjects.order(operator.node, "gms", OrderId(abort.order))
+    await operator.bus.publish(subject, encode_json(abort))
+    assert (await operator.answer(abort)).kind == "aborted"
+    save = save_order(builders.layout(device=DEVICE), uid=owner, fence_token="f")
+    await operator.refused(save, "Superseded", kind="rejected")

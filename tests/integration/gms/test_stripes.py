@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,8 @@ from gms.handlers.transfers import whole_or_nothing
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.ports import GenerationRef
+from snapshot_shared import errors
 from snapshot_shared.artifact import ROOT_MANIFEST
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    ArtifactMissing,
-    InvalidInput,
-    NoSpace,
-    SnapbackError,
-)
 from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
 from tests.support.gms_rig import MIB
 from tests.support.weights import OTHER, PART, UID, Weights
@@ -85,10 +79,11 @@ async def nobody_asks(done: int) -> None:
     del done
 
 
-def verified(capture: Capture) -> None:
-    """Have an agent read everything."""
-    manifest, _ = asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
-    asyncio.run(capture.agent.check_bytes(PLACE, manifest, nobody_asks))
+def verified(capture: Capture, place: GenerationRef = PLACE) -> set[str]:
+    """Have an agent read everything; return the stripe roots that the manifest names."""
+    manifest, _ = asyncio.run(capture.agent.read_part(place, "gpu-0"))
+    asyncio.run(capture.agent.check_bytes(place, manifest, nobody_asks))
+    return {entry.stripe or "" for entry in manifest.files}
 
 
 def test_files_are_spread_over_all_folders_and_come_back(capture: Capture) -> None:
@@ -107,30 +102,38 @@ def test_shards_are_cut_shorter_so_that_every_folder_has_some(capture: Capture) 
 
 def test_a_manifest_names_stripe_roots_and_no_path(capture: Capture, tmp_path: Path) -> None:
     capture.run(capture.save_task())
-    found = {entry.stripe or "" for entry in capture.manifest().files}
-    assert found == {"", "fast", "other"}
+    assert verified(capture) == {"", "fast", "other"}
     for file in ("part.json", MARK):
         assert str(tmp_path) not in (capture.path / file).read_text()
 
 
-def test_folders_and_files_of_a_stripe_root_are_for_their_owner_alone(capture: Capture) -> None:
+def test_folders_and_files_of_all_roots_are_for_their_owner_alone(capture: Capture) -> None:
     capture.run(capture.save_task())
-    for path in Path(capture.stripes["fast"]).rglob("*"):
+    fast = Path(capture.stripes["fast"])
+    for path in (capture.root, *capture.root.rglob("*"), *fast.rglob("*")):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 16])
-def test_any_number_of_threads_does(capture: Capture, threads: int) -> None:
-    capture.run(capture.save_task(threads=threads))
-    capture.run(capture.load_task(threads=threads))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"threads": threads} for threads in (1, 2, 3, 16)),
+        *({"backend": backend} for backend in ("posix-buffered", "pinned-host")),
+    ],
+)
+def test_any_backend_with_any_number_of_threads_uses_all_folders(
+    capture: Capture, fields: dict[str, Any]
+) -> None:
+    capture.run(capture.save_task(**fields))
+    assert capture.shards("fast")
+    capture.run(capture.load_task(**fields))
     verified(capture)
 
 
-@pytest.mark.parametrize("backend", ["posix-buffered", "pinned-host"])
-def test_other_backends_write_into_the_same_folders(capture: Capture, backend: str) -> None:
-    capture.run(capture.save_task(backend=backend))
-    assert capture.shards("fast")
-    capture.run(capture.load_task(backend=backend))
+def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
+    first = capture.run(capture.save_task())
+    again = capture.run(capture.save_task())
+    assert again == msgspec.structs.replace(first, moved=0, backend="")
 
 
 def test_a_part_of_one_file_uses_the_artifact_root_alone(capture: Capture) -> None:
@@ -170,9 +173,9 @@ def test_a_verification_reads_all_folders(
     entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
     with (Path(capture.stripes["other"]) / PART / entry.name).open("r+b") as file:
         file.write(b"damaged")
-    with pytest.raises(ArtifactCorrupt, match=entry.name):
+    with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
         verified(capture)
-    with pytest.raises(ArtifactCorrupt, match=entry.name):
+    with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
         verify_part(capture.path, capture.manifest(), lambda _: None)
 
 
@@ -180,18 +183,10 @@ def test_a_file_that_is_missing_in_a_stripe_root_is_named(capture: Capture) -> N
     capture.run(capture.save_task())
     entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
     (Path(capture.stripes["other"]) / PART / entry.name).unlink()
-    with pytest.raises(ArtifactMissing, match=entry.name):
+    with pytest.raises(errors.ArtifactMissing, match=entry.name):
         asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
-    with pytest.raises(ArtifactMissing, match=entry.name):
+    with pytest.raises(errors.ArtifactMissing, match=entry.name):
         capture.run(capture.load_task())
-
-
-def test_a_deletion_leaves_nothing_in_any_folder(capture: Capture) -> None:
-    capture.run(capture.save_task())
-    capture.remove()
-    assert not capture.path.exists()
-    assert capture.left() == []
-    capture.remove()
 
 
 def gone(capture: Capture, how: str) -> dict[str, str]:
@@ -207,74 +202,52 @@ def gone(capture: Capture, how: str) -> dict[str, str]:
     return capture.stripes
 
 
-def back(capture: Capture) -> None:
-    disk = Path(capture.stripes["other"])
-    if (kept := disk.with_name("elsewhere")).exists():
-        if disk.exists():
-            for path in disk.iterdir():
-                path.unlink()
-            disk.rmdir()
-        kept.rename(disk)
-
-
-GONE = ["not named", "no folder", "not mounted", "another disk"]
-
-
-@pytest.mark.parametrize("how", GONE)
-def test_a_deletion_without_a_stripe_root_fails_and_can_be_repeated(
-    capture: Capture, how: str
-) -> None:
-    capture.run(capture.save_task())
-    agent = capture.agent_with(gone(capture, how))
-    for _ in range(2):
-        with pytest.raises(StripeMissing, match="'other'") as caught:
-            asyncio.run(agent.remove(PLACE))
-        assert "SNAPBACK_STRIPE_ROOTS" in caught.value.next_step
-        assert caught.value.values["setting"] == "SNAPBACK_STRIPE_ROOTS"
-        assert (capture.path / MARK).exists()
-        assert not caught.value.retryable
-    back(capture)
-    capture.remove()
-    assert not capture.path.exists()
-    assert capture.left() == []
-
-
-@pytest.mark.parametrize("how", GONE)
-def test_a_load_without_a_stripe_root_fails_before_it_has_memory(
+@pytest.mark.parametrize("how", ["not named", "no folder", "not mounted", "another disk"])
+def test_a_load_or_a_deletion_without_a_stripe_root_fails_before_it_begins(
     capture: Capture, how: str
 ) -> None:
     capture.run(capture.save_task())
     stripes = gone(capture, how)
-    with pytest.raises(SnapbackError, match="'other'") as caught:
+    with pytest.raises(errors.SnapbackError, match="'other'") as caught:
         capture.run(capture.load_task(stripe_roots=stripes))
     assert caught.value.to_failure().reason == "StripeMissing"
-    assert not caught.value.to_failure().retryable
+    agent = capture.agent_with(stripes)
     with pytest.raises(StripeMissing, match="'other'"):
-        asyncio.run(capture.agent_with(stripes).read_part(PLACE, "gpu-0"))
+        asyncio.run(agent.read_part(PLACE, "gpu-0"))
+    with pytest.raises(StripeMissing, match="'other'") as refused:
+        asyncio.run(agent.remove(PLACE))
+    assert (capture.path / MARK).exists()
+    assert "SNAPBACK_STRIPE_ROOTS" in refused.value.next_step
+    assert refused.value.values["setting"] == "SNAPBACK_STRIPE_ROOTS"
+    assert not refused.value.retryable
 
 
-def test_a_save_without_a_stripe_root_fails_and_leaves_nothing(capture: Capture) -> None:
-    Path(capture.stripes["other"]).rmdir()
-    with pytest.raises(SnapbackError, match="'other'") as caught:
-        capture.run(capture.save_task())
-    assert caught.value.to_failure().reason == "StripeMissing"
-    assert not capture.path.exists()
-    assert capture.left() == []
-
-
-def test_a_capture_is_refused_before_it_begins_where_a_stripe_root_is_missing(
+def test_a_capture_without_a_stripe_root_is_refused_before_it_begins_and_leaves_nothing(
     capture: Capture,
 ) -> None:
     asyncio.run(capture.agent.require_space(1, 1))
     Path(capture.stripes["other"]).rmdir()
     with pytest.raises(StripeMissing, match="'other'"):
         asyncio.run(capture.agent.require_space(1, 1))
+    with pytest.raises(errors.SnapbackError, match="'other'") as caught:
+        capture.run(capture.save_task())
+    assert caught.value.to_failure().reason == "StripeMissing"
+    assert not capture.path.exists()
+    assert capture.left() == []
+
+
+def test_a_capture_is_refused_where_two_stripe_roots_are_one_folder(capture: Capture) -> None:
+    other = Path(capture.stripes["other"])
+    other.rmdir()
+    other.symlink_to(capture.stripes["fast"])
+    with pytest.raises(errors.InvalidInput, match="'fast' and stripe root 'other'"):
+        asyncio.run(capture.agent.require_space(1, 1))
 
 
 def test_what_no_manifest_names_in_a_stripe_root_is_found(capture: Capture) -> None:
     capture.run(capture.save_task())
     (Path(capture.stripes["other"]) / PART / "extra").touch()
-    with pytest.raises(ArtifactCorrupt, match="'extra'"):
+    with pytest.raises(errors.ArtifactCorrupt, match="'extra'"):
         asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
 
 
@@ -283,10 +256,10 @@ def test_a_save_that_fails_at_its_end_leaves_nothing(
 ) -> None:
     def full(*_: object) -> None:
         assert capture.shards("fast")
-        raise NoSpace("the disk is full")
+        raise errors.NoSpace("the disk is full")
 
     monkeypatch.setattr("gms.transfer_child.save.write_new", full)
-    with pytest.raises(NoSpace):
+    with pytest.raises(errors.NoSpace):
         save(capture.save_task(), lambda _: None)
     assert not capture.path.exists()
     assert [path for path in capture.left() if "gpu-0" in path] == []
@@ -296,14 +269,16 @@ def test_a_save_that_fails_at_its_end_leaves_nothing(
 
 def test_a_saver_or_loader_in_a_pod_is_given_no_stripe_roots(capture: Capture) -> None:
     capture.run(capture.save_task())
-    with pytest.raises(SnapbackError, match="no loader in a pod is given"):
+    with pytest.raises(errors.SnapbackError, match="no loader in a pod is given"):
         capture.run(capture.load_task(staged=str(capture.root.parent)))
     task = capture.save_task()
     written = capture.root.parent / f"{task.order}.{task.attempt}" / PART
     written.mkdir(parents=True)
     (written / "part.json").write_bytes((capture.path / "part.json").read_bytes())
     capture.remove()
-    with pytest.raises(SnapbackError, match="the saver of the pod has put files of gpu-0 into"):
+    with pytest.raises(
+        errors.SnapbackError, match="the saver of the pod has put files of gpu-0 into"
+    ):
         capture.run(capture.save_task(staged=str(capture.root.parent)))
     assert capture.left() == []
 
@@ -339,38 +314,6 @@ def test_a_call_for_a_save_that_ends_early_leaves_nothing(capture: Capture) -> N
     assert [path for path in capture.left() if "gpu-0" in path] == []
 
 
-def test_a_save_below_another_artifact_root_leaves_the_shards_of_the_first(
-    capture: Capture,
-) -> None:
-    capture.run(capture.save_task())
-    second = capture.root.parent / "second"
-    second.mkdir()
-    for _ in range(2):
-        with pytest.raises(SnapbackError, match="stripe root") as caught:
-            capture.run(capture.save_task(root=str(second), fence_token=None))
-        assert caught.value.to_failure().reason == "ArtifactExists"
-        assert not (second / PART).exists()
-    verified(capture)
-    capture.run(capture.load_task())
-    capture.remove()
-    capture.run(capture.save_task(root=str(second), fence_token=None))
-    asyncio.run(ArtifactRoot(second, stripes=StripeRoots(capture.stripes)).remove(PLACE))
-    assert capture.left() == []
-
-
-def test_a_save_whose_generation_was_removed_under_it_leaves_nothing(
-    capture: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def removed(*_: object) -> None:
-        shutil.rmtree(capture.path.parent)
-        raise ArtifactMissing("the folder is gone")
-
-    monkeypatch.setattr("gms.transfer_child.save.write_new", removed)
-    with pytest.raises(ArtifactMissing):
-        save(capture.save_task(), lambda _: None)
-    assert [path for path in capture.left() if "gpu-0" in path] == []
-
-
 def test_a_node_shows_the_room_of_the_disks_that_are_there(
     capture: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,23 +330,6 @@ def test_a_node_shows_the_room_of_the_disks_that_are_there(
     assert len([each for each in caplog.messages if "'other'" in each]) == 2
 
 
-def test_a_capture_is_refused_where_two_stripe_roots_are_one_folder(capture: Capture) -> None:
-    other = Path(capture.stripes["other"])
-    other.rmdir()
-    other.symlink_to(capture.stripes["fast"])
-    with pytest.raises(InvalidInput, match="'fast' and stripe root 'other'"):
-        asyncio.run(capture.agent.require_space(1, 1))
-    with pytest.raises(SnapbackError, match="'fast' and stripe root 'other'"):
-        capture.run(capture.save_task())
-    assert not capture.path.exists()
-
-
-def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
-    first = capture.run(capture.save_task())
-    again = capture.run(capture.save_task())
-    assert again == msgspec.structs.replace(first, moved=0, backend="")
-
-
 def saved_again(capture: Capture) -> TransferDone:
     """Seal what was saved and save the same layout as another capture."""
     (capture.path.parent / ROOT_MANIFEST).write_text("{}")
@@ -417,9 +343,7 @@ def test_files_that_did_not_change_are_shared_within_their_stripe_root(capture: 
     again = saved_again(capture)
     assert (again.bytes, again.moved) == (first.bytes, 0)
     capture.remove()
-    manifest, _ = asyncio.run(capture.agent.read_part(OTHER_PLACE, "gpu-0"))
-    assert {entry.stripe or "" for entry in manifest.files} == {"", "fast", "other"}
-    asyncio.run(capture.agent.check_bytes(OTHER_PLACE, manifest, nobody_asks))
+    assert verified(capture, OTHER_PLACE) == {"", "fast", "other"}
     asyncio.run(capture.agent.remove(OTHER_PLACE))
     assert capture.left() == []
 
@@ -427,8 +351,7 @@ def test_files_that_did_not_change_are_shared_within_their_stripe_root(capture: 
 def test_a_file_that_is_shared_from_elsewhere_is_found_where_it_is(capture: Capture) -> None:
     capture.run(capture.save_task(stripe_roots={}))
     assert saved_again(capture).moved == 0
-    manifest, _ = asyncio.run(capture.agent.read_part(OTHER_PLACE, "gpu-0"))
-    assert {entry.stripe or "" for entry in manifest.files} == {""}
+    assert verified(capture, OTHER_PLACE) == {""}
     asyncio.run(capture.agent.remove(OTHER_PLACE))
     assert capture.left() == []
 
@@ -479,15 +402,14 @@ def test_a_resumed_save_with_other_stripe_roots_begins_again(capture: Capture) -
         next(kills)
     assert not (capture.path / "part.json").exists()
     fast = {"fast": capture.stripes["fast"]}
-    with pytest.raises(SnapbackError, match="'other'"):
+    with pytest.raises(errors.SnapbackError, match="'other'"):
         capture.run(capture.save_task(stripe_roots=fast))
     assert (capture.path / MARK).exists()
     third = capture.root.parent / "third"
     third.mkdir()
     capture.run(capture.save_task(stripe_roots=capture.stripes | {"third": str(third)}))
-    assert {entry.stripe or "" for entry in capture.manifest().files} == {
-        *("", "fast", "other", "third")
-    }
+    found = {entry.stripe or "" for entry in capture.manifest().files}
+    assert found == {"", "fast", "other", "third"}
 
 
 def test_two_saves_that_begin_at_once_agree_who_a_stripe_root_is(capture: Capture) -> None:
@@ -505,30 +427,20 @@ def test_two_saves_that_begin_at_once_agree_who_a_stripe_root_is(capture: Captur
     assert len(seen) == 1
 
 
-def test_a_save_needs_room_on_each_disk(
-    capture: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    small = Path("/dev/shm") / f"snapback-{os.getpid()}"
-    small.mkdir()
-    try:
-        if small.stat().st_dev == tmp_path.stat().st_dev:
+def test_a_save_needs_room_on_each_disk(capture: Capture, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as small:
+        if Path(small).stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("/dev/shm is no file system of its own here")
-        capture.stripes["other"] = str(small)
+        capture.stripes["other"] = small
         agent = capture.agent_with(capture.stripes)
         free = asyncio.run(agent.free_bytes())
         disk, shm = os.statvfs(tmp_path), os.statvfs(small)
         room = min(disk.f_bavail * disk.f_frsize // 2, shm.f_bavail * shm.f_frsize) * 3
         assert abs(free - room) < room / 10
         asyncio.run(agent.require_space(1, 1))
-        with pytest.raises(NoSpace, match="the capture, below"):
+        with pytest.raises(errors.NoSpace, match="the capture, below"):
             asyncio.run(agent.require_space(1, free + free // 8))
         capture.run(capture.save_task())
-        assert len(list((small / PART).iterdir())) > 0
-    finally:
-        asyncio.run(capture.agent_with(capture.stripes).remove(PLACE))
-        for path in small.rglob("*"):
-            assert path.name in (IDENTITY, "default")
-        (small / IDENTITY).unlink(missing_ok=True)
-        if (small / "default").exists():
-            (small / "default").rmdir()
-        small.rmdir()
+        assert capture.shards("other")
+        asyncio.run(agent.remove(PLACE))
+        assert capture.left() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,12 @@ import pytest
 import snapback_client as client
 from gms.adapters.cuda import open_devices
 from snapback_client.cuda import CudaUnavailable
+from snapback_client.errors import OutOfDeviceMemory, SnapbackError
 from snapback_client.tensors import PREFIX, View, place_tensors, read_tensors
 from snapback_client.torch import SegmentAllocator, TorchMemory
-from snapshot_shared.errors import OutOfDeviceMemory
 from tests.support.cuda_rig import UUIDS, CudaNode
+from tests.support.gms_rig import MIB
 
-MIB = 1024 * 1024
 STREAM = 0xBEEF
 
 MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -178,3 +179,82 @@ def test_an_array_of_a_gpu_is_offered_to_other_libraries_where_it_is(service: An
         pool.commit()
         with pytest.raises(BufferError, match="read-only"):
             array.__dlpack__()
+
+
+@pytest.fixture
+def pool(service: Any) -> Iterator[client.MemoryPool]:
+    with client.connect(lock="RW") as found:
+        yield found
+
+
+def test_what_is_reserved_is_handed_out_without_a_call(pool: client.MemoryPool) -> None:
+    allocator = SegmentAllocator(pool)
+    allocator.reserve(10 * MIB)
+    # Whatever asks the service from here on fails.
+    pool._held.close()
+    start = allocator.take(6 * MIB)
+    assert allocator.take(100) == start + 6 * MIB
+    assert allocator.take(3 * MIB) == start + 6 * MIB + 512
+    allocator.give(start)
+    with pytest.raises(SnapbackError):
+        allocator.take(2 * MIB)
+    assert allocator.malloc(2 * MIB, 0, None) is None
+    assert isinstance(allocator.failure, SnapbackError)
+
+
+def test_a_reserve_grows_where_it_ends_by_what_is_missing(
+    service: Any, pool: client.MemoryPool
+) -> None:
+    allocator = SegmentAllocator(pool)
+    start = allocator.take(100)
+    assert allocator.take(3 * MIB) == start + 512
+    assert service.device().used == 4 * MIB
+    pool.allocate("between", 1, "u1")
+    apart = allocator.take(4 * MIB)
+    assert apart > start + 4 * MIB, "not across another array"
+    whole = pool["segment-000000"], pool["segment-000001"]
+    assert sum(array.nbytes for array in whole) == 4 * MIB
+
+
+def test_what_no_range_touches_is_freed_and_the_reserve_is_kept(
+    service: Any, pool: client.MemoryPool
+) -> None:
+    allocator = SegmentAllocator(pool)
+    allocator.reserve(12 * MIB)
+    first, second, third = (allocator.take(3 * MIB) for _ in range(3))
+    assert service.device().used == 12 * MIB
+    allocator.give(second)
+    allocator.trim()
+    assert service.device().used == 10 * MIB, "the first touches the granule from 2 to 4"
+    allocator.give(first)
+    allocator.trim()
+    assert service.device().used == 6 * MIB, "6 to 9 are in use, 9 to 12 are the reserve"
+    allocator.trim([(third + MIB, 1)])
+    assert service.device().used == 2 * MIB
+    assert [segment.name for segment in allocator.segments] == ["segment-000003"]
+    assert allocator.take(MIB) == third + 6 * MIB, "behind what was reserved"
+
+
+def test_a_reserve_that_does_not_fit_is_refused_whole(
+    service: Any, pool: client.MemoryPool
+) -> None:
+    allocator = SegmentAllocator(pool)
+    with pytest.raises(OutOfDeviceMemory):
+        allocator.reserve(66 * MIB)
+    assert service.device().used == 0
+    assert allocator.segments == []
+    assert allocator.take(64 * MIB)
+
+
+def test_what_was_reserved_is_there_again_after_a_sleep(service: Any) -> None:
+    with client.connect(lock="RW", domain="kv") as cache:
+        allocator = SegmentAllocator(cache)
+        allocator.reserve(6 * MIB)
+        place = allocator.take(MIB)
+        assert cache.imported_bytes == 6 * MIB
+        cache.sleep()
+        assert (service.device().used, cache.imported_bytes) == (0, 0)
+        cache.wake()
+        assert (service.device().used, cache.imported_bytes) == (6 * MIB, 6 * MIB)
+        assert allocator.take(MIB) == place + MIB
+        assert service.device().used == 6 * MIB

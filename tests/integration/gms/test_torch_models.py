@@ -19,23 +19,19 @@ import pytest
 
 import snapback_client as client
 from gms.adapters.cuda import open_devices
-from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import LoadTask, SaveTask
 from snapback_client import dlpack
 from snapback_client.cuda import CudaUnavailable
 from snapback_client.errors import InvalidInput, NotEligible, NotFound, OutOfDeviceMemory
 from snapback_client.torch import TorchMemory, tensor_of
-from snapshot_shared.codec import digest
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
-from tests.support.gms_rig import RunningGms
+from tests.support.gms_rig import MIB, RunningGms, events_of
 from tests.support.torch_site import VARIABLE, path_with_torch
+from tests.support.weights import loading, saving
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu(240)]
 
-MIB = 1024 * 1024
 ROOT = Path(__file__).parents[3]
-UID = "11111111-2222-3333-4444-555555555555"
 
 
 @pytest.fixture
@@ -58,6 +54,11 @@ def service(request: pytest.FixtureRequest, torch: Any, launch: Any) -> Any:
 def weights(service: Any) -> Iterator[client.MemoryPool]:
     with client.connect(lock="RW") as pool:
         yield pool
+
+
+@pytest.fixture
+def memory(weights: client.MemoryPool) -> TorchMemory:
+    return TorchMemory({"weights": weights})
 
 
 @pytest.fixture
@@ -89,60 +90,21 @@ def save(service: RunningGms, root: Path) -> LayoutRef:
     """Save the first device, and return what was committed on it."""
     fence = FenceRequest(token="f1", devices=service.uuids[:1], wait_s=5.0, deadline_s=60.0)
     (layout,) = service.run(service.control.fence(fence)).vector
-    transfer(
-        service,
-        SaveTask(
-            **_task(service, root), order=f"save-{UID}-gpu-0", fence_token="f1", layout=layout
-        ),
-    )
+    task = saving(service.folder, root, layout, fence_token="f1", deadline_s=30.0)
+    service.run(events_of(task))
     return layout
 
 
 def load(service: RunningGms, root: Path, layout: LayoutRef) -> None:
     """Load it on the first device of a service, and publish it."""
-    manifest = root / "default" / UID / "gen-1" / "gpu-0" / "part.json"
-    transfer(
-        service,
-        LoadTask(
-            **_task(service, root),
-            part_digest=digest(manifest.read_bytes()),
-            load_token="l1",
-            layout_id=layout.layout_id,
-            structure_hash=layout.structure_hash,
-        ),
-    )
-
-    async def publish() -> LayoutRef:
-        return service.gms.publish_hidden(service.uuids[0], "l1")
-
-    service.run(publish())
-
-
-def _task(service: RunningGms, root: Path) -> dict[str, Any]:
-    return {
-        "socket_dir": str(service.folder),
-        "root": str(root),
-        "device": service.uuids[0],
-        "namespace": "default",
-        "content_uid": UID,
-        "generation": 1,
-        "part": "gpu-0",
-        "deadline_s": 30.0,
-    }
-
-
-def transfer(service: RunningGms, task: SaveTask | LoadTask) -> None:
-    async def finished() -> None:
-        async for _ in TransferProcesses().run(task):
-            pass
-
-    service.run(finished())
+    task = loading(service.folder, root, layout, device=service.uuids[0], deadline_s=30.0)
+    service.run(events_of(task))
+    service.publish("l1", 0)
 
 
 def test_a_published_model_answers_the_same_and_the_pool_holds_little_but_its_parameters(
-    service: Any, weights: client.MemoryPool, models: Any, torch: Any
+    memory: TorchMemory, service: Any, weights: client.MemoryPool, models: Any, torch: Any
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     model = models.build().to(memory.device)
     expected = models.answer(model)
     memory.publish(model)
@@ -157,9 +119,8 @@ def test_a_published_model_answers_the_same_and_the_pool_holds_little_but_its_pa
 
 
 def test_a_model_that_sleeps_and_wakes_has_the_same_tensors_at_the_same_addresses(
-    service: Any, weights: client.MemoryPool, models: Any, torch: Any
+    memory: TorchMemory, models: Any, torch: Any
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     model = models.build().to(memory.device)
     memory.publish(model)
     expected = models.answer(model)
@@ -173,9 +134,8 @@ def test_a_model_that_sleeps_and_wakes_has_the_same_tensors_at_the_same_addresse
 
 
 def test_a_second_process_has_the_model_from_its_names_alone(
-    service: Any, weights: client.MemoryPool, models: Any, torch: Any, tmp_path: Path
+    memory: TorchMemory, service: Any, weights: client.MemoryPool, models: Any, tmp_path: Path
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     model = models.build().to(memory.device)
     memory.publish(model)
     expected = models.answer(model)
@@ -190,11 +150,10 @@ def test_a_second_process_has_the_model_from_its_names_alone(
 
 
 def test_a_model_is_restored_on_another_service(
-    service: Any, weights: client.MemoryPool, models: Any, torch: Any, tmp_path: Path
+    memory: TorchMemory, service: Any, weights: client.MemoryPool, models: Any, tmp_path: Path
 ) -> None:
     if weights.device_kind == "cuda":
         pytest.skip("the other service has simulated devices")
-    memory = TorchMemory({"weights": weights})
     model = models.build()
     memory.publish(model)
     expected = models.answer(model)
@@ -215,9 +174,8 @@ def test_a_model_is_restored_on_another_service(
 
 
 def test_what_is_made_in_a_region_lies_in_the_pool_and_what_is_dropped_is_not_committed(
-    service: Any, weights: client.MemoryPool, models: Any, torch: Any
+    memory: TorchMemory, service: Any, weights: client.MemoryPool, torch: Any
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     with memory.region("weights", reserve=8 * MIB):
         kept = torch.nn.Linear(1024, 1024, bias=False, device=memory.device)
         rubbish = [torch.zeros(4 * MIB, dtype=torch.uint8, device=memory.device) for _ in range(4)]
@@ -268,9 +226,8 @@ def test_two_regions_of_a_process_lie_in_pools_that_wake_apart(
 
 
 def test_a_part_of_a_region_can_be_outside_of_the_pool(
-    service: Any, weights: client.MemoryPool, torch: Any
+    memory: TorchMemory, weights: client.MemoryPool, torch: Any
 ) -> None:
-    memory = TorchMemory({"weights": weights})
 
     def is_inside(tensor: Any) -> bool:
         first, size = weights.address("segment-000000"), 4 * MIB
@@ -301,11 +258,10 @@ def test_a_part_of_a_region_can_be_outside_of_the_pool(
     ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "bool", "complex64", "int64"],
 )
 def test_every_type_of_pytorch_comes_back_bit_by_bit(
-    service: Any, weights: client.MemoryPool, torch: Any, dtype: str
+    memory: TorchMemory, torch: Any, dtype: str
 ) -> None:
     kind = getattr(torch, dtype)
     raw = torch.arange(96, dtype=torch.uint8) % 2
-    memory = TorchMemory({"weights": weights})
     model = torch.nn.Module()
     values = raw.view(kind).to(memory.device)
     model.weight = torch.nn.Parameter(values, requires_grad=False)
@@ -316,9 +272,8 @@ def test_every_type_of_pytorch_comes_back_bit_by_bit(
 
 
 def test_views_of_one_memory_are_views_of_one_memory_in_the_pool(
-    service: Any, weights: client.MemoryPool, torch: Any
+    memory: TorchMemory, service: Any, torch: Any
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     model = torch.nn.Module()
     fused = torch.arange(4096.0, device=memory.device).reshape(64, 64)
     for name, part in {"q": fused[:32], "k": fused[32:], "turned": fused.T}.items():
@@ -338,9 +293,8 @@ def test_views_of_one_memory_are_views_of_one_memory_in_the_pool(
 
 
 def test_a_buffer_keeps_its_identity_when_it_is_moved_out_of_the_pool(
-    service: Any, weights: client.MemoryPool, torch: Any
+    memory: TorchMemory, torch: Any
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     model = torch.nn.Module()
     with memory.region("weights"):
         model.weight = torch.nn.Parameter(torch.ones(8, device=memory.device))
@@ -368,12 +322,11 @@ def test_a_buffer_keeps_its_identity_when_it_is_moved_out_of_the_pool(
 
 
 def test_parameters_keep_their_class_and_what_an_engine_has_put_on_them(
-    service: Any, weights: client.MemoryPool, torch: Any
+    memory: TorchMemory, torch: Any
 ) -> None:
     class Sharded(torch.nn.Parameter):  # type: ignore[misc,name-defined]
         pass
 
-    memory = TorchMemory({"weights": weights})
     model = torch.nn.Module()
     model.weight = Sharded(torch.ones(4, device=memory.device))
     memory.publish(model)
@@ -389,14 +342,13 @@ def test_parameters_keep_their_class_and_what_an_engine_has_put_on_them(
 
 @pytest.mark.parametrize("change", ["shape", "missing", "unknown", "module", "buffer"])
 def test_another_model_is_refused_by_name_and_left_as_it_is(
-    service: Any, weights: client.MemoryPool, torch: Any, change: str
+    memory: TorchMemory, torch: Any, change: str
 ) -> None:
     def build(device: str) -> Any:
         model = torch.nn.Module()
         model.layer = torch.nn.Linear(4, 4, bias=False, device=device)
         return model
 
-    memory = TorchMemory({"weights": weights})
     published, wrong = build(memory.device), build("meta")
     match change:
         case "shape":
@@ -419,18 +371,14 @@ def test_another_model_is_refused_by_name_and_left_as_it_is(
 
 
 def test_a_model_that_is_elsewhere_is_refused_with_the_name_of_a_tensor(
-    service: Any, weights: client.MemoryPool, torch: Any
+    memory: TorchMemory, torch: Any
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     model = torch.nn.Linear(4, 4, device="meta")
     with pytest.raises(InvalidInput, match=r"weight is torch\.strided on meta"):
         memory.publish(model)
 
 
-def test_buffers_that_are_elsewhere_stay_what_they_are(
-    service: Any, weights: client.MemoryPool, torch: Any
-) -> None:
-    memory = TorchMemory({"weights": weights})
+def test_buffers_that_are_elsewhere_stay_what_they_are(memory: TorchMemory, torch: Any) -> None:
     model = torch.nn.Linear(4, 4, device=memory.device)
     sparse = torch.eye(3, device=memory.device).to_sparse()
     model.register_buffer("sparse", sparse)
@@ -446,9 +394,8 @@ def test_buffers_that_are_elsewhere_stay_what_they_are(
 
 @pytest.mark.parametrize(("built", "published"), [(True, False), (False, True), (True, True)])
 def test_tensors_made_in_inference_mode_are_published_like_others(
-    service: Any, weights: client.MemoryPool, torch: Any, built: bool, published: bool
+    memory: TorchMemory, torch: Any, built: bool, published: bool
 ) -> None:
-    memory = TorchMemory({"weights": weights})
     with torch.inference_mode(built), memory.region("weights"):
         model = torch.nn.Linear(8, 8, device=memory.device)
         model.register_buffer("table", torch.zeros(8, device=memory.device))
@@ -465,10 +412,7 @@ def test_tensors_made_in_inference_mode_are_published_like_others(
     assert model.weight.is_inference() == model.table.is_inference() == built
 
 
-def test_regions_and_publications_come_in_their_order(
-    service: Any, weights: client.MemoryPool, torch: Any
-) -> None:
-    memory = TorchMemory({"weights": weights})
+def test_regions_and_publications_come_in_their_order(memory: TorchMemory, torch: Any) -> None:
     model = torch.nn.Linear(4, 4, device=memory.device)
     with pytest.raises(NotFound, match="kv_cache"), memory.region("kv_cache"):
         pass
@@ -547,9 +491,7 @@ def test_an_array_is_a_tensor_in_place_of_any_type_of_its_width(
     assert tuple(tensor_of(weights.allocate("none", (0, 2), "f4")).shape) == (0, 2)
 
 
-def test_pytorch_takes_an_array_by_dlpack(
-    service: Any, weights: client.MemoryPool, torch: Any
-) -> None:
+def test_pytorch_takes_an_array_by_dlpack(weights: client.MemoryPool, torch: Any) -> None:
     array = weights.allocate("a", (3, 4), "f4")
     tensor = torch.from_dlpack(array)
     tensor.fill_(2.5)

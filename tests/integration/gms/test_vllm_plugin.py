@@ -114,9 +114,7 @@ def test_an_engine_that_is_not_there_or_cannot_sleep_starts_as_before(
     assert "this vLLM cannot sleep with Snapback" in caplog.text
 
 
-def test_the_second_worker_maps_what_the_first_has_published(
-    plugin: Any, service: RunningGms
-) -> None:
+def test_the_second_worker_maps_what_the_first_has_published(plugin: Any) -> None:
     first = started(plugin)
     expected = answer(first)
     engines.close_memory()
@@ -305,21 +303,6 @@ def test_a_writer_reads_the_model_as_the_extra_options_say(plugin: Any) -> None:
     assert type(loader._reader()).downloaded == [MODEL]
 
 
-def test_after_a_restore_the_cache_wakes_on_the_device_that_the_agent_named(
-    plugin: Any, service: RunningGms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = started(plugin)
-    source, here = service.uuids[:2]
-    worker.sleep()
-    body = {"attempt": 1, "devices": {source: here}}
-    (tmp_path / "restore-complete").write_text(json.dumps(body))
-    monkeypatch.setenv("SNAPSHOT_CONTROL_DIR", str(tmp_path))
-    worker.wake_up(["kv_cache"])
-    held = [len(service.device(index).domains[1].sessions) for index in (0, 1)]
-    assert held == [0, 1]
-    worker.kv_cache.fill_(7)
-
-
 def devices_of_cache(service: RunningGms) -> list[int]:
     return [index for index in (0, 1) if service.device(index).domains[1].sessions]
 
@@ -345,6 +328,7 @@ def test_a_map_of_devices_is_applied_once_for_each_restore(
     restored(1, 1)
     worker.wake_up(["kv_cache"])
     assert devices_of_cache(service) == [1]
+    worker.kv_cache.fill_(7)
     assert slept_and_woken() == [1]
     restored(2, 1)
     assert slept_and_woken() == [0]

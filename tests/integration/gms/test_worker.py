@@ -50,6 +50,17 @@ class Agent:
 
         wait_until(is_there, name)
 
+    def quiet(self, attempt: int = 1) -> None:
+        """Have a worker that is ready be quiet."""
+        self.found("ready-for-snapshot")
+        self.put("quiesce", attempt)
+        self.found("quiesced", attempt)
+
+    def go_on(self, attempt: int = 1, *, end: str = "snapshot-complete") -> None:
+        """Have a worker go on, and be ready again."""
+        self.put(end, attempt)
+        self.found("ready-for-snapshot")
+
     def remove(self, *names: str) -> None:
         for name in names:
             (self.path / name).unlink(missing_ok=True)
@@ -113,8 +124,7 @@ def test_a_worker_whose_saving_fails_says_nothing_and_goes_on_when_it_is_aborted
         worker.ready()
         agent.put("quiesce", 1)
         wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
-        agent.put("snapshot-aborted", 1)
-        agent.found("ready-for-snapshot")
+        agent.go_on(end="snapshot-aborted")
         assert [each.outcome for each in seen] == ["aborted"]
         assert not (agent.path / "quiesced").exists()
         with worker.request():
@@ -143,8 +153,7 @@ def test_a_worker_whose_saving_fails_removes_all_that_it_has_saved(
         agent.put("quiesce", 1)
         assert has_saved.wait(PATIENCE_S)
         wait_until(lambda: not list((agent.path / "state").iterdir()), "its removal")
-        agent.put("snapshot-aborted", 1)
-        agent.found("ready-for-snapshot")
+        agent.go_on(end="snapshot-aborted")
     assert (others / "file").read_text() == "not saved"
 
 
@@ -155,13 +164,11 @@ def test_a_worker_that_has_missed_the_end_of_a_capture_answers_the_next(
     seen: list[Resumed] = []
     with Worker(None, seen.append) as worker:
         worker.ready()
-        agent.put("quiesce", 1)
-        agent.found("quiesced", 1)
+        agent.quiet()
         agent.put("quiesce", 2, previous=previous)
         agent.found("quiesced", 2)
         assert [each.outcome for each in seen] == [previous]
-        agent.put("snapshot-complete", 2)
-        agent.found("ready-for-snapshot")
+        agent.go_on(2)
 
 
 def test_a_process_that_was_restored_elsewhere_answers_with_the_attempt_and_its_devices(
@@ -170,8 +177,7 @@ def test_a_process_that_was_restored_elsewhere_answers_with_the_attempt_and_its_
     seen: list[Resumed] = []
     with Worker(None, seen.append) as worker:
         worker.ready()
-        agent.put("quiesce", 1)
-        agent.found("quiesced", 1)
+        agent.quiet()
         agent.put("restore-complete", 5, devices={"GPU-a": "GPU-b"})
         agent.found("restored", 5)
         assert seen == [Resumed("restored", {"GPU-a": "GPU-b"}, worker.identity)]
@@ -191,8 +197,7 @@ def test_a_request_that_waits_is_refused_when_the_worker_is_closed(agent: Agent)
 
     with Worker() as worker:
         worker.ready()
-        agent.put("quiesce", 1)
-        agent.found("quiesced", 1)
+        agent.quiet()
         late = threading.Thread(target=ask)
         late.start()
         time.sleep(0.05)
@@ -207,10 +212,8 @@ def test_a_process_with_many_open_files_is_captured(agent: Agent) -> None:
     try:
         with Worker() as worker:
             worker.ready()
-            agent.put("quiesce", 1)
-            agent.found("quiesced", 1)
-            agent.put("snapshot-complete", 1)
-            agent.found("ready-for-snapshot")
+            agent.quiet()
+            agent.go_on()
     finally:
         for each in opened:
             os.close(each)
@@ -248,10 +251,8 @@ def test_what_no_agent_has_put_there_is_left_alone(agent: Agent, what: str) -> N
         time.sleep(0.1)
         if path.is_dir():
             path.rmdir()
-        agent.put("quiesce", 2)
-        agent.found("quiesced", 2)
-        agent.put("snapshot-complete", 2)
-        agent.found("ready-for-snapshot")
+        agent.quiet(2)
+        agent.go_on(2)
 
 
 def test_what_a_process_before_has_said_is_taken_back(agent: Agent) -> None:
@@ -271,8 +272,7 @@ def test_a_worker_that_cannot_say_that_it_is_quiet_goes_on(agent: Agent) -> None
         (agent.path / "quiesced").mkdir()
         agent.put("quiesce", 1)
         wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
-        agent.put("snapshot-aborted", 1)
-        agent.found("ready-for-snapshot")
+        agent.go_on(end="snapshot-aborted")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a process namespace")
@@ -280,9 +280,7 @@ def test_the_first_process_of_a_container_ends_as_well_when_it_cannot_go_on(agen
     words = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", UNABLE]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
     try:
-        agent.found("ready-for-snapshot")
-        agent.put("quiesce", 1)
-        agent.found("quiesced", 1)
+        agent.quiet()
         agent.put("snapshot-complete", 1)
         assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     finally:
@@ -316,10 +314,8 @@ def test_a_worker_that_goes_on_in_its_place_keeps_who_it_is(agent: Agent) -> Non
     with Worker(None, seen.append) as worker:
         worker.ready()
         for attempt, end in ((1, "snapshot-complete"), (2, "snapshot-aborted")):
-            agent.put("quiesce", attempt)
-            agent.found("quiesced", attempt)
-            agent.put(end, attempt)
-            agent.found("ready-for-snapshot")
+            agent.quiet(attempt)
+            agent.go_on(attempt, end=end)
         assert [each.identity for each in seen] == [None, None]
         assert worker.identity is None
 
@@ -345,9 +341,7 @@ with Worker(on_resume=fail) as worker:
 def test_a_worker_that_cannot_go_on_ends(agent: Agent, end: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", UNABLE], stderr=subprocess.PIPE, text=True)
     try:
-        agent.found("ready-for-snapshot")
-        agent.put("quiesce", 1)
-        agent.found("quiesced", 1)
+        agent.quiet()
         agent.put(end, 1, message="no weights")
         _, said = process.communicate(timeout=PATIENCE_S)
     finally:

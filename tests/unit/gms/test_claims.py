@@ -10,30 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gms.domain.claims import (
-    DRIVER,
-    MAX_RECORD_BYTES,
-    ClaimableDevice,
-    ClaimRef,
-    PreparedClaim,
-    PreparedDevice,
-    ResourceClaim,
-    cdi_id,
-    cdi_spec,
-    decode_record,
-    held_by_others,
-    prepared_claim,
-)
+from gms.domain import claims, slices
 from gms.domain.plugin_devices import container_allocation
-from gms.domain.slices import (
-    Create,
-    Delete,
-    FoundSlice,
-    Replace,
-    next_write,
-    quantity,
-    resource_slice,
-)
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import InvalidMessage, NotEligible, NotFound, UnknownDevice
 from tests.unit.tables import each
@@ -41,38 +19,40 @@ from tests.unit.tables import each
 GIB = 2**30
 UID = "0c0c5a0b-6c5f-4a51-9d3a-7b8f3a6f2d11"
 OTHER = "1c0c5a0b-6c5f-4a51-9d3a-7b8f3a6f2d11"
-REF = ClaimRef(namespace="default", name="worker-gpu-x7k2p", uid=UID)
+REF = claims.ClaimRef(namespace="default", name="worker-gpu-x7k2p", uid=UID)
 DEVICES = [
-    ClaimableDevice(index=index, uuid=f"GPU-{index}", product="Sim", capacity=4 * GIB)
+    claims.ClaimableDevice(index=index, uuid=f"GPU-{index}", product="Sim", capacity=4 * GIB)
     for index in range(3)
 ]
 
 
 def result(device: str, request: str = "gpu", **fields: Any) -> dict[str, Any]:
-    return {"request": request, "driver": DRIVER, "pool": "n1", "device": device, **fields}
+    return {"request": request, "driver": claims.DRIVER, "pool": "n1", "device": device, **fields}
 
 
-def claim(*results: dict[str, Any], uid: str = UID) -> ResourceClaim:
+def claim(*results: dict[str, Any], uid: str = UID) -> claims.ResourceClaim:
     found = {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": results}}}}
-    return msgspec.convert(found, ResourceClaim)
+    return msgspec.convert(found, claims.ResourceClaim)
 
 
-def prepared(*devices: str, uid: str = UID, admin: bool = False) -> PreparedClaim:
-    return PreparedClaim(
+def prepared(*devices: str, uid: str = UID, admin: bool = False) -> claims.PreparedClaim:
+    return claims.PreparedClaim(
         namespace="default",
         name="c",
         uid=uid,
         devices=[
-            PreparedDevice(request="gpu", pool="n1", device=device, ordinal=number, admin=admin)
+            claims.PreparedDevice(
+                request="gpu", pool="n1", device=device, ordinal=number, admin=admin
+            )
             for number, device in enumerate(devices)
         ],
     )
 
 
 def test_devices_are_numbered_over_all_requests_of_a_claim() -> None:
-    found = prepared_claim(
+    found = claims.prepared_claim(
         REF,
-        claim(result("gpu-2", "a"), result("gpu-0", "a"), result("gpu-1", "b")),
+        claim(result("gpu-2", "a"), result("gpu-0", "a/small"), result("gpu-1", "b")),
         "n1",
         DEVICES,
     )
@@ -83,33 +63,33 @@ def test_devices_are_numbered_over_all_requests_of_a_claim() -> None:
     ]
 
 
-def test_a_result_of_an_alternative_is_of_its_request() -> None:
-    found = prepared_claim(REF, claim(result("gpu-0", "gpu/small")), "n1", DEVICES)
-    assert found.devices[0].request == "gpu"
+NETWORK = {"request": "nic", "driver": "net.example.com", "pool": "n1", "device": "eth1"}
 
 
 def test_devices_of_other_drivers_are_left_to_them() -> None:
-    network = {"request": "nic", "driver": "net.example.com", "pool": "n1", "device": "eth1"}
-    found = prepared_claim(REF, claim(network, result("gpu-1")), "n1", DEVICES)
+    found = claims.prepared_claim(REF, claim(NETWORK, result("gpu-1")), "n1", DEVICES)
     assert [(each.ordinal, each.device) for each in found.devices] == [(0, "gpu-1")]
-    with pytest.raises(NotEligible, match=f"no device of {DRIVER}"):
-        prepared_claim(REF, claim(network), "n1", DEVICES)
 
 
-def test_a_claim_that_was_made_again_is_refused_with_both_uids() -> None:
-    with pytest.raises(NotFound, match=f"has uid '{OTHER}' now, not {UID}"):
-        prepared_claim(REF, claim(result("gpu-0"), uid=OTHER), "n1", DEVICES)
-
-
-@pytest.mark.parametrize("found", [result("gpu-7"), {**result("gpu-0"), "pool": "n2"}])
-def test_a_device_that_is_not_served_is_refused_with_those_that_are(found: dict[str, Any]) -> None:
-    with pytest.raises(UnknownDevice, match="pool n1 has gpu-0, gpu-1, gpu-2"):
-        prepared_claim(REF, claim(found), "n1", DEVICES)
-
-
-def test_a_claim_without_an_allocation_is_refused() -> None:
-    with pytest.raises(NotEligible, match="default/worker-gpu-x7k2p"):
-        prepared_claim(REF, msgspec.convert({"metadata": {"uid": UID}}, ResourceClaim), "n1", [])
+@each(
+    ("wanted", "error", "said"),
+    [
+        (claim(NETWORK), NotEligible, f"no device of {claims.DRIVER}"),
+        (claim(result("gpu-0"), uid=OTHER), NotFound, f"has uid '{OTHER}' now, not {UID}"),
+        (claim(result("gpu-7")), UnknownDevice, "pool n1 has gpu-0, gpu-1, gpu-2"),
+        (claim(result("gpu-0", pool="n2")), UnknownDevice, "pool n1 has gpu-0, gpu-1, gpu-2"),
+        (
+            msgspec.convert({"metadata": {"uid": UID}}, claims.ResourceClaim),
+            NotEligible,
+            "default/worker-gpu-x7k2p",
+        ),
+    ],
+)
+def test_a_claim_that_is_not_allocated_here_is_refused_with_what_is(
+    wanted: claims.ResourceClaim, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        claims.prepared_claim(REF, wanted, "n1", DEVICES)
 
 
 @pytest.mark.parametrize(
@@ -124,16 +104,16 @@ def test_a_claim_without_an_allocation_is_refused() -> None:
     ids=["same", "another", "itself", "to look after", "looked after"],
 )
 def test_a_device_is_held_by_another_claim_unless_one_only_looks_after_it(
-    ours: PreparedClaim, theirs: PreparedClaim, held: list[str]
+    ours: claims.PreparedClaim, theirs: claims.PreparedClaim, held: list[str]
 ) -> None:
-    assert [device for device, _ in held_by_others(ours, [theirs])] == held
+    assert [device for device, _ in claims.held_by_others(ours, [theirs])] == held
 
 
 def test_the_specification_has_one_mount_and_one_uuid_a_device() -> None:
-    spec = cdi_spec(prepared("gpu-2", "gpu-0"), "/kubelet/claims/c", DEVICES)
+    spec = claims.cdi_spec(prepared("gpu-2", "gpu-0"), "/kubelet/claims/c", DEVICES)
     assert [f"{spec['kind']}={each['name']}" for each in spec["devices"]] == [
-        cdi_id(UID, 0),
-        cdi_id(UID, 1),
+        claims.cdi_id(UID, 0),
+        claims.cdi_id(UID, 1),
     ]
     edits = [each["containerEdits"] for each in spec["devices"]]
     assert [edit["env"][-1] for edit in edits] == ["SNAPBACK_GPU_0=GPU-2", "SNAPBACK_GPU_1=GPU-0"]
@@ -148,7 +128,7 @@ def test_the_specification_has_one_mount_and_one_uuid_a_device() -> None:
 
 def test_a_record_reads_back_as_it_was_written() -> None:
     record = prepared("gpu-0", "gpu-2")
-    assert decode_record(encode_json(record), UID) == record
+    assert claims.decode_record(encode_json(record), UID) == record
 
 
 def changed(**fields: Any) -> bytes:
@@ -160,7 +140,7 @@ def changed(**fields: Any) -> bytes:
     [
         (b"", "not a valid record"),
         (b"{" * 10_000, "not a valid record"),
-        (b" " * (MAX_RECORD_BYTES + 1), "over the limit"),
+        (b" " * (claims.MAX_RECORD_BYTES + 1), "over the limit"),
         (changed(uid=OTHER), f"it is of claim {OTHER}"),
         (changed(uid="../../etc"), r"\$.uid"),
         (changed(namespace="a/b"), r"\$.namespace"),
@@ -173,17 +153,17 @@ def changed(**fields: Any) -> bytes:
 )
 def test_a_damaged_record_is_refused_with_the_field(data: bytes, message: str) -> None:
     with pytest.raises(InvalidMessage, match=message):
-        decode_record(data, UID)
+        claims.decode_record(data, UID)
 
 
 @given(st.binary(max_size=400))
 def test_a_record_of_any_bytes_is_refused_in_one_way(data: bytes) -> None:
     with pytest.raises(InvalidMessage):
-        decode_record(data, UID)
+        claims.decode_record(data, UID)
 
 
 def test_attributes_have_the_names_and_types_of_nvidias_driver() -> None:
-    (device, *_) = resource_slice("n1", "u", DEVICES, generation=1)["spec"]["devices"]
+    (device, *_) = slices.resource_slice("n1", "u", DEVICES, generation=1)["spec"]["devices"]
     assert device["name"] == "gpu-0"
     assert device["attributes"]["gpu.nvidia.com/uuid"] == {"string": "GPU-0"}
     assert device["attributes"]["gpu.nvidia.com/type"] == {"string": "gpu"}
@@ -199,27 +179,29 @@ def test_attributes_have_the_names_and_types_of_nvidias_driver() -> None:
     [(2**21, "2Mi"), (4 * GIB, "4Gi"), (1500 * 2**20, "1500Mi"), (4097 * 1024 + 5, "4097Ki")],
 )
 def test_a_capacity_is_written_as_the_api_server_does(size: int, text: str) -> None:
-    assert quantity(size) == text
+    assert slices.quantity(size) == text
 
 
-def found_slice(devices: list[ClaimableDevice], name: str = f"n1-{DRIVER}") -> FoundSlice:
-    body = resource_slice("n1", "node-uid", devices, generation=3)
+def found_slice(
+    devices: list[claims.ClaimableDevice], name: str = f"n1-{claims.DRIVER}"
+) -> slices.FoundSlice:
+    body = slices.resource_slice("n1", "node-uid", devices, generation=3)
     body["metadata"] |= {"name": name, "resourceVersion": "77"}
-    return msgspec.convert(body, FoundSlice)
+    return msgspec.convert(body, slices.FoundSlice)
 
 
 def test_a_slice_is_created_replaced_or_left() -> None:
-    assert isinstance(next_write([], "n1", "node-uid", DEVICES), Create)
-    assert next_write([found_slice(DEVICES)], "n1", "node-uid", DEVICES) is None
-    write = next_write([found_slice(DEVICES[:1])], "n1", "node-uid", DEVICES)
-    assert isinstance(write, Replace)
+    assert isinstance(slices.next_write([], "n1", "node-uid", DEVICES), slices.Create)
+    assert slices.next_write([found_slice(DEVICES)], "n1", "node-uid", DEVICES) is None
+    write = slices.next_write([found_slice(DEVICES[:1])], "n1", "node-uid", DEVICES)
+    assert isinstance(write, slices.Replace)
     assert write.body["spec"]["pool"]["generation"] == 4
     assert write.body["metadata"]["resourceVersion"] == "77"
 
 
 def test_another_slice_of_the_node_is_deleted_first() -> None:
     found = [found_slice(DEVICES, "aaa"), found_slice(DEVICES)]
-    assert next_write(found, "n1", "node-uid", DEVICES) == Delete("aaa")
+    assert slices.next_write(found, "n1", "node-uid", DEVICES) == slices.Delete("aaa")
 
 
 def test_a_container_has_the_same_numbers_however_its_devices_are_ordered() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,9 +11,9 @@ from gms.domain.containers import Settings, container_load, container_save, read
 from gms.domain.tasks import SHARD_BYTES, TransferOptions, save_task
 from gms.main import GmsSettings, transfer_options
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.orders import ArtifactRef, LoadOrder, SaveOrder
+from snapshot_shared.orders import SaveOrder
 from snapshot_shared.settings import load
-from tests.support import builders
+from tests.support import builders, weights
 from tests.unit.tables import each
 
 UID = "00000000-0000-4000-8000-000000000001"
@@ -66,20 +68,11 @@ def test_a_folder_that_depends_on_something_else_is_named(name: str, value: str)
     assert f"set {name} to the absolute path" in caught.value.message
 
 
-def save_order() -> SaveOrder:
-    return SaveOrder(
-        order=f"save-{UID}-gpu-0",
-        attempt=2,
-        node="node-1",
-        owner=UID,
-        deadline_s=60.0,
-        traceparent="of the order",
-        namespace="default",
-        content_uid=UID,
-        part="gpu-0",
-        layout=builders.layout(),
-        fence_token="",
-    )
+ORDER: dict[str, Any] = {"uid": UID, "deadline_s": 60.0, "traceparent": "of the order"}
+
+
+def save_order(**changes: Any) -> SaveOrder:
+    return weights.save_order(builders.layout(), attempt=2, **ORDER, **changes)
 
 
 def settings(**changes: str) -> Settings:
@@ -99,37 +92,27 @@ def test_a_save_may_be_given_less_time_and_other_shards(lock_ms: str, deadline_s
     given = settings(
         GMS_SAVE_LOCK_TIMEOUT_MS=lock_ms, GMS_SHARD_SIZE_BYTES="8192", TRACEPARENT="of the pod"
     )
-    task = container_save(given, replace(save_order(), fence_token="f"))
+    task = container_save(given, save_order(fence_token="f"))
     assert (task.deadline_s, task.shard_bytes, task.fence_token) == (deadline_s, 8192, "f")
     assert task.traceparent == "of the pod"
 
 
 @pytest.mark.parametrize(("trace", "expected"), [("", "of the order"), ("of the pod",) * 2])
 def test_a_load_is_what_its_order_and_the_environment_say(trace: str, expected: str) -> None:
-    order = LoadOrder(
-        order=f"load-{UID}-gpu-0",
-        attempt=5,
-        node="node-1",
+    order = weights.load_order(
         owner=UID,
-        deadline_s=60.0,
-        traceparent="of the order",
-        artifact=ArtifactRef(
-            namespace="default", content_uid=UID, generation=2, root_digest=DIGEST
-        ),
-        part="gpu-0",
+        generation=2,
+        attempt=5,
         part_digest=DIGEST,
         device="GPU-2",
         layout_id="l",
         structure_hash="h",
         load_token="of the order",
+        **ORDER,
     )
     task = container_load(settings(TRACEPARENT=trace), order, load_token="t")
-    assert (task.root, task.namespace, task.content_uid, task.generation) == (
-        "/store",
-        "default",
-        UID,
-        2,
-    )
+    assert (task.root, task.namespace) == ("/store", "default")
+    assert (task.content_uid, task.generation) == (UID, 2)
     assert (task.device, task.part, task.part_digest) == ("GPU-2", "gpu-0", DIGEST)
     assert (task.layout_id, task.structure_hash, task.load_token) == ("l", "h", "t")
     assert (task.deadline_s, task.threads, task.traceparent) == (60.0, 16, expected)

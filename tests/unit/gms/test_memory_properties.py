@@ -4,53 +4,29 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from gms.domain import sessions
 from gms.domain.fence import FencePhase
-from gms.domain.locks import Lock, LockDecision, LockRequest, Use, decide
+from gms.domain.locks import LockDecision, LockRequest, Use, decide
 from gms.domain.memory_table import MemoryTable
-from gms.domain.sessions import (
-    Effect,
-    FenceEnded,
-    FenceHeld,
-    FenceRefused,
-    Freed,
-    Granted,
-    Peer,
-    Refused,
-    Session,
-)
-from snapback_client.frames import (
-    Access,
-    AllocationSpec,
-    Attach,
-    Commit,
-    GenerationRef,
-    LockMode,
-    MemoryDomain,
-)
+from snapback_client import frames
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import LayoutRef
+from tests.unit.gms.test_memory_table import MEANING
 
 DEVICES = ("GPU-a", "GPU-b")
 SHAPE = "the structure hash of every layout here"
+WRONG = frames.GenerationRef(incarnation="inc", generation=77)
 TOKENS = tuple(f"t{number}" for number in range(12))
 
 devices = st.sampled_from(DEVICES)
 tokens = st.sampled_from(TOKENS)
-
-HOLDS = {
-    Lock.EMPTY: (False, False, False),
-    Lock.WRITING: (True, False, False),
-    Lock.COMMITTED: (False, True, False),
-    Lock.READING: (False, True, True),
-    Lock.UPDATING: (True, True, False),
-    Lock.UPDATING_READ: (True, True, True),
-}
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):
@@ -62,42 +38,42 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.created: set[int] = set()
         self.freed: set[int] = set()
         self.mapped: dict[int, set[int]] = {}
-        self.waiting: dict[int, Attach] = {}
-        self.sessions: dict[int, Session] = {}
-        self.vanished: dict[int, Session] = {}
+        self.waiting: dict[int, frames.Attach] = {}
+        self.sessions: dict[int, sessions.Session] = {}
+        self.vanished: dict[int, sessions.Session] = {}
         self.held: dict[str, tuple[LayoutRef, ...]] = {}
         self.newest = dict.fromkeys(DEVICES, 0)
 
     # What happens.
 
-    def take(self, effects: list[Effect]) -> None:
+    def take(self, effects: list[sessions.Effect]) -> None:
         for effect in effects:
             match effect:
-                case Granted(ticket, session):
+                case sessions.Granted(ticket, session):
                     self.check_grant(session)
                     self.waiting.pop(ticket, None)
                     self.sessions[ticket] = session
-                case Refused(ticket, _):
+                case sessions.Refused(ticket, _):
                     del self.waiting[ticket]
-                case Freed(_, handles):
+                case sessions.Freed(_, handles):
                     self.check_freed(set(handles))
                     self.freed |= set(handles)
-                case FenceHeld(token, vector):
+                case sessions.FenceHeld(token, vector):
                     self.held[token] = vector
-                case FenceRefused(token, _) | FenceEnded(token):
+                case sessions.FenceRefused(token, _) | sessions.FenceEnded(token):
                     self.held.pop(token, None)
 
-    def check_grant(self, session: Session) -> None:
+    def check_grant(self, session: sessions.Session) -> None:
         phase = self.table.fences.phase(session.request.device)
-        if session.access is Access.RW:
+        if session.access is frames.Access.RW:
             request = session.request
             assert not self.vanished_writers(request.device, request.domain, session.peer.pid)
         if session.request.fence_token is not None:
             assert phase is FencePhase.LEASED or session.request.fence_token in self.held
             return
         assert phase not in (FencePhase.PENDING, FencePhase.HELD)
-        if phase is FencePhase.LEASED and session.request.domain is MemoryDomain.WEIGHTS:
-            assert session.access is Access.RO
+        if phase is FencePhase.LEASED and session.request.domain is frames.MemoryDomain.WEIGHTS:
+            assert session.access is frames.Access.RO
 
     def check_freed(self, handles: set[int]) -> None:
         assert handles <= self.created
@@ -107,8 +83,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
     @rule(
         device=devices,
-        domain=st.sampled_from(MemoryDomain),
-        lock=st.sampled_from(LockMode),
+        domain=st.sampled_from(frames.MemoryDomain),
+        lock=st.sampled_from(frames.LockMode),
         replace=st.booleans(),
         right=st.booleans(),
         load=st.one_of(st.none(), tokens),
@@ -116,48 +92,30 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def attach(
         self,
         device: str,
-        domain: MemoryDomain,
-        lock: LockMode,
+        domain: frames.MemoryDomain,
+        lock: frames.LockMode,
         replace: bool,
         right: bool,
         load: str | None,
     ) -> None:
         current = self.table.devices[device].rooms[domain].generation
-        wrong = GenerationRef(incarnation="inc", generation=77)
-        self._attach(
-            Attach(
-                device=device,
-                domain=domain,
-                lock=lock,
-                deadline_s=1,
-                replace=replace,
-                if_match=current if right else wrong,
-                load_token=load,
-            )
-        )
+        base = current if right else WRONG
+        self._attach(device, lock, domain, replace=replace, if_match=base, load_token=load)
 
     @rule(device=devices)
     def build(self, device: str) -> None:
         """Take a device through a whole cold start, so that the rest has something to work on."""
         before = set(self.sessions)
         current = self.table.devices[device].weights.generation
-        self._attach(
-            Attach(
-                device=device,
-                domain=MemoryDomain.WEIGHTS,
-                lock=LockMode.RW,
-                deadline_s=1,
-                if_match=current,
-            )
-        )
+        self._attach(device, frames.LockMode.RW, if_match=current)
         for ticket in set(self.sessions) - before:
             session = self.sessions[ticket]
             if session.use is not Use.WRITING:
                 continue
             handle = next(self.handles)
             self.created.add(handle)
-            self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
-            self.take(self.table.commit(session, Commit(if_match=current), SHAPE)[1])
+            self.table.allocate(session, [frames.AllocationSpec(id="w", size=9)], [handle])
+            self.take(self.table.commit(session, frames.Commit(if_match=current), SHAPE)[1])
             del self.sessions[ticket]
             self.take(self.table.end(session, unmapped=True))
 
@@ -178,35 +136,34 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(device=devices, token=tokens)
     def load(self, device: str, token: str) -> None:
         before = set(self.sessions)
-        self.attach(device, MemoryDomain.WEIGHTS, LockMode.RW, False, True, token)
+        self.attach(device, frames.MemoryDomain.WEIGHTS, frames.LockMode.RW, False, True, token)
         for ticket in set(self.sessions) - before:
             session = self.sessions[ticket]
             if session.request.load_token != token:
                 continue
             handle = next(self.handles)
             self.created.add(handle)
-            self.table.allocate(session, [AllocationSpec(id="w", size=9)], [handle])
-            request = Commit(if_match=session.request.if_match, hidden=True, layout_id="l")
+            self.table.allocate(session, [frames.AllocationSpec(id="w", size=9)], [handle])
+            request = frames.Commit(if_match=session.request.if_match, hidden=True, layout_id="l")
             with suppress(SnapbackError):
                 self.take(self.table.commit(session, request, SHAPE)[1])
 
     @rule(device=devices, token=tokens)
     def attach_save(self, device: str, token: str) -> None:
-        self._attach(
-            Attach(
-                device=device,
-                domain=MemoryDomain.WEIGHTS,
-                lock=LockMode.RO,
-                deadline_s=1,
-                fence_token=token,
-            )
-        )
+        self._attach(device, frames.LockMode.RO, fence_token=token)
 
-    def _attach(self, request: Attach) -> None:
+    def _attach(
+        self,
+        device: str,
+        lock: frames.LockMode,
+        domain: frames.MemoryDomain = frames.MemoryDomain.WEIGHTS,
+        **fields: Any,
+    ) -> None:
+        request = frames.Attach(device=device, domain=domain, lock=lock, deadline_s=1, **fields)
         ticket = next(self.counter)
         self.waiting[ticket] = request
         try:
-            self.take(self.table.attach(ticket, request, Peer(pid=ticket % 3, uid=0)))
+            self.take(self.table.attach(ticket, request, sessions.Peer(pid=ticket % 3, uid=0)))
         except SnapbackError:
             del self.waiting[ticket]
 
@@ -221,7 +178,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(data=st.data(), number=st.integers(1, 3))
     def allocate(self, data: st.DataObject, number: int) -> None:
         session = self._pick(data)
-        specs = [AllocationSpec(id=f"a{next(self.counter)}", size=9) for _ in range(number)]
+        specs = [frames.AllocationSpec(id=f"a{next(self.counter)}", size=9) for _ in range(number)]
         with suppress(SnapbackError):
             self.table.check_allocate(session, specs)
             handles = [next(self.handles) for _ in specs]
@@ -229,8 +186,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.created |= set(handles)
 
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data(), access=st.sampled_from(Access))
-    def export(self, data: st.DataObject, access: Access) -> None:
+    @rule(data=st.data(), access=st.sampled_from(frames.Access))
+    def export(self, data: st.DataObject, access: frames.Access) -> None:
         session = self._pick(data)
         if session.layout is None:
             return
@@ -254,9 +211,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, right: bool) -> None:
         session = self._pick(data)
         room = self.table.devices[session.request.device].weights
-        wrong = GenerationRef(incarnation="inc", generation=77)
-        request = Commit(
-            if_match=room.generation if right else wrong,
+        request = frames.Commit(
+            if_match=room.generation if right else WRONG,
             hidden=session.request.load_token is not None,
             layout_id="l",
         )
@@ -307,10 +263,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         with suppress(SnapbackError):
             self.take(self.table.drop_layout(device, None)[1])
 
-    def _pick(self, data: st.DataObject) -> Session:
+    def _pick(self, data: st.DataObject) -> sessions.Session:
         return self.sessions[data.draw(st.sampled_from(sorted(self.sessions)))]
 
-    def vanished_writers(self, device: str, domain: MemoryDomain, pid: int) -> list[Session]:
+    def vanished_writers(
+        self, device: str, domain: frames.MemoryDomain, pid: int
+    ) -> list[sessions.Session]:
         """Those whose processes, other than this one, may still write to what they mapped."""
         return [
             session
@@ -327,12 +285,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def the_lock_says_what_holds(self) -> None:
         for device in self.table.devices.values():
             for room in device.rooms.values():
-                found = (
-                    room.writer is not None,
-                    room.committed is not None,
-                    bool(room.readers),
-                )
-                assert found == HOLDS[room.lock]
+                found = (room.writer is not None, room.committed is not None, bool(room.readers))
+                assert found == MEANING[room.lock]
 
     @invariant()
     def sessions_are_those_that_were_granted(self) -> None:
@@ -360,7 +314,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             if device.weights.generation:
                 assert device.weights.generation.generation >= self.newest[uuid]
                 self.newest[uuid] = device.weights.generation.generation
-            assert device.rooms[MemoryDomain.KV].committed is None
+            assert device.rooms[frames.MemoryDomain.KV].committed is None
 
     @invariant()
     def a_fenced_layout_does_not_change(self) -> None:

@@ -1,20 +1,27 @@
-"""Transfer plans: every byte has one place, and reading agrees with writing."""
+"""Transfer plans: every byte has one place. Parts are compared, and notes of saves read."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from pathlib import PurePath
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gms.adapters.striping import in_folders
 from gms.domain.layout import structure_hash
+from gms.domain.parts import Difference, chunk_sizes, difference, place_of
+from gms.domain.resume import ChunksNote, KeyNote, SaveNote, read_notes
 from gms.domain.transfer import (
     CHUNK_BYTES,
     PADDING,
     PAGE,
     ChunkPlan,
+    FilePlan,
     Piece,
     check_fits,
     check_loadable,
@@ -27,23 +34,12 @@ from gms.domain.transfer import (
     spread,
     without_memory,
 )
+from gms.ports import Advance, Moved
 from snapback_client.frames import AllocationInfo
-from snapshot_shared.artifact import (
-    MAX_CHUNK_BYTES,
-    AllocationEntry,
-    Extent,
-    FileEntry,
-    PartManifest,
-    SavedLayout,
-    check_part_manifest,
-)
-from snapshot_shared.errors import (
-    ArtifactCorrupt,
-    DeviceTooSmall,
-    Incompatible,
-    InvalidInput,
-)
+from snapshot_shared import artifact, errors
+from snapshot_shared.codec import encode_json
 from tests.support import builders
+from tests.unit.tables import each
 
 UID = "00000000-0000-0000-0000-000000000001"
 CHUNK = 2 * PAGE
@@ -59,28 +55,32 @@ def _infos(sizes: list[int]) -> list[AllocationInfo]:
     ]
 
 
-def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> PartManifest:
-    entries, files = place(_infos(sizes), shard_bytes=shard_bytes)
+def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> artifact.PartManifest:
+    entries, lengths = place(_infos(sizes), shard_bytes=shard_bytes)
     shape = structure_hash([(e.id, e.size, e.tag) for e in entries], [])
     source = builders.layout(structure_hash=shape, bytes=sum(sizes))
-    return PartManifest(
+    files = [
+        _file(size, CHUNK, ["0" * 32] * -(-size // CHUNK), shard_name(index))
+        for index, size in enumerate(lengths)
+    ]
+    return _part(files, artifact.SavedLayout(source=source, allocations=entries))
+
+
+def _file(size: int, chunk_bytes: int, chunks: list[str], name: str = "f") -> artifact.FileEntry:
+    return artifact.FileEntry(name=name, size=size, chunk_bytes=chunk_bytes, chunks=chunks)
+
+
+def _part(files: list[artifact.FileEntry], layout: artifact.SavedLayout) -> artifact.PartManifest:
+    return artifact.PartManifest(
         kind="gms",
         part="gpu-0",
         namespace="default",
         content_uid=UID,
         generation=1,
         order=f"save-{UID}-gpu-0",
-        bytes=sum(files),
-        files=[
-            FileEntry(
-                name=shard_name(i),
-                size=size,
-                chunk_bytes=CHUNK,
-                chunks=["0" * 32] * -(-size // CHUNK),
-            )
-            for i, size in enumerate(files)
-        ],
-        layout=SavedLayout(source=source, allocations=entries),
+        bytes=sum(file.size for file in files),
+        files=files,
+        layout=layout,
     )
 
 
@@ -108,7 +108,7 @@ def test_a_placed_layout_makes_a_manifest_that_passes_its_own_check(
     sizes: list[int], shard_bytes: int
 ) -> None:
     manifest = _manifest(sizes, shard_bytes=shard_bytes)
-    check_part_manifest(manifest)
+    artifact.check_part_manifest(manifest)
     assert manifest.layout is not None
     wanted = manifest.layout.source.structure_hash
     assert check_loadable(manifest, layout_id="l", wanted_hash=wanted) == manifest.layout
@@ -147,12 +147,12 @@ def test_what_a_file_holds_beside_its_allocations_is_padding() -> None:
     ]
 
 
-def _moved(entry: AllocationEntry, to: int) -> AllocationEntry:
+def _moved(entry: artifact.AllocationEntry, to: int) -> artifact.AllocationEntry:
     (extent,) = entry.extents
     return replace(entry, extents=[replace(extent, file=0, file_offset=to)])
 
 
-def _stands_at(entry: AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
+def _stands_at(entry: artifact.AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
     return any(
         extent.file == file
         and extent.file_offset - extent.offset == at - offset
@@ -179,68 +179,71 @@ def bytes_of(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("size", [0, 100, PAGE + 1])
 def test_a_shard_is_whole_pages(size: int) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(errors.InvalidInput):
         place(_infos([1]), shard_bytes=size)
 
 
-def test_another_structure_than_the_one_asked_for_is_refused_with_both() -> None:
-    with pytest.raises(Incompatible) as caught:
-        check_loadable(_manifest([5]), layout_id="l", wanted_hash="other")
-    assert caught.value.values["expected"] == "other"
-    manifest = _manifest([5])
-    assert manifest.layout is not None
-    shape = manifest.layout.source.structure_hash
-    with pytest.raises(Incompatible):
-        check_loadable(manifest, layout_id="m", wanted_hash=shape)
+MANIFEST = _manifest([5, 6])
+SAVED = MANIFEST.layout
+assert SAVED is not None
+RENAMED = [replace(entry, id=f"x{entry.slot}") for entry in SAVED.allocations]
+ONE_CHUNK = ["0" * 32]
+FULL = 2 * PAGE + 11
+"""So long a file may be with two allocations of 11 bytes: a page of padding each."""
 
 
-def _changed(manifest: PartManifest, **layout: object) -> PartManifest:
-
-    return replace(manifest, layout=replace(manifest.layout, **layout))
-
-
-def test_a_manifest_whose_layout_is_not_what_its_hash_says_is_refused() -> None:
-    manifest = _manifest([5, 6])
-    assert manifest.layout is not None
-    shape = manifest.layout.source.structure_hash
-    renamed = [
-        AllocationEntry(id="x", slot=e.slot, size=e.size, extents=e.extents)
-        for e in manifest.layout.allocations
-    ]
-    for allocations in (renamed, manifest.layout.allocations[::-1]):
-        with pytest.raises(ArtifactCorrupt):
-            check_loadable(
-                _changed(manifest, allocations=allocations), layout_id="l", wanted_hash=shape
-            )
+def loadable(manifest: artifact.PartManifest, **asked: str) -> artifact.SavedLayout:
+    assert SAVED is not None
+    wanted = {"layout_id": "l", "wanted_hash": SAVED.source.structure_hash}
+    return check_loadable(manifest, **wanted | asked)
 
 
-def test_a_manifest_cannot_ask_for_endless_padding_or_endless_chunks() -> None:
-    manifest = _manifest([5])
-    assert manifest.layout is not None
-    shape = manifest.layout.source.structure_hash
-
-    long_file = FileEntry(name="f", size=2**40, chunk_bytes=2**20, chunks=["0" * 32])
-    padded = replace(manifest, bytes=2**40, files=[long_file])
-    with pytest.raises(ArtifactCorrupt, match="longer than the layout"):
-        check_loadable(padded, layout_id="l", wanted_hash=shape)
-    most = FileEntry(name="f", size=PAGE + 5, chunk_bytes=MAX_CHUNK_BYTES, chunks=["0" * 32])
-    full = replace(manifest, bytes=PAGE + 5, files=[most])
-    assert check_loadable(full, layout_id="l", wanted_hash=shape) == manifest.layout
-    with pytest.raises(ArtifactCorrupt, match="longer than the layout"):
-        check_loadable(replace(full, bytes=PAGE + 6), layout_id="l", wanted_hash=shape)
-    big = FileEntry(name="f", size=5, chunk_bytes=MAX_CHUNK_BYTES + 1, chunks=["0" * 32])
-    with pytest.raises(ArtifactCorrupt, match="chunks of"):
-        check_loadable(replace(manifest, files=[big]), layout_id="l", wanted_hash=shape)
+def with_file(size: int, chunk_bytes: int) -> artifact.PartManifest:
+    return replace(MANIFEST, bytes=size, files=[_file(size, chunk_bytes, ONE_CHUNK)])
 
 
-def test_a_process_part_is_not_loaded_into_a_device() -> None:
+@each(
+    ("manifest", "asked", "error", "said"),
+    [
+        (MANIFEST, {"wanted_hash": "other"}, errors.Incompatible, "other"),
+        (MANIFEST, {"layout_id": "m"}, errors.Incompatible, "layout id"),
+        (replace(MANIFEST, kind="process"), {}, errors.ArtifactCorrupt, "holds no GPU memory"),
+        (
+            replace(MANIFEST, layout=replace(SAVED, allocations=RENAMED)),
+            {},
+            errors.ArtifactCorrupt,
+            "not that of its layout",
+        ),
+        (
+            replace(MANIFEST, layout=replace(SAVED, allocations=SAVED.allocations[::-1])),
+            {},
+            errors.ArtifactCorrupt,
+            "in order",
+        ),
+        # Endless padding, and endless chunks.
+        (with_file(2**40, 2**20), {}, errors.ArtifactCorrupt, "longer than the layout"),
+        (
+            with_file(FULL + 1, artifact.MAX_CHUNK_BYTES),
+            {},
+            errors.ArtifactCorrupt,
+            "longer than the layout",
+        ),
+        (with_file(11, artifact.MAX_CHUNK_BYTES + 1), {}, errors.ArtifactCorrupt, "chunks of"),
+    ],
+)
+def test_a_manifest_that_is_not_what_was_asked_for_or_contradicts_itself_is_refused(
+    manifest: artifact.PartManifest, asked: dict[str, str], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        loadable(manifest, **asked)
 
-    with pytest.raises(ArtifactCorrupt):
-        check_loadable(replace(_manifest([5]), kind="process"), layout_id="l", wanted_hash="")
+
+def test_a_file_may_have_a_page_of_padding_for_each_allocation() -> None:
+    assert loadable(with_file(FULL, artifact.MAX_CHUNK_BYTES)) == SAVED
 
 
 def test_a_device_that_can_never_hold_the_layout_is_named() -> None:
-    with pytest.raises(DeviceTooSmall) as small:
+    with pytest.raises(errors.DeviceTooSmall) as small:
         check_fits([5, 5], granularity=4, capacity=15)
     assert small.value.values == {"needed": 16, "capacity": 15}
     assert check_fits([5, 5], granularity=4, capacity=16) == 16
@@ -249,8 +252,8 @@ def test_a_device_that_can_never_hold_the_layout_is_named() -> None:
 def test_extents_that_go_over_a_shard_boundary_are_split() -> None:
     entries, files = place(_infos([3 * PAGE + 1]), shard_bytes=2 * PAGE)
     assert entries[0].extents == [
-        Extent(file=0, file_offset=0, offset=0, size=2 * PAGE),
-        Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
+        artifact.Extent(file=0, file_offset=0, offset=0, size=2 * PAGE),
+        artifact.Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
     ]
     assert files == [2 * PAGE, PAGE + 1]
 
@@ -337,3 +340,267 @@ def test_a_plan_says_in_which_stripe_root_each_file_is() -> None:
     plans = plan_files(entries, sizes, stripes=spread(sizes, ["a"]))
     assert [plan.stripe for plan in plans] == ["", "a", ""]
     assert {plan.stripe for plan in plan_files(entries, sizes)} == {""}
+
+
+def part(
+    *allocations: tuple[str, int, int], digests: Sequence[str], last: int = PAGE
+) -> artifact.PartManifest:
+    """A part of one file; allocations are (id, first page, pages)."""
+    entries = [
+        artifact.AllocationEntry(
+            id=name,
+            slot=slot,
+            size=pages * PAGE,
+            extents=[
+                artifact.Extent(file=0, file_offset=first * PAGE, offset=0, size=pages * PAGE)
+            ],
+        )
+        for slot, (name, first, pages) in enumerate(allocations)
+    ]
+    size = (len(digests) - 1) * PAGE + last
+    file = _file(size, PAGE, [digest * 32 for digest in digests])
+    return _part([file], artifact.SavedLayout(source=builders.layout(), allocations=entries))
+
+
+def with_metadata(manifest: artifact.PartManifest, **values: bytes) -> artifact.PartManifest:
+    assert manifest.layout is not None
+    items = [
+        artifact.MetadataEntry(key=key, allocation="a", offset=0, value=value)
+        for key, value in values.items()
+    ]
+    return replace(manifest, layout=replace(manifest.layout, metadata=items))
+
+
+OLD = part(("a", 0, 2), ("b", 2, 1), ("c", 3, 1), digests="0123")
+SAME = Difference(
+    equal=True,
+    same_bytes=4 * PAGE,
+    changed_bytes=0,
+    added=[],
+    removed=[],
+    resized=[],
+    changed=[],
+    metadata=[],
+)
+
+
+def test_equal_parts_are_equal() -> None:
+    assert difference(OLD, OLD) == SAME
+
+
+@pytest.mark.parametrize(
+    ("digests", "changed"),
+    [("4123", ["a"]), ("0423", ["a"]), ("0143", ["b"]), ("4444", ["a", "b", "c"])],
+)
+def test_an_allocation_has_changed_when_a_chunk_of_it_has(digests: str, changed: list[str]) -> None:
+    found = difference(OLD, part(("a", 0, 2), ("b", 2, 1), ("c", 3, 1), digests=digests))
+    moved = digests.count("4") * PAGE
+    assert found == replace(
+        SAME, equal=False, same_bytes=4 * PAGE - moved, changed_bytes=moved, changed=changed
+    )
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "touched"),
+    [
+        (0, PAGE, "1000"),
+        (0, PAGE + 1, "1100"),
+        (PAGE - 1, 2, "1100"),
+        (PAGE, 1, "0100"),
+        (2 * PAGE - 1, PAGE + 2, "0111"),
+    ],
+)
+def test_an_allocation_has_every_chunk_that_holds_a_byte_of_it_and_no_other(
+    offset: int, size: int, touched: str
+) -> None:
+    def one(digests: str) -> artifact.PartManifest:
+        found = part(digests=digests)
+        assert found.layout is not None
+        extents = [artifact.Extent(file=0, file_offset=offset, offset=0, size=size)]
+        entry = artifact.AllocationEntry(id="a", slot=0, size=size, extents=extents)
+        return replace(found, layout=replace(found.layout, allocations=[entry]))
+
+    changed = [difference(one("0123"), one(d)).changed for d in ("4123", "0423", "0143", "0124")]
+    assert changed == [["a"] * int(has) for has in touched]
+
+
+def test_allocations_come_go_and_grow() -> None:
+    found = difference(OLD, part(("a", 0, 1), ("b", 2, 1), ("d", 3, 1), digests="0123"))
+    assert found == replace(SAME, equal=False, added=["d"], removed=["c"], resized=["a"])
+
+
+def test_metadata_is_compared_by_key() -> None:
+    old = with_metadata(OLD, same=b"1", other=b"1", gone=b"1")
+    new = with_metadata(OLD, same=b"1", other=b"2", new=b"1")
+    found = difference(old, new)
+    assert found == replace(SAME, equal=False, metadata=["gone", "new", "other"])
+
+
+def test_a_last_chunk_of_another_length_is_another_chunk() -> None:
+    found = difference(OLD, part(("a", 0, 2), ("b", 2, 1), digests="0123", last=100))
+    assert (found.same_bytes, found.changed_bytes) == (3 * PAGE, 100)
+
+
+def test_parts_without_a_layout_are_compared_by_their_chunks() -> None:
+    bare = replace(OLD, layout=None)
+    assert difference(bare, bare) == SAME
+
+
+def test_the_last_chunk_of_a_file_is_what_is_left() -> None:
+    entry = replace(OLD.files[0], size=2 * PAGE + 1)
+    assert list(chunk_sizes(entry)) == [(0, PAGE), (PAGE, PAGE), (2 * PAGE, 1)]
+
+
+def test_a_path_names_the_place_of_a_part() -> None:
+    place = place_of(PurePath(f"/srv/store/default/{UID}/gen-12/gpu-3"))
+    assert (place.root, place.namespace, place.content_uid) == ("/srv/store", "default", UID)
+    assert (place.attempt, place.part) == (12, "gpu-3")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/gpu-3",
+        f"/default/{UID}/gen-0/gpu-3",
+        f"/default/{UID}/gen-01/gpu-3",
+        f"/A b/{UID}/gen-1/gpu-3",
+    ],
+)
+def test_another_path_is_none_of_a_part(path: str) -> None:
+    with pytest.raises(errors.InvalidInput, match="not the path of a part"):
+        place_of(PurePath(path))
+
+
+LAYOUT = builders.layout(bytes=9)
+SAVE = SaveNote(
+    order="save-11111111-2222-3333-4444-555555555555-gpu-0",
+    generation=1,
+    fence_token="t",
+    layout=LAYOUT,
+    backend="posix-direct",
+    shard_bytes=8192,
+    chunk_bytes=4096,
+)
+D1, D2 = "a" * 32, "b" * 32
+NOTED = (
+    SAVE,
+    ChunksNote(chunks=[("s0", 0, D1), ("s1", 3, D1)]),
+    ChunksNote(chunks=[("s0", 1, D2)]),
+)
+LINES = [encode_json(note) + b"\n" for note in NOTED]
+NOTES = b"".join(LINES)
+
+
+def test_what_is_noted_is_read_again() -> None:
+    assert read_notes(NOTES, SAVE)[:2] == ({"s0": {0: D1, 1: D2}, "s1": {3: D1}}, len(NOTES))
+
+
+@pytest.mark.parametrize("cut", [1, 5, len(LINES[2]) - 1])
+def test_a_torn_end_counts_for_nothing(cut: int) -> None:
+    whole = len(LINES[0]) + len(LINES[1])
+    assert read_notes(NOTES[: whole + cut], SAVE)[:2] == ({"s0": {0: D1}, "s1": {3: D1}}, whole)
+
+
+@pytest.mark.parametrize("noise", [b"\0" * 40 + b"\n", b"\xff\n", b"{}\n", LINES[0]])
+def test_nothing_after_a_line_that_is_no_note_counts(noise: bytes) -> None:
+    data = LINES[0] + noise + LINES[1]
+    assert read_notes(data, SAVE)[:2] == ({}, len(LINES[0]))
+
+
+@each(
+    "change",
+    [
+        {"fence_token": "u"},
+        {"fence_token": None},
+        {"generation": 2},
+        {"backend": "posix-buffered"},
+        {"chunk_bytes": 8192},
+        {"layout": replace(LAYOUT, incarnation="j")},
+        {"layout": replace(LAYOUT, generation=2)},
+        {"layout": replace(LAYOUT, structure_hash="g")},
+    ],
+)
+def test_notes_of_another_save_count_for_nothing(change: dict[str, object]) -> None:
+    assert read_notes(NOTES, replace(SAVE, **change))[:2] == ({}, 0)
+
+
+def test_no_notes_are_those_of_no_save() -> None:
+    assert read_notes(b"", SAVE)[:2] == ({}, 0)
+    assert read_notes(b"".join(LINES[1:]), SAVE)[:2] == ({}, 0)
+
+
+def test_the_key_of_an_encrypted_save_and_what_its_chunks_have_is_noted_too() -> None:
+    key = artifact.Encryption(key="k", data_key=b"wrapped")
+    save = replace(SAVE, encrypted=True)
+    notes = (
+        save,
+        KeyNote(encryption=key),
+        ChunksNote(chunks=[("s0", 0, D1), ("s0", 1, D2)], tags=[b"1" * 28, b"2" * 28]),
+    )
+    data = b"".join(encode_json(note) + b"\n" for note in notes)
+    found = read_notes(data, save)
+    assert found == ({"s0": {0: D1, 1: D2}}, len(data), {"s0": {0: b"1" * 28, 1: b"2" * 28}}, key)
+    assert read_notes(data, SAVE) == ({}, 0, {}, None), "it would go on with what is not encrypted"
+
+
+PLANS = [FilePlan(f"shard-{n}", 1, 1, (), stripe) for n, stripe in enumerate(["", "a", "a"])]
+FOLDERS = {"": 10, "a": 11}
+
+
+class DiskFailed(Exception):
+    """What the disk of one folder answers."""
+
+
+def test_every_folder_gets_its_files_and_its_share_of_the_threads() -> None:
+    calls = []
+    sizes = []
+
+    def move(folder: int, indices: Sequence[int], threads: int, advance: Advance) -> Moved:
+        calls.append((folder, list(indices), threads))
+        advance(folder)
+        return Moved(files=[], bytes=len(indices), backend="some")
+
+    assert in_folders(FOLDERS, PLANS, 4, move, sizes.append).bytes == 3
+    assert sorted(calls) == [(10, [0], 2), (11, [1, 2], 2)]
+    assert sorted(sizes) == [10, 11]
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_error_in_one_folder_ends_the_others_at_their_next_chunk(is_wrapped: bool) -> None:
+    failed = threading.Event()
+    chunks = []
+
+    def move(folder: int, indices: Sequence[int], threads: int, advance: Advance) -> Moved:
+        del indices, threads
+        if folder == FOLDERS["a"]:
+            failed.set()
+            raise DiskFailed("no more")
+        assert failed.wait(30)
+        try:
+            # The other thread has yet to note its error when this one is first here.
+            for number in range(3000):
+                advance(number)
+                time.sleep(0.01)
+        except DiskFailed as error:
+            if is_wrapped:
+                raise RuntimeError("a backend with errors of its own") from error
+            raise
+        return Moved(files=[], bytes=1, backend="some")
+
+    with pytest.raises(DiskFailed, match="no more"):
+        in_folders(FOLDERS, PLANS, 2, move, chunks.append)
+    assert len(chunks) < 3000
+
+
+def test_an_error_of_the_progress_is_raised_as_it_is() -> None:
+    def refuse(size: int) -> None:
+        raise DiskFailed(str(size))
+
+    def move(folder: int, indices: Sequence[int], threads: int, advance: Advance) -> Moved:
+        del indices, threads
+        advance(folder)
+        raise AssertionError("the error was not raised")
+
+    with pytest.raises(DiskFailed, match=r"10|11"):
+        in_folders(FOLDERS, PLANS, 2, move, refuse)
