@@ -222,15 +222,6 @@ def test_a_rename_is_one_change_and_may_come_before_the_data() -> None:
     assert (False, b"new") not in pairs
 
 
-def test_a_removal_may_come_back_until_its_folder_is_synced() -> None:
-    world = _World()
-    world.secure("f", b"data")
-    world.os.unlink("/sim/f")
-    assert world.states("f") == {None, b"data"}
-    world.sync_folder()
-    assert world.states("f") == {None}
-
-
 def test_what_stands_in_a_lost_folder_is_lost() -> None:
     world = _World()
     world.os.mkdir("/sim/d")
