@@ -15,6 +15,12 @@ from tests.process.node import Node
 from tests.support.cuda_rig import CudaNode
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark every test of this folder: it needs the real CRIU, and waits for it."""
+    item.add_marker(pytest.mark.process)
+    item.add_marker(pytest.mark.waits)
+
+
 @pytest.fixture
 def criu() -> Path:
     """The program of CRIU, where this machine can run it."""

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from tests.bench import agent
 from tests.bench.common import MIB, ROOT, Results
-
-pytestmark = [pytest.mark.process, pytest.mark.waits]
 
 
 def test_a_dump_is_whole_and_says_for_how_long_its_worker_was_stopped(

@@ -15,8 +15,6 @@ from tests.process.node import CRIU, Node, children_of
 from tests.support.agent_rig import failure_of, fresh_uid
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
 
 async def test_a_restored_process_has_the_cgroups_of_its_placeholder_and_its_sockets_their_names(
     node: Node,

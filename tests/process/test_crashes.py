@@ -8,9 +8,6 @@ from snapshot_shared import steps
 from tests.process.killing import HaltedDump, crashed, prepared, thinned
 from tests.process.node import Node
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
-
 DUMPS = [(step, returns) for step in steps.table("dump", "criu") for returns in (True, False)]
 
 

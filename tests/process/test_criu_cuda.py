@@ -17,8 +17,6 @@ from tests.process.cuda_stage import Stage, goes_on
 from tests.support.cuda_rig import UUIDS
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
 BOTH = ("parent", "child")
 
 

@@ -12,8 +12,6 @@ from tests.process.cuda_stage import Stage, goes_on
 from tests.process.killing import thinned
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
 BOTH = ("parent", "child")
 SLOW_MS = 1500
 """For how long a call of the driver waits, in which something is killed."""

@@ -8,11 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from snapshot_agent.domain.criu_log import failure
-
-pytestmark = [pytest.mark.process, pytest.mark.waits]
 
 REPOSITORY = Path(__file__).parents[2]
 

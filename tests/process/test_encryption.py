@@ -19,8 +19,6 @@ from tests.process.node import Container, Node
 from tests.support.agent_rig import failure_of, fresh_uid
 from tests.support.artifact_keys import forged, put_encryption, put_signing
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
 SECRET = hashlib.shake_256(b"heap").digest(2**20)[4096:4160]
 """What the heap of a worker has."""
 

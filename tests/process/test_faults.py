@@ -20,8 +20,6 @@ from tests.process.killing import COMPENSATED_S, DUMP_STEPS, dump_in, restore_in
 from tests.process.node import Container, Node, children_of
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
 DEADLINE_S = 3.0
 
 

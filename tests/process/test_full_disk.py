@@ -19,12 +19,8 @@ from tests.support.agent_rig import failure_of, fresh_uid
 from tests.support.turns import TURN
 from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.waits,
-    # It mounts on this machine, which the tests of plain processes must not see.
-    pytest.mark.xdist_group("mounts"),
-]
+# It mounts on this machine, which the tests of plain processes must not see.
+pytestmark = pytest.mark.xdist_group("mounts")
 
 DISK_BYTES = 256 * MIB
 OFFSETS = 50

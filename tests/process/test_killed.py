@@ -17,8 +17,6 @@ from tests.process import killing
 from tests.process.node import Node
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
 
 class Outcome(NamedTuple):
     """What becomes of the worker or of the placeholder, and how the order ends."""

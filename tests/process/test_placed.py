@@ -10,8 +10,6 @@ from tests.process.killing import RESTORE_STEPS, Halted, crashed, thinned
 from tests.process.node import Container, Node, children_of
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.waits]
-
 
 async def captured(node: Node) -> tuple[Container, ArtifactRef]:
     """Return a container that waits for a process, and the process that was captured."""

@@ -20,12 +20,8 @@ from snapshot_shared.errors import NotEligible
 from snapshot_shared.orders import Presence
 from tests.process.node import Node
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.waits,
-    # They look for what others leave in /run.
-    pytest.mark.xdist_group("self-test"),
-]
+# They look for what others leave in /run.
+pytestmark = pytest.mark.xdist_group("self-test")
 
 
 @pytest.fixture

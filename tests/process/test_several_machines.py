@@ -18,7 +18,7 @@ from tests.cluster.machine import ComponentError, Machine, end
 from tests.docs.pages import ROOT, blocks
 from tests.support import systemctl
 
-pytestmark = [pytest.mark.process, pytest.mark.waits, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 PAGE = ROOT / "docs/how-to/run-on-several-machines.md"
 TYPED = "tests/process/test_several_machines.py types it on "

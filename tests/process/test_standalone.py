@@ -29,12 +29,8 @@ from tests.support.live_cluster import LiveCluster, find, snapshot
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.waits,
-    # A plain process has the mounts of this machine, so that none may come or go meanwhile.
-    pytest.mark.xdist_group("mounts"),
-]
+# A plain process has the mounts of this machine, so that none may come or go meanwhile.
+pytestmark = pytest.mark.xdist_group("mounts")
 
 SHORT = ("--size-mib", "16", "--warm-up", "short")
 

@@ -155,6 +155,21 @@ async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> No
     assert report.failure.reason == "ServiceStopped"
 
 
+async def test_an_order_that_ended_before_a_restart_is_answered_from_the_record(rig: Rig) -> None:
+    async with rig.agent():
+        pod = await rig.running()
+        order = rig.run_order(pod)
+    rig.reports.clear()
+    async with rig.agent():
+        # Deleting and publishing again is what a second delivery looks like.
+        found = await rig.bus.last("ORDERS", f"snap.order.{rig.node}.agent.{order.order}")
+        assert found is not None
+        await rig.bus.delete("ORDERS", found[0])
+        await rig.send(order)
+        assert (await rig.answer(order)).kind == "started"
+    assert pod.events() == ["started "]
+
+
 async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
     process = await rig.process()
     pod = await rig.running("--never-quiet")
