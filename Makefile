@@ -389,7 +389,6 @@ cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 ##@ Test
 
 test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (TURN=1/3)
-	@$(BIN)/pytest -q tests/unit/test_chart.py
 	@$(BIN)/pytest -s -m cluster --ignore=tests/cluster/test_page.py tests/cluster tests/contract
 
 test-page: $(STAMP) ## Type the commands of docs/kubernetes.md beside a cluster of their own

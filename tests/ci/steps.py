@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TURNS = 4
-SEEDS = 1000
+SEEDS = 500
 """How many seeds of `make scenarios` a landing runs."""
 
 

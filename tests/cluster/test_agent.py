@@ -78,6 +78,7 @@ async def test_weights_on_claimed_devices_are_restored_elsewhere_when_their_node
     await asyncio.to_thread(own_cluster.start, "node-1")
 
 
+@pytest.mark.turns
 async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kubelet(
     rig: Rig, memory: Kubectl, artifacts: Path
 ) -> None:
@@ -94,6 +95,7 @@ async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kub
     assert "the source had 1 GPUs, the pod has 0" in rows[RESTORED]["message"]
 
 
+@pytest.mark.turns
 async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(
     rig: Rig, memory: Kubectl, artifacts: Path
 ) -> None:
@@ -102,6 +104,7 @@ async def test_the_fence_in_a_pod_ends_when_the_agent_that_took_it_was_killed(
     assert [path.name for path in artifacts.glob("*/*/*")] == ["gen-2"]
 
 
+@pytest.mark.turns
 async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster
 ) -> None:
@@ -136,6 +139,7 @@ async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
         node.send("kubelet", signal.SIGCONT)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("component", ["kubelet", "containerd"])
 async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_its_node(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster, component: str
@@ -168,6 +172,7 @@ async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_
 FAILS = "import os, time\nwhile not os.path.exists('/fail'): time.sleep(0.1)\nraise SystemExit(3)"
 
 
+@pytest.mark.turns
 async def test_a_worker_beside_a_failed_container_is_ended_if_it_is_there_to_be_captured_alone(
     rig: Rig, nodes: Kubectl
 ) -> None:

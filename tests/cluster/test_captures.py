@@ -133,6 +133,7 @@ async def test_a_leader_paused_between_any_two_writes_does_no_harm_when_it_wakes
     assert number > LEAST_WRITES
 
 
+@pytest.mark.turns
 async def test_a_leader_that_is_paused_for_longer_than_its_lease_ends_when_it_wakes(
     captures: Captures, crew: Crew
 ) -> None:
@@ -160,6 +161,7 @@ async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses
             await captures.reaches(name, wanted)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("number", [3, 10, 15, 20])
 async def test_work_goes_on_when_every_stream_and_bucket_is_deleted(
     captures: Captures, rig: Rig, number: int
@@ -209,6 +211,7 @@ def operator_of(rig: Rig) -> str:
     return f"system:serviceaccount:{rig.namespace}:{rbac.NAME}"
 
 
+@pytest.mark.turns
 async def test_a_status_has_one_writer_and_agents_do_not_ask_the_api_server(
     captures: Captures, rig: Rig, audit: AuditLog
 ) -> None:
@@ -258,6 +261,7 @@ async def seen(operator: Program) -> tuple[dict[str, float], float]:
     return unchanged, age
 
 
+@pytest.mark.turns
 async def test_objects_that_are_looked_at_again_without_a_change_cost_no_request(
     captures: Captures, rig: Rig, audit: AuditLog
 ) -> None:

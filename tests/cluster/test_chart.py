@@ -323,6 +323,7 @@ def findings(release: Release, code: int) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
+@pytest.mark.turns
 def test_the_doctor_looks_at_what_the_chart_has_installed(release: Release) -> None:
     well = findings(release, code=0)
     said = "\n".join(what for what, _ in well["ok"])
@@ -351,6 +352,7 @@ def test_the_doctor_looks_at_what_the_chart_has_installed(release: Release) -> N
     assert [what for what, _ in ill["warn"] if "operator has no pods" in what]
 
 
+@pytest.mark.turns
 @pytest.mark.usefixtures("without_operator")
 def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
     release: Release, namespace: Kubectl, worker: Path
@@ -389,6 +391,7 @@ def test_a_pod_that_is_to_be_restored_waits_and_what_is_wrong_is_refused_by_its_
     assert REFUSED in refusal(namespace)
 
 
+@pytest.mark.turns
 async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
     release: Release, tmp_path: Path
 ) -> None:
@@ -403,6 +406,7 @@ async def test_an_upgrade_keeps_every_key_and_nats_reads_its_users_again(
     await announced_by_all(release, tmp_path)
 
 
+@pytest.mark.turns
 async def test_an_upgrade_lets_a_node_in_that_has_other_keys(
     release: Release, tmp_path: Path, own_cluster: Cluster
 ) -> None:
@@ -426,6 +430,7 @@ async def announced_by_all(release: Release, folder: Path) -> None:
         assert time.monotonic() < end
 
 
+@pytest.mark.turns
 def test_an_uninstall_ends_captures_and_keeps_checkpoints_that_can_be_deleted_then(
     release: Release, namespace: Kubectl, service_images: dict[str, str]
 ) -> None:
@@ -452,6 +457,7 @@ def test_an_uninstall_ends_captures_and_keeps_checkpoints_that_can_be_deleted_th
     release.kubectl.run("delete", "snapshotcontent", name, "--timeout=30s")
 
 
+@pytest.mark.turns
 def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: Release) -> None:
     kinds_of_cluster = (
         *("clusterroles", "clusterrolebindings"),

@@ -121,6 +121,7 @@ async def captured(rig: Rig, nodes: Kubectl, name: str, *arguments: str) -> str:
     return await running(nodes, name)
 
 
+@pytest.mark.turns
 async def test_a_restored_process_gets_the_signals_of_its_container_and_ends_it(
     rig: Rig, nodes: Kubectl
 ) -> None:
@@ -144,6 +145,7 @@ async def test_a_restored_process_gets_the_signals_of_its_container_and_ends_it(
     assert await polled(exit_code) == 7
 
 
+@pytest.mark.turns
 async def test_a_worker_that_only_waits_from_when_it_is_ready_is_asked_for_nothing(
     rig: Rig, nodes: Kubectl
 ) -> None:
@@ -169,6 +171,7 @@ async def dumping(cluster: Cluster) -> None:
             await asyncio.sleep(0.002)
 
 
+@pytest.mark.turns
 async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leave_nothing(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster, artifacts: Path
 ) -> None:

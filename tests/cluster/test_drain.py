@@ -23,7 +23,7 @@ from tests.cluster.kubectl import Kubectl
 from tests.cluster.operators import Operator
 from tests.cluster.simulated import pod, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.waits]
+pytestmark = [pytest.mark.cluster, pytest.mark.turns, pytest.mark.waits]
 
 DRAIN = ("drain", "node-1", "--capture")
 

@@ -26,7 +26,7 @@ from tests.cluster.kubectl import Kubectl
 from tests.cluster.machine import cgroup_of, marked
 from tests.cluster.target import Target
 
-pytestmark = [pytest.mark.cluster, pytest.mark.waits]
+pytestmark = [pytest.mark.cluster, pytest.mark.turns, pytest.mark.waits]
 
 READ_S = 60.0
 OWNER = """

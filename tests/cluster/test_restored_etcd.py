@@ -26,7 +26,7 @@ from tests.cluster.rig import SECONDS, Rig, polled
 from tests.cluster.target import Target, define
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.turns, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

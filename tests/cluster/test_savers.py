@@ -21,7 +21,7 @@ from tests.cluster.simulated import ROOT, container, pod
 from tests.cluster.target import Target
 from tests.support.json_patch import applied
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.turns]
 
 EXAMPLES = [*yaml.safe_load_all((ROOT / "tests/cluster/data/checkpoints.yaml").read_text())][:3]
 SAVE = f"""#!/bin/sh

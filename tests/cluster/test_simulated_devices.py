@@ -28,7 +28,7 @@ from tests.cluster.simulated import (
     until,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.root, pytest.mark.cpu(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.turns, pytest.mark.root, pytest.mark.cpu(240)]
 
 LOOK = """
 import glob, json, os

@@ -15,7 +15,7 @@ from tests.cluster.rig import Rig, sleeper
 from tests.cluster.simulated import until
 from tests.cluster.target import Target, define
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.turns]
 
 CRDS = Path(__file__).resolve().parents[2] / "deploy" / "crds"
 

@@ -62,7 +62,7 @@ def _fsyncs() -> list[Site]:
     return sorted(found)
 
 
-@each(slow={stories.SecondCapture})
+@each(slow={stories.SecondCapture, stories.StripedCapture})
 def test_every_state_that_a_power_loss_may_leave_keeps_what_was_promised(
     story: type[Story],
 ) -> None:
@@ -82,6 +82,7 @@ def test_the_stories_reach_every_module_that_makes_things_durable() -> None:
     assert {file for file, _, _ in _fsyncs()} >= SYNCED_FILES
 
 
+@pytest.mark.slow
 @pytest.mark.cpu(180)
 @pytest.mark.timeout(900)
 def test_no_fsync_can_be_left_out_unnoticed() -> None:

@@ -43,6 +43,7 @@ def _run_of(out: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_two_demos_at_once_each_capture_lose_restore_and_leave_nothing(cli: Cli) -> None:
     both = [cli.start("demo", *SHORT), cli.start("demo", *SHORT, "-o", "json")]
     (out, _), (value, err) = [process.communicate(timeout=PATIENCE_S) for process in both]
@@ -123,15 +124,8 @@ def test_a_demo_that_is_kept_says_how_to_look_around_and_how_to_end_it(cli: Cli)
     cli.ok("down", "--name", demo.name, "--purge")
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("1/5 ", marks=pytest.mark.slow),
-        pytest.param("2/5 ", marks=pytest.mark.slow),
-        "3/5 ",
-        pytest.param("5/5 ", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["1/5 ", "2/5 ", "3/5 ", "5/5 "])
 def test_a_demo_whose_reader_ends_leaves_nothing_and_says_so(cli: Cli, moment: str) -> None:
     with cli.start("demo", *SHORT) as process:
         read_until(process, moment)
