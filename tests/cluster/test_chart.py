@@ -277,7 +277,7 @@ def captured_and_restored(
     """Capture the pod of a manifest and restore it, by a kubeconfig and more options."""
     config = ("--kubeconfig", str(release.kubectl.kubeconfig), *options)
     space = ("--namespace", str(namespace.namespace))
-    words = ("--manifest", str(worker), "--timeout", "3m", *space)
+    words = ("--manifest", str(worker), "--timeout", "5m", *space)
     captured = ("checkpoint", "--checkpoint-id", "mine", "--framework", "vllm", *words)
     assert "mine created" in snapshotctl(release, *config, *captured)
     phase = "--output=jsonpath={.status.phase}"

@@ -363,6 +363,7 @@ def test_a_standby_begins_with_what_was_saved(
         assert worker.devices == {"GPU-a": "GPU-b"}
         worker.ready()
         agent.found("restored", 4)
+    assert not (agent.path / "restored").exists()
 
 
 def test_a_worker_that_respawns_stands_in_the_midst_of_a_capture(

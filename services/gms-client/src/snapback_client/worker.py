@@ -228,8 +228,10 @@ class Worker:
         if self._thread is not None:
             self._thread.join()
         if self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.withdraw(READY)
+            # The probes of its container would believe them before the next process has begun.
+            for name in (READY, RESTORED):
+                with contextlib.suppress(OSError):
+                    self._control.withdraw(name)
         for pool in self._pools.values():
             pool.close()
 
