@@ -7,7 +7,7 @@ simulator may not be kinder than they are. Which server is real, `NATS_SERVER` s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 
@@ -70,7 +70,7 @@ async def other(broker: Broker, bus: Bus) -> AsyncIterator[Bus]:
     await client.close()
 
 
-def consuming(bus: Bus) -> AbstractAsyncContextManager[AsyncGenerator[Delivery, None]]:
+def consuming(bus: Bus) -> AbstractAsyncContextManager[AsyncIterator[Delivery]]:
     return aclosing(bus.consume(subjects.ORDERS, DURABLE, MINE))
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.control_dir import ControlDirectories
@@ -95,7 +94,7 @@ DRIVERS: dict[str, Callable[[Node], ProcessDriver]] = {
 }
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     made = Node(tmp_path)
     try:
@@ -109,7 +108,7 @@ def driver(request: pytest.FixtureRequest, node: Node) -> ProcessDriver:
     return DRIVERS[request.param](node)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def source(node: Node) -> Source:
     made = await node.worker("source", "--answer", "42")
     await made.quiet()

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.process import node as nodes
 from tests.process.cuda_stage import Stage, staged
@@ -36,7 +35,7 @@ def stage(tmp_path: Path, criu: Path, cuda_node: CudaNode) -> Iterator[Stage]:
         yield from staged(tmp_path, Path(layers), cuda_node)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def node(criu: Path, nats_url_session: str) -> AsyncIterator[Node]:
     """A node of its own with a helper and an agent, on the nats-server of the whole run."""
     async with nodes.opened(nats_url_session) as made:

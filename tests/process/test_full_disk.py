@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
-import pytest_asyncio
 
 from snapshot_shared.orders import Report
 from tests.process.killing import MIB, HaltedDump, prepared, thinned
@@ -30,7 +29,7 @@ LAST = 12
 """How many of the offsets are at the last pages of a dump, where small files are written."""
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def disk(node: Node) -> AsyncIterator[Node]:
     """A node whose artifacts are on a disk of their own."""
     options = ("-t", "tmpfs", "-o", f"size={DISK_BYTES}")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
@@ -74,7 +73,7 @@ class PlainNode(Node):
         return pause, dump
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def node(criu: Path, nats_url_session: str) -> AsyncIterator[Node]:
     async with nodes.opened(nats_url_session, PlainNode, parent=None) as made:
         await made.process()

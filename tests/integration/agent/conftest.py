@@ -5,19 +5,18 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.support.agent_rig import Rig
 from tests.support.agent_rig import rig as open_rig
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def rig(tmp_path: Path, nats_url_session: str) -> AsyncIterator[Rig]:
     async with open_rig(tmp_path, nats_url_session) as made:
         yield made
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def node(rig: Rig) -> AsyncIterator[Rig]:
     """The rig while its agent serves, in this event loop."""
     async with rig.agent():

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.criu_cuda import AGAIN_S, CriuCuda, GpusUnknown
@@ -65,7 +64,7 @@ def clock() -> list[float]:
     return [1000.0]
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def helper(tmp_path: Path) -> AsyncIterator[Helper]:
     made = Helper(tmp_path / "helper.sock")
     yield made

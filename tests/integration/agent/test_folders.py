@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from snapshot_agent.adapters.control_dir import ControlDirectories
 from snapshot_agent.adapters.scratch import Scratch, file_system_of
@@ -19,7 +18,7 @@ from tests.support.artifact_keys import put_encryption
 SHARED = Access(folder_mode=0o2770, file_mode=0o660)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def controls() -> AsyncIterator[ControlDirectories]:
     made = ControlDirectories()
     yield made

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from snapshot_agent.adapters import guard as program
 from snapshot_agent.adapters import procfs
@@ -110,7 +109,7 @@ def guarding(folder: Path, starter: Path | None = None) -> Iterator[Guarded]:
         made.end()
 
 
-@pytest_asyncio.fixture(params=["a child of its agent", "a child of the starter"])
+@pytest.fixture(params=["a child of its agent", "a child of the starter"])
 async def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guarded]:
     async with contextlib.AsyncExitStack() as stack:
         starter = None

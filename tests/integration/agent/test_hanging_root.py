@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 
 from snapshot_agent.adapters import presence
@@ -44,7 +43,7 @@ async def serving(rig: Rig, disk: HangingRoot) -> AsyncIterator[None]:
             disk.answer()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def disk(rig: Rig, root: HangingRoot) -> AsyncIterator[HangingRoot]:
     """The root of an agent that serves."""
     async with serving(rig, root):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import pytest_asyncio
 
 from snapshot_agent.adapters import control_dir, process_memory, processes, procfs
 from snapshot_agent.adapters.process_memory import ProcessMemory
@@ -257,7 +256,7 @@ class Sleeper(NamedTuple):
     places: ContainerPaths
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def sleeper(tmp_path: Path) -> AsyncIterator[Sleeper]:
     """A container that sleeps."""
     places = ContainerPaths(tmp_path / "main", tmp_path / "sockets")

@@ -117,9 +117,7 @@ async def test_a_driver_that_the_node_does_not_have_is_refused_before_the_worker
 ) -> None:
     pod = await node.running()
     failure = await node.refused(
-        node.prepare_order(pod, fresh_uid(), driver="criu"),
-        "NotEligible",
-        kind="rejected",
+        node.prepare_order(pod, fresh_uid(), driver="criu"), "NotEligible", kind="rejected"
     )
     assert failure.values["found"] == ["cooperative", "respawn"]
     assert not (pod.control / control.QUIESCE).exists()
@@ -134,9 +132,7 @@ async def test_an_artifact_is_restored_by_no_other_driver_than_its_own(node: Rig
     assert pod.events()[-1] == STANDBY_EVENT
 
 
-async def test_a_worker_that_cannot_be_started_again_fails_its_dump_and_its_pod(
-    node: Rig,
-) -> None:
+async def test_a_worker_that_cannot_be_started_again_fails_its_dump_and_its_pod(node: Rig) -> None:
     pod, content, prepared = await node.held("--exit-at-resume", "7", **RESPAWN)
     order = node.dump_order(pod, content, prepared.vector, **RESPAWN)
     failure = await node.refused(order, "SourceExited")

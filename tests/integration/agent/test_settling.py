@@ -279,25 +279,29 @@ def test_devices_that_could_not_be_unlocked_leave_the_record(
     assert len(list((tmp_path / "dumps").iterdir())) == 1
 
 
+@pytest.fixture
+def helper(tmp_path: Path) -> Iterator[socket.socket]:
+    """The socket of a helper that does not answer yet; one caller may wait."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "helper.sock"))
+        listener.listen(0)
+        yield listener
+
+
 @pytest.mark.parametrize("answer", [b'{"type":"done"}', b'{"type":"done","ended":true}'])
 def test_the_release_program_does_as_the_helper_says(
-    worker: Worker, tmp_path: Path, answer: bytes
+    worker: Worker, helper: socket.socket, answer: bytes
 ) -> None:
-    path = str(tmp_path / "helper.sock")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
-        listener.listen()
+    def serve() -> None:
+        caller, _ = helper.accept()
+        with caller:
+            caller.recv(4096)
+            caller.send(answer)
 
-        def serve() -> None:
-            caller, _ = listener.accept()
-            with caller:
-                caller.recv(4096)
-                caller.send(answer)
-
-        serving = threading.Thread(target=serve)
-        serving.start()
-        assert settling.settle(path, worker.key) == (b"ended" in answer)
-        serving.join()
+    serving = threading.Thread(target=serve)
+    serving.start()
+    assert settling.settle(helper.getsockname(), worker.key) == (b"ended" in answer)
+    serving.join()
     assert worker.runs()
 
 
@@ -318,34 +322,24 @@ def test_the_release_program_ends_the_worker_when_no_helper_comes_back(
     assert worker.ended_by() == signal.SIGKILL
 
 
-@pytest.mark.parametrize("others", [0, 1], ids=["waits", "finds no room to wait"])
+@pytest.mark.parametrize("has_another", [False, True], ids=["waits", "finds no room to wait"])
 def test_the_release_program_leaves_a_worker_alone_when_the_helper_is_busy_with_others(
-    worker: Worker, tmp_path: Path, others: int
+    worker: Worker, helper: socket.socket, has_another: bool
 ) -> None:
-    path = str(tmp_path / "helper.sock")
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            for _ in range(1 + others)
-        ]
-        sockets[0].bind(path)
-        # One may wait.
-        sockets[0].listen(0)
-        for other in sockets[1:]:
+    path = helper.getsockname()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        if has_another:
             other.connect(path)
         assert not settling.settle(path, worker.key, return_s=0.3, answer_s=0.5)
     assert worker.runs()
 
 
 def test_the_release_program_ends_the_worker_when_the_helper_ends_with_its_question(
-    worker: Worker, tmp_path: Path
+    worker: Worker, helper: socket.socket
 ) -> None:
-    path = tmp_path / "helper.sock"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        ending = threading.Timer(0.5, listener.close)
-        ending.start()
-        assert settling.settle(str(path), worker.key, return_s=0.3, answer_s=20.0)
-        ending.join()
+    path = helper.getsockname()
+    ending = threading.Timer(0.5, helper.close)
+    ending.start()
+    assert settling.settle(path, worker.key, return_s=0.3, answer_s=20.0)
+    ending.join()
     assert worker.ended_by() == signal.SIGKILL
