@@ -72,12 +72,9 @@ class Capture(Story):
         self.moved = 0
 
     def prepare(self) -> None:
-        folder = files.open_root(self.state, create=True)
-        for name, data in STATE_FILES.items():
-            fd = files.create_file(folder, name)
-            files.write_all(fd, data)
-            files.os.close(fd)
-        files.os.close(folder)
+        with files.opened(files.open_root(self.state, create=True)) as folder:
+            for name, data in STATE_FILES.items():
+                files.write_new(folder, name, data)
 
     def sealed(self) -> Capture:
         """Do everything but the removal, and return the story itself."""
@@ -92,24 +89,21 @@ class Capture(Story):
 
     async def _staged_process(self) -> tuple[PartManifest, str]:
         with files.opened(files.open_root(self.state)) as state:
-            return await self._staged_from(state)
-
-    async def _staged_from(self, state: int) -> tuple[PartManifest, str]:
-        async with self.root.new_part(self.place, "process") as part:
-            entries = await copied(state, part, ByteCounter(_nobody_asks))
-            manifest = PartManifest(
-                kind="process",
-                part="process",
-                namespace="default",
-                content_uid=UID,
-                generation=self.generation,
-                order=f"dump-{UID}",
-                bytes=sum(entry.size for entry in entries),
-                files=entries,
-                vector=VECTOR,
-                facts=Facts(driver="cooperative"),
-            )
-            return manifest, await self.root.finish_part(part, manifest)
+            async with self.root.new_part(self.place, "process") as part:
+                entries = await copied(state, part, ByteCounter(_nobody_asks))
+                manifest = PartManifest(
+                    kind="process",
+                    part="process",
+                    namespace="default",
+                    content_uid=UID,
+                    generation=self.generation,
+                    order=f"dump-{UID}",
+                    bytes=sum(entry.size for entry in entries),
+                    files=entries,
+                    vector=VECTOR,
+                    facts=Facts(driver="cooperative"),
+                )
+                return manifest, await self.root.finish_part(part, manifest)
 
     def stage_gpu(self) -> None:
         task = self.task()
