@@ -269,6 +269,12 @@ def test_no_source_waits_by_sleeping_but_for_the_few_that_are_listed() -> None:
     assert [name for name in ALLOWED_SLEEPS if not _sleeps(_parse(ROOT / name))] == []
 
 
+@each("body", ["files.remove_tree(fd, 'x')", "remove_tree(fd, 'x')", "open('x')", "os.fsync(fd)"])
+def test_a_blocked_event_loop_is_recognised(body: str) -> None:
+    source = f"from snapshot_shared.files import remove_tree\nasync def found():\n    {body}\n"
+    assert _blocked_loops(ast.parse(source)) == {"found"}
+
+
 def test_nothing_that_can_block_runs_in_an_event_loop() -> None:
     found = {
         f"{_name(file)}:{name}"

@@ -83,30 +83,20 @@ def test_an_operator_that_runs_elsewhere_has_the_settings_that_hold_there() -> N
         "SNAPBACK_NAMESPACE_SELECTOR": "a=b",
         "SNAPBACK_KEEP_COUNT": "5",
     }
-    of_pod = {
-        "SNAPBACK_NATS_URL": "nats://snapback-nats",
-        "SNAPBACK_NATS_CREDENTIALS": "/keys/seed.nk",
-        "SNAPBACK_HTTP_ADDRESS": "0.0.0.0:9090",
-        "SNAPBACK_WEBHOOK_ADDRESS": "0.0.0.0:9443",
-        "PATH": "/bin",
-    }
+    names = ("NATS_URL", "NATS_CREDENTIALS", "HTTP_ADDRESS", "WEBHOOK_ADDRESS")
+    of_pod = {"PATH": "/bin", **{f"SNAPBACK_{name}": "x" for name in names}}
     items = [deployment("a-operator", **kept, **of_pod), deployment("b-operator", SNAPBACK_X="1")]
     assert kubernetes.operator_variables({"items": items}, "a-operator") == kept
     assert kubernetes.operator_variables({"items": []}, "a-operator") == {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "namespace", "path"),
-    [
+def test_an_object_is_found_where_the_api_server_has_it() -> None:
+    for kind, namespace, path in (
         ("Pod", "team", "/api/v1/namespaces/team/pods/x"),
         ("Job", "team", "/apis/batch/v1/namespaces/team/jobs/x"),
         ("Node", None, "/api/v1/nodes/x"),
-    ],
-)
-def test_an_object_is_found_where_the_api_server_has_it(
-    kind: str, namespace: str | None, path: str
-) -> None:
-    assert kubernetes.api_path(Target(KINDS[kind], namespace, "x")) == path
+    ):
+        assert kubernetes.api_path(Target(KINDS[kind], namespace, "x")) == path
 
 
 PROGRAM = """\
