@@ -1,17 +1,12 @@
 """A trace as a trace, and the check that one has to pass."""
 
-import io
-import json
-import sys
 from typing import Any
 
 import msgspec
-import pytest
 
 from snapshot_shared.spans import SpanRecord, layout
 from snapshotctl.commands import trace
-from tests.support import builders, check_trace
-from tests.unit.tables import each
+from tests.support import builders
 
 
 def _span(span_id: str, parent: str, start_ms: int, end_ms: int, **more: Any) -> SpanRecord:
@@ -102,71 +97,3 @@ def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_show
     found = layout([msgspec.structs.replace(span, trace_id="a" * 32)])
     (line,) = trace.lines(found, 90)
     assert line.startswith("process dump ")
-
-
-SERVICES = ("snapshotctl", "snap-operator", "snap-agent", "snap-gms", "snap-transfer")
-
-
-def _checked(span_id: str, parent: str, name: str, start: int, end: int, number: int) -> SpanRecord:
-    return builders.span(
-        span_id=span_id,
-        parent_id=parent,
-        name=name,
-        service=SERVICES[number],
-        start_ns=start,
-        end_ns=end,
-    )
-
-
-def _good() -> list[SpanRecord]:
-    return [
-        _checked("root", "", "apply", 0, 10, 0),
-        _checked("cap", "root", "capture", 10, 110, 1),
-        _checked("prep", "cap", "order prepare", 10, 50, 2),
-        _checked("save", "cap", "order save", 45, 108, 3),
-        _checked("write", "save", "write", 50, 100, 4),
-    ]
-
-
-def _wrong(spans: list[SpanRecord]) -> str:
-    return "\n".join(check_trace.problems(spans))
-
-
-@each(
-    ("index", "change", "problem"),
-    [
-        (4, {"trace_id": "b" * 32}, "2 trace ids"),
-        (2, {"parent_id": ""}, "2 roots"),
-        (4, {"parent_id": "missing"}, "its parent is missing"),
-        (4, {"name": "invented"}, "no step has this name"),
-        (4, {"service": "snap-gms"}, "4 services"),
-        (3, {"end_ns": 90}, "children cover 80.0% of capture"),
-        (1, {"name": "apply"}, "no span is called capture"),
-    ],
-)
-def test_each_thing_that_is_wrong_is_named(
-    index: int, change: dict[str, object], problem: str
-) -> None:
-    spans = _good()
-    spans[index] = msgspec.structs.replace(spans[index], **change)
-    assert problem in _wrong(spans)
-
-
-def test_a_gap_between_children_is_uncovered_and_time_that_they_share_counts_once() -> None:
-    def share(*times: tuple[int, int]) -> float:
-        children = [_checked("c", "w", "x", *time, 0) for time in times]
-        return check_trace.covered(_checked("w", "", "capture", 0, 100, 0), children)
-
-    assert share((-50, 30), (70, 200)) == pytest.approx(0.6)
-    assert share((0, 50), (0, 40)) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(("text", "code"), [(None, 0), ("[]", 1), ("no json", 1), ("{}", 1)])
-def test_the_exit_code_is_that_of_the_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None, code: int
-) -> None:
-    good = json.dumps([msgspec.to_builtins(span) for span in [*_good(), _good()[0]]])
-    stdin = io.TextIOWrapper(io.BytesIO((good if text is None else text).encode()))
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert check_trace.main() == code
-    assert capsys.readouterr().out
