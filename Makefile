@@ -187,10 +187,10 @@ mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, 
 proofs: $(STAMP) tools ## Everything that CI runs by turns, with all faults, and the proofs that it leaves out
 	@$(BIN)/python -m tests.ci --proofs
 
-cover: $(STAMP) ## Whether the fast tests reach as many lines as they did (ALL=1: of all tests, with the lines)
+cover: $(STAMP) ## Whether unit, contract and golden tests reach as many lines as they did (ALL=1: of all tests, with the lines)
 	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest -q $(FAST_IN_PARALLEL) $(if $(ALL),-m "$(MARKERS)", \
-		-m "$(MARKERS) and not waits" $(wildcard tests/unit tests/contract tests/golden))
+	@$(BIN)/coverage run -m pytest -q $(FAST_IN_PARALLEL) -m "$(MARKERS)" \
+		$(if $(ALL),,$(wildcard tests/unit tests/contract tests/golden))
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report $(if $(ALL),,| tail -n 3)
 

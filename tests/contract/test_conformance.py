@@ -17,6 +17,9 @@ from snapback_client.frames import Access
 from tests.bench.machine import huge_bytes_free
 from tests.support.claimed_rig import ClaimedRig
 
+# Each rule takes processes of its own, thus more than `make test-fast` has.
+pytestmark = pytest.mark.waits
+
 
 class Leaking(SimulatedDevice):
     """Gives old bytes to the next who asks."""

@@ -44,6 +44,9 @@ from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chu
 from tests.scenario.disk import SimDisk
 from tests.support.s3_server import s3_server
 
+# Each backend is a process, thus more than `make test-fast` has.
+pytestmark = pytest.mark.waits
+
 POSIX = ("posix-direct", "posix-buffered")
 PINNED = "pinned-host"
 IN_PLACE = "posix-direct in place"

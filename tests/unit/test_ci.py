@@ -143,6 +143,7 @@ def begin(folder: Path, other: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.waits
 def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
@@ -167,6 +168,7 @@ def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("other", "status", "said"),
     [
@@ -187,6 +189,7 @@ def test_a_run_tells_how_each_step_ended(
     assert "echo short ran" in out, "the log of each step is shown"
 
 
+@pytest.mark.waits
 def test_an_interrupted_run_ends_its_steps_and_lets_them_clean_up(tmp_path: Path) -> None:
     with begin(tmp_path, "hangs") as running:
         wait_until((tmp_path / "begun").exists)

@@ -175,6 +175,7 @@ def test_what_decides_is_changed_and_no_text_type_or_log(pure: Path) -> None:
     assert sorted(found) == sorted(DRAWN)
 
 
+@pytest.mark.waits
 def test_what_is_drawn_is_python_and_is_shown() -> None:
     drawn = sample.draw(ROOT, 100, 1)
     assert len(drawn) == 100

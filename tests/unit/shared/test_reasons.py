@@ -20,6 +20,9 @@ from snapshot_shared.errors import RemoteFailure, SnapbackError
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.reasons import REASONS, explained
 
+# What is collected once serves all of them.
+pytestmark = pytest.mark.xdist_group("reasons")
+
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (gms, snapback_client, snapshot_agent, snapshot_operator, snapshot_shared, snapshotctl)
 SOURCES = sorted(
