@@ -144,7 +144,7 @@ format: $(STAMP) ## Rewrite the sources in the house format
 
 ##@ Test
 
-test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time)
+test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time; TURN=1/4, a quarter of what takes long)
 	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
 
 # The documents, the site and the wheels have targets of their own.

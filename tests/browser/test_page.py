@@ -30,6 +30,7 @@ from tests.support.page_world import GIB, PageWorld, checkpoint, device_uuid, lo
 
 WHY_NOT = missing()
 pytestmark = [
+    pytest.mark.turns,
     pytest.mark.browser,
     pytest.mark.waits,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),

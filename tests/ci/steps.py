@@ -89,7 +89,7 @@ _QUARTER = {"TURN": f"{{turn}}/{TURNS}"}
 
 STEPS = (
     Step("check", Lane.REST, runs_again=False),
-    Step("test", Lane.REST),
+    Step("test", Lane.REST, variables=_QUARTER),
     Step(
         "scenarios",
         Lane.REST,

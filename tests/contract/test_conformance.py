@@ -18,7 +18,7 @@ from tests.bench.machine import huge_bytes_free
 from tests.support.claimed_rig import ClaimedRig
 
 # Each rule takes processes of its own, thus more than `make test-fast` has.
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.turns, pytest.mark.waits]
 
 
 class Leaking(SimulatedDevice):

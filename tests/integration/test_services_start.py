@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.cuda_rig import UUIDS, CudaNode
 
+pytestmark = pytest.mark.turns
+
 SERVICES = ("snapshot_operator.main", "snapshot_agent.main", "gms.main")
 
 

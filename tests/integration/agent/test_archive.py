@@ -27,6 +27,8 @@ from snapshot_agent.helper.beneath import check_kernel, empty
 from snapshot_shared.errors import ArtifactCorrupt, NoSpace, NotEligible, SnapbackError
 from snapshot_shared.files import names_in, open_root, opened, read_all
 
+pytestmark = pytest.mark.turns
+
 LONG = "n" * 255
 HAS_FILTERS = hasattr(tarfile, "data_filter")
 RAW = os.fsdecode(b"raw-\xff\xfe\n=%41")

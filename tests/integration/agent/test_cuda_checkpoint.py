@@ -28,7 +28,7 @@ from snapshot_shared.errors import InvalidInput
 from tests.support.cuda_rig import UUIDS, CudaNode, Worker
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.turns, pytest.mark.waits]
 
 HANGS_S = 2.0
 """How long a call that hangs is waited for, here."""

@@ -21,6 +21,8 @@ from tests.support.agent_rig import PATIENCE_S, Pod, Rig, failure_of, fresh_uid,
 from tests.support.hanging import HangingRoot
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.turns
+
 SOON_S = 8.0
 MORE_THAN_THREADS = 40
 

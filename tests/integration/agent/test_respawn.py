@@ -17,6 +17,8 @@ from tests.support.agent_rig import Pod, Rig, below, failure_of, fresh_uid, is_g
 from tests.support.hanging import HangingRoot
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.turns
+
 RESPAWN: dict[str, Any] = {"driver": "respawn"}
 STANDBY_EVENT = "standby"
 

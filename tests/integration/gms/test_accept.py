@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).parents[2] / "gpu" / "accept.py"
 PLACED = [f"{uuid} bytes={512 * MIB} context={72 * MIB}" for uuid in UUIDS[:2]]
 """A context is more than what may be lost on the way."""
 
-pytestmark = [pytest.mark.cpu(240), pytest.mark.timeout(400), pytest.mark.waits]
+pytestmark = [pytest.mark.turns, pytest.mark.cpu(240), pytest.mark.timeout(400), pytest.mark.waits]
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -51,6 +51,8 @@ from tests.support.limits import no_descriptor_left
 from tests.support.waiting import wait_until
 from tests.support.weights import PART, UID, loading
 
+pytestmark = pytest.mark.turns
+
 UUIDS = [simulated_uuid("n1", index) for index in range(2)]
 
 

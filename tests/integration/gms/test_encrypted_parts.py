@@ -31,6 +31,8 @@ from tests.support.artifact_keys import put_encryption, put_signing
 from tests.support.gms_rig import MIB
 from tests.support.weights import UID, Weights
 
+pytestmark = pytest.mark.turns
+
 CHUNK = 8 * MIB
 ARRAYS = {"large": (32 * MIB, "u1"), "zeros": (2 * CHUNK, "u1"), "odd": (2 * MIB + 5, "u1")}
 

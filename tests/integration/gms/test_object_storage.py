@@ -39,7 +39,7 @@ MIB = 1024 * 1024
 PLACE = GenerationRef("default", UID, 1)
 
 # They share a server, which takes seconds to start.
-pytestmark = pytest.mark.xdist_group("object_storage")
+pytestmark = [pytest.mark.turns, pytest.mark.xdist_group("object_storage")]
 
 
 @pytest.fixture(scope="module")

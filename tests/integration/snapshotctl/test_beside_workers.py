@@ -20,6 +20,8 @@ import pytest
 from tests.integration.snapshotctl.conftest import PATIENCE_S, Cli, interrupt, read_until
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.turns
+
 SERVER = """\
 import http.server, json, os, socketserver, threading
 

@@ -8,8 +8,12 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from snapshotctl.adapters import processes
 from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
+
+pytestmark = pytest.mark.turns
 
 SMALL = ("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
 POD = """

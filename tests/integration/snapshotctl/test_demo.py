@@ -21,6 +21,8 @@ from tests.integration.snapshotctl.conftest import (
     read_until,
 )
 
+pytestmark = pytest.mark.turns
+
 SHORT = ("--size-mib", "16", "--warm-up", "short")
 MOST_LINES = 25
 

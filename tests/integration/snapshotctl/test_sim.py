@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from snapshot_shared import subjects
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import check_node
@@ -9,6 +11,8 @@ from snapshotctl.adapters import processes
 from tests.integration.snapshotctl.conftest import CHECKPOINT, Cli, example
 from tests.support.agent_rig import state_of
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.turns
 
 
 def _workers(cli: Cli) -> list[int]:

@@ -27,6 +27,8 @@ from snapshotctl.domain.demo_engines import ENGINES as DEMO
 from tests.integration.snapshotctl.conftest import ENGINES, EXAMPLES, ROOT, needs_engines
 from tests.support.waiting import until, wait_until
 
+pytestmark = pytest.mark.turns
+
 NODE = "node-1"
 PATIENCE_S = 60.0
 
