@@ -167,6 +167,7 @@ FIXED = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "path"), FIXED)
 def test_a_field_of_a_spec_is_never_changed(
     kube: Kube, stored: dict[str, dict[str, Any]], kind: str, path: str
@@ -258,6 +259,7 @@ MALFORMED: list[Wrong] = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "path", "broken"), BROKEN + MALFORMED)
 def test_an_object_that_breaks_a_rule_is_refused_by_the_path_of_the_field(
     kube: Kube, kind: str, path: str, broken: Callable[[dict[str, Any]], object]
