@@ -22,7 +22,7 @@ from snapshot_operator.core import (
 from snapshot_operator.core.capture import UNDER_WAY, ContentView
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.nodes import all_nodes, known, node, reading_node, unusable_for_new_work
-from snapshot_operator.core.owning import owned_by
+from snapshot_operator.core.owning import owned_by, serves
 from snapshot_operator.core.plan import (
     NOTHING,
     Adopt,
@@ -56,7 +56,8 @@ def gather(reader: Reader, content: SnapshotContent) -> ContentView:
     is_pending = status.capture is Capture.PENDING
     chooses = _may_choose_a_node(content)
     name = content.metadata.name
-    reading = _restores(reader.by_index("reading", name))
+    named = _restores(reader.by_index("reading", name))
+    reading = [restore for restore in named if serves(content, restore)]
     # One that finds damage comes under this value, and so wakes the content before it ends.
     reader.by_index("reading", damaged_key(name))
     present = {restore.metadata.uid for restore in reading}
@@ -378,7 +379,7 @@ def content_behind(
 ) -> SnapshotContent | None:
     """Return the content that a checkpoint, a snapshot or a content leads to, if there is one.
 
-    That of another snapshot which has the name is none.
+    None for a content of another snapshot or another namespace: a status may name any.
     """
     match value:
         case DynamoCheckpoint():
@@ -390,6 +391,8 @@ def content_behind(
         case _:
             return None
     found = get("SnapshotContent", None, name) if name else None
-    if not isinstance(found, SnapshotContent):
+    if isinstance(value, SnapshotContent):
+        return found if isinstance(found, SnapshotContent) else None
+    if not serves(found, value) or (isinstance(value, Snapshot) and not owned_by(found, value)):
         return None
-    return None if isinstance(value, Snapshot) and not owned_by(found, value) else found
+    return found

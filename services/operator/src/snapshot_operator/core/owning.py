@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from snapshot_operator.core.plan import FINALIZER, Delete, Finalize, Plan, status_plan
 from snapshot_shared.errors import Failure
@@ -57,6 +58,14 @@ def owned_by(value: AnyObject | None, owner: AnyObject) -> bool:
     return value is not None and any(
         reference.uid == owner.metadata.uid for reference in value.metadata.owner_references
     )
+
+
+def serves(content: AnyObject | None, value: AnyObject) -> TypeGuard[SnapshotContent]:
+    """Whether a content is there, and of the namespace of an object that names it in its status."""
+    if not isinstance(content, SnapshotContent):
+        return False
+    space = value.metadata.namespace or "default"
+    return content.spec.source.namespace == content.spec.snapshot_ref.namespace == space
 
 
 def delete_children(owner: AnyObject, children: Sequence[AnyObject | None]) -> Plan:

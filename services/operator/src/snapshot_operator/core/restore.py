@@ -16,6 +16,7 @@ from snapshot_operator.core import backpressure, conditions, fold, ordering, qua
 from snapshot_operator.core.capture import capture_span, container_failure
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.nodes import known, node, without_agent
+from snapshot_operator.core.owning import serves
 from snapshot_operator.core.plan import (
     FINALIZER,
     NOTHING,
@@ -137,7 +138,7 @@ def gather(reader: Reader, restore: SnapshotRestore) -> RestoreView:
         return RestoreView(restore, pod, known=nodes)
     if status.content_name:
         named = reader.get("SnapshotContent", None, status.content_name)
-        view = RestoreView(restore, pod, named if isinstance(named, SnapshotContent) else None)
+        view = RestoreView(restore, pod, named if serves(named, restore) else None)
     else:
         view = _resolved(reader, restore, pod)
     if status.state is Restore.PENDING:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from snapshot_operator.core.owning import serves
 from snapshot_operator.core.plan import Reader
 from snapshot_shared.errors import Failure
 from snapshot_shared.identity import identity_hash as hash_of
@@ -86,7 +87,7 @@ def artifact_of(reader: Reader, checkpoint: DynamoCheckpoint) -> SnapshotContent
     if status.phase != "Ready" or not status.content_name:
         return None
     found = reader.get("SnapshotContent", None, status.content_name)
-    if not isinstance(found, SnapshotContent) or found.metadata.deletion_timestamp:
+    if not serves(found, checkpoint) or found.metadata.deletion_timestamp:
         return None
     return found
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering
 from snapshot_operator.core.nodes import all_nodes, is_silent, node
+from snapshot_operator.core.owning import serves
 from snapshot_operator.core.plan import (
     NOTHING,
     Adopt,
@@ -86,7 +87,7 @@ def _restore(reader: Reader, pod: Pod) -> tuple[SnapshotRestore | None, Snapshot
     if not found.status.content_name or pod.status.node_name:
         return found, None
     content = reader.get("SnapshotContent", None, found.status.content_name)
-    return found, content if isinstance(content, SnapshotContent) else None
+    return found, content if serves(content, found) else None
 
 
 def _used(reader: Reader, name: str) -> set[str]:

@@ -21,6 +21,7 @@ from snapshot_operator.core.plan import (
 )
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
+from snapshot_operator.runtime.owned import owned
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.world import Changed, unsaid
 from snapshot_shared import instruments
@@ -95,7 +96,7 @@ class Interpreter:
                 await self.apply(write.refused(error.to_failure()), read, stored)
                 return
             if isinstance(write, SetStatus):
-                published += new_orders(write.old, write.new)
+                published += owned(write.new, new_orders(write.old, write.new))
                 changed.append((write.old, write.new))
         stored()
         for old, new in changed:

@@ -18,6 +18,7 @@ from snapshot_operator.core import backpressure, fold
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.manager import Manager
+from snapshot_operator.runtime.owned import owned
 from snapshot_shared import instruments, subjects
 from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, StoreBusy
 from snapshot_shared.ids import check_order_id, owner_of
@@ -89,8 +90,7 @@ class Sweep:
             order
             for kind in KINDS
             for owner in self._cluster.all(kind)
-            for order in orders_of(owner)
-            if not is_answered(order)
+            for order in owned(owner, [i for i in orders_of(owner) if not is_answered(i)])
         ]
         awaited = {order.order for order in unanswered}
         for order_id in await self._unwanted(published.keys() - awaited):

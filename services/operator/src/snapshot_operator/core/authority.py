@@ -1,0 +1,119 @@
+"""Decides whether an order follows from the object that remembers it.
+
+A status is data. Whoever may write the status of one object could name pods and artifacts of any
+namespace in it, as an order that waits to be published. So an order is carried out only if its
+owner, its pod and its artifact are those that the spec, the uid and the namespace of the object
+lead to. The spec of a SnapshotContent is the operator's own: nobody in a namespace can write one.
+Nothing is read from a status here, and an order that differs in one field is not published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from snapshot_operator.core import ordering
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_shared.orders import AbortOrder, AnyOrder, order_in
+from snapshot_shared.views import part_of
+
+Derive = Callable[[Any], Any]
+"""Takes the value of a field, and returns the value that the owner allows there."""
+
+VERBS: Mapping[type[AnyObject], frozenset[str]] = {
+    Pod: frozenset({"run", "stop", "drop"}),
+    SnapshotContent: frozenset(
+        {"prepare", "dump", "save", "seal", "release", "abort", "delete", "verify"}
+    ),
+    SnapshotRestore: frozenset({"load", "commit", "drop", "place", "restore", "abort"}),
+}
+"""Which orders an object of each kind may have. An object of another kind has none."""
+
+
+def foreign(owner: AnyObject, item: OrderStatus) -> str:
+    """Return the first field of an order that does not follow from its owner; empty if all do.
+
+    The payload of an order that this build cannot read is foreign: nothing can be said of it.
+    """
+    order = order_in(item.payload)
+    if order is None:
+        return "payload"
+    return next(_differences(owner, item, order), "")
+
+
+def _differences(owner: AnyObject, item: OrderStatus, order: AnyOrder) -> Iterator[str]:
+    verb = str(order.__struct_config__.tag).removeprefix("snapback.v1.").removesuffix("_order")
+    if item.verb != verb or verb not in VERBS.get(type(owner), ()):
+        yield "verb"
+    part = part_of(item.order)
+    if item.order != f"{verb}-{owner.metadata.uid}" + (f"-{part}" if part else ""):
+        yield "order"
+    if (item.order, item.attempt, item.node) != (order.order, order.attempt, order.node):
+        yield "payload"
+    for name, derive in _derived(owner, order).items():
+        if hasattr(order, name) and getattr(order, name) != derive(getattr(order, name)):
+            yield name
+
+
+def _derived(owner: AnyObject, order: AnyOrder) -> dict[str, Derive]:
+    uid = owner.metadata.uid
+    found: dict[str, Derive] = {
+        "owner": lambda _: uid,
+        # A later attempt of an order has the token of an earlier one.
+        "fence_token": lambda given: f"{uid}.{given.rpartition('.')[2]}",
+        "load_token": lambda given: f"{uid}.{given[len(uid) + 1 :]}",
+    }
+    match owner:
+        case SnapshotContent():
+            return found | _of_content(owner, order)
+        case SnapshotRestore():
+            return found | _of_restore(owner, order)
+        case Pod():
+            # What a pod that is gone has left on a device is nobody's.
+            return found | {
+                "pod": lambda given: given and ordering.pod_ref(owner, given.container),
+                "load_token": lambda _: "",
+            }
+        case _:
+            return found
+
+
+def _of_content(content: SnapshotContent, order: AnyOrder) -> dict[str, Derive]:
+    source = content.spec.source
+    uuids = {device.uuid for device in source.devices}
+    found: dict[str, Derive] = {
+        "namespace": lambda _: source.namespace,
+        "content_uid": lambda _: content.metadata.uid,
+        "driver": lambda _: content.spec.driver,
+        "parent": lambda given: given and replace(given, namespace=source.namespace),
+        "artifact": lambda given: replace(
+            given, namespace=source.namespace, content_uid=content.artifact_uid
+        ),
+        "devices": lambda given: [each for each in given if getattr(each, "uuid", each) in uuids],
+        "pod": lambda _: source.pod_ref and ordering.source_ref(content),
+    }
+    if order.order.startswith(("delete-", "verify-")):
+        return found | {"content_uid": lambda _: content.artifact_uid}
+    # Only nodes that reach the artifact root remove and verify; a capture is of the pod's own node.
+    return found | {"node": lambda _: source.node_name}
+
+
+def _of_restore(value: SnapshotRestore, order: AnyOrder) -> dict[str, Derive]:
+    space = value.metadata.namespace or "default"
+    found: dict[str, Derive] = {
+        "pod": lambda _: ordering.target_ref(value),
+        "artifact": lambda given: replace(given, namespace=space),
+    }
+    if isinstance(order, AbortOrder):
+        # That of a capture ends a worker and frees devices.
+        return found | {
+            "content_uid": lambda _: None,
+            "fence_token": lambda _: None,
+            "devices": lambda _: [],
+        }
+    return found
