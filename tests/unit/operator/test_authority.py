@@ -129,7 +129,7 @@ async def victim() -> World:
 
 
 async def write_status(world: World, value: Any, **changes: Any) -> None:
-    """Write a status as whoever has the right to: without the operator."""
+    """Write a status without the operator, as a user who has the right to."""
     await world.store.update_status(replace(value, status=replace(value.status, **changes)))
     await world.cluster.refresh(value)
 

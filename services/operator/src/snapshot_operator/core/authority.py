@@ -1,9 +1,9 @@
 """Decides whether an order follows from the object that remembers it.
 
-A status is data. Whoever may write the status of one object could name pods and artifacts of any
+A status is data. A user who may write the status of one object could name pods and artifacts of any
 namespace in it, as an order that waits to be published. So an order is carried out only if its
 owner, its pod and its artifact are those that the spec, the uid and the namespace of the object
-lead to. The spec of a SnapshotContent is the operator's own: nobody in a namespace can write one.
+lead to. The spec of a SnapshotContent is the operator's own: the kind is cluster-scoped.
 Nothing is read from a status here, and an order that differs in one field is not published.
 """
 
@@ -74,7 +74,7 @@ def _derived(owner: AnyObject, order: AnyOrder) -> dict[str, Derive]:
         case SnapshotRestore():
             return found | _of_restore(owner, order)
         case Pod():
-            # What a pod that is gone has left on a device is nobody's.
+            # What a pod that is gone has left on a device belongs to no restore.
             return found | {
                 "pod": lambda given: given and ordering.pod_ref(owner, given.container),
                 "load_token": lambda _: "",
