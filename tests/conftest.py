@@ -31,7 +31,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of other turns, of those that other options have left."""
-    if left := {*others(items, TURN)}:
+    # Those that failed are of this turn.
+    if not config.getoption("lf", default=False) and (left := {*others(items, TURN)}):
         config.hook.pytest_deselected(items=[*left])
         items[:] = [item for item in items if item not in left]
 

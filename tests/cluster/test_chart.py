@@ -455,10 +455,11 @@ def test_an_uninstall_ends_captures_and_keeps_checkpoints_that_can_be_deleted_th
     assert pod["status"]["phase"] == "Running"
     namespace.run("delete", "dynamocheckpoint,snapshot", "--all", "--timeout=30s")
     release.kubectl.run("delete", "snapshotcontent", name, "--timeout=30s")
+    leaves_the_keys_and_the_definitions_alone(release)
 
 
-@pytest.mark.turns
-def test_an_uninstall_leaves_the_keys_the_definitions_and_nothing_else(release: Release) -> None:
+def leaves_the_keys_and_the_definitions_alone(release: Release) -> None:
+    """Wait until an uninstalled release has left its keys, the definitions and nothing else."""
     kinds_of_cluster = (
         *("clusterroles", "clusterrolebindings"),
         *("mutatingwebhookconfigurations", "validatingwebhookconfigurations"),
