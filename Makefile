@@ -181,7 +181,7 @@ soak: $(STAMP) ## Capture and delete a worker many times and see that nothing gr
 	@$(BIN)/python -m tests.support.soak $(if $(CAPTURES),--captures $(CAPTURES))
 
 mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, ONLY="name ...", SAMPLE=200 SEED=1 draws others)
-	@$(BIN)/python -m tests.mutants$(if $(SAMPLE),.sample --count $(SAMPLE) $(if $(SEED),--seed $(SEED))) \
+	@$(BIN)/python -m tests.mutants$(if $(SAMPLE),.sample --count $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(if $(MOST),--most $(MOST))) \
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(ONLY),--only $(ONLY))
 
 proofs: $(STAMP) tools ## Everything that CI runs by turns, with all faults, and the proofs that it leaves out

@@ -1,7 +1,8 @@
 """Draw small mutations of the pure modules and see how many of them no test notices.
 
 `python -m tests.mutants.sample [--count N] [--seed N] [--jobs N]`. The same seed draws the same
-mutations of the same sources. Status 1 when 5 % or more survive.
+mutations of the same sources. Status 1 when 5 % or more survive, or another share
+that is given: by chance, a small sample has more of them than all mutations have.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tests.mutants.trials import Ran, copy_sources, run_tests, write_source
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 TOO_MANY = 0.05
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 """How long one run of tests may take, in seconds; several times what it takes."""
-LIMIT_OF_ONE_S = 60.0
+LIMIT_OF_ONE_S = 180.0
 """How long one test may take: whatever hangs in it hangs for ever."""
 
 _SCENARIOS = ["tests/scenario/test_scenarios.py", "-k", "calm or test_no_rule_is_broken"]
@@ -285,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
     parser.add_argument("--only", nargs="+", default=[""], help="only files named like this")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
+    parser.add_argument("--most", type=float, default=TOO_MANY, help="the share that may survive")
     options = parser.parse_args(arguments)
     equivalent = read_equivalents(EQUIVALENT)
     drawn = draw(options.root, options.count, options.seed, options.only)
@@ -300,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(mutation.shown)
     share = len(survivors) / max(len(drawn), 1)
     print(f"{len(survivors)} of {len(drawn)} survived, {share:.1%}")
-    return 1 if share >= TOO_MANY else 0
+    return 1 if share >= options.most else 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-COPIED = ("shared/src", "services/*/src", "tests", "deploy/examples", "pyproject.toml")
+COPIED = (
+    *("shared/src", "services/*/src", "tests", "pyproject.toml"),
+    *("deploy/crds", "deploy/examples", "deploy/helm"),
+)
 LIMIT_S = 180.0
 """How long the tests of one bug may take, in seconds."""
 FAREWELL_S = 10.0
