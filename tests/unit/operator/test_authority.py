@@ -191,3 +191,11 @@ async def test_a_restore_whose_status_names_a_content_of_another_namespace_loads
     assert content.metadata.uid not in found
     named = world.cluster.get("SnapshotContent", None, content.metadata.name)
     assert named.status.readers == []
+
+
+async def test_an_artifact_of_the_namespace_of_the_restore_alone_may_be_loaded() -> None:
+    loads = [(owner, item) for owner, item in await story() if item.verb == "load"]
+    assert loads
+    for owner, item in loads:
+        moved = replace(owner, metadata=replace(owner.metadata, namespace="team"))
+        assert foreign(moved, altered(item, pod={"namespace": "team"})) == "artifact"
