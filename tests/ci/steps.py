@@ -41,8 +41,8 @@ class Step(NamedTuple):
     """A target of the Makefile with its variables.
 
     `needs` names programs that the machine may lack: `cluster` or none. A step that `runs_again`
-    after a failure runs only the tests of pytest that failed. A step with other tests has no such
-    list, or fails again in the same way.
+    after a failure runs only the tests of pytest that failed. A step without pytest has no list of
+    failed tests, and some steps fail again in the same way.
     """
 
     name: str
@@ -107,7 +107,7 @@ STEPS = (
         Lane.REST,
         When.THIRD,
         target="mutants",
-        # The sample is small, so its share is a chance: `make mutants SAMPLE=200` judges.
+        # One of 16 mutants is 6 %, so only `make mutants SAMPLE=200` can judge by 5 %.
         variables={"SAMPLE": "16", "SEED": "{count}", "MOST": "0.3"},
         runs_again=False,
     ),

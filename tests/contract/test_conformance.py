@@ -17,7 +17,7 @@ from snapback_client.frames import Access
 from tests.bench.machine import huge_bytes_free
 from tests.support.claimed_rig import ClaimedRig
 
-# Each rule takes processes of its own, thus more than `make test-fast` has.
+# The tests of each rule start processes, which `make test-fast` has no time for.
 pytestmark = [pytest.mark.turns, pytest.mark.waits]
 
 

@@ -44,7 +44,7 @@ from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chu
 from tests.scenario.disk import SimDisk
 from tests.support.s3_server import s3_server
 
-# Each backend is a process, thus more than `make test-fast` has.
+# The tests of each backend start processes, which `make test-fast` has no time for.
 pytestmark = pytest.mark.waits
 
 POSIX = ("posix-direct", "posix-buffered")

@@ -1,8 +1,8 @@
 """Draw small mutations of the pure modules and see how many of them no test notices.
 
 `python -m tests.mutants.sample [--count N] [--seed N] [--jobs N]`. The same seed draws the same
-mutations of the same sources. Status 1 when 5 % or more survive, or another share
-that is given: by chance, a small sample has more of them than all mutations have.
+mutations of the same sources. Status 1 if the share of survivors is 5 % or more; `--most` gives
+another share, because one survivor of a small sample is more than 5 %.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import pytest
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """Every row of a table whose number is `first` modulo `every`; rows count from 1."""
+    """Each row from number `first` on, in steps of `every`. Rows count from 1."""
 
     first: int = 1
     every: int = 1
@@ -34,18 +34,13 @@ def turn_of(text: str) -> Turn:
     return Turn(int(found[1]), int(found[2]))
 
 
-def turn_in(environment: Mapping[str, str]) -> Turn:
-    """Return the turn that `TURN` names; without it all rows."""
-    return turn_of(environment.get("TURN") or "1/1")
-
-
-TURN = turn_in(os.environ)
+TURN = turn_of(os.environ.get("TURN") or "1/1")
 
 
 def others(items: Sequence[pytest.Item], turn: Turn) -> list[pytest.Item]:
-    """Return the tests that run in another turn, of all that are marked `turns`.
+    """Return the tests with the mark `turns` that run in another turn.
 
-    What carries the mark is one row: a test with one of its parameters, or a whole module.
+    The node with the mark is one row: a test with one of its parameters, or a whole module.
     """
     rows: dict[str, list[pytest.Item]] = {}
     for item in items:

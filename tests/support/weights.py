@@ -52,19 +52,8 @@ def load_order(
 
 def saving(sockets: Path, root: Path, layout: LayoutRef, /, **changes: Any) -> SaveTask:
     """Return the task that saves a layout as the first part of a content."""
-    task = SaveTask(
-        socket_dir=str(sockets),
-        root=str(root),
-        device=layout.device,
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        part="gpu-0",
-        deadline_s=10.0,
-        order=f"save-{UID}-gpu-0",
-        layout=layout,
-    )
-    return replace(task, **changes)
+    place = _place(sockets, root, layout)
+    return replace(SaveTask(order=f"save-{UID}-gpu-0", layout=layout, **place), **changes)
 
 
 def loading(
@@ -72,20 +61,26 @@ def loading(
 ) -> LoadTask:
     """Return the task that loads this part, or that of `path`, onto the device of the layout."""
     task = LoadTask(
-        socket_dir=str(sockets),
-        root=str(root),
-        device=layout.device,
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        part="gpu-0",
-        deadline_s=10.0,
         part_digest=digest(((path or root / PART) / PART_MANIFEST).read_bytes()),
         load_token="l1",
         layout_id=layout.layout_id,
         structure_hash=layout.structure_hash,
+        **_place(sockets, root, layout),
     )
     return replace(task, **changes)
+
+
+def _place(sockets: Path, root: Path, layout: LayoutRef) -> dict[str, Any]:
+    return {
+        "socket_dir": str(sockets),
+        "root": str(root),
+        "device": layout.device,
+        "namespace": "default",
+        "content_uid": UID,
+        "generation": 1,
+        "part": "gpu-0",
+        "deadline_s": 10.0,
+    }
 
 
 class Doomed(NamedTuple):

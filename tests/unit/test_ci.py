@@ -169,6 +169,31 @@ def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Pat
 
 
 @pytest.mark.waits
+def test_a_second_try_runs_the_failed_tests_of_a_turn(tmp_path: Path) -> None:
+    hook = "from tests.conftest import pytest_collection_modifyitems"
+    (tmp_path / "conftest.py").write_text(f"{hook}  # noqa\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.turns\n"
+        "@pytest.mark.parametrize('row', range(8))\n"
+        "def test_fails(row): raise AssertionError('still')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-o", f"cache_dir={tmp_path}/cache"]
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    environment |= {"TURN": "2/4", "PYTHONPATH": str(ROOT)}
+    for options in ([], ["--last-failed", "--last-failed-no-failures=none"]):
+        done = subprocess.run(
+            [*command, *options],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert re.findall(r"^FAILED .*\[(\d)\]", done.stdout, re.MULTILINE) == ["1", "5"], done
+
+
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("other", "status", "said"),
     [

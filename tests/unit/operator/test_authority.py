@@ -1,10 +1,9 @@
-"""A status is data: no order and no content that it names is of anything but its own object."""
+"""A status is data: an order and a content in it are used only if they follow from their object."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -21,6 +20,7 @@ from snapshot_shared.views import orders_of
 from tests.support.builders import payload
 from tests.support.objects import checkpoint, checkpoint_document, restore_document
 from tests.support.operator_world import World, world_of
+from tests.support.operator_world import payload as fields
 from tests.unit.tables import each
 
 STRANGER = "00000000-0000-4000-8000-0000000000ff"
@@ -71,12 +71,6 @@ def altered(item: OrderStatus, **changes: Any) -> OrderStatus:
         inner = order.get(name)
         order[name] = inner | value if isinstance(inner, dict) else value
     return replace(item, payload=payload(**order))
-
-
-def fields(item: OrderStatus) -> dict[str, Any]:
-    """Return the fields of an order that is published."""
-    found: dict[str, Any] = msgspec.json.decode(item.payload)
-    return found
 
 
 CHANGES: dict[str, Any] = {
@@ -199,3 +193,10 @@ async def test_an_artifact_of_the_namespace_of_the_restore_alone_may_be_loaded()
     for owner, item in loads:
         moved = replace(owner, metadata=replace(owner.metadata, namespace="team"))
         assert foreign(moved, altered(item, pod={"namespace": "team"})) == "artifact"
+
+
+async def test_an_abort_of_a_capture_may_have_no_token() -> None:
+    aborts = [(owner, item) for owner, item in await story() if fields(item).get("fence_token")]
+    tokenless = [(o, altered(i, fence_token=None)) for o, i in aborts if i.verb == "abort"]
+    assert tokenless
+    assert [foreign(owner, item) for owner, item in tokenless] == [""] * len(tokenless)

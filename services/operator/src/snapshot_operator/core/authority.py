@@ -3,8 +3,8 @@
 A status is data. A user who may write the status of one object could name pods and artifacts of any
 namespace in it, as an order that waits to be published. So an order is carried out only if its
 owner, its pod and its artifact are those that the spec, the uid and the namespace of the object
-lead to. The spec of a SnapshotContent is the operator's own: the kind is cluster-scoped.
-Nothing is read from a status here, and an order that differs in one field is not published.
+lead to. The spec of a SnapshotContent is trusted, because no right within a namespace can write
+this kind. This module reads no status, and an order with one foreign field is not published.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _derived(owner: AnyObject, order: AnyOrder) -> dict[str, Derive]:
     found: dict[str, Derive] = {
         "owner": lambda _: uid,
         # A later attempt of an order has the token of an earlier one.
-        "fence_token": lambda given: f"{uid}.{given.rpartition('.')[2]}",
+        "fence_token": lambda given: given and f"{uid}.{given.rpartition('.')[2]}",
         "load_token": lambda given: f"{uid}.{given[len(uid) + 1 :]}",
     }
     match owner:
@@ -99,7 +99,7 @@ def _of_content(content: SnapshotContent, order: AnyOrder) -> dict[str, Derive]:
     }
     if order.order.startswith(("delete-", "verify-")):
         return found | {"content_uid": lambda _: content.artifact_uid}
-    # Only nodes that reach the artifact root remove and verify; a capture is of the pod's own node.
+    # Any node that reaches the artifact root may remove and verify. The pod's own node captures it.
     return found | {"node": lambda _: source.node_name}
 
 
@@ -110,7 +110,7 @@ def _of_restore(value: SnapshotRestore, order: AnyOrder) -> dict[str, Derive]:
         "artifact": lambda given: replace(given, namespace=space),
     }
     if isinstance(order, AbortOrder):
-        # That of a capture ends a worker and frees devices.
+        # With these fields an abort compensates a capture: it may end a worker and free devices.
         return found | {
             "content_uid": lambda _: None,
             "fence_token": lambda _: None,
