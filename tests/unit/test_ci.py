@@ -122,7 +122,7 @@ races:
 alone:
 \ttest -e $(CURDIR)/raced || { touch $(CURDIR)/raced; exit 3; }
 hangs:
-\ttouch $(CURDIR)/begun; trap 'touch $(CURDIR)/cleaned; exit 1' INT; sleep 60 & wait
+\ttrap 'touch $(CURDIR)/cleaned; exit 1' INT; touch $(CURDIR)/begun; sleep 60 & wait
 """
 
 
