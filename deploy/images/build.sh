@@ -62,11 +62,9 @@ import_debian() {
     trap - EXIT
 }
 
-# Make wheels of what requirements.lock names, for the Python of the images.
+# Make wheels of what requirements.lock names, for the Python of Debian bookworm.
 fetch_wheels() {
-    local python=.venv/bin/python wanted
-    wanted=$(docker run --rm --network none --entrypoint python3 "$python_image" -c \
-        'import sys; print("%d.%d" % sys.version_info[:2])')
+    local python=.venv/bin/python wanted=3.11
     [[ $("$python" -V 2>/dev/null) == "Python $wanted."* ]] || python=python$wanted
     need "$python" "python$wanted"
     "$python" -m pip wheel --quiet --disable-pip-version-check --require-hashes --no-deps \
@@ -115,12 +113,14 @@ docker buildx version >/dev/null 2>&1 || buildkit=0
 rm -f deploy/images/wheels/*.whl
 if [[ $from_debian ]]; then
     python_image=snapback-python:bookworm
+    # The downloads do not need the image.
+    echo "build.sh: wheels"
+    fetch_wheels &
     docker image inspect "$python_image" >/dev/null 2>&1 || {
         echo "build.sh: $python_image from Debian's packages"
         import_debian
     }
-    echo "build.sh: wheels"
-    fetch_wheels
+    wait $!
 else
     python_image=${PYTHON_IMAGE:-$(setting PYTHON_IMAGE)}
 fi

@@ -89,13 +89,14 @@ _QUARTER = {"TURN": f"{{turn}}/{TURNS}"}
 
 STEPS = (
     Step("check", Lane.REST, runs_again=False),
-    Step("test", Lane.REST, variables=_QUARTER),
+    # The other lane begins with the images of the services. The tests would take both processors.
     Step(
         "scenarios",
         Lane.REST,
         variables={"SEEDS": str(SEEDS), "FIRST": "{first}"},
         runs_again=False,
     ),
+    Step("test", Lane.REST, variables=_QUARTER),
     Step("e2e", Lane.REST),
     Step("docs-test", Lane.REST, variables=_QUARTER),
     Step("cover", Lane.REST, When.FIRST, runs_again=False),

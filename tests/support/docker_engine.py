@@ -55,11 +55,14 @@ def lacking() -> str:
 
 @contextlib.contextmanager
 def engine() -> Iterator[Engine]:
-    """Start an engine and end it, with all that it made; or use that of DOCKER_HOST."""
+    """Start an engine and end it, with all that it made; or use the engine of DOCKER_HOST.
+
+    `SNAPBACK_ENGINES` names the folder for its images, which /tmp has otherwise.
+    """
     if host := os.environ.get("DOCKER_HOST"):
         yield Engine(host, None)
         return
-    folder = Path(tempfile.mkdtemp(prefix="snapback-docker-"))
+    folder = Path(tempfile.mkdtemp("", "snapback-docker-", os.environ.get("SNAPBACK_ENGINES")))
     host, group = f"unix://{folder}/docker.sock", f"/{folder.name}"
     words = [
         f"--data-root={folder}/data",
