@@ -44,7 +44,7 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 ##@ Try it
 ##@ Set up
@@ -387,6 +387,9 @@ cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 	@$(BIN)/python -m tests.cluster --name $(or $(NAME),dev) down
 
 ##@ Test
+
+images: $(STAMP) ## Build the images of the services, from which e2e and test-cluster begin
+	@$(BIN)/python -m tests.support.service_images
 
 test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (TURN=1/3)
 	@$(BIN)/pytest -s -m cluster --ignore=tests/cluster/test_page.py tests/cluster tests/contract

@@ -1,7 +1,8 @@
 """The images of deploy/images, built once for their content and kept as one archive.
 
-No registry is needed: they stand on a Debian that debootstrap makes, and a Docker engine of the
-tests' own builds them.
+`python -m tests.support.service_images` builds them, or says what this machine lacks. No
+registry is needed: they stand on a Debian that debootstrap makes, and a Docker engine of the tests'
+own builds them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.docker_engine import Engine, engine
+from tests.support.docker_engine import Engine, engine, lacking
 
 REPOSITORY = Path(__file__).parents[2]
 CACHE = REPOSITORY / ".tools" / "images"
@@ -109,3 +110,7 @@ def _inputs() -> Iterator[Path]:
             left_out = NOT_COPIED & {*path.relative_to(REPOSITORY).parts}
             if path.is_file() and not left_out:
                 yield path
+
+
+if __name__ == "__main__":
+    print(cached() or lacking() or archive())
