@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import yaml
 from docs.generate import crds
 
-from snapshot_operator.kube import rbac
+from snapshot_operator.kube import policies, rbac
 
 CHART = "deploy/helm/snapback"
 ROOT = Path(__file__).parents[2]
 VALUES = ROOT / CHART / "values.yaml"
 ALERTS = "deploy/observability/alerts.yml"
 
-_RULES = "# Made from snapshot_operator.kube.rbac by `make docs`; do not edit.\n"
+_MADE = "# Made from snapshot_operator.kube.{module} by `make docs`; do not edit.\n"
 _HEAD = """\
 # The chart
 
@@ -48,7 +48,9 @@ def files() -> Iterator[tuple[str, str]]:
     roles = (("cluster", rbac.cluster_role()), ("namespace", rbac.lease_role("")))
     for name, role in roles:
         text = yaml.safe_dump(role["rules"], sort_keys=False, default_flow_style=None, width=100)
-        yield f"{CHART}/files/operator-{name}-rules.yaml", _RULES + text
+        yield f"{CHART}/files/operator-{name}-rules.yaml", _MADE.format(module="rbac") + text
+    text = yaml.safe_dump_all(policies.policies(), sort_keys=False, width=100)
+    yield f"{CHART}/templates/policies.yaml", _MADE.format(module="policies") + text
     alerts = (ROOT / ALERTS).read_text(encoding="utf-8")
     yield f"{CHART}/files/alerts.yml", f"# Copied from {ALERTS} by `make docs`.\n{alerts}"
     yield f"{CHART}/README.md", _HEAD + "".join(map(_row, values(VALUES.read_text())))

@@ -10,6 +10,7 @@ from snapshotctl.views.finding import Finding
 from snapshotctl.views.installation import (
     DEFINITIONS,
     KEYS,
+    POLICIES,
     Asked,
     SeenInstallation,
     artifact_claim,
@@ -93,7 +94,13 @@ OPERATOR = workload("Deployment", "operator")
 NATS = workload("StatefulSet", "nats")
 WORKLOADS = (daemon_set(), OPERATOR, NATS, pod(container()))
 HOOK = {"name": "objects.snapback.nvidia.com", "clientConfig": {"caBundle": "LS0t"}}
+POLICY = [
+    {"kind": kind, "metadata": {"name": name}, "spec": {"validationActions": ["Deny"]}}
+    for name in POLICIES
+    for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+]
 SEEN = SeenInstallation(
+    policies=Asked(POLICY),
     definitions=Asked([definition(name) for name in DEFINITIONS]),
     webhooks=Asked([{"webhooks": [HOOK]}]),
     workloads=Asked(WORKLOADS),
@@ -120,7 +127,7 @@ def on_claim(*claims: dict[str, Any]) -> list[Finding]:
 def test_an_installation_that_is_well_or_begins_has_nothing_but_ok() -> None:
     for found in (of(), of_workloads(daemon_set(helper=False)), on_claim(claim("ReadWriteMany"))):
         assert [finding for finding in found if finding.level != "ok"] == []
-        assert len(found) == 8
+        assert len(found) == 9
     begins = pod(container("ContainerCreating"), container("PodInitializing"))
     assert [finding for finding in of_workloads(begins) if finding.level != "ok"] == []
 
@@ -145,6 +152,19 @@ def test_an_installation_that_is_well_or_begins_has_nothing_but_ok() -> None:
             ),
         ),
         (of(definitions=FORBIDDEN), "warn  our kinds cannot be looked at: ada may not → can-i"),
+        (
+            of(policies=Asked(POLICY[1:])),
+            "fail  statuses.snapback.nvidia.com is missing → helm upgrade",
+        ),
+        (
+            of(
+                policies=Asked(
+                    [*POLICY[:5], {**POLICY[5], "spec": {"validationActions": ["Warn"]}}]
+                )
+            ),
+            "fail  made-objects.snapback.nvidia.com is missing or denies nothing → helm upgrade",
+        ),
+        (of(policies=FORBIDDEN), "warn  the admission policies cannot be looked at → can-i"),
         (of(webhooks=Asked()), "warn  there are no webhooks → webhooks.enabled"),
         (
             of(webhooks=Asked([{"webhooks": [{**HOOK, "clientConfig": {}}]}])),

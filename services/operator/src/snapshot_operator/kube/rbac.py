@@ -15,6 +15,9 @@ Document = dict[str, Any]
 NAME = "snapback-operator"
 CERTIFICATE_SECRET = "snapback-webhook-certificate"
 
+MANAGE, MANAGED = "manage", "snapshotcontents"
+"""The right by which the policies know who writes statuses: a verb of ours, and its resource."""
+
 _SEEN = ("get", "list", "watch")
 _OURS = "nvidia.com"
 
@@ -45,6 +48,7 @@ RULES = (
         Rule(_OURS, f"{plural}/status", ("update",), "the operator is the only writer of it")
         for plural in ("dynamocheckpoints", "snapshots", "snapshotcontents", "snapshotrestores")
     ),
+    Rule(_OURS, MANAGED, (MANAGE,), "the policies let it write statuses and finalizers"),
     Rule("batch", "jobs", (*_SEEN, "create", "delete"), "the workers of checkpoints"),
     Rule("resource.k8s.io", "resourceclaimtemplates", ("get", "create"), "their devices"),
     Rule("", "pods", _SEEN, "what is captured and restored"),

@@ -52,6 +52,7 @@ from snapshotctl.views.clones import brought_back
 from snapshotctl.views.installation import (
     DEFINITIONS,
     KEYS,
+    POLICIES,
     WEBHOOKS,
     Asked,
     SeenInstallation,
@@ -245,9 +246,11 @@ class Kubernetes:
         part = "--selector=app.kubernetes.io/part-of=snapback"
         kinds = "daemonsets,deployments,statefulsets,pods"
         hooks = "mutatingwebhookconfigurations,validatingwebhookconfigurations"
+        policies = "validatingadmissionpolicies,validatingadmissionpolicybindings"
         seen = SeenInstallation(
             definitions=self._listed("customresourcedefinitions", *DEFINITIONS, named),
             webhooks=self._listed(hooks, WEBHOOKS, named),
+            policies=self._listed(policies, *POLICIES, named),
             workloads=self._listed(kinds, "--all-namespaces", part),
         )
         found = home(seen.workloads.items)

@@ -22,8 +22,8 @@ async def doctor(tools: Tools) -> Exit:
     """Check this machine and the cluster; print the fix of each problem.
 
     With --context or --kubeconfig what the chart has installed is checked as well, as far as you
-    may read it: definitions, webhooks, pods, keys, where artifacts are, and what restored processes
-    have of their source in their environment.
+    may read it: definitions, policies, webhooks, pods, keys, where artifacts are, and what restored
+    processes have of their source in their environment.
 
     Every line has ok, warn or fail, what was checked, and the fix. It changes nothing, but writes a
     span to see whether NATS stores it, and ends with exit code 1 when something fails.

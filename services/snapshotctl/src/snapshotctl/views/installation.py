@@ -19,6 +19,10 @@ DEFINITIONS = tuple(
 """The names of the definitions of our kinds."""
 WEBHOOKS = "snapback-operator"
 """The name of both configurations of webhooks."""
+POLICIES = tuple(
+    f"{what}.snapback.nvidia.com" for what in ("statuses", "finalizers", "made-objects")
+)
+"""The names of the admission policies, and of their bindings."""
 KEYS = ("operator", "snapshotctl", "viewer", "accounts")
 """The last words of the names of the Secrets with keys of NATS."""
 
@@ -39,10 +43,11 @@ class Asked(NamedTuple):
 class SeenInstallation(NamedTuple):
     """What a user of kubectl sees of Snapback in a cluster.
 
-    `workloads` are its DaemonSets, Deployments, StatefulSets and pods, `claims` the volume claims
-    of their namespace, `keys` the Secrets of NATS, without what is in them. `tried` is the answer
-    to an object of ours that is valid, and is not stored. `restores` are all SnapshotRestores,
-    `clones` the pods of those that have brought a process back.
+    `policies` are its admission policies with their bindings, `workloads` its DaemonSets,
+    Deployments, StatefulSets and pods, `claims` the volume claims of their namespace, `keys` the
+    Secrets of NATS, without what is in them. `tried` is the answer to an object of ours that is
+    valid, and is not stored. `restores` are all SnapshotRestores, `clones` the pods of those that
+    have brought a process back.
     """
 
     definitions: Asked
@@ -53,6 +58,7 @@ class SeenInstallation(NamedTuple):
     tried: Asked = Asked()
     restores: Asked = Asked()
     clones: Asked = Asked()
+    policies: Asked = Asked()
 
 
 def home(workloads: Sequence[Document]) -> tuple[str, str] | None:
@@ -69,8 +75,9 @@ def artifact_claim(workloads: Sequence[Document]) -> str:
 
 
 def installation_findings(seen: SeenInstallation) -> Iterator[Finding]:
-    """Yield what was checked: definitions, webhooks, pods, keys, and where artifacts are."""
+    """Yield what was checked: definitions, policies, webhooks, pods, keys, and artifacts."""
     yield from _definitions(seen.definitions)
+    yield _policies(seen.policies)
     found = home(seen.workloads.items)
     if seen.workloads.failure is not None:
         yield _unread("the pods of Snapback", seen.workloads.failure)
@@ -129,6 +136,25 @@ def _definitions(asked: Asked) -> Iterator[Finding]:
             yield fail(f"{name} is not served yet: {why}", f"kubectl describe crd {name}")
     if not wrong:
         yield ok(f"all {len(DEFINITIONS)} kinds are defined, and are Snapback's")
+
+
+def _policies(asked: Asked) -> Finding:
+    if asked.failure is not None:
+        return _unread("the admission policies", asked.failure)
+    binding = "ValidatingAdmissionPolicyBinding"
+    there = {
+        (item["kind"], item["metadata"]["name"])
+        for item in asked.items
+        if item["kind"] != binding or "Deny" in item["spec"]["validationActions"]
+    }
+    wanted = {(kind, name) for name in POLICIES for kind in ("ValidatingAdmissionPolicy", binding)}
+    if missing := ", ".join(sorted({name for _, name in wanted - there})):
+        return fail(
+            f"the API server takes a status from others than the operator: {missing} is missing or "
+            "denies nothing",
+            "helm upgrade the chart, which has the policies: docs/kubernetes.md",
+        )
+    return ok("the API server refuses statuses and finalizers that the operator did not write")
 
 
 def _webhooks(seen: SeenInstallation, namespace: str, name: str) -> Iterator[Finding]:

@@ -1,0 +1,98 @@
+"""The ValidatingAdmissionPolicies by which the API server itself refuses foreign writers.
+
+A right on `*` of our API group within one namespace includes the statuses there. The operator never
+trusts a status (`core.authority`), and these policies keep others from writing one in the first
+place. They need no running operator.
+
+A policy allows users who have the right to `manage` all SnapshotContents. The verb is ours, and the
+kind is in no namespace, so no right within a namespace contains it. The operator of each release
+has it, and so have the Jobs of an uninstall and a cluster-admin, who may have to repair an object.
+The garbage collector and the controller of namespaces do not need it, because they write neither a
+status nor a finalizer of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from snapshot_operator.core.plan import FINALIZER
+from snapshot_operator.kube.crds import PART_OF
+from snapshot_operator.kube.rbac import MANAGE, MANAGED
+from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared.objects.snapback import GROUP
+
+Document = dict[str, Any]
+
+STATUSES, FINALIZERS, MADE = (
+    f"{what}.snapback.nvidia.com" for what in ("statuses", "finalizers", "made-objects")
+)
+"""The names of the policies, as a refusal shows them."""
+
+_API_GROUP, _, _API_VERSION = GROUP.partition("/")
+_OURS = [kind for kind in KINDS.values() if kind.api_version == GROUP]
+_MAY = f"authorizer.group('{_API_GROUP}').resource('{MANAGED}').check('{MANAGE}').allowed()"
+_WHO = f"only the operator of Snapback, or who may {MANAGE} {MANAGED}.{_API_GROUP} in the cluster"
+
+
+def policies() -> list[Document]:
+    """Return the policies with their bindings, as `kubectl apply` takes them."""
+    return [
+        *_policy(
+            STATUSES,
+            [_rule([f"{kind.plural}/status" for kind in _OURS], "UPDATE")],
+            _MAY,
+            f"{_WHO}, writes a status",
+        ),
+        *_policy(
+            FINALIZERS,
+            [_rule([kind.plural for kind in _OURS], "UPDATE")],
+            f"{_has_finalizer('object')} == {_has_finalizer('oldObject')} || {_MAY}",
+            f"{_WHO}, adds or removes the finalizer {FINALIZER}",
+        ),
+        # A SnapshotRestore stands for a pod, and a SnapshotContent for an artifact.
+        *_policy(
+            MADE,
+            [_rule([kind.plural for kind in _OURS if not kind.appliable], "CREATE")],
+            _MAY,
+            f"{_WHO}, creates a SnapshotContent or a SnapshotRestore; create a Snapshot, or a pod "
+            "that names one to restore from",
+        ),
+    ]
+
+
+def _has_finalizer(of: str) -> str:
+    return f"('{FINALIZER}' in {of}.metadata.?finalizers.orValue([]))"
+
+
+def _rule(resources: Sequence[str], operation: str) -> Document:
+    return {
+        "apiGroups": [_API_GROUP],
+        "apiVersions": ["*"],
+        "operations": [operation],
+        "resources": [*resources],
+    }
+
+
+def _policy(
+    name: str, rules: Sequence[Document], expression: str, message: str
+) -> tuple[Document, Document]:
+    version = "admissionregistration.k8s.io/v1"
+    metadata = {"name": name, "labels": dict([PART_OF])}
+    policy = {
+        "apiVersion": version,
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": metadata,
+        "spec": {
+            "failurePolicy": "Fail",
+            "matchConstraints": {"matchPolicy": "Equivalent", "resourceRules": [*rules]},
+            "validations": [{"expression": expression, "message": message, "reason": "Forbidden"}],
+        },
+    }
+    binding = {
+        "apiVersion": version,
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": metadata,
+        "spec": {"policyName": name, "validationActions": ["Deny"]},
+    }
+    return policy, binding

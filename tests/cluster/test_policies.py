@@ -1,0 +1,176 @@
+"""The admission policies on a real API server: what a namespace's admin is refused, and who is not.
+
+No operator runs here, so all refusals are those of the API server alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from snapshot_operator.core.plan import FINALIZER
+from snapshot_operator.kube import rbac
+from snapshot_operator.kube.policies import FINALIZERS, MADE, STATUSES, policies
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.simulated import until
+from tests.cluster.target import Target
+from tests.support.objects import checkpoint_document
+
+pytestmark = pytest.mark.cluster
+
+GROUP = "nvidia.com"
+NAME = "llm"
+RESTORE = {
+    "apiVersion": f"{GROUP}/v1alpha1",
+    "kind": "SnapshotRestore",
+    "metadata": {"name": NAME},
+    "spec": {
+        "podRef": {"name": NAME, "uid": "00000000-0000-0000-0000-000000000001"},
+        "source": NAME,
+    },
+}
+STATUS = {"contentName": "snapcontent-of-another-namespace"}
+
+
+class Tenant(Kubectl):
+    """kubectl for a ServiceAccount of the namespace."""
+
+    def words(self, *words: str) -> list[str]:
+        return super().words(f"--as=system:serviceaccount:{self.namespace}:tenant", *words)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _policies(target: Target, definitions: None) -> Iterator[None]:
+    target.kubectl.apply(*policies())
+    yield
+    for document in reversed(policies()):
+        target.kubectl.run("delete", document["kind"], document["metadata"]["name"])
+
+
+@pytest.fixture
+def tenant(namespace: Kubectl) -> Tenant:
+    """A namespace's admin with each right on our API group that a Role can give."""
+    namespace.run("create", "serviceaccount", "tenant")
+    rule = {"apiGroups": [GROUP], "resources": ["*"], "verbs": ["*"]}
+    version = "rbac.authorization.k8s.io/v1"
+    role = {"apiVersion": version, "kind": "Role", "metadata": {"name": "tenant"}}
+    namespace.apply(role | {"rules": [rule]})
+    account = f"--serviceaccount={namespace.namespace}:tenant"
+    namespace.run("create", "rolebinding", "tenant", "--role=tenant", account)
+    found = Tenant(namespace.kubeconfig, namespace.program, namespace.namespace)
+    # The API server takes a moment to obey policies and roles.
+    until(lambda: MADE in create(found, RESTORE, "--dry-run=server"), "the policies are obeyed")
+    return found
+
+
+def create(kubectl: Kubectl, document: Any, *words: str) -> str:
+    """Create an object; return the refusal, which is empty if there is none."""
+    return kubectl.try_("create", "--filename=-", *words, given=json.dumps(document)).stderr
+
+
+def objects(finalizers: tuple[str, ...] = ()) -> list[Any]:
+    """Return a checkpoint, a snapshot and a restore."""
+    checkpoint = checkpoint_document(NAME)
+    del checkpoint["metadata"]["namespace"]
+    snapshot = {
+        "apiVersion": f"{GROUP}/v1alpha1",
+        "kind": "Snapshot",
+        "metadata": {"name": NAME},
+        "spec": {"source": {"podRef": {"name": NAME}}},
+    }
+    found = [checkpoint, snapshot, RESTORE]
+    return [each | {"metadata": each["metadata"] | {"finalizers": [*finalizers]}} for each in found]
+
+
+KINDS = ("dynamocheckpoint", "snapshot", "snapshotrestore")
+
+
+def patch(kubectl: Kubectl, kind: str, *words: str, **body: Any) -> str:
+    """Merge fields into an object; return the refusal, which is empty if there is none."""
+    text = json.dumps(body)
+    done = kubectl.try_("patch", kind, NAME, "--type=merge", f"--patch={text}", *words)
+    return done.stderr
+
+
+def test_a_tenant_makes_objects_and_writes_neither_a_status_nor_what_the_operator_makes(
+    tenant: Tenant, namespace: Kubectl
+) -> None:
+    checkpoint, snapshot, restore = objects((FINALIZER,))
+    tenant.apply(checkpoint, snapshot)
+    refused = create(tenant, restore)
+    assert MADE in refused
+    assert "create a Snapshot, or a pod" in refused
+    namespace.apply(restore)
+    for kind in KINDS:
+        assert STATUSES in patch(tenant, kind, "--subresource=status", status=STATUS), kind
+        assert FINALIZERS in patch(tenant, kind, metadata={"finalizers": None}), kind
+        # The metadata of people stays theirs.
+        assert patch(tenant, kind, metadata={"labels": {"team": "a"}}) == "", kind
+        kept = [FINALIZER, "example.com/kept"]
+        assert patch(tenant, kind, metadata={"finalizers": kept}) == "", kind
+        assert not namespace.get(kind, NAME).get("status", {}).get("contentName"), kind
+        # An administrator of the whole cluster may repair an object.
+        assert patch(namespace, kind, metadata={"finalizers": None}) == "", kind
+
+
+def test_the_operator_writes_with_the_rights_of_its_table(namespace: Kubectl) -> None:
+    role = rbac.cluster_role() | {"metadata": {"name": namespace.namespace}}
+    namespace.apply(role)
+    account = f"--serviceaccount={namespace.namespace}:tenant"
+    name = str(namespace.namespace)
+    namespace.run("create", "clusterrolebinding", name, f"--clusterrole={name}", account)
+    operator = Tenant(namespace.kubeconfig, namespace.program, namespace.namespace)
+    checkpoint, snapshot, restore = objects()
+    namespace.apply(checkpoint, snapshot)
+    try:
+        assert create(operator, restore) == ""
+        for kind in KINDS:
+            assert patch(operator, kind, metadata={"finalizers": [FINALIZER]}) == "", kind
+            # The API server refuses what is no status only after it has let the writer pass.
+            document = namespace.get(kind, NAME) | {"status": {"phase": "Pending"}}
+            given = json.dumps(document)
+            operator.run("replace", "--subresource=status", "--filename=-", given=given)
+            assert patch(operator, kind, metadata={"finalizers": None}) == "", kind
+    finally:
+        namespace.run("delete", "clusterrolebinding,clusterrole", name)
+
+
+@pytest.mark.parametrize("cascade", ["foreground", "orphan"])
+def test_the_garbage_collector_ends_objects_without_an_operator(
+    tenant: Tenant, namespace: Kubectl, cascade: str
+) -> None:
+    checkpoint, snapshot, _ = objects()
+    tenant.apply(checkpoint)
+    meta = namespace.get("dynamocheckpoint", NAME)["metadata"]
+    owner = {
+        "apiVersion": f"{GROUP}/v1alpha1",
+        "kind": "DynamoCheckpoint",
+        "name": NAME,
+        "uid": meta["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    namespace.apply(snapshot | {"metadata": {"name": NAME, "ownerReferences": [owner]}})
+    tenant.run("delete", "dynamocheckpoint", NAME, f"--cascade={cascade}", "--wait=false")
+    namespace.wait(f"dynamocheckpoint/{NAME}", until="delete")
+    left = namespace.list("snapshots")
+    assert [each["metadata"].get("ownerReferences") for each in left] == (
+        [None] if cascade == "orphan" else []
+    )
+
+
+def test_a_namespace_ends_once_a_cluster_admin_takes_the_finalizers_off(
+    namespace: Kubectl, target: Target
+) -> None:
+    space = f"{namespace.namespace}-b"
+    namespace.run("create", "namespace", space)
+    within = target.kubectl.within(space)
+    within.apply(*objects((FINALIZER,)))
+    target.kubectl.run("delete", "namespace", space, "--wait=false")
+    for kind in KINDS:
+        within.wait(f"{kind}/{NAME}", until="jsonpath={.metadata.deletionTimestamp}")
+        assert patch(within, kind, metadata={"finalizers": None}) == "", kind
+    target.kubectl.wait(f"namespace/{space}", until="delete")
