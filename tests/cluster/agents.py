@@ -72,6 +72,7 @@ def agents(
     env.append({"name": "SNAPBACK_NODE", "valueFrom": node})
     paths = {
         "pods": ("/var/lib/kubelet/pods", "/var/lib/kubelet/pods"),
+        "pod-logs": ("/var/log/pods", "/var/log/pods"),
         "pod-resources": ("/var/lib/kubelet/pod-resources", "/var/lib/kubelet/pod-resources"),
         "state": ("/var/lib/snapback", "/var/lib/snapback"),
         "artifacts": (str(artifacts), "/artifacts"),

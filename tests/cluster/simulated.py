@@ -76,6 +76,7 @@ class Driver(Service):
             "SNAPBACK_DEVICE_BYTES": str(DEVICE_BYTES),
             "SNAPBACK_DEVICE_PRODUCT": "NVIDIA H200 (simulated)",
             "SNAPBACK_KUBELET_DIR": str(self.kubelet),
+            "SNAPBACK_POD_LOGS_DIR": str(home / "layers/var/log/pods"),
             "SNAPBACK_CDI_DIR": str(self.cdi),
             "SNAPBACK_KUBECONFIG": str(kubectl.kubeconfig),
         }

@@ -22,7 +22,16 @@ from snapshot_shared.ids import NodeName, OrderId, Uid, order_id
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.order_book import OrderBook
-from snapshot_shared.orders import DeadLetter, DeleteOrder, Order, Report
+from snapshot_shared.orders import (
+    ArtifactRef,
+    DeadLetter,
+    DeleteOrder,
+    Order,
+    PodRef,
+    ReleaseOrder,
+    Report,
+    RestoreOrder,
+)
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
 from tests.support.builders import accepted
@@ -31,6 +40,7 @@ from tests.support.waiting import until
 
 NODE = NodeName("node-1")
 OWNER = Uid("00000000-0000-0000-0000-000000000001")
+OTHER = Uid("00000000-0000-0000-0000-000000000002")
 ORDER = order_id("delete", OWNER, "gen-1")
 NOW = 2_000_000_000.0
 
@@ -170,7 +180,7 @@ async def test_whoever_guesses_the_number_of_a_report_cannot_keep_it_from_being_
         encode_json({"type": "snapback.v1.unknown_order"}),
         encode_json(order(node="node-2")),
         encode_json(order(schema=99)),
-        encode_json(order(owner="00000000-0000-0000-0000-000000000002")),
+        encode_json(order(owner=OTHER)),
         encode_json(order(not_after=NOW - 1)),
     ],
     ids=["noise", "empty", "deep", "type", "node", "schema", "owner", "late"],
@@ -190,6 +200,23 @@ async def test_a_poison_order_is_rejected_kept_and_the_next_is_served(
     kept = msgspec.json.decode(letter.data, type=DeadLetter)
     assert kept.payload == poison[:65536]
     assert kept.failure == found[0].failure
+
+
+async def test_an_order_that_reaches_into_another_namespace_is_rejected(desk: Desk) -> None:
+    name = order_id("release", OWNER)
+    pod = PodRef(namespace="victim", name="worker", uid=OWNER)
+    common: dict[str, Any] = {"order": name, "attempt": 1, "node": NODE, "owner": OWNER}
+    stolen = ArtifactRef(
+        namespace="default", content_uid=OWNER, generation=1, root_digest="sha256:" + "0" * 64
+    )
+    async with desk.courier():
+        for value in (
+            RestoreOrder(**common, deadline_s=9.0, artifact=stolen, pod=pod),
+            ReleaseOrder(**common, deadline_s=9.0, content_uid=OTHER, pod=pod),
+        ):
+            await desk.send(value, name)
+            failure = await desk.failure("rejected")
+            assert "reaches beyond its owner" in failure.message, failure
 
 
 async def test_an_order_of_an_unknown_version_is_rejected_naming_both_and_so_is_its_repeat(

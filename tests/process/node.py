@@ -99,7 +99,8 @@ class Container:
         self.data = volumes / "data"
         self.output = self.home / "output"
         said = pod / "containers" / CONTAINER / "termination-log"
-        for folder in (self.home, self.control, self.data, said.parent):
+        logs = node.kubelet / "logs" / f"default_{name}_{self.ref.uid}"
+        for folder in (self.home, self.control, self.data, said.parent, logs):
             folder.mkdir(parents=True)
         said.touch()
         hostname = self.home / "hostname"
@@ -280,6 +281,7 @@ class Node(Rig):
         return super().environment | {
             "SNAPBACK_WORLD": "kubernetes",
             "SNAPBACK_KUBELET_DIR": str(self.kubelet),
+            "SNAPBACK_POD_LOGS_DIR": str(self.kubelet / "logs"),
             "SNAPBACK_HELPER": str(self.socket),
             "SNAPBACK_SIM": "1",
         }

@@ -255,7 +255,8 @@ def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
 
 
 def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside() -> None:
-    words = (*SIMULATED, "--set", "kubelet.dir=/data/kubelet,simulation.cdiDir=/etc/cdi")
+    folders = "kubelet.dir=/data/kubelet,kubelet.podLogsDir=/data/logs,simulation.cdiDir=/etc/cdi"
+    words = (*SIMULATED, "--set", folders)
     documents = rendered(*words)
     pod = pod_of_nodes(documents)
     paths = {
@@ -267,6 +268,9 @@ def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside
         for name in ("pods", *read):
             assert mounts[name] == paths[name]
         given = environment(documents, f"snapback-node/{container['name']}")
+        if container["name"] in ("agent", "gms"):
+            where = mounts["pod-logs"], paths["pod-logs"], given["SNAPBACK_POD_LOGS_DIR"]
+            assert where == ("/data/logs",) * 3
         # A guard gets the path of a control directory from its agent.
         if container["name"] != "guards":
             assert given["SNAPBACK_KUBELET_DIR"] == "/data/kubelet"

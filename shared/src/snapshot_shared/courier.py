@@ -43,6 +43,7 @@ from snapshot_shared.orders import (
     Order,
     Progress,
     Report,
+    astray,
 )
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.spans import message_attributes, order_context
@@ -259,6 +260,8 @@ class Courier:
             raise InvalidMessage(
                 f"subject, id and owner differ: {order_id}, {order.order}, {order.owner}"
             )
+        if why := astray(order):
+            raise Rejected(f"the order reaches beyond its owner: {why}")
         if type(order) not in self._handlers:
             raise Rejected(f"{self.book.service} does not carry out {type(order).__name__}")
         if order.not_after is not None and self.book.clocks.wall() > order.not_after:

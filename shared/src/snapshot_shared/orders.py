@@ -345,6 +345,30 @@ AnyOrder = (
 Service = Literal["agent", "gms"]
 
 
+CaptureOrder = PrepareOrder | DumpOrder | SaveOrder | SealOrder | ReleaseOrder
+"""The orders of a capture. A content is the owner of each."""
+
+
+def astray(order: AnyOrder) -> str:
+    """Return how an order reaches beyond its pod's namespace or its owner; empty if it does not.
+
+    No order needs two namespaces: a pod is captured into an artifact of its own namespace, and
+    restored from one. A node sees neither specs nor owners, so it checks this of each order.
+    """
+    named = {
+        name: ref.namespace
+        for name in ("pod", "artifact", "parent")
+        if (ref := getattr(order, name, None)) is not None
+    }
+    if (own := getattr(order, "namespace", None)) is not None:
+        named["content"] = own
+    if len(set(named.values())) > 1:
+        return "its " + ", ".join(f"{name} is in {space}" for name, space in named.items())
+    if isinstance(order, CaptureOrder) and order.content_uid != order.owner:
+        return f"its owner is {order.owner}, and its content {order.content_uid}"
+    return ""
+
+
 class Envelope(msgspec.Struct, frozen=True):
     """What can be read of an order of any version."""
 

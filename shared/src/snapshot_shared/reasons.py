@@ -321,7 +321,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "StalePodReference": Reason(
             "The pod of that name is not the one that was meant.",
-            "It was deleted and made again since, so its uid differs; both stand in the message.",
+            "It was deleted and made again since, so its uid differs, or its kubelet knows the "
+            "uid as that of another pod.",
             "Take a snapshot of the pod that runs now: `snapshotctl checkpoint POD`.",
         ),
     },

@@ -44,6 +44,7 @@ class Container(NamedTuple):
     pod: PodRef
     process: subprocess.Popen[bytes]
     kubelet: Path
+    logs: Path
 
 
 @pytest.fixture
@@ -54,6 +55,8 @@ def container(tmp_path: Path) -> Iterator[Container]:
     for folder in (said.parent, Path(folder_of(kubelet, pod.uid, CONTROL_VOLUME), "main")):
         folder.mkdir(parents=True)
     said.touch()
+    logs = tmp_path / "logs"
+    (logs / f"default_worker_{pod.uid}").mkdir(parents=True)
     memory = GROUPS / "memory"
     top = (memory if memory.is_dir() else GROUPS) / f"snapback-{uuid.uuid4()}"
     group = top / f"pod{pod.uid}" / "main"
@@ -61,7 +64,7 @@ def container(tmp_path: Path) -> Iterator[Container]:
     command = ["unshare", "--mount", "sh", "-c", CONTAINER, "sh", group, said]
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        yield Container(pod, process, kubelet)
+        yield Container(pod, process, kubelet, logs)
     finally:
         process.kill()
         process.wait()
@@ -80,7 +83,7 @@ async def test_a_worker_whose_arguments_cannot_be_read_is_found_without_them(
 ) -> None:
     await begun(container)
     memory = HangingRoot(Path(f"/proc/{container.process.pid}/cmdline"), monkeypatch)
-    pods = KubeletPods(LocalProcesses(), container.kubelet, tmp_path / "state")
+    pods = KubeletPods(LocalProcesses(), container.kubelet, container.logs, tmp_path / "state")
     with memory.hanging():
         for _ in range(2):
             found = await asyncio.wait_for(pods.resolve(container.pod), SOON_S)
@@ -101,7 +104,7 @@ async def test_a_pod_is_ended_without_a_look_at_the_environment_of_any_process(
     pids = (bystander, container.process.pid)
     memories = [HangingRoot(Path(f"/proc/{pid}/environ"), monkeypatch) for pid in pids]
     launcher = LocalProcesses()
-    pods = KubeletPods(launcher, container.kubelet, tmp_path / "state")
+    pods = KubeletPods(launcher, container.kubelet, container.logs, tmp_path / "state")
     try:
         await asyncio.wait_for(pods.end_pod(container.pod.uid, 5.0), SOON_S)
     finally:

@@ -309,6 +309,7 @@ def lying(pod: Pod, *missing: MissingDevice) -> Iterator[tuple[Path, PodRef]]:
         volume.parent.mkdir(parents=True)
         # A path as long as that of a volume is no address of a socket.
         volume.symlink_to(kubelet)
+        (kubelet / "logs" / f"{ref.namespace}_{ref.name}_{ref.uid}").mkdir(parents=True)
         server = service.run(started(kubelet))
         yield kubelet, ref
         service.run(server.close())
@@ -326,7 +327,7 @@ async def test_what_a_memory_server_says_to_gms_is_no_damage(
     unused: Any = None
     order, _ = pod.load(saved(pod))
     with lying(pod, *missing) as (kubelet, ref):
-        find = PodMemories(kubelet, unused).find
+        find = PodMemories(kubelet, kubelet / "logs", unused).find
         orders = GmsOrders(find, unused, unused, unused, root=pod.root)
         with pytest.raises(errors.ContainerFailed):
             await orders.load(replace(order, pod=ref, device=GONE.uuid), unused)

@@ -15,7 +15,7 @@ from snapshot_operator.core.restore import gather
 from snapshot_operator.runtime.cluster import Tracker
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.orders import AbortOrder, DeleteOrder, LoadOrder, Order, order_in
+from snapshot_shared.orders import AbortOrder, DeleteOrder, LoadOrder, Order, astray, order_in
 from snapshot_shared.views import orders_of
 from tests.support.builders import payload
 from tests.support.objects import checkpoint, checkpoint_document, restore_document
@@ -102,6 +102,27 @@ async def test_an_order_that_names_what_is_of_another_is_foreign(name: str) -> N
     ]
     assert found
     assert {field for _, field in found} == {name}, found
+
+
+async def test_a_node_refuses_orders_that_reach_into_a_namespace_or_serve_no_owner() -> None:
+    """The wall of a node, which sees neither spec nor status."""
+    refused: set[tuple[str, str]] = set()
+    for _, item in await story():
+        order = order_in(item.payload)
+        assert order is not None
+        assert astray(order) == "", item.order
+        for name in ("pod", "namespace", "artifact", "owner", "content_uid"):
+            other = order_in(altered(item, **{name: CHANGES[name]}).payload)
+            if fields(item).get(name) and other is not None and astray(other):
+                refused.add((item.verb, name))
+    reads = {(verb, name) for verb in ("load", "restore") for name in ("pod", "artifact")}
+    writes = {(verb, name) for verb in ("save", "seal") for name in ("pod", "namespace")}
+    owners = {
+        (verb, name)
+        for verb in ("prepare", "dump", "save", "seal", "release")
+        for name in ("owner", "content_uid")
+    }
+    assert refused == reads | writes | owners
 
 
 async def test_a_verb_or_an_id_of_another_object_is_foreign() -> None:

@@ -42,6 +42,7 @@ NO_REASONS = frozenset(KINDS) | {
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
     *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
     *("AdmissionReview", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"),
+    *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
     *("IfNeeded", "NotIn", "OnFailure", "RuntimeDefault"),
     *("CreateContainerConfigError", "CreateContainerError", "InvalidImageName"),
     *("ErrImagePull", "RunContainerError"),

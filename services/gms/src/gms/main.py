@@ -47,7 +47,7 @@ from gms.handlers.slices import publish_slices
 from gms.handlers.split import SplitControl
 from gms.handlers.transfers import GmsTransfers
 from gms.ports import ClusterApi, Control, Device, DeviceInfo, Memory
-from snapshot_shared import subjects
+from snapshot_shared import pod_logs, subjects
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import encode_json
 from snapshot_shared.courier import Courier
@@ -106,6 +106,7 @@ class GmsSettings(NodeSettings, frozen=True, kw_only=True):
     device_dir: Path = Path(DEVICE_DIR)
     kubelet_plugin: Literal["off", "auto", "dra", "device-plugin"] = "off"
     kubelet_dir: Path = Path("/var/lib/kubelet")
+    pod_logs_dir: Path = pod_logs.USUAL
     cdi_dir: Path = Path("/var/run/cdi")
     kubeconfig: Path | None = None
     process_per_device: bool = False
@@ -429,7 +430,7 @@ async def _serve_orders(
     async def own(_pod: PodRef | None) -> Memory:
         return Memory(control, settings.socket_dir)
 
-    in_pods = PodMemories(settings.kubelet_dir, processes)
+    in_pods = PodMemories(settings.kubelet_dir, settings.pod_logs_dir, processes)
     orders = GmsOrders(
         in_pods.find if settings.world == "kubernetes" else own,
         processes,

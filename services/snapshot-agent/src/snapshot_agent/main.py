@@ -35,7 +35,7 @@ from snapshot_agent.domain.spec import NodeEnvironment
 from snapshot_agent.handlers.agent import Agent, routes
 from snapshot_agent.handlers.inventory import Inventory, PodInventory
 from snapshot_agent.ports import DriverState, Machine, ProcessDriver
-from snapshot_shared import subjects
+from snapshot_shared import pod_logs, subjects
 from snapshot_shared.artifact import Facts
 from snapshot_shared.bus import Bus, Handler
 from snapshot_shared.codec import decode_json, encode_json
@@ -71,10 +71,10 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     """The settings of an agent. It writes or reads at most `slots` parts at a time.
 
     `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
-    whose folder is `kubelet_dir`. `guard_starter` is the socket of what starts guards for it, and
-    `helper` that of what dumps and restores processes; without it there are no drivers `criu` and
-    `criu+cuda`. Workers that the agent starts itself have `criu` alone, for which `init` is the
-    program that waits for their restore.
+    whose folder is `kubelet_dir`, with the logs of pods in `pod_logs_dir`. `guard_starter` is the
+    socket of what starts guards for it, and `helper` that of what dumps and restores processes;
+    without it there are no drivers `criu` and `criu+cuda`. Workers that the agent starts itself
+    have `criu` alone, for which `init` is the program that waits for their restore.
 
     CRIU works in `scratch_dir`, a folder that the helper has as well, where artifacts are encrypted
     or on NFS; `scratch=always` has it work there in any case.
@@ -82,6 +82,7 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
 
     world: Literal["standalone", "kubernetes"] = "standalone"
     kubelet_dir: Path = Path("/var/lib/kubelet")
+    pod_logs_dir: Path = pod_logs.USUAL
     workdir: Path | None = None
     slots: int = 2
     guard_starter: Path | None = None
@@ -146,7 +147,9 @@ class _Node:
         if settings.world == "kubernetes":
             self.gms = PodGms(settings.socket_dir, settings.kubelet_dir)
             self.node_gpus = NodeGpus(self.gms, settings.kubelet_dir)
-            kubelets = KubeletPods(self.launcher, settings.kubelet_dir, settings.state_dir)
+            kubelets = KubeletPods(
+                self.launcher, settings.kubelet_dir, settings.pod_logs_dir, settings.state_dir
+            )
             if settings.helper is not None:
                 helper, monotonic, scratch = settings.helper, self.clocks.monotonic, self._scratch()
                 self.drivers[Criu.name] = Criu(helper, monotonic, scratch)

@@ -34,6 +34,7 @@ from snapshot_shared.errors import DeadlineExceeded, NotEligible, SnapbackError
 from snapshot_shared.files import open_own, opened, read_bounded
 from snapshot_shared.ids import Uid, check_label, check_uid
 from snapshot_shared.orders import PodRef
+from snapshot_shared.pod_logs import check_pod
 from snapshot_shared.tasks import in_thread
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME, folder_of
 
@@ -51,11 +52,17 @@ class _Container(NamedTuple):
 class KubeletPods:
     """The `Workers` port. A pod is the kubelet's: what ends here is started again by its policy."""
 
-    def __init__(self, launcher: Launcher, kubelet_dir: Path, state_dir: Path) -> None:
-        """Use `<kubelet_dir>/pods`; the locks of containers are below `state_dir`."""
+    def __init__(
+        self, launcher: Launcher, kubelet_dir: Path, pod_logs_dir: Path, state_dir: Path
+    ) -> None:
+        """Use `<kubelet_dir>/pods` and the kubelet's logs of pods.
+
+        The locks of containers are below `state_dir`.
+        """
         self._launcher = launcher
         self._kubelet_dir = kubelet_dir
         self._pods = kubelet_dir / "pods"
+        self._pod_logs_dir = pod_logs_dir
         self._homes = state_dir / "pods"
         self._memory = ProcessMemory()
 
@@ -73,7 +80,8 @@ class KubeletPods:
         """Return a container, and its first process if it runs."""
         uid, name = check_uid(pod.uid), check_label(pod.container)
         self._forget_the_gone()
-        started = _names(self._pods / uid / "containers")
+        if started := _names(self._pods / uid / "containers"):
+            check_pod(pod, self._pod_logs_dir)
         running = _containers(uid)
         found = running.get(name)
         seen = ObservedPod(

@@ -70,14 +70,13 @@ def _is_this_pod(seen: ObservedPod) -> SnapbackError | None:
             expected=seen.wanted.uid,
         )
     expected = (seen.wanted.namespace, seen.wanted.name)
-    found = (seen.known.namespace, seen.known.name)
-    if expected != found:
-        return StalePodReference(
-            f"uid {seen.wanted.uid} belongs to pod {'/'.join(found)}, not {'/'.join(expected)}",
-            expected="/".join(expected),
-            found="/".join(found),
-        )
-    return None
+    if expected == (seen.known.namespace, seen.known.name):
+        return None
+    # Of whom the uid is stays unsaid: the report is read in the namespace of the order.
+    return StalePodReference(
+        f"uid {seen.wanted.uid} is not that of pod {'/'.join(expected)}",
+        expected="/".join(expected),
+    )
 
 
 def _has_container(seen: ObservedPod) -> SnapbackError | None:
