@@ -23,7 +23,7 @@ from snapshot_operator.kube import rbac
 from snapshot_operator.kube.certificates import Certificates, renewed
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET
 from snapshot_operator.kube.restoring import INSTALLED_INIT
-from snapshot_operator.kube.webhook_tls import OwnCertificate
+from snapshot_operator.kube.webhook_tls import Introduction
 from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint, configurations
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import InvalidManifest
@@ -239,7 +239,7 @@ async def test_certificates_are_renewed_while_the_api_server_asks_and_no_request
             found: Any = msgspec.json.decode(await client.request("GET", secret))
             stored = Certificates(*(base64.b64decode(found["data"][key]) for key in FIELDS))
             values = [base64.b64encode(each).decode() for each in change(stored)]
-            found["data"] = dict(zip(FIELDS, values, strict=True))
+            found["data"] |= dict(zip(FIELDS, values, strict=True))
             await client.request("PUT", secret, body=found)
             await polled(
                 lambda: client.request("GET", secret),
@@ -283,11 +283,13 @@ async def test_several_operators_make_and_renew_one_certificate(
     async with KubeClient(await load_configuration(kubeconfig)) as client:
         for later in (0.0, 61 * 86_400.0):
             clocks = Clocks(time.monotonic, lambda: now + later, "boot")  # noqa: B023 - used here
-            several = [OwnCertificate(client, endpoint, clocks, random.random) for _ in range(4)]
+            several = [Introduction(client, endpoint, clocks, random.random) for _ in range(4)]
             found = await asyncio.gather(*(each._current() for each in several))
             assert len({*found}) == 1
             stored = namespace.get("secret", CERTIFICATE_SECRET)["data"]["tls.crt"]
+            assert found[0]
             assert base64.b64decode(stored) == found[0].certificate
+            assert len({each._secrets for each in several}) == 1
 
 
 def test_a_configuration_that_is_made_again_is_trusted_again(

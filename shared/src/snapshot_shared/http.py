@@ -2,6 +2,11 @@
 
 There is one only where `SNAPBACK_HTTP_ADDRESS` is set. No part of the product calls another over
 HTTP, and nothing that is served here changes anything.
+
+Any pod of a cluster may reach a port, and a service must answer its kubelet and its API server all
+the same. So a new connection is never refused. If there are too many, the oldest gives way that is
+not trusted: of the same peer if the peer has too many, else of all. A flood of connections ends
+itself, and a probe that is answered within milliseconds meets none of it.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from snapshot_shared.errors import AddressInUse, InvalidInput
@@ -25,12 +30,85 @@ CLOSE_S = 1.0
 """How long open answers may hold up the end, in seconds."""
 
 MAX_CONNECTIONS = 256
-"""How many connections there are at a time; one more is closed at once."""
+"""How many connections there are at a time."""
+MAX_OF_PEER = 32
+"""How many connections one address may have that are not trusted."""
+HEAD_S = 2.0
+"""How long a handshake of TLS may take, and then the whole head of a request, in seconds."""
 PATIENCE_S = 10.0
-"""How long a connection may wait for the whole head of a request, in seconds."""
+"""How long a connection is kept that was answered and asks for nothing more, in seconds."""
 
 NotReady = Callable[[], str]
 """Says why the service cannot do its work, in words; empty when it can."""
+
+
+class _Guest:
+    """What is known of one connection."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.peer = str((transport.get_extra_info("peername") or ("",))[0])
+        self.has_asked = False
+        self.is_trusted = False
+
+
+class Guests:
+    """The connections of one listener."""
+
+    def __init__(
+        self, most: int = MAX_CONNECTIONS, of_peer: int = MAX_OF_PEER, head_s: float = HEAD_S
+    ) -> None:
+        """Keep at most `most`, `of_peer` from one address. Each asks within `head_s` seconds."""
+        self._most = most
+        self._of_peer = of_peer
+        self._head_s = head_s
+        self._guests: list[_Guest] = []
+        """The oldest first."""
+
+    def admit(self, transport: asyncio.Transport) -> None:
+        """Take in a new connection, for which an older one goes if there are too many."""
+        guest = _Guest(transport)
+        there = [each for each in self._guests if not each.transport.is_closing()]
+        strangers = [each for each in there if not each.is_trusted]
+        of_peer = [each for each in strangers if each.peer == guest.peer]
+        if len(of_peer) >= self._of_peer:
+            of_peer[0].transport.abort()
+        elif len(there) >= self._most and strangers:
+            strangers[0].transport.abort()
+        self._guests = [*there, guest]
+        asyncio.get_running_loop().call_later(self._head_s, self._end_silent, guest)
+
+    def asks(self, transport: asyncio.BaseTransport | None) -> None:
+        """Note that a connection has sent the head of a request."""
+        for guest in self._of(transport):
+            guest.has_asked = True
+
+    def trust(self, transport: asyncio.BaseTransport | None) -> None:
+        """Note that a connection has proven who it is: it gives way to no other."""
+        for guest in self._of(transport):
+            guest.is_trusted = True
+
+    def _of(self, transport: asyncio.BaseTransport | None) -> Iterator[_Guest]:
+        return (each for each in self._guests if each.transport is transport)
+
+    def _end_silent(self, guest: _Guest) -> None:
+        if not guest.has_asked:
+            guest.transport.abort()
+
+
+class _Visitor(asyncio.Protocol):
+    """A connection before it speaks HTTP."""
+
+    def __init__(self, server: web.Server, guests: Guests) -> None:
+        self._server = server
+        self._guests = guests
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a server of TCP
+        self._guests.admit(transport)
+        handler = self._server()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
 
 
 @contextlib.asynccontextmanager
@@ -39,15 +117,15 @@ async def http_port(
     not_ready: NotReady,
     routes: Iterable[web.AbstractRouteDef] = (),
     *,
-    most: int = MAX_CONNECTIONS,
+    guests: Guests | None = None,
     patience_s: float = PATIENCE_S,
 ) -> AsyncIterator[int | None]:
     """Serve `/healthz`, `/readyz` and `routes` on `host:port` for the length of the block.
 
     `/healthz` answers 200 while the process turns, `/readyz` 503 and why while `not_ready` says
     so. Gives the port, which the system chooses where the address has 0, or None where there is
-    no address. At most `most` connections are kept, and none for longer than `patience_s` that
-    asks for nothing. InvalidInput for an address that is none, AddressInUse when it cannot be had.
+    no address. A connection that has been answered is kept for `patience_s`. InvalidInput for an
+    address that is none, AddressInUse when it cannot be had.
     """
     if address is None:
         yield None
@@ -63,55 +141,64 @@ async def http_port(
 
     app = web.Application()
     app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), *routes])
+    async with serving(app, address, guests or Guests(), patience_s=patience_s) as number:
+        log.info("HTTP on %s port %d", parse_address(address)[0], number)
+        yield number
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: web.Application,
+    address: str,
+    guests: Guests,
+    *,
+    patience_s: float,
+    variable: str = "SNAPBACK_HTTP_ADDRESS",
+    context: ssl.SSLContext | None = None,
+) -> AsyncIterator[int]:
+    """Serve an application, over TLS if there is a context for it; give the port.
+
+    What is being answered at the end has a second for it. InvalidInput for an address that is none,
+    AddressInUse when it cannot be had.
+    """
+    from aiohttp import web  # noqa: PLC0415 - costs start-up time and memory
+
+    @web.middleware
+    async def note(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        guests.asks(request.transport)
+        return await handler(request)
+
+    app.middlewares.append(note)
+    host, port = parse_address(address, variable)
     runner = web.AppRunner(
         app, access_log=None, shutdown_timeout=CLOSE_S, keepalive_timeout=patience_s
     )
     await runner.setup()
     try:
-        listening = await listen(runner, address, most=most)
+        server = runner.server
+        assert server is not None  # noqa: S101 - the runner is set up
+        try:
+            listening = await asyncio.get_running_loop().create_server(
+                lambda: _Visitor(server, guests),
+                host,
+                port,
+                ssl=context,
+                ssl_handshake_timeout=HEAD_S if context else None,
+            )
+        except OSError as error:
+            raise AddressInUse(
+                f"cannot listen on {host}:{port}: {error.strerror or error}",
+                next_step=f"set {variable} to a free address, or unset it",
+            ) from error
         try:
             number: int = listening.sockets[0].getsockname()[1]
-            log.info("HTTP on %s port %d", parse_address(address)[0], number)
             yield number
         finally:
             listening.close()
     finally:
         await runner.cleanup()
-
-
-async def listen(
-    runner: web.AppRunner,
-    address: str,
-    *,
-    variable: str = "SNAPBACK_HTTP_ADDRESS",
-    most: int = MAX_CONNECTIONS,
-    context: ssl.SSLContext | None = None,
-) -> asyncio.Server:
-    """Listen on the address that a setting gives, over TLS where there is a context for it.
-
-    InvalidInput for an address that is none, AddressInUse when it cannot be had.
-    """
-    host, port = parse_address(address, variable)
-    server = runner.server
-    assert server is not None  # noqa: S101 - the runner is set up
-
-    def connected() -> asyncio.Protocol:
-        return server() if len(server.connections) < most else _Refused()
-
-    try:
-        return await asyncio.get_running_loop().create_server(connected, host, port, ssl=context)
-    except OSError as error:
-        raise AddressInUse(
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
-            next_step=f"set {variable} to a free address, or unset it",
-        ) from error
-
-
-class _Refused(asyncio.Protocol):
-    """A connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 def parse_address(address: str, variable: str = "SNAPBACK_HTTP_ADDRESS") -> tuple[str, int]:

@@ -421,8 +421,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The snapshot or checkpoint is not the one that the annotations of the pod ask for.",
             "`nvidia.com/restore-from-uid`, `nvidia.com/restore-content`, "
             "`nvidia.com/restore-digest` or `nvidia.com/restore-driver` has another value than "
-            "what has the name now: it was deleted and made again, or captured again. Both values "
-            "stand in the message.",
+            "what has the name now: it was deleted and made again, or captured again. The "
+            "message has the value of the annotation alone.",
             "Compare with `snapshotctl describe KIND NAME`; correct the annotation, or remove it, "
             "and create the pod again.",
         ),

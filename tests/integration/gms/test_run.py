@@ -437,8 +437,11 @@ def test_a_signal_that_another_thread_takes_reaches_the_engine(
     running: Running, agent: Agent
 ) -> None:
     """The main thread waits for the engine all the while, and runs no handler."""
-    script = "trap 'exit 3' TERM; while :; do sleep 0.02; done"
+    script = "trap 'exit 3' TERM; echo up; while :; do sleep 0.02; done"
     process = running.start("--", "sh", "-c", script)
+    assert process.stdout is not None
+    # Before, the shell would end by the signal.
+    assert process.stdout.readline() == "up\n"
     agent.found("ready-for-snapshot")
     others = {int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()}
     others.remove(process.pid)

@@ -18,10 +18,11 @@ from gms.adapters.simulated import SimulatedDevice
 from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from snapshot_operator.kube.admission import Admission
-from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH
+from snapshot_operator.kube.webhooks import OBJECTS, PATHS
 from snapshot_shared import instruments
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import NotFound
+from snapshot_shared.http import Guests
 from snapshot_shared.instruments import Instrument
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import Metrics
@@ -181,10 +182,12 @@ async def test_an_admission_is_counted_by_its_webhook_and_outcome() -> None:
     metrics = scraped("snap-operator")
     request = {"uid": "u", "operation": "CREATE", "object": {"kind": "Snapshot"}}
     async with KubeClient(Configuration()) as client, aiohttp.ClientSession() as session:
-        runner = web.AppRunner(Admission(client, metrics).app(), access_log=None)
+        runner = web.AppRunner(
+            Admission(client, metrics).app("secret".__eq__, Guests()), access_log=None
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = "http://{}:{}{}".format(*runner.addresses[0][:2], OBJECTS_PATH)
+        url = "http://{}:{}/secret{}".format(*runner.addresses[0][:2], PATHS[OBJECTS])
         try:
             async with session.post(url, json={"request": request}) as response:
                 assert (await response.json())["response"]["allowed"] is False

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import io
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import RawTestServer
+from aiohttp.test_utils import RawTestServer, TestServer
 from cryptography import x509
 from kubernetes_asyncio.client import Configuration
 
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.admission import Admission, Answer, Request, RequestedKind, review
+from snapshot_operator.kube.admission import (
+    MAX_BYTES,
+    Admission,
+    Answer,
+    Request,
+    RequestedKind,
+    review,
+)
 from snapshot_operator.kube.certificates import Certificates, renewal, renewed
 from snapshot_operator.kube.webhook_tls import MountedCertificate, new_context, take
-from snapshot_operator.kube.webhooks import Endpoint, configurations
+from snapshot_operator.kube.webhooks import Endpoint, configurations, introduced
 from snapshot_shared.errors import InvalidInput
+from snapshot_shared.http import Guests
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.validation import Problem
 from tests.support.objects import checkpoint_document
@@ -279,19 +290,31 @@ def test_a_change_is_a_json_patch_and_no_change_is_none() -> None:
 
 def test_the_webhooks_are_reached_by_a_service_or_a_url_with_the_names_of_the_certificate() -> None:
     service = Endpoint("snapback-system")
-    assert service.client_config("/p", "Y2E=") == {
-        "service": {
-            "namespace": "snapback-system",
-            "name": "snapback-webhook",
-            "path": "/p",
-            "port": 443,
-        },
-        "caBundle": "Y2E=",
-    }
+    named = {"namespace": "snapback-system", "name": "snapback-webhook", "port": 443}
+    assert service.client_config == {"service": named}
     assert service.names[0] == "snapback-webhook.snapback-system.svc"
     url = Endpoint("snapback-system", url="https://198.51.100.7:9443/")
-    assert url.client_config("/p") == {"url": "https://198.51.100.7:9443/p"}
+    assert url.client_config == {"url": "https://198.51.100.7:9443"}
     assert url.names == ["198.51.100.7", *service.names]
+
+
+@pytest.mark.parametrize("url", ["", "https://198.51.100.7:9443"])
+def test_operators_write_their_path_and_authorities_and_nothing_else(url: str) -> None:
+    for document in configurations(Endpoint("snapback-system", url=url)):
+        [webhook] = document["webhooks"]
+        found = introduced(webhook, "5ec", "Y2E=")
+        config = found.pop("clientConfig")
+        path = config["url"].removeprefix(url) if url else config["service"]["path"]
+        assert path in ("/5ec/restored-pods", "/5ec/objects")
+        assert config["caBundle"] == "Y2E="
+        assert found == {key: each for key, each in webhook.items() if key != "clientConfig"}
+        # Another secret takes the place of the first, and other authorities stay.
+        again = introduced({**found, "clientConfig": config}, "6ec")["clientConfig"]
+        assert again["caBundle"] == "Y2E="
+        assert "6ec" in json.dumps(again)
+        assert "5ec" not in json.dumps(again)
+    other = {"name": "other.example", "clientConfig": {"url": "https://example"}}
+    assert introduced(other, "5ec", "Y2E=") == other
 
 
 def test_an_outage_is_a_cold_start_for_pods_and_a_refusal_for_our_own_kinds() -> None:
@@ -336,6 +359,84 @@ async def test_an_operator_that_allows_no_memory_servers_refuses_checkpoints_wit
     assert problem.path == "spec.gpuMemoryService"
     assert "SNAPBACK_ALLOW_GMS_SNAPSHOT" in problem.text
     assert behind.asked == 0
+
+
+@contextlib.asynccontextmanager
+async def posting(admission: Admission) -> AsyncIterator[Callable[..., Awaitable[tuple[int, Any]]]]:
+    """Serve reviews at paths that begin with `/secret`; yield what posts a body to a path."""
+    app = admission.app("secret".__eq__, Guests())
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+
+        async def post(body: bytes, path: str = "/secret/restored-pods") -> tuple[int, str]:
+            async with session.post(server.make_url(path), data=io.BytesIO(body)) as found:
+                return found.status, await found.text()
+
+        yield post
+
+
+def body(document: Any, **more: Any) -> bytes:
+    asked = {"uid": "u", "operation": "CREATE", "namespace": "team", "object": document}
+    return json.dumps({"request": asked | more}).encode()
+
+
+async def test_a_caller_that_does_not_know_the_path_learns_nothing(
+    behind: Api, admission: Admission
+) -> None:
+    behind.objects["namespaces/team/snapshots/llm"] = SNAPSHOT
+    asks = body(pod(restore_from="llm", restore_from_uid="another"))
+    async with posting(admission) as post:
+        for path in ("/restored-pods", "/guess/restored-pods", "/objects", "/secret"):
+            assert await post(asks, path) == (404, "" if "guess" in path else "404: Not Found")
+        assert behind.asked == 0
+        status, said = await post(asks)
+    assert status == 200
+    assert "another" in said
+    assert UID not in said
+
+
+@each(
+    ("document", "path"),
+    [
+        ([], "/secret/restored-pods"),
+        (None, "/secret/restored-pods"),
+        ({"spec": {}}, "/secret/restored-pods"),
+        ({"spec": {"containers": []}}, "/secret/restored-pods"),
+        ({"spec": {"containers": ["main"]}}, "/secret/restored-pods"),
+        ({"metadata": [], "spec": {"containers": [{}]}}, "/secret/restored-pods"),
+        ([], "/secret/objects"),
+        (None, "/secret/objects"),
+    ],
+)
+async def test_a_review_of_no_object_is_a_bad_request(
+    admission: Admission, document: Any, path: str
+) -> None:
+    async with posting(admission) as post:
+        assert (await post(body(document), path))[0] == 400
+
+
+async def test_a_review_that_is_nested_or_larger_than_any_object_is_refused(
+    admission: Admission,
+) -> None:
+    async with posting(admission) as post:
+        assert (await post(b'{"request": ' + b"[" * 3000))[0] == 400
+        deep = b'{"request": {"uid": "u", "operation": "CREATE", "object": ' + b"[" * 3000
+        assert (await post(deep + b"]" * 3000 + b"}}"))[0] == 400
+        assert (await post(b" " * (MAX_BYTES + 1)))[0] == 413
+
+
+async def test_the_loop_turns_while_the_largest_object_is_judged(admission: Admission) -> None:
+    document = checkpoint_document()
+    [container] = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    container["env"] = [{"name": f"NAME_{n}", "value": "x" * 40} for n in range(20_000)]
+    loop, longest = asyncio.get_running_loop(), 0.0
+    judging = asyncio.ensure_future(admission.object(request(document)))
+    turns = 0
+    while not judging.done():
+        began = loop.time()
+        await asyncio.sleep(0)
+        longest, turns = max(longest, loop.time() - began), turns + 1
+    assert (await judging).outcome == "denied"
+    assert turns > 10
 
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -3,12 +3,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from snapshot_shared.errors import AddressInUse, InvalidInput
-from snapshot_shared.http import http_port, parse_address
+from snapshot_shared.http import Guests, http_port, parse_address
 from tests.unit.tables import each
 
 
@@ -18,6 +20,22 @@ async def fetch(port: int | None, path: str) -> tuple[int, str]:
         session.get(f"http://127.0.0.1:{port}{path}") as answer,
     ):
         return answer.status, await answer.text()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    port: int | None, number: int = 1
+) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    """Open connections, one after the other."""
+    found = [await asyncio.open_connection("127.0.0.1", port) for _ in range(number)]
+    try:
+        yield found
+    finally:
+        for _, writer in found:
+            writer.close()
+            # The service may have ended it.
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 async def test_health_is_ok_while_readiness_says_what_is_missing() -> None:
@@ -31,35 +49,63 @@ async def test_health_is_ok_while_readiness_says_what_is_missing() -> None:
 
 @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTT"])
 async def test_who_asks_for_nothing_is_let_go(begun: bytes) -> None:
-    async with http_port("127.0.0.1:0", str, patience_s=0.1) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with (
+        http_port("127.0.0.1:0", str, guests=Guests(head_s=0.1)) as port,
+        connected(port) as [(reader, writer)],
+    ):
         writer.write(begun)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
-        writer.close()
+        assert await ended(reader)
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    """Wait for the end of a connection; return whether nothing was answered."""
+    try:
+        return await asyncio.wait_for(reader.read(), 10) == b""
+    except ConnectionResetError:
+        return True
 
 
 async def test_who_has_been_answered_and_asks_for_nothing_more_is_let_go() -> None:
-    async with http_port("127.0.0.1:0", str, patience_s=0.1) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with (
+        http_port("127.0.0.1:0", str, patience_s=0.1) as port,
+        connected(port) as [(reader, writer)],
+    ):
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"ok\n")
-        writer.close()
 
 
-async def test_so_many_connections_are_kept_and_no_more() -> None:
-    async with http_port("127.0.0.1:0", str, most=2) as port:
-        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
-        kept[0][1].close()
-        await kept[0][1].wait_closed()
-        async with asyncio.timeout(10):
-            while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    assert await fetch(port, "/healthz") == (200, "ok\n")
-                    break
-        for _, each in [*kept[1:], (reader, writer)]:
-            each.close()
+LAST = b"GET /healthz HTTP/1.0\r\n\r\n"
+
+
+@pytest.mark.parametrize("guests", [Guests(most=2), Guests(of_peer=2)])
+async def test_the_oldest_connection_gives_way_to_one_too_many(guests: Guests) -> None:
+    async with (
+        http_port("127.0.0.1:0", str, guests=guests) as port,
+        connected(port, 2) as [(first, _), (second, writer)],
+    ):
+        assert await fetch(port, "/healthz") == (200, "ok\n")
+        assert await ended(first)
+        writer.write(LAST)
+        assert (await asyncio.wait_for(second.read(), 10)).endswith(b"ok\n")
+
+
+async def test_a_connection_that_has_proven_who_it_is_gives_way_to_no_other() -> None:
+    guests = Guests(most=2, of_peer=2)
+
+    async def prove(request: web.Request) -> web.Response:
+        guests.trust(request.transport)
+        return web.Response(text="trusted\n")
+
+    async with (
+        http_port("127.0.0.1:0", str, [web.get("/prove", prove)], guests=guests) as port,
+        connected(port) as [(reader, writer)],
+    ):
+        writer.write(b"GET /prove HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b"trusted\n")
+        async with connected(port, 9):
+            assert await fetch(port, "/healthz") == (200, "ok\n")
+            writer.write(LAST)
+            assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"ok\n")
 
 
 async def test_without_an_address_nothing_listens() -> None:

@@ -138,16 +138,14 @@ seccompProfile: {type: RuntimeDefault}
   hostPath: {path: /var/lib/snapback/keys, type: DirectoryOrCreate}
 {{- end -}}
 
-{{/* Where the API server reaches a webhook: a list of the root and the path. */}}
+{{/* Where the API server reaches the webhooks. */}}
 {{- define "snapback.webhookClient" -}}
-{{- $root := index . 0 -}}
-{{- if $root.Values.webhooks.url -}}
-url: {{ printf "%s%s" (trimSuffix "/" $root.Values.webhooks.url) (index . 1) | quote }}
+{{- if .Values.webhooks.url -}}
+url: {{ trimSuffix "/" .Values.webhooks.url | quote }}
 {{- else -}}
 service:
-  namespace: {{ $root.Release.Namespace }}
-  name: {{ include "snapback.name" $root }}-webhook
-  path: {{ index . 1 }}
+  namespace: {{ .Release.Namespace }}
+  name: {{ include "snapback.name" . }}-webhook
   port: 443
 {{- end -}}
 {{- end -}}

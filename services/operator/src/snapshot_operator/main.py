@@ -222,18 +222,21 @@ async def _admission(
     """Answer what the API server asks, where there is an address for it, while the block runs."""
     from snapshot_operator.kube.admission import Admission, serving
     from snapshot_operator.kube.restoring import Images
-    from snapshot_operator.kube.webhook_tls import MountedCertificate, OwnCertificate
+    from snapshot_operator.kube.webhook_tls import Introduction, MountedCertificate
     from snapshot_operator.kube.webhooks import Endpoint
 
     if settings.webhook_address is None:
         yield
         return
     endpoint = Endpoint(settings.namespace, settings.webhook_service, url=settings.webhook_url)
-    certificate: MountedCertificate | OwnCertificate
-    if settings.webhook_certificate_dir is not None:
-        certificate = MountedCertificate(settings.webhook_certificate_dir)
-    else:
-        certificate = OwnCertificate(client, endpoint, environment.clocks, environment.jitter)
+    folder = settings.webhook_certificate_dir
+    introduction = Introduction(
+        client,
+        endpoint,
+        environment.clocks,
+        environment.jitter,
+        makes_certificate=folder is None,
+    )
     admission = Admission(
         client,
         environment.metrics,
@@ -241,10 +244,13 @@ async def _admission(
         allows_gms=settings.allow_gms_snapshot,
         selector=settings.namespace_selector,
     )
-    async with (
-        certificate.kept() as context,
-        serving(admission, settings.webhook_address, context),
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        context = await stack.enter_async_context(introduction.kept())
+        if folder is not None:
+            context = await stack.enter_async_context(MountedCertificate(folder).kept())
+        await stack.enter_async_context(
+            serving(admission, introduction.knows, settings.webhook_address, context)
+        )
         yield
 
 

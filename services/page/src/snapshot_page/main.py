@@ -12,7 +12,7 @@ import msgspec
 from snapshot_page.adapters.live_view import LiveView
 from snapshot_page.handlers import Page
 from snapshot_shared.bus import Bus
-from snapshot_shared.http import http_port
+from snapshot_shared.http import MAX_CONNECTIONS, Guests, http_port
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.permissions import User
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
@@ -62,7 +62,10 @@ async def serve(stop: asyncio.Event) -> None:
     routes = [*page.routes(), *metrics.routes()]
     try:
         async with (
-            http_port(settings.http_address, bus.not_ready, routes) as port,
+            # Behind `kubectl port-forward` all readers have one address.
+            http_port(
+                settings.http_address, bus.not_ready, routes, guests=Guests(of_peer=MAX_CONNECTIONS)
+            ) as port,
             metrics.running(),
         ):
             host = settings.http_address.rpartition(":")[0]

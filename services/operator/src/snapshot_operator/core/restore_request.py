@@ -85,9 +85,9 @@ def mismatch(
         if wanted and there and wanted not in there:
             return Failure(
                 reason="SourceMismatch",
-                message=f"{request.source} is {' and '.join(there)}, and {annotation} of the pod "
-                f"names {wanted}",
+                # What it is stays unsaid: a refusal is no way to ask about objects.
+                message=f"{request.source} is not {wanted}, which {annotation} of the pod names",
                 next_step="correct the annotation, or remove it to take what has the name",
-                values={"expected": wanted, "found": there[0]},
+                values={"expected": wanted},
             )
     return None

@@ -2,6 +2,9 @@
 
 Every replica answers, whether it is the active one or not. How the worker of a pod has to wait
 depends on the driver of its source; where there is none yet, the pod itself says.
+
+A caller is known by the secret in the path before anything is read for it. What a review costs is
+bounded by its size, and is spent in a thread, so that orders and the lease go on.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.restore_request import RestoreRequest, driver_of, mismatch
@@ -30,11 +34,11 @@ from snapshot_operator.kube.restoring import (
 )
 from snapshot_operator.kube.shaping import GMS_DISABLED, GMS_DISABLED_FIX, has_memory_server
 from snapshot_operator.kube.store import RESOURCES
-from snapshot_operator.kube.webhooks import OBJECTS, OBJECTS_PATH, PODS, PODS_PATH
-from snapshot_shared import instruments
+from snapshot_operator.kube.webhooks import OBJECTS, PATHS, PODS
+from snapshot_shared import http, instruments
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
-from snapshot_shared.http import CLOSE_S, listen
+from snapshot_shared.http import Guests
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject
@@ -46,12 +50,17 @@ from snapshot_shared.objects.snapback import (
     Snapshot,
     SnapshotContent,
 )
+from snapshot_shared.tasks import in_thread
 from snapshot_shared.validation import Problem, changes, problems, restore_problems, warnings
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 8 * 2**20
-"""An API server takes objects of at most 3 MiB, and a review of a change has two."""
+MAX_BYTES = 2 * 1536 * 1024 + 256 * 1024
+"""A review of a change has two objects. etcd takes 1.5 MiB, so none that is stored is larger."""
+BODY_S = 5.0
+"""How long the body of a review may take, in seconds."""
+JUDGED = 2
+"""How many reviews are judged at a time."""
 KEEP_ALIVE_S = 120.0
 """Longer than an API server keeps a connection that it does not use (90 s): it is the one to end
 it, or a request could be lost that is on its way."""
@@ -120,7 +129,29 @@ class Sources(NamedTuple):
         return None
 
 
+class _PodSpec(msgspec.Struct, frozen=True, rename="camel"):
+    containers: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    init_containers: list[dict[str, Any]] | None = None
+    volumes: list[dict[str, Any]] | None = None
+
+
+class _PodMeta(msgspec.Struct, frozen=True):
+    annotations: dict[str, str] | None = None
+
+
+class _Pod(msgspec.Struct, frozen=True):
+    """What has to be true of a pod before it is judged."""
+
+    spec: _PodSpec
+    metadata: _PodMeta = _PodMeta()
+
+
+T = TypeVar("T")
+
 _REVIEW = msgspec.json.Decoder(Review)
+_POD = msgspec.json.Decoder(_Pod)
+_DOCUMENT = msgspec.json.Decoder(dict[str, Any])
+_NULL = msgspec.Raw(b"null")
 
 
 class Admission:
@@ -145,26 +176,41 @@ class Admission:
         self._allows_gms = allows_gms
         self._selector = selector
         self._metrics = metrics
+        self._judging = asyncio.Semaphore(JUDGED)
 
-    def app(self) -> web.Application:
-        """Return what serves both webhooks."""
+    def app(self, knows: Callable[[str], bool], guests: Guests) -> web.Application:
+        """Return what serves both webhooks to callers whose path begins with a secret it knows."""
         app = web.Application(client_max_size=MAX_BYTES)
-        app.router.add_post(PODS_PATH, self._answering(PODS, self.pod))
-        app.router.add_post(OBJECTS_PATH, self._answering(OBJECTS, self.object))
+        for webhook, decide in ((PODS, self.pod), (OBJECTS, self.object)):
+            answering = self._answering(webhook, decide, knows, guests)
+            app.router.add_post(f"/{{secret}}{PATHS[webhook]}", answering)
         return app
 
     def _answering(
-        self, webhook: str, decide: Callable[[Request], Awaitable[Answer]]
+        self,
+        webhook: str,
+        decide: Callable[[Request], Awaitable[Answer]],
+        knows: Callable[[str], bool],
+        guests: Guests,
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def answer(http: web.Request) -> web.Response:
+        async def answer(asked: web.Request) -> web.Response:
+            if not knows(asked.match_info["secret"]):
+                unknown = web.Response(status=HTTPStatus.NOT_FOUND)
+                unknown.force_close()
+                return unknown
+            guests.trust(asked.transport)
             began = time.perf_counter()
             outcome = "failed"
             try:
-                request = _REVIEW.decode(await http.read()).request
+                async with asyncio.timeout(BODY_S):
+                    body = await asked.read()
+                request = _REVIEW.decode(body).request
                 found = await decide(request)
                 outcome = found.outcome
                 return web.Response(body=review(request, found), content_type="application/json")
-            except msgspec.DecodeError as error:
+            except TimeoutError:
+                return web.Response(status=HTTPStatus.REQUEST_TIMEOUT)
+            except (msgspec.DecodeError, RecursionError) as error:
                 return web.Response(status=HTTPStatus.BAD_REQUEST, text=f"{error}\n")
             finally:
                 taken = time.perf_counter() - began
@@ -172,15 +218,21 @@ class Admission:
 
         return answer
 
+    async def _judged(self, work: Callable[..., T], *arguments: Any) -> T:
+        async with self._judging:
+            return await in_thread(work, *arguments)
+
     async def pod(self, request: Request) -> Answer:
-        """Return how a pod has to be changed that is to be restored; a denial names its fields."""
-        pod: Any = msgspec.json.decode(request.object)
-        asked = restore_request(pod)
+        """Return how a pod has to be changed that is to be restored; a denial names its fields.
+
+        msgspec.DecodeError where the object is no pod.
+        """
+        pod, asked, refused = await self._judged(_asked_by, request.object)
         if request.operation != "CREATE" or not asked.source:
             return Answer()
         if unselected := await self._unselected(request.namespace):
             return Answer(warned=(unselected,))
-        if refused := tuple(restore_problems(pod)):
+        if refused:
             return Answer(refused)
         found = await self._sources(request.namespace, asked)
         if wrong := mismatch(asked, found.named, found.content):
@@ -189,14 +241,18 @@ class Admission:
             text = f"{asked.source} is not captured yet, and the pod does not wait: it starts cold"
             return Answer(warned=(text,))
         driver = driver_of(found.named, found.content) or ""
-        if refused := tuple(placeholder_problems(pod, driver)):
-            return Answer(refused)
-        return Answer(patch=(*standby_patch(pod, self._images, driver, found.shared_memory),))
+        return await self._judged(_standing_by, pod, self._images, driver, found.shared_memory)
 
     async def object(self, request: Request) -> Answer:
-        """Return whether an object of ours may be stored, with everything that is wrong with it."""
-        new: Any = msgspec.json.decode(request.object)
-        old: Any = msgspec.json.decode(request.old_object)
+        """Return whether an object of ours may be stored, with everything that is wrong with it.
+
+        msgspec.DecodeError where the object is none of Kubernetes.
+        """
+        return await self._judged(self._validated, request)
+
+    def _validated(self, request: Request) -> Answer:
+        new = _document(request.object)
+        old = _document(request.old_object) if request.old_object != _NULL else None
         if old is not None and old.get("spec") == new.get("spec"):
             return Answer()
         changed = changes(old.get("spec"), new.get("spec")) if old is not None else ()
@@ -257,6 +313,26 @@ class Admission:
         return resource.value_in(answer)
 
 
+def _document(raw: msgspec.Raw) -> dict[str, Any]:
+    return _DOCUMENT.decode(raw)
+
+
+def _asked_by(raw: msgspec.Raw) -> tuple[Any, RestoreRequest, tuple[Problem, ...]]:
+    """Return a pod, what it asks for, and what is wrong with that."""
+    _POD.decode(raw)
+    pod: Any = _document(raw)
+    asked = restore_request(pod)
+    return pod, asked, tuple(restore_problems(pod)) if asked.source else ()
+
+
+def _standing_by(
+    pod: Any, images: Images, driver: str, shared_memory: dict[str, Any] | None
+) -> Answer:
+    if refused := tuple(placeholder_problems(pod, driver)):
+        return Answer(refused)
+    return Answer(patch=(*standby_patch(pod, images, driver, shared_memory),))
+
+
 def _denied(wrong: Failure) -> Problem:
     return Problem(f"metadata.annotations[{RESTORE_FROM}]", f"{wrong.message}; {wrong.next_step}")
 
@@ -298,28 +374,21 @@ def _status(request: Request, refused: Iterable[Problem]) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    admission: Admission, address: str, context: ssl.SSLContext
+    admission: Admission, knows: Callable[[str], bool], address: str, context: ssl.SSLContext
 ) -> AsyncIterator[int]:
     """Answer at `host:port` for the length of the block, and return the port.
 
     InvalidInput for an address that is none, AddressInUse when it cannot be had. What is being
     answered at the end has a second for it.
     """
-    runner = web.AppRunner(
-        admission.app(),
-        access_log=None,
-        shutdown_timeout=CLOSE_S,
-        keepalive_timeout=KEEP_ALIVE_S,
-    )
-    await runner.setup()
-    try:
-        variable = "SNAPBACK_WEBHOOK_ADDRESS"
-        listening = await listen(runner, address, variable=variable, context=context)
-        try:
-            number: int = listening.sockets[0].getsockname()[1]
-            log.info("admission is served on port %d", number)
-            yield number
-        finally:
-            listening.close()
-    finally:
-        await runner.cleanup()
+    guests = Guests()
+    async with http.serving(
+        admission.app(knows, guests),
+        address,
+        guests,
+        patience_s=KEEP_ALIVE_S,
+        variable="SNAPBACK_WEBHOOK_ADDRESS",
+        context=context,
+    ) as port:
+        log.info("admission is served on port %d", port)
+        yield port

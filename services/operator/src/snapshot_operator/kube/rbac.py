@@ -68,7 +68,7 @@ RULES = (
             "admissionregistration.k8s.io",
             f"{kind}webhookconfigurations",
             ("get", "watch", "patch"),
-            "which authorities the API server trusts for the operator's webhooks",
+            "which authorities the API server trusts, and by which path it is known",
             (NAME,),
         )
         for kind in ("mutating", "validating")
@@ -79,7 +79,7 @@ LEASE_RULES = (
     # What is to be created has no name yet for the rules.
     Rule("coordination.k8s.io", "leases", ("create",), "which operator is active"),
     Rule("coordination.k8s.io", "leases", ("get", "update"), "which operator is active", (NAME,)),
-    Rule("", "secrets", ("create",), "the certificate of the webhooks"),
+    Rule("", "secrets", ("create",), "the certificate and the path of the webhooks"),
     Rule("", "secrets", ("get", "watch", "update"), "its renewal", (CERTIFICATE_SECRET,)),
 )
 

@@ -1,8 +1,12 @@
-"""The certificate that the webhooks are served with: made and renewed here, or mounted by others.
+"""What operators and API servers know each other by: a certificate, and a path that is a secret.
 
-It is taken into use without a restart: the next connection has the new one. Where the operators
-make it themselves it is in a Secret, which the first of them writes, whichever is active; each
-write names the version that was read, so that there is one certificate at a time.
+An API server trusts the authorities of the certificate. It is known by the path, which the
+operators write into the configurations of their webhooks: any pod reaches the port, and none can
+guess the path.
+
+Both are in a Secret, which the first operator writes, whichever is active; each write names the
+version that was read, so that there is one certificate and one path at a time. The certificate may
+be mounted by others instead. It is taken into use without a restart: the next connection has it.
 """
 
 from __future__ import annotations
@@ -10,8 +14,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hmac
 import logging
 import os
+import re
+import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
@@ -23,7 +30,13 @@ from asyncinotify import Inotify, Mask
 
 from snapshot_operator.kube.certificates import LIFE, Certificates, at, renewal, renewed
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME
-from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint
+from snapshot_operator.kube.webhooks import (
+    BASE,
+    MUTATING,
+    VALIDATING,
+    Endpoint,
+    introduced,
+)
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import (
     AlreadyExists,
@@ -42,8 +55,12 @@ MAX_REST_S = 86_400.0
 """The wall clock is compared at least once in a day: it may have been set."""
 WATCH_S = 300
 
+SECRET_BYTES = 16
+
 _FIELDS = ("ca.crt", "ca.key", "tls.crt", "tls.key")
 """The keys of the Secret, in the order of `Certificates`."""
+_PATH = "path"
+"""The key of the secret with which paths begin, in hexadecimal."""
 
 
 def new_context() -> ssl.SSLContext:
@@ -72,8 +89,8 @@ def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
         os.close(descriptor)
 
 
-class OwnCertificate:
-    """The certificate that the operators make: in a Secret of theirs, renewed before it ends."""
+class Introduction:
+    """What is in the Secret of the operators, and in the configurations of their webhooks."""
 
     def __init__(
         self,
@@ -82,20 +99,31 @@ class OwnCertificate:
         clocks: Clocks,
         jitter: Callable[[], float],
         life: timedelta = LIFE,
+        *,
+        makes_certificate: bool = True,
     ) -> None:
-        """Serve `endpoint`. `jitter` returns a random number from 0 to 1."""
+        """Serve `endpoint`. `jitter` returns a random number from 0 to 1.
+
+        Unless it `makes_certificate`, others make it, and have the API server trust it.
+        """
         self._client = client
         self._endpoint = endpoint
         self._clocks = clocks
         self._jitter = jitter
         self._life = life
+        self._makes_certificate = makes_certificate
+        self._secrets: tuple[str, ...] = ()
         self._changed = asyncio.Event()
         self._context = new_context()
         self._served: Certificates | None = None
 
+    def knows(self, secret: str) -> bool:
+        """Whether a path begins with the secret of the operators, or with the one before."""
+        return any(hmac.compare_digest(secret.encode(), each.encode()) for each in self._secrets)
+
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[ssl.SSLContext]:
-        """Keep the certificate for the length of the block, once there is one."""
+        """Keep all of it for the length of the block, once it is there; give the certificate."""
         await self._first()
         secrets = f"/api/v1/namespaces/{self._endpoint.namespace}/secrets"
         watched = ((secrets, CERTIFICATE_SECRET), *((f"{BASE}/{k}", NAME) for k in _CONFIGURED))
@@ -128,7 +156,7 @@ class OwnCertificate:
                 found = await self._current()
                 # Before it is served: nothing may be served that is not trusted.
                 for plural in _CONFIGURED:
-                    await self._trust(plural)
+                    await self._introduce(plural)
                 self._serve(found)
                 failures = 0
             except Exception as error:
@@ -139,28 +167,36 @@ class OwnCertificate:
                 log.warning(text, error, exc_info=unknown)
                 await self._pause(failures)
                 continue
-            left = renewal(found).timestamp() - self._clocks.wall()
-            await any_set(min(max(left, 0.0) + 1.0, MAX_REST_S), self._changed)
+            due = renewal(found).timestamp() - self._clocks.wall() if found else MAX_REST_S
+            await any_set(min(max(due, 0.0) + 1.0, MAX_REST_S), self._changed)
 
     async def _pause(self, failures: int) -> None:
         longest = min(MAX_RETRY_S, 2.0 ** min(failures, 10))
         await any_set(longest * (1 + self._jitter()) / 2)
 
-    def _serve(self, found: Certificates) -> None:
-        if found != self._served:
+    def _serve(self, found: Certificates | None) -> None:
+        if found is not None and found != self._served:
             take(self._context, found.certificate, found.key)
             self._served = found
             log.info("the webhooks have a certificate that is renewed on %s", renewal(found))
 
-    async def _current(self) -> Certificates:
-        """Return what is in the Secret, after what was due was renewed and written there."""
+    async def _current(self) -> Certificates | None:
+        """Return the certificate of the Secret, after what was due was renewed and written there.
+
+        The secret of the path is known from then on.
+        """
         while True:
             with contextlib.suppress(AlreadyExists, Conflict):
-                version, stored = await self._stored()
-                now = at(self._clocks.wall())
-                wanted = renewed(stored, self._endpoint.names, now, self._life)
-                if wanted != stored:
-                    await self._write(wanted, version)
+                version, stored, secret = await self._stored()
+                wanted = stored
+                if self._makes_certificate:
+                    now = at(self._clocks.wall())
+                    wanted = renewed(stored, self._endpoint.names, now, self._life)
+                if wanted != stored or not secret:
+                    secret = secret or secrets.token_hex(SECRET_BYTES)
+                    await self._write(wanted, secret, version)
+                if secret not in self._secrets:
+                    self._secrets = (secret, *self._secrets[:1])
                 return wanted
             log.info("another operator has written the certificate of the webhooks")
 
@@ -168,22 +204,28 @@ class OwnCertificate:
     def _path(self) -> str:
         return f"/api/v1/namespaces/{self._endpoint.namespace}/secrets"
 
-    async def _stored(self) -> tuple[str, Certificates | None]:
-        """Return the version of the Secret, none where it is not there, and what it holds."""
+    async def _stored(self) -> tuple[str, Certificates | None, str]:
+        """Return the version of the Secret, its certificate and its path; empty if not there."""
         try:
             answer = await self._client.request("GET", f"{self._path}/{CERTIFICATE_SECRET}")
         except NotFound:
-            return "", None
-        secret = decoded(_SECRET, answer)
-        try:
-            values = [base64.b64decode(secret.data[name]) for name in _FIELDS]
-        except (KeyError, ValueError):
-            return secret.metadata.resource_version, None
-        return secret.metadata.resource_version, Certificates(*values)
+            return "", None, ""
+        found = decoded(_SECRET, answer)
+        values = {}
+        for name, text in found.data.items():
+            with contextlib.suppress(ValueError):
+                values[name] = base64.b64decode(text)
+        certificates = None
+        if values.keys() >= {*_FIELDS}:
+            certificates = Certificates(*(values[name] for name in _FIELDS))
+        secret = values.get(_PATH, b"").decode(errors="replace")
+        is_one = re.fullmatch(f"[0-9a-f]{{{2 * SECRET_BYTES}}}", secret)
+        return found.metadata.resource_version, certificates, secret if is_one else ""
 
-    async def _write(self, wanted: Certificates, version: str) -> None:
+    async def _write(self, wanted: Certificates | None, secret: str, version: str) -> None:
         """Create the Secret, or replace the version that was read. AlreadyExists, Conflict."""
         meta = {"name": CERTIFICATE_SECRET, "namespace": self._endpoint.namespace}
+        values = dict(zip(_FIELDS, wanted, strict=True)) if wanted else {}
         body: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Secret",
@@ -191,7 +233,7 @@ class OwnCertificate:
             "metadata": {**meta, "labels": {"app.kubernetes.io/part-of": "snapback"}},
             "data": {
                 name: base64.b64encode(value).decode()
-                for name, value in zip(_FIELDS, wanted, strict=True)
+                for name, value in {**values, _PATH: secret.encode()}.items()
             },
         }
         if not version:
@@ -200,8 +242,8 @@ class OwnCertificate:
         body["metadata"]["resourceVersion"] = version
         await self._client.request("PUT", f"{self._path}/{CERTIFICATE_SECRET}", body=body)
 
-    async def _trust(self, plural: str) -> None:
-        """Have the API server trust what the Secret holds, if the webhooks are configured at all.
+    async def _introduce(self, plural: str) -> None:
+        """Write what the Secret holds into the configurations, if webhooks are configured at all.
 
         The Secret is read after the configuration, whose version is compared: an operator that was
         paused brings nothing old back.
@@ -212,19 +254,18 @@ class OwnCertificate:
         except NotFound:
             log.info("there are no %s called %s", plural, NAME)
             return
-        _, stored = await self._stored()
-        if stored is None:
+        _, stored, secret = await self._stored()
+        if not secret or (self._makes_certificate and stored is None):
             return
-        bundle = base64.b64encode(stored.authorities).decode()
+        bundle = ""
+        if self._makes_certificate and stored is not None:
+            bundle = base64.b64encode(stored.authorities).decode()
         webhooks = found.get("webhooks") or []
-        if all(each["clientConfig"].get("caBundle") == bundle for each in webhooks):
+        wanted = [introduced(each, secret, bundle) for each in webhooks]
+        if wanted == webhooks:
             return
-        trusting = [
-            {**each, "clientConfig": {**each["clientConfig"], "caBundle": bundle}}
-            for each in webhooks
-        ]
         version = found["metadata"]["resourceVersion"]
-        body = {"metadata": {"resourceVersion": version}, "webhooks": trusting}
+        body = {"metadata": {"resourceVersion": version}, "webhooks": wanted}
         await self._client.request("PATCH", path, body=body, content_type=MERGE_PATCH)
 
     async def _watch(self, path: str, name: str) -> None:

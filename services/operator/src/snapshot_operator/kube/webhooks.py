@@ -16,10 +16,10 @@ from snapshot_shared.objects.snapback import GROUP, RESTORE_FROM
 
 Document = dict[str, Any]
 
-PODS_PATH = "/restored-pods"
-OBJECTS_PATH = "/objects"
 PODS, OBJECTS = "pods.snapback.nvidia.com", "objects.snapback.nvidia.com"
 """The names of the webhooks, as a refusal shows them."""
+PATHS = {PODS: "/restored-pods", OBJECTS: "/objects"}
+"""The end of the path of each webhook; a secret of the operators comes first."""
 
 MUTATING, VALIDATING = "mutatingwebhookconfigurations", "validatingwebhookconfigurations"
 BASE = "/apis/admissionregistration.k8s.io/v1"
@@ -43,13 +43,13 @@ class Endpoint(NamedTuple):
     url: str = ""
     account: str = NAME
 
-    def client_config(self, path: str, bundle: str = "") -> Document:
-        """Return the `clientConfig` of a webhook; `bundle` is base64 of the PEM of authorities."""
-        trusted = {"caBundle": bundle} if bundle else {}
+    @property
+    def client_config(self) -> Document:
+        """The `clientConfig` of each webhook, without what operators `introduce`."""
         if self.url:
-            return {"url": f"{self.url.rstrip('/')}{path}", **trusted}
+            return {"url": self.url.rstrip("/")}
         named = {"namespace": self.namespace, "name": self.service}
-        return {"service": {**named, "path": path, "port": self.port}, **trusted}
+        return {"service": {**named, "port": self.port}}
 
     @property
     def names(self) -> list[str]:
@@ -63,7 +63,6 @@ class Endpoint(NamedTuple):
 def configurations(
     endpoint: Endpoint,
     *,
-    bundle: str = "",
     annotations: dict[str, str] | None = None,
     excluded: Sequence[str] = (),
 ) -> list[Document]:
@@ -84,23 +83,40 @@ def configurations(
             "apiVersion": version,
             "kind": "MutatingWebhookConfiguration",
             "metadata": metadata,
-            "webhooks": [_pods_webhook(endpoint, bundle, spaces)],
+            "webhooks": [_pods_webhook(endpoint, spaces)],
         },
         {
             "apiVersion": version,
             "kind": "ValidatingWebhookConfiguration",
             "metadata": metadata,
-            "webhooks": [_objects_webhook(endpoint, bundle)],
+            "webhooks": [_objects_webhook(endpoint)],
         },
     ]
 
 
-def _pods_webhook(endpoint: Endpoint, bundle: str, spaces: Sequence[str]) -> Document:
+def introduced(webhook: Document, secret: str, bundle: str = "") -> Document:
+    """Return a webhook by which an API server finds the operators, and is known to them.
+
+    Its path begins with a secret, because an API server has no other proof of who it is: those of
+    managed clusters present no certificate. `bundle` is base64 of the PEM of the authorities that
+    it has to trust, empty if others write them.
+    """
+    if webhook["name"] not in PATHS:
+        return webhook
+    path, config = f"/{secret}{PATHS[webhook['name']]}", webhook["clientConfig"]
+    if "service" in config:
+        config = {**config, "service": {**config["service"], "path": path}}
+    else:
+        config = {**config, "url": urlsplit(config["url"])._replace(path=path).geturl()}
+    return {**webhook, "clientConfig": {**config, **({"caBundle": bundle} if bundle else {})}}
+
+
+def _pods_webhook(endpoint: Endpoint, spaces: Sequence[str]) -> Document:
     asks = f"has(object.metadata.annotations) && '{RESTORE_FROM}' in object.metadata.annotations"
     names = {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [*spaces]}
     return {
         "name": PODS,
-        **_common(endpoint.client_config(PODS_PATH, bundle), "Ignore"),
+        **_common(endpoint.client_config, "Ignore"),
         "rules": [_rule("", "v1", ["pods"], ["CREATE"])],
         "namespaceSelector": {"matchExpressions": [names]},
         "matchConditions": [{"name": "asks-for-a-restore", "expression": asks}],
@@ -109,7 +125,7 @@ def _pods_webhook(endpoint: Endpoint, bundle: str, spaces: Sequence[str]) -> Doc
     }
 
 
-def _objects_webhook(endpoint: Endpoint, bundle: str) -> Document:
+def _objects_webhook(endpoint: Endpoint) -> Document:
     group, _, version = GROUP.partition("/")
     plurals = [KINDS[name].plural for name in _CHECKED]
     operator = f"system:serviceaccount:{endpoint.namespace}:{endpoint.account}"
@@ -120,7 +136,7 @@ def _objects_webhook(endpoint: Endpoint, bundle: str) -> Document:
     )
     return {
         "name": OBJECTS,
-        **_common(endpoint.client_config(OBJECTS_PATH, bundle), "Fail"),
+        **_common(endpoint.client_config, "Fail"),
         "rules": [_rule(group, version, plurals, ["CREATE", "UPDATE"])],
         "matchConditions": [
             {
