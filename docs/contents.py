@@ -28,6 +28,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
             "how-to/run-on-several-machines",
             "how-to/run-two-operators",
             "how-to/run-three-nats-servers",
+            "how-to/share-a-cluster",
             "how-to/accept-on-a-gpu",
         ),
         "Workers and engines": (

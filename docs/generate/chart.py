@@ -51,6 +51,8 @@ def files() -> Iterator[tuple[str, str]]:
         yield f"{CHART}/files/operator-{name}-rules.yaml", _MADE.format(module="rbac") + text
     text = yaml.safe_dump_all(policies.policies(), sort_keys=False, width=100)
     yield f"{CHART}/templates/policies.yaml", _MADE.format(module="policies") + text
+    text = yaml.safe_dump_all(rbac.tenant_roles(), sort_keys=False, width=100)
+    yield f"{CHART}/templates/tenants.yaml", _MADE.format(module="rbac") + text
     alerts = (ROOT / ALERTS).read_text(encoding="utf-8")
     yield f"{CHART}/files/alerts.yml", f"# Copied from {ALERTS} by `make docs`.\n{alerts}"
     yield f"{CHART}/README.md", _HEAD + "".join(map(_row, values(VALUES.read_text())))

@@ -6,6 +6,7 @@ No operator runs here, so all refusals are those of the API server alone.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.policies import FINALIZERS, MADE, STATUSES, policies
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.programs import REPOSITORY
 from tests.cluster.simulated import until
 from tests.cluster.target import Target
 from tests.support.objects import checkpoint_document
@@ -174,3 +176,36 @@ def test_a_namespace_ends_once_a_cluster_admin_takes_the_finalizers_off(
         within.wait(f"{kind}/{NAME}", until="jsonpath={.metadata.deletionTimestamp}")
         assert patch(within, kind, metadata={"finalizers": None}) == "", kind
     target.kubectl.wait(f"namespace/{space}", until="delete")
+
+
+PAGE = REPOSITORY / "docs/how-to/share-a-cluster.md"
+ROW = re.compile(r"^\| `(\w+) ([a-z/]+)` \| (yes|no) \| (yes|no) \|$", re.MULTILINE)
+
+
+def test_the_roles_of_kubernetes_have_the_rights_that_the_page_says(namespace: Kubectl) -> None:
+    rows = ROW.findall(PAGE.read_text("utf-8"))
+    assert len(rows) > 8
+    namespace.apply(*rbac.tenant_roles())
+    try:
+        for role in ("admin", "edit", "view"):
+            namespace.run("create", "rolebinding", role, f"--clusterrole={role}", f"--user={role}")
+
+        def may(user: str, verb: str, resource: str) -> str:
+            plural, _, part = resource.partition("/")
+            words = ("auth", "can-i", verb, f"{plural}.{GROUP}", f"--as={user}")
+            subresource = (f"--subresource={part}",) if part else ()
+            return namespace.try_(*words, *subresource).stdout.strip()
+
+        for user in ("admin", "edit", "view"):
+            until(lambda: may(user, "list", "snapshots") == "yes", "roles have the rules")  # noqa: B023
+        said = {
+            (verb, resource, user): may(user, verb, resource)
+            for verb, resource, *_ in rows
+            for user in ("admin", "edit", "view")
+        }
+        for verb, resource, editors, viewers in rows:
+            wanted = {"admin": editors, "edit": editors, "view": viewers}
+            assert {user: said[verb, resource, user] for user in wanted} == wanted, (verb, resource)
+    finally:
+        names = [each["metadata"]["name"] for each in rbac.tenant_roles()]
+        namespace.run("delete", "clusterrole", *names)

@@ -75,6 +75,29 @@ RULES = (
     ),
 )
 
+TENANT_RULES = {
+    "edit": (
+        Rule(
+            _OURS,
+            "dynamocheckpoints",
+            (*_SEEN, "create", "patch", "update", "delete", "deletecollection"),
+            "what is captured of a worker that is made for it",
+        ),
+        Rule(
+            _OURS,
+            "snapshots",
+            (*_SEEN, "create", "patch", "update", "delete", "deletecollection"),
+            "what is captured of a pod",
+        ),
+        Rule(_OURS, "snapshotrestores", _SEEN, "how far a restored pod is"),
+    ),
+    "view": tuple(
+        Rule(_OURS, plural, _SEEN, "what is captured and restored")
+        for plural in ("dynamocheckpoints", "snapshots", "snapshotrestores")
+    ),
+}
+"""What the users of a namespace get with the roles of Kubernetes of these names."""
+
 LEASE_RULES = (
     # What is to be created has no name yet for the rules.
     Rule("coordination.k8s.io", "leases", ("create",), "which operator is active"),
@@ -87,6 +110,31 @@ LEASE_RULES = (
 def cluster_role() -> Document:
     """Return the ClusterRole of the operator."""
     return _role("ClusterRole", {"name": NAME}, RULES)
+
+
+def tenant_roles() -> list[Document]:
+    """Return the ClusterRoles by which `admin`, `edit` and `view` have rights on our kinds.
+
+    A controller of Kubernetes adds their rules to the roles that their labels name.
+    """
+    aggregated = {"edit": ("admin", "edit"), "view": ("view",)}
+    return [
+        _role(
+            "ClusterRole",
+            {
+                "name": f"snapback-{name}",
+                "labels": {
+                    "app.kubernetes.io/part-of": "snapback",
+                    **{
+                        f"rbac.authorization.k8s.io/aggregate-to-{role}": "true"
+                        for role in aggregated[name]
+                    },
+                },
+            },
+            rules,
+        )
+        for name, rules in TENANT_RULES.items()
+    ]
 
 
 def lease_role(namespace: str) -> Document:
