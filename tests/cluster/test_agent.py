@@ -45,7 +45,7 @@ async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
     assert (await agents.events_of(nodes, "again"))[-1] == "restored 42 1024"
 
 
-async def test_a_worker_whose_restore_fails_is_started_again_and_serves_cold(
+async def test_a_worker_whose_restore_fails_serves_cold(
     rig: Rig, nodes: Kubectl, artifacts: Path
 ) -> None:
     source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
@@ -60,7 +60,8 @@ async def test_a_worker_whose_restore_fails_is_started_again_and_serves_cold(
     await asyncio.to_thread(nodes.wait, "pod/again", until="condition=Ready", within_s=60)
     assert await agents.events_of(nodes, "again") == ["started ", "cold"]
     found = await asyncio.to_thread(nodes.get, "pod", "again")
-    assert found["status"]["containerStatuses"][0]["restartCount"] == 1
+    # A worker that starts slowly finds the failure already, and is not started again.
+    assert found["status"]["containerStatuses"][0]["restartCount"] in (0, 1)
     [row] = [row for row in found["status"]["conditions"] if row["type"] == RESTORED]
     assert (row["status"], row["reason"][:8]) == ("False", "Artifact")
 

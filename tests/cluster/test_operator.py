@@ -135,6 +135,8 @@ async def label(site: Rig, path: str, key: str, value: str | None) -> None:
 async def test_it_serves_selected_namespaces_alone(site: Rig) -> None:
     async with program(site, SNAPBACK_NAMESPACE_SELECTOR=f"test={site.namespace}") as it:
         await it.until_ready()
+        # An operator is ready before it is active.
+        await polled(lambda: site.exists("leases", rbac.NAME))
         assert (await site.get("leases", rbac.NAME))["spec"]["holderIdentity"]
         crd = await site.get(DEFINITIONS, definitions()[0]["metadata"]["name"])
         assert rbac.NAME in {row["manager"] for row in crd["metadata"]["managedFields"]}

@@ -315,7 +315,15 @@ async def _agent_main(node: SimNode, process: Process) -> None:
     await until_stopped(
         stop,
         courier.serve(),
-        PresencePublisher(bus, gpu_memory, presence, stop, pods.is_known).run(),  # type: ignore[arg-type]
+        PresencePublisher(
+            bus,  # type: ignore[arg-type]
+            gpu_memory,
+            presence,
+            stop,
+            pods.is_known,
+            now=clocks.monotonic,
+            doubt=pods.doubt,
+        ).run(),
         inventory.run(stop),
         pods.run(stop),
     )

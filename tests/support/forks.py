@@ -58,7 +58,9 @@ class Forks:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.forks", *modules],
                 cwd=ROOT,
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+                # Some tests end all processes that have a setting of theirs in the environment.
+                env={name: text for name, text in os.environ.items() if "SNAPBACK" not in name}
+                | {"OPENBLAS_NUM_THREADS": "1"},
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
             )

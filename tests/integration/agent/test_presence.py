@@ -6,12 +6,16 @@ import platform
 
 import pytest
 
+from snapshot_agent.adapters import presence
+from snapshot_agent.adapters.presence import SILENT_S, PresencePublisher
+from snapshot_operator.core.presence import LOST_AFTER_S
 from snapshot_shared import subjects
 from snapshot_shared.api import FactsReply, Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotFound
-from snapshot_shared.orders import ArtifactRef, Presence
+from snapshot_shared.orders import ArtifactRef, Presence, PresenceDevice
 from tests.support.agent_rig import PATIENCE_S, Rig, killed
+from tests.support.waiting import until
 
 MIB = 1024 * 1024
 
@@ -47,6 +51,63 @@ async def test_a_node_offers_no_device_until_its_pods_were_asked_about(rig: Rig)
         # Much sooner than with the next beat, which comes after ten seconds.
         known = decode_json((await asyncio.wait_for(queue.get(), 5)).data, Presence)
     assert len(known.devices) == 1
+
+
+class OneDevice:
+    """The devices of a node."""
+
+    async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
+        return [PresenceDevice(index=0, uuid="gpu", product="", capacity_bytes=MIB)]
+
+
+async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_about_again(
+    rig: Rig,
+) -> None:
+    """Its devices may have been given to other pods meanwhile."""
+    now, may_offer, stop = [0.0], asyncio.Event(), asyncio.Event()
+    may_offer.set()
+
+    async def describe(devices: list[PresenceDevice]) -> Presence:
+        return Presence(node=rig.node, boot_id="b", version="0", devices=devices, at=0.0)
+
+    publisher = PresencePublisher(
+        rig.bus,
+        OneDevice(),
+        describe,
+        stop,
+        may_offer,
+        now=lambda: now[0],
+        doubt=may_offer.clear,
+        every_s=0.05,
+    )
+    async with rig.bus.listening(f"$KV.{subjects.NODES_BUCKET}.{rig.node}") as queue:
+
+        async def offers(number: int) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while len(decode_json((await queue.get()).data, Presence).devices) != number:
+                    pass
+
+        running = asyncio.ensure_future(publisher.run())
+        await offers(1)
+        now[0] += SILENT_S - 1.0
+        await offers(1)
+        assert may_offer.is_set()
+        now[0] += SILENT_S + 1.0
+        await offers(0)
+        may_offer.set()
+        await offers(1)
+        stop.set()
+        await running
+
+
+async def test_a_node_that_was_silent_asks_about_its_pods_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert SILENT_S < LOST_AFTER_S
+    monkeypatch.setattr(presence, "SILENT_S", -1.0)
+    async with rig.agent():
+        # At the start, and for the first presence, which is later than a silence of -1 s.
+        await until(lambda: len(rig.asked_pods) >= 2, "the second question about the pods")
 
 
 async def test_the_agent_is_found_as_a_nats_service(node: Rig) -> None:

@@ -344,7 +344,15 @@ async def serve(stop: asyncio.Event) -> None:
 
 def _announcer(node: _Node, stop: asyncio.Event) -> PresencePublisher:
     devices = node.node_gpus or node.gms
-    return PresencePublisher(node.bus, devices, node.presence, stop, node.may_offer)
+    return PresencePublisher(
+        node.bus,
+        devices,
+        node.presence,
+        stop,
+        node.may_offer,
+        now=node.clocks.monotonic,
+        doubt=node.pod_inventory.doubt if node.pod_inventory else lambda: None,
+    )
 
 
 async def _connect(node: _Node) -> None:

@@ -21,6 +21,10 @@ EVERY_S = 10.0
 AGAIN_S = 0.5
 """How long to wait after presence could not be written, in seconds."""
 
+SILENT_S = 60.0
+"""After so many seconds without presence a node doubts what it knew of its pods. Others act on its
+silence later: the operator takes the node for lost after 90 s."""
+
 
 class PresencePublisher:
     """Writes presence until `stop` is set."""
@@ -32,29 +36,38 @@ class PresencePublisher:
         describe: Callable[[list[PresenceDevice]], Awaitable[Presence]],
         stop: asyncio.Event,
         may_offer: asyncio.Event,
+        *,
+        now: Callable[[], float],
+        doubt: Callable[[], None],
+        every_s: float = EVERY_S,
     ) -> None:
         """Write what `describe` returns for the devices of the node.
 
-        The list of devices is empty until `may_offer` is set.
+        The list of devices is empty until `may_offer` is set. `doubt` is called after a silence,
+        and may clear it. `now` returns seconds.
         """
         self._bus = bus
         self._node_devices = node_devices
         self._describe = describe
         self._stop = stop
         self._may_offer = may_offer
+        self._now = now
+        self._doubt = doubt
+        self._every_s = every_s
+        self._heard = now()
         self._devices: list[PresenceDevice] = []
         self._has_answer = False
 
     async def run(self) -> None:
-        """Write presence at once, again when there are devices to offer, then every ten seconds."""
+        """Write presence at once, again when there are devices to offer, then every `every_s`."""
         while not self._stop.is_set():
             if not await self._publish():
                 await self._pause(AGAIN_S)
             elif self._has_answer:
-                await self._pause(EVERY_S)
+                await self._pause(self._every_s)
                 await self._update_devices(wait_s=0.0)
             else:
-                await self._update_devices(wait_s=EVERY_S)
+                await self._update_devices(wait_s=self._every_s)
 
     async def _update_devices(self, *, wait_s: float) -> None:
         if not await self._is_offered(wait_s):
@@ -76,12 +89,19 @@ class PresencePublisher:
         return self._may_offer.is_set()
 
     async def _publish(self) -> bool:
+        began = self._now()
+        if began - self._heard > SILENT_S:
+            log.warning("the node was silent for %.0f s", began - self._heard)
+            self._doubt()
+            if not self._may_offer.is_set():
+                self._devices, self._has_answer = [], False
         value = await self._describe(self._devices)
         try:
             await self._bus.put(subjects.NODES_BUCKET, token(value.node), encode_json(value))
         except BusUnavailable as error:
             log.info("presence is not written: %s", error)
             return False
+        self._heard = began
         return True
 
     async def _pause(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from snapshot_agent.domain.gate import source_exited
 from snapshot_agent.ports import Worker, Workers
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.tasks import over, undisturbed
+from snapshot_shared.tasks import any_set, over, undisturbed
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +73,19 @@ async def repeated(
     what: str,
     every_s: float,
     again_s: Sequence[float],
+    *,
+    due: asyncio.Event | None = None,
 ) -> None:
-    """Do work at once and then every `every_s` seconds, until `stop` is set.
+    """Do work at once and then every `every_s` seconds, until `stop` is set; sooner if it is `due`.
 
     Work that fails is tried again after the seconds of `again_s`, in turn; the last repeats. `what`
     names the work in the log.
     """
+    due = due or asyncio.Event()
     failures = 0
     while not stop.is_set():
         pause_s = every_s
+        due.clear()
         try:
             await work()
             failures = 0
@@ -89,9 +93,7 @@ async def repeated(
             log.info("%s later: %s", what, error)
             pause_s = min(again_s[min(failures, len(again_s) - 1)], every_s)
             failures += 1
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await stop.wait()
+        await any_set(pause_s, stop, due)
 
 
 async def pause(seconds: float) -> None:

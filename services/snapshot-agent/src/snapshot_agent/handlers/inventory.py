@@ -124,7 +124,8 @@ class PodInventory:
     """Compares the pods at the start and then every hour.
 
     `is_known` is set when every pod here is known to the operator or was ended. After an outage of
-    the node other pods may have been given the devices of those that still run here.
+    the node other pods may have been given the devices of those that still run here, so a node that
+    was silent doubts what it knew.
     """
 
     def __init__(self, pods: Pods, operator: Operator, *, every_s: float = EVERY_S) -> None:
@@ -133,13 +134,23 @@ class PodInventory:
         self._operator = operator
         self._every_s = every_s
         self.is_known = asyncio.Event()
+        self._doubted = asyncio.Event()
+        self._doubts = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Compare until `stop` is set; a comparison that fails is tried again."""
-        await repeated(self.look, stop, "the pods are asked about", self._every_s, PODS_AGAIN_S)
+        what = "the pods are asked about"
+        await repeated(self.look, stop, what, self._every_s, PODS_AGAIN_S, due=self._doubted)
+
+    def doubt(self) -> None:
+        """Know nothing of the pods until they are compared again, which is due now."""
+        self.is_known.clear()
+        self._doubts += 1
+        self._doubted.set()
 
     async def look(self) -> None:
         """List, ask, and end unknown pods. BusUnavailable, NotFound, OutcomeUnknown."""
+        doubts = self._doubts
         listed = await self._pods.all_uids()
         for start in range(0, max(len(listed), 1), MAX_PODS):
             asked = listed[start : start + MAX_PODS]
@@ -148,7 +159,9 @@ class PodInventory:
                 raise InvalidMessage(f"the operator named {foreign[0]}, which was not asked about")
             if not all(await asyncio.gather(*map(self._is_ended, unknown))):
                 raise OutcomeUnknown("not every pod that is unknown could be ended")
-        self.is_known.set()
+        # An answer from before a silence says nothing of the time after it.
+        if doubts == self._doubts:
+            self.is_known.set()
 
     async def _is_ended(self, uid: str) -> bool:
         """End one pod; whether it has ended. An error must not keep the other pods running."""
