@@ -179,19 +179,7 @@ async def serving(
     try:
         server = runner.server
         assert server is not None  # noqa: S101 - the runner is set up
-        try:
-            listening = await asyncio.get_running_loop().create_server(
-                lambda: _Visitor(server, guests),
-                host,
-                port,
-                ssl=context,
-                ssl_handshake_timeout=HEAD_S if context else None,
-            )
-        except OSError as error:
-            raise AddressInUse(
-                f"cannot listen on {host}:{port}: {error.strerror or error}",
-                next_step=f"set {variable} to a free address, or unset it",
-            ) from error
+        listening = await _listen(lambda: _Visitor(server, guests), host, port, variable, context)
         try:
             number: int = listening.sockets[0].getsockname()[1]
             yield number
@@ -199,6 +187,24 @@ async def serving(
             listening.close()
     finally:
         await runner.cleanup()
+
+
+async def _listen(
+    visitor: Callable[[], _Visitor],
+    host: str,
+    port: int,
+    variable: str,
+    context: ssl.SSLContext | None,
+) -> asyncio.Server:
+    try:
+        return await asyncio.get_running_loop().create_server(
+            visitor, host, port, ssl=context, ssl_handshake_timeout=HEAD_S if context else None
+        )
+    except OSError as error:
+        raise AddressInUse(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            next_step=f"set {variable} to a free address, or unset it",
+        ) from error
 
 
 def parse_address(address: str, variable: str = "SNAPBACK_HTTP_ADDRESS") -> tuple[str, int]:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from snapshot_agent.handlers.background import abandoning, compensated, first
+from snapshot_agent.handlers.inventory import PodInventory
 
 OFTEN = 3
 
@@ -66,3 +67,34 @@ async def test_work_that_is_abandoned_is_cancelled_and_not_waited_for() -> None:
         await task
     await is_cancelled.wait()
     ends.set()
+
+
+class NoPods:
+    async def all_uids(self) -> list[str]:
+        return []
+
+
+class SlowOperator:
+    """Answers about pods once it is told to."""
+
+    def __init__(self) -> None:
+        self.answers = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    async def unknown_pods(self, _asked: list[str]) -> list[str]:
+        self.asked.set()
+        await self.answers.wait()
+        return []
+
+
+async def test_an_answer_about_pods_from_before_a_doubt_does_not_count() -> None:
+    operator = SlowOperator()
+    inventory = PodInventory(NoPods(), operator)  # type: ignore[arg-type]
+    looking = asyncio.create_task(inventory.look())
+    await operator.asked.wait()
+    inventory.doubt()
+    operator.answers.set()
+    await looking
+    assert not inventory.is_known.is_set(), "is_known"
+    await inventory.look()
+    assert inventory.is_known.is_set()

@@ -53,6 +53,21 @@ def test_a_pod_that_asks_for_a_restore_gets_one() -> None:
     assert isinstance(write, Create)
 
 
+QUOTA = Failure(reason="Refused", message="exceeded quota: restores")
+
+
+def test_a_restore_that_is_not_taken_now_is_said_at_the_pod_and_made_later() -> None:
+    (write,) = reconcile(PodView(pod()), 0.0).writes
+    assert isinstance(write, Create)
+    assert write.waits is not None
+    found = written(write.waits(QUOTA))
+    (row,) = found.status.conditions
+    assert (row.type, row.status, row.reason) == (RESTORED, "False", "Refused")
+    assert row.message == QUOTA.message
+    (again,) = reconcile(PodView(found), 60.0).writes
+    assert isinstance(again, Create)
+
+
 @each(
     "found",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import snapshot_operator
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.presence import fold_one_presence
@@ -25,7 +27,7 @@ from snapshot_shared.errors import (
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job
 from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import DynamoCheckpoint
+from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot, SnapshotContent
 from tests.support.objects import checkpoint, checkpoint_document, presence
 from tests.support.operator_world import World, row_of
 
@@ -130,9 +132,15 @@ QUOTA = "jobs.batch is forbidden: exceeded quota: jobs"
 
 
 class Refusing:
-    """The `Store` port over another one, which takes no Job, or no status that names one."""
+    """The `Store` port over another one, which takes no Job, or no status that names one.
 
-    def __init__(self, *, job: SnapbackError | None = None, status: bool = False) -> None:
+    `job` is the error for each object of the kind `kind`.
+    """
+
+    def __init__(
+        self, *, job: SnapbackError | None = None, status: bool = False, kind: type = Job
+    ) -> None:
+        self.kind = kind
         self.clock: Callable[[], float] = lambda: 0.0
         self._store = SqliteStore(None, timestamp=lambda: timestamp(self.clock())).open()
         self.job, self.status = job, status
@@ -141,7 +149,7 @@ class Refusing:
         return getattr(self._store, name)
 
     async def create(self, value: AnyObject) -> AnyObject:
-        if self.job is not None and isinstance(value, Job):
+        if self.job is not None and isinstance(value, self.kind):
             raise self.job
         return await self._store.create(value)
 
@@ -177,6 +185,38 @@ async def test_a_job_that_is_not_taken_now_is_said_and_made_later() -> None:
     await world.advance(60.0)
     await world.answer_all()
     assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+
+
+@pytest.mark.parametrize("kind", [Snapshot, SnapshotContent])
+async def test_each_object_of_a_capture_that_is_not_taken_now_is_said_and_made_later(
+    kind: type,
+) -> None:
+    store = Refusing(job=Refused(QUOTA), kind=kind)
+    world, _ = await applied(store)
+    await world.answer_all()
+    asks = "DynamoCheckpoint" if kind is Snapshot else "Snapshot"
+    row = row_of(await world.get(asks, "llm"))
+    assert (row.status, row.reason, row.message) == ("False", "Refused", QUOTA)
+    store.job = None
+    await world.advance(60.0)
+    await world.answer_all()
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+
+
+def test_each_object_that_is_made_says_so_if_it_is_refused() -> None:
+    """In a cluster, where a quota or a webhook may refuse any of them."""
+    package = Path(snapshot_operator.__file__).parent
+    bare = [
+        f"{file.name}:{node.lineno}"
+        for folder in ("core", "kube")
+        for file in sorted((package / folder).glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Create"
+        and "waits" not in {each.arg for each in node.keywords}
+    ]
+    assert bare == []
 
 
 async def test_a_job_that_may_be_made_again_while_the_operator_is_away_is_made() -> None:

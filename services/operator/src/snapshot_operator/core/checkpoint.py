@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import conditions, nodes
 from snapshot_operator.core.capture import CONTAINER_FAILED, container_failure
+from snapshot_operator.core.conditions import REFUSED
 from snapshot_operator.core.owning import child_meta, delete_children, gone, owned_by, taken
 from snapshot_operator.core.plan import (
     NOTHING,
@@ -49,9 +50,6 @@ from snapshot_shared.objects.snapback import (
 
 READY_FILE = "ready-for-snapshot"
 """The file by which a worker says that it may be captured, in its control directory."""
-
-REFUSED = "Refused"
-"""Why a checkpoint waits whose Job is not taken now, for a quota or the word of a webhook."""
 
 SLOW_S = 300
 """How long a worker may run before its checkpoint names the file that is waited for."""
@@ -315,7 +313,11 @@ def _before_capture(view: CheckpointView, base: DynamoCheckpointStatus, now: flo
         reason, message, again_at = _pod_wait(view, now)
         return _waits(checkpoint, base, reason, message, now, wake_at=min(at, again_at))
     named = replace(base, snapshot_name=checkpoint.metadata.name)
-    return _status(checkpoint, named, Create(_snapshot(checkpoint, job, pod, now)))
+    made = Create(
+        _snapshot(checkpoint, job, pod, now),
+        waits=lambda found: _not_taken(checkpoint, base, found, now),
+    )
+    return _status(checkpoint, named, made)
 
 
 class Stuck(NamedTuple):
@@ -418,7 +420,7 @@ def _refused(
 def _not_taken(
     checkpoint: DynamoCheckpoint, base: DynamoCheckpointStatus, found: Failure, now: float
 ) -> Plan:
-    """Say why the Job of a checkpoint cannot be made now; the condition is as old as that.
+    """Say why an object of a checkpoint cannot be made now; the condition is as old as that.
 
     It is tried again for as long as its worker could have run, and once more after that.
     """

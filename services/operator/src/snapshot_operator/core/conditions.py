@@ -11,6 +11,9 @@ from snapshot_shared.objects.meta import Condition, set_condition
 from snapshot_shared.objects.snapback import Committed
 from snapshot_shared.units import size
 
+REFUSED = "Refused"
+"""Why something waits for an object that is not taken now, for a quota or the word of a webhook."""
+
 Truth = Literal["True", "False", "Unknown"]
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import conditions
 from snapshot_operator.core.capture import container_failure
+from snapshot_operator.core.conditions import REFUSED
 from snapshot_operator.core.content import content_name
 from snapshot_operator.core.owning import delete_children, gone, owned_by, taken, traced
 from snapshot_operator.core.plan import (
@@ -247,11 +248,12 @@ def _bound(snapshot: Snapshot, source: ContentSource, now: float) -> Plan:
             deadline_seconds=max(1, int(deadline_of(snapshot) - now)),
         ),
     )
+    made = Create(content, waits=lambda found: _waits(snapshot, REFUSED, found.message, now))
     if source.artifact is not None:
         # The name may have been taken meanwhile, by another import of the same.
-        return Plan((Create(content),), deadline_of(snapshot))
+        return Plan((made,), deadline_of(snapshot))
     status = replace(snapshot.status, bound_snapshot_content_name=content.metadata.name)
-    return status_plan(snapshot, replace(snapshot, status=status), Create(content))
+    return status_plan(snapshot, replace(snapshot, status=status), made)
 
 
 def _mirror(snapshot: Snapshot, content: SnapshotContent, now: float) -> Plan:

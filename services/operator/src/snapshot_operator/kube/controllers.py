@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import checkpoint, conditions, controllers
 from snapshot_operator.core.checkpoint import CheckpointView
+from snapshot_operator.core.conditions import REFUSED
 from snapshot_operator.core.controllers import Controller
 from snapshot_operator.core.plan import (
     NOTHING,
@@ -53,11 +54,15 @@ def reconcile(view: PodView, now: float) -> Plan:
     if not source_of(pod) or pod.metadata.deletion_timestamp:
         return NOTHING
     if restore is None:
+        said = condition(pod.status.conditions, RESTORED)
         # A restore that someone has deleted is not done again: its worker may serve by now.
-        is_over = pod.status.phase in FINISHED or condition(pod.status.conditions, RESTORED)
-        made = Create(restore_for(pod), lambda found: _unrestored(pod, found, now))
-        plan = Plan((made,))
-        return NOTHING if is_over else plan
+        is_over = pod.status.phase in FINISHED or (said is not None and said.reason != REFUSED)
+        made = Create(
+            restore_for(pod),
+            refused=lambda found: _unrestored(pod, found, now),
+            waits=lambda found: _unrestored(pod, replace(found, reason=REFUSED), now),
+        )
+        return NOTHING if is_over else Plan((made,))
     match restore.status.state:
         case Restore.RESTORED:
             row = (RESTORED, True, "RestoreSucceeded", "")
@@ -74,7 +79,7 @@ def reconcile(view: PodView, now: float) -> Plan:
 
 
 def _unrestored(pod: Pod, failure: Failure, now: float) -> Plan:
-    """Say at the pod that it can have no restore, such as for an annotation that is no name."""
+    """Say at the pod that it has no restore, for an annotation that is no name or for a quota."""
     row = (RESTORED, False, failure.reason, failure.message)
     rows = conditions.with_conditions(pod.status.conditions, pod, now, row)
     return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))

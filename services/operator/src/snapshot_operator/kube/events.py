@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from snapshot_operator.core.checkpoint import REFUSED, STUCK
-from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.checkpoint import STUCK
+from snapshot_operator.core.conditions import REFUSED, timestamp
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
