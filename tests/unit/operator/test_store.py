@@ -22,6 +22,7 @@ from snapshot_shared.errors import (
     NoSpace,
     Refused,
     SnapbackError,
+    StorageFailed,
     StoreBusy,
 )
 from snapshot_shared.objects.kinds import AnyObject
@@ -126,6 +127,20 @@ async def test_work_waits_while_the_store_is_held_and_goes_on_when_it_is_free(
         other.close()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_store_with_a_damaged_page_is_refused_with_what_to_do(path: Path) -> None:
+    store = SqliteStore(path, timestamp=lambda: NOW).open()
+    for number in range(100):
+        await store.create(checkpoint(f"llm-{number}"))
+    store.close()
+    data = bytearray(path.read_bytes())
+    # The first page has the schema; the others are read when objects are.
+    data[8192:] = b"\xff" * (len(data) - 8192)
+    path.write_bytes(data)
+    with pytest.raises(StorageFailed, match="is damaged") as refused:
+        await SqliteStore(path, timestamp=lambda: NOW).open().list("DynamoCheckpoint")
+    assert "restore the file from a copy" in refused.value.next_step
 
 
 QUOTA = "jobs.batch is forbidden: exceeded quota: jobs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,23 +105,24 @@ class SqliteStore:
 
     async def list(self, kind: str) -> list[AnyObject]:
         """Return all objects of a kind, in the order of their keys."""
-        rows = self._db.execute(
-            "SELECT body FROM objects WHERE kind=? ORDER BY namespace, name", (kind,)
-        )
+        rows = self._rows("SELECT body FROM objects WHERE kind=? ORDER BY namespace, name", kind)
         return [_DECODERS[kind].decode(row[0]) for row in rows]
 
     async def read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
         """Return an object."""
-        row = self._db.execute(
-            "SELECT body FROM objects WHERE kind=? AND namespace=? AND name=?",
-            (kind, namespace or "", name),
-        ).fetchone()
-        return _DECODERS[kind].decode(row[0]) if row else None
+        sql = "SELECT body FROM objects WHERE kind=? AND namespace=? AND name=?"
+        rows = self._rows(sql, kind, namespace or "", name)
+        return _DECODERS[kind].decode(rows[0][0]) if rows else None
 
     async def find(self, uid: str) -> AnyObject | None:
         """Return the object with a uid."""
-        row = self._db.execute("SELECT kind, body FROM objects WHERE uid=?", (uid,)).fetchone()
-        return _DECODERS[row[0]].decode(row[1]) if row else None
+        rows = self._rows("SELECT kind, body FROM objects WHERE uid=?", uid)
+        return _DECODERS[rows[0][0]].decode(rows[0][1]) if rows else None
+
+    def _rows(self, sql: str, *values: str) -> Sequence[Any]:
+        """Return what a query finds. StorageFailed when the file is damaged."""
+        with _translated():
+            return self._db.execute(sql, values).fetchall()
 
     async def create(self, value: AnyObject) -> AnyObject:
         """Store a new object. AlreadyExists when the name is taken."""
@@ -259,10 +260,8 @@ class SqliteStore:
 
     def _found(self, value: AnyObject) -> AnyObject | None:
         """Read what is stored under a uid now."""
-        row = self._db.execute(
-            "SELECT body FROM objects WHERE uid=?", (value.metadata.uid,)
-        ).fetchone()
-        return _DECODERS[kind_of(value).name].decode(row[0]) if row else None
+        rows = self._rows("SELECT body FROM objects WHERE uid=?", value.metadata.uid)
+        return _DECODERS[kind_of(value).name].decode(rows[0][0]) if rows else None
 
     def _current(self, value: AnyObject) -> AnyObject:
         """Read what is stored now. NotFound or Conflict unless it is what the caller read."""
@@ -338,6 +337,15 @@ def _translated() -> Iterator[None]:
                 ) from error
             case _:
                 raise
+    except sqlite3.DatabaseError as error:
+        # A file is opened without a look at most of its pages.
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CORRUPT:
+            raise
+        raise StorageFailed(
+            f"the object store is damaged: {error}",
+            next_step="end the operator and restore the file from a copy; or move it aside, start "
+            "again, and import artifacts: docs/how-to/keep-and-import.md",
+        ) from error
 
 
 def _readable(value: AnyObject) -> bytes:
