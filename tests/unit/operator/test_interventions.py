@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_operator.core.interventions import MAX_WISH
+from snapshot_operator.core.quarantine import asked
 from snapshot_operator.local.scheduler import Waiting, place
 from snapshot_shared.api import (
     AbortRequest,
@@ -17,8 +19,9 @@ from snapshot_shared.api import (
 )
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import ABORT, CAPTURE_ON_DRAIN
+from snapshot_shared.objects.snapback import ABORT, CAPTURE_ON_DRAIN, VERIFY
 from snapshot_shared.transitions import Capture
+from tests.support.builders import content, with_meta
 from tests.support.objects import checkpoint_document, pod_document, presence, restore_document
 from tests.support.operator_world import World, payload, row_of, world_of
 
@@ -261,3 +264,12 @@ async def test_the_operator_tells_when_it_swept(world: World) -> None:
     health = await world.ask("health", HealthRequest())
     assert health.swept_at == world.now
     assert health.version
+
+
+def test_of_a_wish_of_any_length_the_beginning_is_kept() -> None:
+    long = with_meta(content(), annotations={VERIFY: "v" * 200_000})
+    found = asked(long)
+    assert found.status.verify_request == "v" * MAX_WISH
+    assert found.status.verifications == 1
+    # It is obeyed once.
+    assert asked(found) is found
