@@ -29,7 +29,7 @@ STATUSES, FINALIZERS, MADE = (
 )
 """The names of the policies, as a refusal shows them."""
 
-_API_GROUP, _, _API_VERSION = GROUP.partition("/")
+_API_GROUP = GROUP.partition("/")[0]
 _OURS = [kind for kind in KINDS.values() if kind.api_version == GROUP]
 _MAY = f"authorizer.group('{_API_GROUP}').resource('{MANAGED}').check('{MANAGE}').allowed()"
 _WHO = f"only the operator of Snapback, or who may {MANAGE} {MANAGED}.{_API_GROUP} in the cluster"
