@@ -18,6 +18,7 @@ from snapshot_shared import files, subjects
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
 from snapshot_shared.views import orders_of
+from tests.scenario.adversary import forge, thieves
 from tests.scenario.builds import BUILDS
 from tests.scenario.gpu import begin_crowd, begin_flood
 from tests.scenario.worker import Habits
@@ -92,7 +93,7 @@ def settings_of(seed: int) -> Settings:
     nodes = rng.choice((2, 2, 3))
     is_bad = rng.random() < 0.5
     names = ["a", "b"][: rng.choice((1, 1, 2))]
-    applied: list[tuple[Any, ...]] = [*_together(seed)]
+    applied: list[tuple[Any, ...]] = [*_together(seed), *thieves(seed)]
     deleted: list[tuple[float, str, str]] = []
     habits: dict[str, Habits] = {}
     alike = _alike(seed)
@@ -208,7 +209,7 @@ def faults_of(seed: int) -> list[Fault]:
         found.append(Fault(at, kind, _target(kind, rng, settings), rng.random()))
     more = [*_unknowns(seed), *_stalls(seed, settings)]
     more += [*_crowds(seed, settings), *_cancellations(seed, settings), *_depths(seed, settings)]
-    more += _handovers(seed, settings)
+    more += [*_handovers(seed, settings), *_forgeries(seed)]
     return sorted([*found, *more], key=lambda fault: fault.at)
 
 
@@ -246,6 +247,14 @@ def _handovers(seed: int, settings: Settings) -> Iterator[Fault]:
         operator, at = f"operator-{rng.randrange(settings.operators)}", rng.random() * 20.0
         yield Fault(at, "cancel-again", operator, rng.random())
         yield Fault(at + rng.random() * 10.0, "term", operator)
+
+
+def _forgeries(seed: int) -> Iterator[Fault]:
+    """Have a user forge statuses in the worlds in which the user has pods."""
+    rng = random.Random(f"forgeries {seed}")
+    if any(True for _ in thieves(seed)):
+        for _ in range(rng.choice((3, 6, 12))):
+            yield Fault(rng.random() * FAULT_S, "forge", "", rng.random())
 
 
 def _depths(seed: int, settings: Settings) -> Iterator[Fault]:
@@ -656,4 +665,5 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "cancel-again": _cancel_again,
     "term": _term,
     "deep": _deep,
+    "forge": forge,
 }

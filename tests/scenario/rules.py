@@ -37,6 +37,7 @@ from snapshot_shared.orders import AnyOrder, Order, Report, StopOrder
 from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from snapshot_shared.views import is_answered, orders_of
+from tests.scenario.adversary import TENANT, namespaces_in
 from tests.scenario.loop import CURRENT, Process
 from tests.scenario.node import SHARED
 from tests.scenario.node import owner_of as disk_owner
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
     from tests.scenario.node import SimNode
     from tests.scenario.world import World
 
-Kind = Literal["lost", "doubled", "half", "stale", "frozen", "ended", "leaked", "defect"]
+Kind = Literal["lost", "doubled", "half", "stale", "frozen", "ended", "leaked", "foreign", "defect"]
 """What a broken rule comes down to.
 
 Work that never ends or is forgotten; done twice; visible though not whole; an older attempt over a
 newer one; a worker that is kept from its work; one that is ended without a cause; something left
-behind; and anything else of ours.
+behind; what another namespace has, read or touched; and anything else of ours.
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -133,6 +134,9 @@ class Rules:
     def restored(self, worker: SimWorker, saved: Saved, weights: str) -> None:
         """A restored worker has a state and weights that belong together and were captured."""
         self.restores += 1
+        pod = self._seen.get(worker.pod)
+        if pod is not None and pod.metadata.namespace == TENANT:
+            self.fail("foreign", f"{worker.process} has a state of another namespace: {saved}")
         if saved not in self.saved:
             self.fail("half", f"{worker.process} was given a state that nobody saved: {saved}")
         if weights != saved.weights:
@@ -157,6 +161,10 @@ class Rules:
                 self._reported(decode_json(data, Report))
 
     def _ordered(self, subject: str, order: Order) -> None:
+        value = self._seen.get(order.owner)
+        is_forged = value is not None and value.metadata.namespace == TENANT
+        if is_forged and (others := namespaces_in(cast("AnyOrder", order)) - {TENANT}):
+            self.fail("foreign", f"{order.order} of {TENANT} went out for {others}")
         if self._world.has_just_rewound:
             return
         owner, which = order.owner, f"{order.order} attempt {order.attempt}"

@@ -282,3 +282,13 @@ class Candidate:
             renewed_at = asked_at
         self._lease.notice(self._process)
         lost.set()
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError(f"{work} waits")

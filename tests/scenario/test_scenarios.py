@@ -389,3 +389,10 @@ def test_a_disk_that_fails_at_any_moment_of_a_capture_breaks_no_rule(
 @pytest.mark.parametrize("seed", few(range(24), 8))
 def test_no_rule_is_broken(seed: int) -> None:
     assert run_seed(seed).broken == []
+
+
+@pytest.mark.parametrize("seed", [5009, 5011, 5016, 5023])
+def test_a_user_who_forges_statuses_reaches_no_other_namespace(seed: int) -> None:
+    world = World(seed, settings_of(seed), faults_of(seed))
+    assert world.run() == []
+    assert [line for line in world.notes if " is forged with " in line]
