@@ -13,16 +13,19 @@ log = logging.getLogger(__name__)
 
 
 def owned(owner: AnyObject, orders: Iterable[OrderStatus]) -> list[OrderStatus]:
-    """Return the orders that may be published for an object. A warning names the others."""
-    found = []
+    """Return the orders that may be published for an object. A warning counts the others."""
+    found, dropped = [], []
     for order in orders:
         if field := foreign(owner, order):
-            meta = owner.metadata
-            log.warning(
-                "order %.128s in the status of %s %s/%s is not carried out: its %s is not that of "
-                "the object. Next: find out who may write this status",
-                *(order.order, kind_of(owner).name, meta.namespace, meta.name, field),
-            )
+            dropped.append((order.order, field))
         else:
             found.append(order)
+    if dropped:
+        meta, (first, field) = owner.metadata, dropped[0]
+        # One line for an object, whatever its author has put there.
+        log.warning(
+            "%d orders in the status of %s %s/%s are not carried out: the %s of %.128s is not that "
+            "of the object. Next: find out who may write this status",
+            *(len(dropped), kind_of(owner).name, meta.namespace, meta.name, field, first),
+        )
     return found
