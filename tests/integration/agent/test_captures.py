@@ -219,6 +219,9 @@ async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_wor
         pod = await rig.running("--state-bytes", str(2**20))
         failure = await rig.refused(rig.prepare_order(pod, fresh_uid()), "NoSpace")
         assert failure.values["free"] == 2**20 - 1
+        # The worker is told the same reason.
+        told = json.loads((pod.control / "snapshot-aborted").read_bytes())
+        assert (told["reason"], told["message"]) == ("NoSpace", failure.message)
         await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 

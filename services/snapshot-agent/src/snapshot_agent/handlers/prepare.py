@@ -21,6 +21,7 @@ from snapshot_shared.errors import (
     Failure,
     Internal,
     NotEligible,
+    SnapbackError,
 )
 from snapshot_shared.ids import Uid
 from snapshot_shared.orders import (
@@ -73,6 +74,7 @@ class Prepare:
         self._hold: Hold | None = None
         self._layouts: list[LayoutRef] = []
         self._previous = ""
+        self._why = _GIVEN_UP
 
     def table(self) -> list[Step]:
         """Return the steps in their order."""
@@ -80,10 +82,28 @@ class Prepare:
         return [
             Step("gate", self._gate, order.ready_s + MARGIN_S, undo=self._leave),
             Step("guard", self._guard, GUARD_S, undo=self._dismiss),
-            Step("quiesce", self._quiesce, order.quiesce_s + MARGIN_S, undo=self._resume),
-            Step("fence", self._fence, FENCE_WAIT_S + MARGIN_S, undo=self._unfence),
-            Step("facts", self._facts, 60.0),
+            Step(
+                "quiesce",
+                lambda: self._explained(self._quiesce()),
+                order.quiesce_s + MARGIN_S,
+                undo=self._resume,
+            ),
+            Step(
+                "fence",
+                lambda: self._explained(self._fence()),
+                FENCE_WAIT_S + MARGIN_S,
+                undo=self._unfence,
+            ),
+            Step("facts", lambda: self._explained(self._facts()), 60.0),
         ]
+
+    async def _explained(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do a step; if it fails, its error is what the worker is told."""
+        try:
+            await work
+        except SnapbackError as error:
+            self._why = error.to_failure()
+            raise
 
     @property
     def found(self) -> ResolvedContainer:
@@ -197,7 +217,7 @@ class Prepare:
         )
 
     async def _resume(self) -> None:
-        await self._holds.free(self.hold, _GIVEN_UP)
+        await self._holds.free(self.hold, self._why)
 
     async def _fence(self) -> None:
         order = self._order
