@@ -18,6 +18,7 @@ VALUES = ROOT / CHART / "values.yaml"
 ALERTS = "deploy/observability/alerts.yml"
 
 _MADE = "# Made from snapshot_operator.kube.{module} by `make docs`; do not edit.\n"
+_RELEASE = "NAME-OF-THE-RELEASE"
 _HEAD = """\
 # The chart
 
@@ -49,13 +50,19 @@ def files() -> Iterator[tuple[str, str]]:
     for name, role in roles:
         text = yaml.safe_dump(role["rules"], sort_keys=False, default_flow_style=None, width=100)
         yield f"{CHART}/files/operator-{name}-rules.yaml", _MADE.format(module="rbac") + text
-    text = yaml.safe_dump_all(policies.policies(), sort_keys=False, width=100)
+    text = _templated(policies.policies(_RELEASE))
     yield f"{CHART}/templates/policies.yaml", _MADE.format(module="policies") + text
-    text = yaml.safe_dump_all(rbac.tenant_roles(), sort_keys=False, width=100)
+    text = _templated(rbac.tenant_roles(_RELEASE))
     yield f"{CHART}/templates/tenants.yaml", _MADE.format(module="rbac") + text
     alerts = (ROOT / ALERTS).read_text(encoding="utf-8")
     yield f"{CHART}/files/alerts.yml", f"# Copied from {ALERTS} by `make docs`.\n{alerts}"
     yield f"{CHART}/README.md", _HEAD + "".join(map(_row, values(VALUES.read_text())))
+
+
+def _templated(documents: list[dict[str, Any]]) -> str:
+    """Return documents as a template, in which names begin with that of the release."""
+    text = yaml.safe_dump_all(documents, sort_keys=False, width=100)
+    return text.replace(_RELEASE, '{{ include "snapback.name" . }}')
 
 
 def values(text: str) -> Iterator[Value]:

@@ -14,7 +14,7 @@ import pytest
 
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.policies import FINALIZERS, MADE, STATUSES, policies
+from snapshot_operator.kube.policies import FINALIZERS, MADE, STATUSES, named, policies
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import REPOSITORY
 from tests.cluster.simulated import until
@@ -64,7 +64,9 @@ def tenant(namespace: Kubectl) -> Tenant:
     namespace.run("create", "rolebinding", "tenant", "--role=tenant", account)
     found = Tenant(namespace.kubeconfig, namespace.program, namespace.namespace)
     # The API server takes a moment to obey policies and roles.
-    until(lambda: MADE in create(found, RESTORE, "--dry-run=server"), "the policies are obeyed")
+    until(
+        lambda: named(MADE) in create(found, RESTORE, "--dry-run=server"), "the policies are obeyed"
+    )
     return found
 
 
@@ -103,12 +105,12 @@ def test_a_tenant_makes_objects_and_writes_neither_a_status_nor_what_the_operato
     checkpoint, snapshot, restore = objects((FINALIZER,))
     tenant.apply(checkpoint, snapshot)
     refused = create(tenant, restore)
-    assert MADE in refused
+    assert named(MADE) in refused
     assert "create a Snapshot, or a pod" in refused
     namespace.apply(restore)
     for kind in KINDS:
-        assert STATUSES in patch(tenant, kind, "--subresource=status", status=STATUS), kind
-        assert FINALIZERS in patch(tenant, kind, metadata={"finalizers": None}), kind
+        assert named(STATUSES) in patch(tenant, kind, "--subresource=status", status=STATUS), kind
+        assert named(FINALIZERS) in patch(tenant, kind, metadata={"finalizers": None}), kind
         # The metadata of people stays theirs.
         assert patch(tenant, kind, metadata={"labels": {"team": "a"}}) == "", kind
         kept = [FINALIZER, "example.com/kept"]

@@ -10,12 +10,12 @@ from snapshotctl.views.finding import Finding
 from snapshotctl.views.installation import (
     DEFINITIONS,
     KEYS,
-    POLICIES,
     Asked,
     SeenInstallation,
     artifact_claim,
     home,
     installation_findings,
+    policy_names,
 )
 from tests.unit.snapshotctl.conftest import assert_trouble
 from tests.unit.tables import each
@@ -96,7 +96,7 @@ WORKLOADS = (daemon_set(), OPERATOR, NATS, pod(container()))
 HOOK = {"name": "objects.snapback.nvidia.com", "clientConfig": {"caBundle": "LS0t"}}
 POLICY = [
     {"kind": kind, "metadata": {"name": name}, "spec": {"validationActions": ["Deny"]}}
-    for name in POLICIES
+    for name in policy_names(NAME)
     for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 ]
 SEEN = SeenInstallation(

@@ -24,10 +24,8 @@ from snapshot_shared.objects.snapback import GROUP
 
 Document = dict[str, Any]
 
-STATUSES, FINALIZERS, MADE = (
-    f"{what}.snapback.nvidia.com" for what in ("statuses", "finalizers", "made-objects")
-)
-"""The names of the policies, as a refusal shows them."""
+STATUSES, FINALIZERS, MADE = "statuses", "finalizers", "made-objects"
+"""What the policies are about, with which their names begin."""
 
 _API_GROUP = GROUP.partition("/")[0]
 _OURS = [kind for kind in KINDS.values() if kind.api_version == GROUP]
@@ -35,24 +33,32 @@ _MAY = f"authorizer.group('{_API_GROUP}').resource('{MANAGED}').check('{MANAGE}'
 _WHO = f"only the operator of Snapback, or who may {MANAGE} {MANAGED}.{_API_GROUP} in the cluster"
 
 
-def policies() -> list[Document]:
+def named(what: str, release: str = "snapback") -> str:
+    """Return the name of a policy and of its binding, as a refusal shows it.
+
+    Releases have policies of their own, which ask for the same right.
+    """
+    return f"{what}.{release}.nvidia.com"
+
+
+def policies(release: str = "snapback") -> list[Document]:
     """Return the policies with their bindings, as `kubectl apply` takes them."""
     return [
         *_policy(
-            STATUSES,
+            named(STATUSES, release),
             [_rule([f"{kind.plural}/status" for kind in _OURS], "UPDATE")],
             _MAY,
             f"{_WHO}, writes a status",
         ),
         *_policy(
-            FINALIZERS,
+            named(FINALIZERS, release),
             [_rule([kind.plural for kind in _OURS], "UPDATE")],
             f"{_has_finalizer('object')} == {_has_finalizer('oldObject')} || {_MAY}",
             f"{_WHO}, adds or removes the finalizer {FINALIZER}",
         ),
         # A SnapshotRestore stands for a pod, and a SnapshotContent for an artifact.
         *_policy(
-            MADE,
+            named(MADE, release),
             [_rule([kind.plural for kind in _OURS if not kind.appliable], "CREATE")],
             _MAY,
             f"{_WHO}, creates a SnapshotContent or a SnapshotRestore; create a Snapshot, or a pod "

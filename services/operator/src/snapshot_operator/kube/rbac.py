@@ -112,7 +112,7 @@ def cluster_role() -> Document:
     return _role("ClusterRole", {"name": NAME}, RULES)
 
 
-def tenant_roles() -> list[Document]:
+def tenant_roles(release: str = "snapback") -> list[Document]:
     """Return the ClusterRoles by which `admin`, `edit` and `view` have rights on our kinds.
 
     A controller of Kubernetes adds their rules to the roles that their labels name.
@@ -122,7 +122,7 @@ def tenant_roles() -> list[Document]:
         _role(
             "ClusterRole",
             {
-                "name": f"snapback-{name}",
+                "name": f"{release}-{name}",
                 "labels": {
                     "app.kubernetes.io/part-of": "snapback",
                     **{

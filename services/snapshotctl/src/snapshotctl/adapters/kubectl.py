@@ -52,12 +52,12 @@ from snapshotctl.views.clones import brought_back
 from snapshotctl.views.installation import (
     DEFINITIONS,
     KEYS,
-    POLICIES,
     WEBHOOKS,
     Asked,
     SeenInstallation,
     artifact_claim,
     home,
+    policy_names,
 )
 
 COMMAND_S = 60.0
@@ -246,11 +246,9 @@ class Kubernetes:
         part = "--selector=app.kubernetes.io/part-of=snapback"
         kinds = "daemonsets,deployments,statefulsets,pods"
         hooks = "mutatingwebhookconfigurations,validatingwebhookconfigurations"
-        policies = "validatingadmissionpolicies,validatingadmissionpolicybindings"
         seen = SeenInstallation(
             definitions=self._listed("customresourcedefinitions", *DEFINITIONS, named),
             webhooks=self._listed(hooks, WEBHOOKS, named),
-            policies=self._listed(policies, *POLICIES, named),
             workloads=self._listed(kinds, "--all-namespaces", part),
         )
         found = home(seen.workloads.items)
@@ -259,9 +257,11 @@ class Kubernetes:
         namespace, name = found
         within = ("--namespace", namespace)
         keys = [f"{name}-nats-{word}" for word in KEYS]
+        policies = "validatingadmissionpolicies,validatingadmissionpolicybindings"
         claim = artifact_claim(seen.workloads.items)
         restores = self._listed("snapshotrestores.nvidia.com", "--all-namespaces")
         return seen._replace(
+            policies=self._listed(policies, *policy_names(name), named),
             restores=restores,
             clones=self._pods(brought_back(restores.items)),
             # The other installations of the cluster are not looked at.

@@ -19,10 +19,8 @@ DEFINITIONS = tuple(
 """The names of the definitions of our kinds."""
 WEBHOOKS = "snapback-operator"
 """The name of both configurations of webhooks."""
-POLICIES = tuple(
-    f"{what}.snapback.nvidia.com" for what in ("statuses", "finalizers", "made-objects")
-)
-"""The names of the admission policies, and of their bindings."""
+POLICIES = ("statuses", "finalizers", "made-objects")
+"""What the admission policies are about, with which their names begin."""
 KEYS = ("operator", "snapshotctl", "viewer", "accounts")
 """The last words of the names of the Secrets with keys of NATS."""
 
@@ -77,7 +75,6 @@ def artifact_claim(workloads: Sequence[Document]) -> str:
 def installation_findings(seen: SeenInstallation) -> Iterator[Finding]:
     """Yield what was checked: definitions, policies, webhooks, pods, keys, and artifacts."""
     yield from _definitions(seen.definitions)
-    yield _policies(seen.policies)
     found = home(seen.workloads.items)
     if seen.workloads.failure is not None:
         yield _unread("the pods of Snapback", seen.workloads.failure)
@@ -86,6 +83,7 @@ def installation_findings(seen: SeenInstallation) -> Iterator[Finding]:
         yield fail("no node of the cluster has an agent: there is no DaemonSet of it", _INSTALL)
         return
     namespace, name = found
+    yield _policies(seen.policies, name)
     yield from _webhooks(seen, namespace, name)
     for item in seen.workloads.items:
         if item["kind"] != "Pod":
@@ -138,7 +136,12 @@ def _definitions(asked: Asked) -> Iterator[Finding]:
         yield ok(f"all {len(DEFINITIONS)} kinds are defined, and are Snapback's")
 
 
-def _policies(asked: Asked) -> Finding:
+def policy_names(name: str) -> list[str]:
+    """Return the names of the admission policies of an installation, and of their bindings."""
+    return [f"{what}.{name}.nvidia.com" for what in POLICIES]
+
+
+def _policies(asked: Asked, name: str) -> Finding:
     if asked.failure is not None:
         return _unread("the admission policies", asked.failure)
     binding = "ValidatingAdmissionPolicyBinding"
@@ -147,8 +150,9 @@ def _policies(asked: Asked) -> Finding:
         for item in asked.items
         if item["kind"] != binding or "Deny" in item["spec"]["validationActions"]
     }
-    wanted = {(kind, name) for name in POLICIES for kind in ("ValidatingAdmissionPolicy", binding)}
-    if missing := ", ".join(sorted({name for _, name in wanted - there})):
+    kinds = ("ValidatingAdmissionPolicy", binding)
+    wanted = {(kind, each) for each in policy_names(name) for kind in kinds}
+    if missing := ", ".join(sorted({each for _, each in wanted - there})):
         return fail(
             f"the API server takes a status from others than the operator: {missing} is missing or "
             "denies nothing",
