@@ -1,5 +1,6 @@
 """Captures and restores of the example worker, with the real GPU memory service of the node."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import pytest
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.domain import control
 from snapshot_shared.errors import GmsUnavailable
+from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.orders import (
     ArtifactRef,
     CommitOrder,
@@ -206,4 +208,26 @@ async def test_a_service_that_is_away_is_named_and_holds_no_fence(tmp_path: Path
             await client.devices(wait_s=0.0)
         await client.unfence("any")
     finally:
+        await client.close()
+
+
+async def test_a_service_that_is_slow_to_answer_a_new_connection_is_waited_for(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """As on a node whose processors are all taken."""
+    await with_devices(rig, 1)
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)
+        theirs = await asyncio.open_unix_connection(rig.sockets / GRPC_SOCKET)
+        await asyncio.gather(copied(reader, theirs[1]), copied(theirs[0], writer))
+
+    async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    client = GmsClient(tmp_path)
+    async with await asyncio.start_unix_server(late, tmp_path / GRPC_SOCKET):
+        assert len(await client.devices(wait_s=0.0)) == 1
         await client.close()

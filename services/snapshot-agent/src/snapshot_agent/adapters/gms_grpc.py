@@ -57,7 +57,8 @@ _LOOK = "check that the GMS of this node runs (nats micro ls)"
 _OPTIONS = (
     ("grpc.max_receive_message_length", 1024 * 1024),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # This is also how long a connection may take: on a busy node longer than the backoff.
+    ("grpc.min_reconnect_backoff_ms", int(CALL_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", 2000),
     # gRPC shares subchannels in a process, and a new channel would inherit their back-off.
     ("grpc.use_local_subchannel_pool", 1),
