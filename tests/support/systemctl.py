@@ -81,7 +81,11 @@ def supervise(unit: str) -> None:
         if settings.get("KillMode") != "process":
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        is_stopped = (RUNNING / f"{unit}.stopped").exists()
         (RUNNING / unit).unlink()
+        # One that is started again at once has a supervisor of its own.
+        if is_stopped:
+            return
         time.sleep(float(settings["RestartSec"]))
 
 
