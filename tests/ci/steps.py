@@ -89,16 +89,16 @@ _QUARTER = {"TURN": f"{{turn}}/{TURNS}"}
 
 STEPS = (
     Step("check", Lane.REST, runs_again=False),
-    # One processor each: the images take 5 minutes beside this, and 15 beside the tests.
+    # The images take 5 minutes beside these two, and 15 beside the tests.
     Step(
         "scenarios",
         Lane.REST,
         variables={"SEEDS": str(SEEDS), "FIRST": "{first}"},
         runs_again=False,
     ),
+    Step("docs-test", Lane.REST, variables=_QUARTER),
     Step("test", Lane.REST, variables=_QUARTER),
     Step("e2e", Lane.REST),
-    Step("docs-test", Lane.REST, variables=_QUARTER),
     Step("cover", Lane.REST, When.FIRST, runs_again=False),
     Step("contract-servers", Lane.REST, When.FIRST),
     Step("test-wheels", Lane.REST, When.SECOND),
