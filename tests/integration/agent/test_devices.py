@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,17 +218,28 @@ async def test_a_service_that_is_slow_to_answer_a_new_connection_is_waited_for(
     """As on a node whose processors are all taken."""
     await with_devices(rig, 1)
 
+    relays: list[asyncio.Task[Any] | None] = []
+
     async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relays.append(asyncio.current_task())
         await asyncio.sleep(0.5)
-        theirs = await asyncio.open_unix_connection(rig.sockets / GRPC_SOCKET)
-        await asyncio.gather(copied(reader, theirs[1]), copied(theirs[0], writer))
+        answers, asks = await asyncio.open_unix_connection(rig.sockets / GRPC_SOCKET)
+        try:
+            await asyncio.gather(copied(reader, asks), copied(answers, writer))
+        finally:
+            for each in (asks, writer):
+                each.close()
 
     async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
             writer.write(data)
-        writer.close()
 
     client = GmsClient(tmp_path)
     async with await asyncio.start_unix_server(late, tmp_path / GRPC_SOCKET):
         assert len(await client.devices(wait_s=0.0)) == 1
         await client.close()
+        for relay in filter(None, relays):
+            relay.cancel()
+        await asyncio.gather(*filter(None, relays), return_exceptions=True)
+        # The transports end in the next turns of the loop.
+        await asyncio.sleep(0.1)

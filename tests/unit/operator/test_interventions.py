@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_operator.core.interventions import MAX_WISH
+from snapshot_operator.core.interventions import MAX_REQUESTED
 from snapshot_operator.core.quarantine import asked
 from snapshot_operator.local.scheduler import Waiting, place
 from snapshot_shared.api import (
@@ -266,10 +266,10 @@ async def test_the_operator_tells_when_it_swept(world: World) -> None:
     assert health.version
 
 
-def test_of_a_wish_of_any_length_the_beginning_is_kept() -> None:
+def test_of_an_annotation_of_any_length_the_beginning_is_kept() -> None:
     long = with_meta(content(), annotations={VERIFY: "v" * 200_000})
     found = asked(long)
-    assert found.status.verify_request == "v" * MAX_WISH
+    assert found.status.verify_request == "v" * MAX_REQUESTED
     assert found.status.verifications == 1
     # It is obeyed once.
     assert asked(found) is found

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.core.conditions import Wait
-from snapshot_operator.core.interventions import wish
+from snapshot_operator.core.interventions import requested
 from snapshot_operator.core.plan import Plan, owing_plan
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import FINISHED, Node, Pod
@@ -152,7 +152,7 @@ def _deleted(view: ContentView, _now: float) -> Failure | None:
 
 
 def _aborted(view: ContentView, _now: float) -> Failure | None:
-    by = wish(view.content, ABORT)
+    by = requested(view.content, ABORT)
     if not by:
         return None
     return Failure(

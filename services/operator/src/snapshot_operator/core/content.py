@@ -21,7 +21,7 @@ from snapshot_operator.core import (
 )
 from snapshot_operator.core.capture import UNDER_WAY, ContentView
 from snapshot_operator.core.conditions import Wait
-from snapshot_operator.core.interventions import wish
+from snapshot_operator.core.interventions import requested
 from snapshot_operator.core.nodes import all_nodes, known, node, reading_node, unusable_for_new_work
 from snapshot_operator.core.owning import owned_by, serves
 from snapshot_operator.core.plan import (
@@ -83,7 +83,7 @@ def _may_choose_a_node(content: SnapshotContent) -> bool:
     if status.capture is Capture.PENDING:
         return content.spec.source.artifact is not None
     is_over = status.capture is Capture.FAILED or content.metadata.deletion_timestamp
-    asked = wish(content, VERIFY) != status.verify_request
+    asked = requested(content, VERIFY) != status.verify_request
     return bool((is_over and status.generations) or asked or status.verifications > status.verified)
 
 

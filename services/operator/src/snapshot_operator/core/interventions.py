@@ -17,14 +17,14 @@ from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture
 from snapshot_shared.views import is_answered
 
-MAX_WISH = 1024
+MAX_REQUESTED = 1024
 """How many characters of an annotation are kept; etcd takes 1.5 MiB of an object, and each copy
 counts."""
 
 
-def wish(content: SnapshotContent, annotation: str) -> str:
+def requested(content: SnapshotContent, annotation: str) -> str:
     """Return the beginning of an annotation by which people ask for something; empty if none."""
-    return content.metadata.annotations.get(annotation, "")[:MAX_WISH]
+    return content.metadata.annotations.get(annotation, "")[:MAX_REQUESTED]
 
 
 def cordoned(node: Node, *, unschedulable: bool) -> Node:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import conditions, fold, ordering
 from snapshot_operator.core.conditions import Wait
-from snapshot_operator.core.interventions import wish
+from snapshot_operator.core.interventions import requested
 from snapshot_shared.errors import DAMAGE, Failure
 from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
 from snapshot_shared.objects.snapback import (
@@ -94,7 +94,7 @@ def refusal(content: SnapshotContent, name: str) -> Failure | None:
 
 def asked(content: SnapshotContent) -> SnapshotContent:
     """Return the content with a new value of the annotation obeyed; one under way is joined."""
-    request, status = wish(content, VERIFY), content.status
+    request, status = requested(content, VERIFY), content.status
     if request == status.verify_request:
         return content
     number = max(status.verifications, status.verified + 1)

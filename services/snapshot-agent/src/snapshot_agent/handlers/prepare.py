@@ -98,7 +98,7 @@ class Prepare:
         ]
 
     async def _explained(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do a step; if it fails, its error is what the worker is told."""
+        """Do a step; if it fails, the worker gets its error."""
         try:
             await work
         except SnapbackError as error:
