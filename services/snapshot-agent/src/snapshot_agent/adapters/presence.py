@@ -39,12 +39,12 @@ class PresencePublisher:
         *,
         now: Callable[[], float],
         doubt: Callable[[], None],
-        every_s: float = EVERY_S,
+        every_s: float | None = None,
     ) -> None:
         """Write what `describe` returns for the devices of the node.
 
         The list of devices is empty until `may_offer` is set. `doubt` is called after a silence,
-        and may clear it. `now` returns seconds.
+        and may clear it. `now` returns seconds. Presence is written every `every_s`, or EVERY_S.
         """
         self._bus = bus
         self._node_devices = node_devices
@@ -53,7 +53,7 @@ class PresencePublisher:
         self._may_offer = may_offer
         self._now = now
         self._doubt = doubt
-        self._every_s = every_s
+        self._every_s = EVERY_S if every_s is None else every_s
         self._heard = now()
         self._devices: list[PresenceDevice] = []
         self._has_answer = False
