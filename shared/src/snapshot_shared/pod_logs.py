@@ -38,7 +38,7 @@ def check_pod(pod: PodRef, folder: Path) -> None:
             next_step="mount it from the node, or set SNAPBACK_POD_LOGS_DIR",
         ) from None
     if found != (pod.namespace, pod.name):
-        # Of whom the uid is stays unsaid: the report is read in the namespace of the order.
+        # The other pod is not named, because the author of the order may read the report.
         raise StalePodReference(
             f"pod {pod.namespace}/{pod.name} with uid {pod.uid} was not started on this node",
             next_step="name the pod by its own namespace, name and uid",

@@ -70,6 +70,13 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
     async def describe(devices: list[PresenceDevice]) -> Presence:
         return Presence(node=rig.node, boot_id="b", version="0", devices=devices, at=0.0)
 
+    doubts = 0
+
+    def doubt() -> None:
+        nonlocal doubts
+        doubts += 1
+        may_offer.clear()
+
     publisher = PresencePublisher(
         rig.bus,
         OneDevice(),
@@ -77,7 +84,7 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
         stop,
         may_offer,
         now=lambda: now[0],
-        doubt=may_offer.clear,
+        doubt=doubt,
         every_s=0.05,
     )
     async with rig.bus.listening(f"$KV.{subjects.NODES_BUCKET}.{rig.node}") as queue:
@@ -94,6 +101,7 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
         assert may_offer.is_set()
         now[0] += SILENT_S + 1.0
         await offers(0)
+        assert doubts == 1
         may_offer.set()
         await offers(1)
         stop.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from snapshot_operator.kube.policies import policies
 from snapshot_shared.errors import Failure
 from snapshotctl.views.clones import clone_findings
 from snapshotctl.views.finding import Finding
@@ -122,6 +123,11 @@ def of_workloads(*items: dict[str, Any]) -> list[Finding]:
 def on_claim(*claims: dict[str, Any]) -> list[Finding]:
     workloads = Asked([daemon_set(ON_CLAIM), *WORKLOADS[1:]])
     return of(workloads=workloads, claims=Asked(claims))
+
+
+def test_the_policies_are_those_that_the_operator_declares() -> None:
+    declared = {each["metadata"]["name"] for each in policies("other")}
+    assert declared == {*policy_names("other")}
 
 
 def test_an_installation_that_is_well_or_begins_has_nothing_but_ok() -> None:

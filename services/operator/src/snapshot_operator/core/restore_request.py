@@ -85,7 +85,7 @@ def mismatch(
         if wanted and there and wanted not in there:
             return Failure(
                 reason="SourceMismatch",
-                # What it is stays unsaid: a refusal is no way to ask about objects.
+                # The value found is left out, or a refusal would answer questions about objects.
                 message=f"{request.source} is not {wanted}, which {annotation} of the pod names",
                 next_step="correct the annotation, or remove it to take what has the name",
                 values={"expected": wanted},

@@ -140,7 +140,7 @@ class _PodMeta(msgspec.Struct, frozen=True):
 
 
 class _Pod(msgspec.Struct, frozen=True):
-    """What has to be true of a pod before it is judged."""
+    """The shape of a pod, which is checked before the pod is judged."""
 
     spec: _PodSpec
     metadata: _PodMeta = _PodMeta()
@@ -318,7 +318,7 @@ def _document(raw: msgspec.Raw) -> dict[str, Any]:
 
 
 def _asked_by(raw: msgspec.Raw) -> tuple[Any, RestoreRequest, tuple[Problem, ...]]:
-    """Return a pod, what it asks for, and what is wrong with that."""
+    """Return a pod, its restore request, and the problems of the request."""
     _POD.decode(raw)
     pod: Any = _document(raw)
     asked = restore_request(pod)

@@ -90,7 +90,7 @@ def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
 
 
 class Introduction:
-    """What is in the Secret of the operators, and in the configurations of their webhooks."""
+    """Keeps the Secret of the operators, and writes it into their webhook configurations."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Introduction:
             log.info("the webhooks have a certificate that is renewed on %s", renewal(found))
 
     async def _current(self) -> Certificates | None:
-        """Return the certificate of the Secret, after what was due was renewed and written there.
+        """Return the certificate of the Secret; renew it first, and write it there, if it is due.
 
         The secret of the path is known from then on.
         """

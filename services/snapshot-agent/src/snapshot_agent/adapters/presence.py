@@ -22,8 +22,8 @@ AGAIN_S = 0.5
 """How long to wait after presence could not be written, in seconds."""
 
 SILENT_S = 60.0
-"""After so many seconds without presence a node doubts what it knew of its pods. Others act on its
-silence later: the operator takes the node for lost after 90 s."""
+"""After so many seconds without presence a node doubts its last answer about its pods. The operator
+acts on the silence later: it takes the node for lost after 90 s."""
 
 
 class PresencePublisher:
@@ -55,6 +55,7 @@ class PresencePublisher:
         self._doubt = doubt
         self._every_s = EVERY_S if every_s is None else every_s
         self._heard = now()
+        self._is_silent = False
         self._devices: list[PresenceDevice] = []
         self._has_answer = False
 
@@ -90,8 +91,11 @@ class PresencePublisher:
 
     async def _publish(self) -> bool:
         began = self._now()
-        if began - self._heard > SILENT_S:
+        was_silent, self._is_silent = self._is_silent, began - self._heard > SILENT_S
+        if self._is_silent and not was_silent:
             log.warning("the node was silent for %.0f s", began - self._heard)
+        # Once a silence, and again if the pods became known while presence could not be written.
+        if self._is_silent and (not was_silent or self._may_offer.is_set()):
             self._doubt()
             if not self._may_offer.is_set():
                 self._devices, self._has_answer = [], False

@@ -72,7 +72,7 @@ def _is_this_pod(seen: ObservedPod) -> SnapbackError | None:
     expected = (seen.wanted.namespace, seen.wanted.name)
     if expected == (seen.known.namespace, seen.known.name):
         return None
-    # Of whom the uid is stays unsaid: the report is read in the namespace of the order.
+    # The other pod is not named, because the author of the order may read the report.
     return StalePodReference(
         f"uid {seen.wanted.uid} is not that of pod {'/'.join(expected)}",
         expected="/".join(expected),
