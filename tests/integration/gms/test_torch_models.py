@@ -523,3 +523,29 @@ def test_pytorch_takes_a_capsule_of_ours_and_frees_it(torch: Any, versioned: boo
     assert array.tolist() == tensor.tolist() == (np.arange(12).reshape(3, 4) + 1.0).tolist()
     for _ in range(1000):
         torch.from_dlpack(Shared())
+
+
+def test_the_roles_of_the_acceptance_on_a_gpu_answer_alike_on_a_simulated_device(
+    service: Any, torch: Any
+) -> None:
+    def role(name: str, *words: str) -> subprocess.Popen[str]:
+        program = [sys.executable, "tests/gpu/accept.py", "--role", name, str(os.getpid())]
+        path = os.pathsep.join(path_with_torch())
+        return subprocess.Popen(
+            [*program, str(service.folder), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    with role("torch_writer", service.uuids[0], str(8 * MIB)) as writer:
+        assert writer.stdout is not None
+        first = json.loads(writer.stdout.readline())
+        said, _ = role("torch_reader", first["state"]).communicate(timeout=100)
+        writer.communicate("")
+    second = json.loads(said)
+    assert second["sums"] == first["sums"]
+    assert second["answer"] == pytest.approx(first["answer"], rel=0.02)
+    assert first["committed_of_parameters"] == 1.0
