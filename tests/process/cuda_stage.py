@@ -59,6 +59,21 @@ exec "$CRIU" "$@"
 """
 
 
+_VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue\n"
+
+
+def nvidia_programs(folder: Path) -> None:
+    """Put nvidia-smi into `bin`, and what it and the driver say of a node beside that."""
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(_NVIDIA_SMI)
+    program.chmod(0o755)
+    (folder / "version").write_text(_VERSION.format("580.65.06"))
+    (folder / "apps").write_text("")
+    gpus = [f"{uuid}, NVIDIA H100, Enabled, Disabled\n" for uuid in UUIDS]
+    (folder / "gpus").write_text("".join(gpus))
+
+
 class Lines(threading.Thread):
     """What a container prints."""
 
@@ -152,24 +167,18 @@ class Stage:
         self._containers: list[Container] = []
         self._helper: subprocess.Popen[bytes] | None = None
         self.artifacts = folder / "artifacts"
-        for each in (self.artifacts, folder / "bin"):
-            each.mkdir()
-        for name, text in (("nvidia-smi", _NVIDIA_SMI), ("criu", _CRIU)):
-            program = folder / "bin" / name
-            program.write_text(text)
-            program.chmod(0o755)
+        self.artifacts.mkdir()
+        nvidia_programs(folder)
+        program = folder / "bin" / "criu"
+        program.write_text(_CRIU)
+        program.chmod(0o755)
         (folder / "bin" / "nft").symlink_to(TOOLS / "criu" / "nft")
         self.criu_does("")
-        self.version("580.65.06")
-        (folder / "apps").write_text("")
-        gpus = [f"{uuid}, NVIDIA H100, Enabled, Disabled\n" for uuid in UUIDS]
-        (folder / "gpus").write_text("".join(gpus))
         self.socket = folder / "helper.sock"
         self.driver = CriuCuda(self.socket, time.monotonic, self.given)
 
     def version(self, driver: str) -> None:
-        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue\n"
-        (self.folder / "version").write_text(text)
+        (self.folder / "version").write_text(_VERSION.format(driver))
 
     def criu_does(self, what: str) -> None:
         """Let dumps by CRIU `fail` or `hang`."""

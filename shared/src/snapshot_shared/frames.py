@@ -104,7 +104,7 @@ class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The fence is held; what is committed on each device, in the order asked for."""
+    """The fence is held; what is committed on the devices that have it, in the order asked for."""
 
     vector: list[LayoutRef]
 

@@ -60,6 +60,10 @@ Driver = Literal["cooperative", "respawn", "criu", "criu+cuda"]
 PLACEHOLDER_DRIVERS: tuple[Driver, ...] = ("criu", "criu+cuda")
 """Those that bring the process itself, so that a container which waits runs none of its own."""
 
+DEVICE_DRIVERS: tuple[Driver, ...] = ("criu+cuda",)
+"""Those that bring what the process itself has on devices. What a GPU memory service has there is a
+part of its own in any case."""
+
 
 class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
     """A device given to a pod: `ordinal` is the worker's own numbering, `uuid` the device.

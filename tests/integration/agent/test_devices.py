@@ -193,6 +193,20 @@ async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_w
     await until((pod.control / control.READY).exists, "the worker's wake")
 
 
+async def test_a_device_with_nothing_committed_is_not_captured_by_a_driver_that_brings_none(
+    rig: Rig,
+) -> None:
+    devices = await with_devices(rig, 1)
+    await rig.process()
+    pod = await rig.running()
+    refused = await rig.refused(
+        rig.prepare_order(pod, fresh_uid(), devices=devices), "NotEligible", kind="rejected"
+    )
+    assert refused.message == f"nothing is committed on {devices[0].uuid}"
+    assert "criu+cuda" in refused.next_step
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+
+
 async def test_a_fence_that_cannot_be_taken_lets_the_worker_go_on(node: Rig) -> None:
     pod = await node.running()
     device = DeviceRef(ordinal=0, uuid="GPU-of-no-node")

@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import snapback_client
-from snapback_client import AsyncWorker, Resumed, Worker
+from snapback_client import AsyncWorker, MemoryPool, Resumed, Worker
 from snapback_client.codec import decode_json, encode_json
 from snapback_client.control import Signal
 from snapback_client.errors import InvalidInput, NotEligible, NotFound
@@ -318,6 +319,17 @@ def test_a_worker_that_goes_on_in_its_place_keeps_who_it_is(agent: Agent) -> Non
             agent.go_on(attempt, end=end)
         assert [each.identity for each in seen] == [None, None]
         assert worker.identity is None
+
+
+def test_a_pool_that_its_builder_has_committed_is_left_so(agent: Agent, launch: Any) -> None:
+    launch()
+
+    def build(pool: MemoryPool) -> None:
+        pool.allocate("w", 4, "uint8")
+        pool.commit(layout_id="mine")
+
+    with Worker() as worker:
+        assert worker.pool("weights", build).layout_id == "mine"
 
 
 def test_a_pool_that_was_not_saved_is_named(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

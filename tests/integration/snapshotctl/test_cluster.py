@@ -176,3 +176,15 @@ def test_what_a_killed_command_left_is_shown_and_can_be_removed(cli: Cli) -> Non
     assert f"process {cli.record(state.name)['processes'][0]['pid']} of run {run}" in left
     cli.ok("down", "--name", state.name, "--purge")
     assert cli.left(run) == []
+
+
+def test_a_machine_says_itself_how_many_gpus_it_has(cli: Cli) -> None:
+    refused = {
+        ("cuda", "--nodes", "2"): "--nodes 2: with --device cuda there is one",
+        ("cuda", "--gpus", "1"): "--gpus 1: with --device cuda they are this machine's",
+        ("cuda", "--gpu-memory", "1GiB"): "--gpu-memory 1GiB: with --device cuda they are this",
+        ("rocm",): "--device rocm is not one of simulated, cuda",
+    }
+    for words, why in refused.items():
+        ended = cli.run("up", "--device", *words)
+        assert (ended.code, why in ended.err) == (2, True), ended

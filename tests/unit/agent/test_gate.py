@@ -79,6 +79,15 @@ TARGET = gate.Target(
 )
 
 
+BROUGHT = TARGET._replace(
+    root=replace(ROOT, parts=[part("process"), part("gpu-1")]),
+    source=replace(FACTS, driver="criu+cuda"),
+    here=replace(TARGET.here, driver="criu+cuda"),
+    given=2,
+)
+"""Its process brings what it has on device 0."""
+
+
 def here(**facts: str) -> gate.Target:
     return TARGET._replace(here=replace(TARGET.here, **facts))
 
@@ -105,6 +114,9 @@ def here(**facts: str) -> gate.Target:
             "Incompatible",
             (["gpu-0", "gpu-1"], ["gpu-0", "gpu-2"]),
         ),
+        (BROUGHT, "", None),
+        (BROUGHT._replace(given=1), "Incompatible", (2, 1)),
+        (BROUGHT._replace(devices=TARGET.devices[:0]), "Incompatible", (["gpu-1"], [])),
         (here(driver="criu"), "Incompatible", ("cooperative", "criu")),
         (here(arch="aarch64"), "Incompatible", ("x86_64", "aarch64")),
         (here(device_product="Other"), "Incompatible", ("Simulated GPU", "Other")),

@@ -99,6 +99,16 @@ def test_the_environment_names_the_node_the_pod_and_the_devices_in_their_order()
     }
 
 
+def test_a_process_on_a_machine_with_gpus_sees_its_own_alone() -> None:
+    where = NODE._replace(cuda=True)
+    env = spec.process_spec(
+        container(), POD, DEVICES, where, WHERE, standby=False, traceparent=""
+    ).env
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    none = spec.process_spec(container(), POD, [], where, WHERE, standby=False, traceparent="").env
+    assert none["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_a_variable_sees_those_before_it_and_the_command_and_its_arguments_see_every_one() -> None:
     env = [{"name": "ONE", "value": "$(POD_NAME)-$(TWO)"}, {"name": "TWO", "value": "$(ONE)"}]
     made = launched(command=["$(ONE)"], args=["--pod=$(POD_NAME)"], env=env)

@@ -60,7 +60,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
                     self.freed |= set(handles)
                 case sessions.FenceHeld(token, vector):
                     self.held[token] = vector
-                case sessions.FenceRefused(token, _) | sessions.FenceEnded(token):
+                case sessions.FenceEnded(token):
                     self.held.pop(token, None)
 
     def check_grant(self, session: sessions.Session) -> None:
@@ -127,10 +127,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
                 self.mapped.pop(session.id, None)
                 self.take(self.table.end(session, unmapped=True))
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data())
     def save_begins(self, data: st.DataObject) -> None:
-        token = data.draw(st.sampled_from(sorted(self.held)))
+        token = data.draw(st.sampled_from(sorted(filter(self.held.get, self.held))))
         self.attach_save(data.draw(st.sampled_from(self.held[token])).device, token)
 
     @rule(device=devices, token=tokens)

@@ -28,7 +28,6 @@ from gms.domain.sessions import (
     Effect,
     FenceEnded,
     FenceHeld,
-    FenceRefused,
     Freed,
     Granted,
     Peer,
@@ -677,14 +676,24 @@ def test_a_held_fence_ends_and_those_who_waited_go_on(world: World) -> None:
     assert world.said(FenceEnded) == [FenceEnded("f")]
 
 
-def test_a_fence_over_a_device_with_nothing_committed_is_refused_and_holds_none(
-    world: World,
-) -> None:
+def test_a_fence_ends_at_once_where_nothing_is_committed(world: World) -> None:
     world.committed(A)
+    writer = world.attach(B, RW)
     world.fence("f", A, B)
-    (refused,) = world.said(FenceRefused)
-    assert refused.error.values == {"device": B}
-    assert world.attach(A, RO) is not None
+    late = world.ask(B, lock=RW)
+    assert world.said(FenceHeld) == []
+    world.end(writer)
+    (held,) = world.said(FenceHeld)
+    assert [layout.device for layout in held.vector] == [A]
+    assert world.granted(late) is not None
+    assert world.granted(world.ask(A, lock=RO)) is None
+
+
+def test_a_fence_over_devices_with_nothing_committed_is_over_when_it_is_held(world: World) -> None:
+    world.fence("f", A, B)
+    assert world.said(FenceHeld) == [FenceHeld("f", ())]
+    assert world.said(FenceEnded) == [FenceEnded("f")]
+    assert world.granted(world.ask(A, lock=RW)) is not None
 
 
 def test_devices_are_fenced_together_or_not_at_all(world: World) -> None:

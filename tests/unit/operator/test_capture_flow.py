@@ -120,6 +120,24 @@ async def test_the_devices_of_a_memory_server_are_those_that_it_says_from_the_fi
     assert (_vector_failure(content, parts) is None) == is_planned
 
 
+@pytest.mark.parametrize(
+    ("parts", "is_planned"),
+    [
+        (["process", "gpu-0"], True),
+        (["process"], True),
+        (["gpu-0"], False),
+        (["process", "gpu-7"], False),
+        (["process", "process"], False),
+    ],
+)
+async def test_a_driver_that_brings_devices_needs_no_part_for_each(
+    world: World, parts: list[str], *, is_planned: bool
+) -> None:
+    await capturing(world)
+    content = with_spec(await world.content(), driver="criu+cuda")
+    assert (_vector_failure(content, parts) is None) == is_planned
+
+
 async def test_a_part_missing_from_the_vector_fails_the_capture(world: World) -> None:
     await capturing(world)
     await world.report(world.open("prepare")[0], vector=[VectorEntry(part="process")])

@@ -72,10 +72,10 @@ async def test_the_scheduler_tells_a_cordoned_node_from_one_that_is_not_ready(wo
     await cordon(world, "node-1")
     nodes: Any = world.cluster.page("Node")
     pod = msgspec.convert({**restore_document(), "kind": "Pod"}, Pod)
-    assert place(pod, nodes, {}, []) == Waiting("Unschedulable", "node-1 is cordoned")
+    assert place(pod, nodes, {}) == Waiting("Unschedulable", "node-1 is cordoned")
     await world.silence(40.0)
     nodes = world.cluster.page("Node")
-    assert place(pod, nodes, {}, []) == Waiting("Unschedulable", "node-1 is not ready")
+    assert place(pod, nodes, {}) == Waiting("Unschedulable", "node-1 is not ready")
 
 
 async def test_a_node_is_lost_after_ninety_seconds_and_not_before(world: World) -> None:

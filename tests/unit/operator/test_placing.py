@@ -6,13 +6,21 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.local.scheduler import Waiting, place
+from snapshot_operator.local.scheduler import Placement, Waiting, place
+from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node, NodeStatus, Pod
 from snapshot_shared.objects.meta import Condition, ObjectMeta
-from snapshot_shared.orders import SCHEMA_VERSION, Driver, PresenceDevice, VectorEntry
+from snapshot_shared.orders import (
+    SCHEMA_VERSION,
+    DeviceRef,
+    Driver,
+    PresenceDevice,
+    VectorEntry,
+)
 from snapshot_shared.steps import AGENT_VERBS
 from snapshot_shared.transitions import Restore
 from tests.support import builders
+from tests.support.builders import with_spec
 from tests.support.objects import pod_document, presence, restore_document
 from tests.support.operator_world import World, payload, world_of
 
@@ -126,18 +134,38 @@ async def test_pods_of_several_shapes_that_come_together_share_no_device() -> No
     assert waiting.devices == []
 
 
-def test_a_pod_that_waits_names_every_node_that_it_admits_and_what_is_wrong_with_each() -> None:
-    def gpu_of(node: str, size: int) -> Node:
-        device = PresenceDevice(index=0, uuid=f"GPU-{node}", product="p", capacity_bytes=size)
-        ready = Condition(type="Ready", status="True", reason="AgentPresent")
-        status = NodeStatus(devices=[device], schemas=[SCHEMA_VERSION], conditions=[ready])
-        return Node(metadata=ObjectMeta(name=node), status=status)
+def gpu_of(node: str, size: int) -> Node:
+    device = PresenceDevice(index=0, uuid=f"GPU-{node}", product="p", capacity_bytes=size)
+    ready = Condition(type="Ready", status="True", reason="AgentPresent")
+    status = NodeStatus(devices=[device], schemas=[SCHEMA_VERSION], conditions=[ready])
+    return Node(metadata=ObjectMeta(name=node), status=status)
 
+
+@pytest.mark.parametrize(
+    ("had", "asked", "fits"), [(1, 1, True), (1, 0, False), (2, 1, False), (0, 1, True)]
+)
+def test_a_process_that_brings_its_devices_gets_as_many_as_its_source_had(
+    had: int, asked: int, *, fits: bool
+) -> None:
+    """An artifact that was imported has none here, and the node compares them."""
+    pod = msgspec.convert(pod_document("w", gpus=asked), Pod)
+    content = builders.content(committed=builders.committed(driver="criu+cuda"))
+    devices = [DeviceRef(ordinal=n, uuid=f"GPU-{n}") for n in range(had)]
+    content = with_spec(content, source=replace(content.spec.source, devices=devices))
+    answer = place(pod, [gpu_of("node-1", MIB)], {}, content)
+    assert isinstance(answer, Placement) == fits
+    if not fits:
+        assert isinstance(answer, Failure)
+        assert answer.values == {"snapshot_gpus": had, "pod_gpus": asked}
+
+
+def test_a_pod_that_waits_names_every_node_that_it_admits_and_what_is_wrong_with_each() -> None:
     pod = msgspec.convert(pod_document("w", gpus=1), Pod)
     layout = builders.layout(device="GPU-0", bytes=2 * MIB)
-    vector = [VectorEntry(part="gpu-0", ordinal=0, layout=layout)]
+    committed = builders.committed(vector=[VectorEntry(part="gpu-0", ordinal=0, layout=layout)])
     nodes = [gpu_of("node-1", 4 * MIB), gpu_of("node-small", MIB)]
-    answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, vector)
+    content = builders.content(committed=committed)
+    answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, content)
     assert isinstance(answer, Waiting)
     busy, small = answer.message.split("; ")
     assert busy == "node-1 has 0 of 1 GPU free"

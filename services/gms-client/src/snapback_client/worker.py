@@ -163,8 +163,9 @@ class Worker:
     ) -> MemoryPool:
         """Return the pool that was saved under a name, or a new one.
 
-        A new one is filled by `build`, and committed after it where it is one of weights. It sleeps
-        while the worker is captured, and is closed with the worker.
+        A new one is filled by `build`, and committed after it if it is one of weights and `build`
+        has not committed it, as `TorchMemory.publish` does. It sleeps while the worker is captured,
+        and is closed with the worker.
         """
         if name in self._pools:
             raise InvalidValue(f"the worker has a pool {name!r} already", name=name)
@@ -183,7 +184,7 @@ class Worker:
             try:
                 if build is not None:
                     build(made)
-                if domain == "weights":
+                if domain == "weights" and made.access == "RW":
                     made.commit()
             except BaseException:
                 made.close()

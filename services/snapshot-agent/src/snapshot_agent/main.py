@@ -19,7 +19,7 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.criu import Criu, PlainCriu
-from snapshot_agent.adapters.criu_cuda import CriuCuda
+from snapshot_agent.adapters.criu_cuda import CriuCuda, PlainCriuCuda
 from snapshot_agent.adapters.gms_grpc import GmsClient, PodGms
 from snapshot_agent.adapters.guards import Guards
 from snapshot_agent.adapters.kubelet import KubeletPods
@@ -73,8 +73,9 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
     whose folder is `kubelet_dir`, with the logs of pods in `pod_logs_dir`. `guard_starter` is the
     socket of what starts guards for it, and `helper` that of what dumps and restores processes;
-    without it there are no drivers `criu` and `criu+cuda`. Workers that the agent starts itself
-    have `criu` alone, for which `init` is the program that waits for their restore.
+    without it there are no drivers `criu` and `criu+cuda`. `init` is the program that waits for a
+    restore by them in workers that the agent starts itself. Those see the GPUs that they are given
+    and no others where `gms_device` is `cuda`, as it is for the GMS of the node.
 
     CRIU works in `scratch_dir`, a folder that the helper has as well, where artifacts are encrypted
     or on NFS; `scratch=always` has it work there in any case.
@@ -88,6 +89,7 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     guard_starter: Path | None = None
     helper: Path | None = None
     init: Path = Path("/opt/snapback/snapback-init")
+    gms_device: Literal["simulated", "claimed", "cuda"] = "simulated"
     scratch_dir: Path | None = None
     scratch: Literal["auto", "always"] = "auto"
 
@@ -150,17 +152,11 @@ class _Node:
             kubelets = KubeletPods(
                 self.launcher, settings.kubelet_dir, settings.pod_logs_dir, settings.state_dir
             )
-            if settings.helper is not None:
-                helper, monotonic, scratch = settings.helper, self.clocks.monotonic, self._scratch()
-                self.drivers[Criu.name] = Criu(helper, monotonic, scratch)
-                self.drivers[CriuCuda.name] = CriuCuda(helper, monotonic, self.node_gpus, scratch)
         else:
             # A container ends with its first process, so in a cluster none can be replaced.
             self.drivers[Respawn.name] = Respawn(self.launcher, self.control, self.clocks.monotonic)
-            if settings.helper is not None:
-                self.drivers[PlainCriu.name] = PlainCriu(
-                    settings.helper, self.clocks.monotonic, self._scratch()
-                )
+        if settings.helper is not None:
+            self.drivers |= self._by_criu(settings.helper)
         self.faults = FaultPlan("agent", settings.node) if settings.sim else None
         self.book = OrderBook(
             node=self.name,
@@ -198,6 +194,15 @@ class _Node:
         else:
             # In a cluster the kubelet ends the pods that have no object any more.
             self.may_offer.set()
+
+    def _by_criu(self, helper: Path) -> dict[Driver, ProcessDriver]:
+        """Return the drivers over the helper of the node."""
+        monotonic, scratch = self.clocks.monotonic, self._scratch()
+        if self.node_gpus is None:
+            plain = PlainCriu, PlainCriuCuda
+            return {kind.name: kind(helper, monotonic, scratch) for kind in plain}
+        with_cuda = CriuCuda(helper, monotonic, self.node_gpus, scratch)
+        return {Criu.name: Criu(helper, monotonic, scratch), with_cuda.name: with_cuda}
 
     def _scratch(self) -> Scratch | None:
         """Return the scratch folder, if the node has one. InvalidInput when it has to have one."""
@@ -255,6 +260,7 @@ class _Node:
             path=f"{own}:{os.environ.get('PATH', os.defpath)}",
             home=os.environ.get("HOME", "/"),
             init=self.settings.init,
+            cuda=self.settings.gms_device == "cuda",
         )
 
     async def presence(self, devices: list[PresenceDevice]) -> Presence:

@@ -44,11 +44,15 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """The process of one container, which leads a session."""
+    """The process of one container, which leads a session.
+
+    `gpus` are the uuids of those that the agent has started it with, in their order.
+    """
 
     pod: PodRef
     process: Process
     paths: ContainerPaths
+    gpus: Sequence[str] = ()
 
 
 class ResolvedContainer(NamedTuple):
@@ -286,7 +290,7 @@ class GpuMemory(Protocol):
     async def fence(
         self, token: str, devices: Sequence[str], *, wait_s: float, deadline_s: float
     ) -> list[LayoutRef]:
-        """Keep all sessions off these devices; return the committed layout of each, in order."""
+        """Keep all sessions off these devices; return what is committed on those that have it."""
 
     async def unfence(self, token: str) -> None:
         """End a fence; one that has not begun will not begin."""

@@ -3,7 +3,7 @@
 PENDING waits for the present sessions to leave and admits no client. HELD admits only the save that
 carries the token. LEASED means that this save reads: the fenced layout cannot go away any more, so
 readers may come back while writers still may not. A fence is held on all its devices or on none,
-and ends for each device by itself.
+and ends for each device by itself: at once if nothing is committed there, for no save will come.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from gms.domain.sessions import (
     Effect,
     FenceEnded,
     FenceHeld,
-    FenceRefused,
     Freed,
     Hidden,
     Peer,
@@ -472,15 +471,16 @@ class MemoryTable:
         if any(table.users for table in tables):
             return []
         vector = [t.weights.committed.ref for t in tables if t.weights.committed]
-        if len(vector) < len(tables):
-            empty = next(table.uuid for table in tables if not table.weights.committed)
-            self.fences.end(fence.token)
-            error = NotEligible(f"nothing is committed on {empty}", device=empty)
-            return [FenceRefused(fence.token, error), *self._advance_all(fence)]
         for table in tables:
             fence.move(table.uuid, FenceEvent.DRAINED)
+            if table.weights.committed is None:
+                # No save will end it there.
+                fence.move(table.uuid, FenceEvent.OVER)
         fence.vector = [ref for ref in vector if ref is not None]
-        return [FenceHeld(fence.token, tuple(fence.vector))]
+        effects: list[Effect] = [FenceHeld(fence.token, tuple(fence.vector))]
+        if self.fences.finish(fence):
+            effects.append(FenceEnded(fence.token))
+        return [*effects, *self._advance_all(fence)]
 
 
 def _commit_of(request: Commit) -> Operation:

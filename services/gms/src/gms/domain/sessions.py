@@ -180,18 +180,10 @@ class FenceHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceRefused:
-    """The fence cannot be held: answer the request for it."""
-
-    token: str
-    error: SnapbackError
-
-
-@dataclass(frozen=True, slots=True)
 class FenceEnded:
     """Forget the deadline of this fence."""
 
     token: str
 
 
-Effect = Granted | Refused | Freed | FenceHeld | FenceRefused | FenceEnded
+Effect = Granted | Refused | Freed | FenceHeld | FenceEnded

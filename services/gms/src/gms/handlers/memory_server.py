@@ -22,7 +22,6 @@ from gms.domain.sessions import (
     Effect,
     FenceEnded,
     FenceHeld,
-    FenceRefused,
     Freed,
     Granted,
     Peer,
@@ -430,9 +429,6 @@ class MemoryServer:
             case FenceHeld(token, vector):
                 self._record_fence([ref.device for ref in vector], "held")
                 self._answer_fence(token, vector)
-            case FenceRefused(token, error):
-                self._answer_fence(token, error)
-                self._forget_fence(token)
             case FenceEnded(token):
                 self._answer_fence(token, Superseded("the fence was ended before it was held"))
                 self._forget_fence(token)

@@ -28,7 +28,14 @@ from snapshot_shared.objects.snapback import (
     SnapshotContentStatus,
     SnapshotRestore,
 )
-from snapshot_shared.orders import ArtifactRef, OnFailure, PartResult, VectorEntry, version_gap
+from snapshot_shared.orders import (
+    DEVICE_DRIVERS,
+    ArtifactRef,
+    OnFailure,
+    PartResult,
+    VectorEntry,
+    version_gap,
+)
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 from snapshot_shared.units import sizes
@@ -435,6 +442,9 @@ def _vector_failure(content: SnapshotContent, parts: list[str]) -> Failure | Non
         # It serves devices 0, 1, ...: how many is its own to say.
         ordinals = range(max(len(parts) - 1, 1))
     wanted = ["process", *(f"gpu-{ordinal}" for ordinal in ordinals)]
+    if content.spec.driver in DEVICE_DRIVERS:
+        # What no memory service has on a device comes with the process.
+        wanted = [part for part in wanted if part in parts or part == "process"]
     if sorted(parts) == sorted(wanted):
         return None
     return Failure(

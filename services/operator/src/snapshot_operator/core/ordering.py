@@ -22,6 +22,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestore,
 )
 from snapshot_shared.orders import (
+    DEVICE_DRIVERS,
     SCHEMA_VERSION,
     AbortOrder,
     ArtifactRef,
@@ -331,7 +332,7 @@ def release(content: SnapshotContent, trace: str, now: float) -> OrderStatus:
 
 def _with_devices(order: ReleaseOrder | AbortOrder) -> Order:
     """Return the order with the time that a driver needs to give a worker its CUDA memory."""
-    more_s = DEVICES_S if order.driver == "criu+cuda" else 0.0
+    more_s = DEVICES_S if order.driver in DEVICE_DRIVERS else 0.0
     return replace(order, deadline_s=order.deadline_s + more_s)
 
 

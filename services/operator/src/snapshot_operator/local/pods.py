@@ -40,7 +40,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import FINISHED, ContainerStatus, Node, Pod, PodStatus
 from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
 from snapshot_shared.objects.snapback import CAPTURE_DRIVER, SnapshotContent, SnapshotRestore
-from snapshot_shared.orders import DeviceRef, Driver, DropOrder, VectorEntry, order_in
+from snapshot_shared.orders import DeviceRef, Driver, DropOrder, order_in
 from snapshot_shared.transitions import RESTORE, Restore
 from snapshot_shared.views import is_answered
 
@@ -225,16 +225,13 @@ def _with_restored(
 
 def _schedule(view: PodView, now: float) -> Plan:
     pod = view.pod
-    vector: list[VectorEntry] = []
-    if source_of(pod):
-        committed = view.content.status.committed if view.content is not None else None
-        if committed is None:
-            return _wait(pod, "WaitingForSnapshot", _restore_wait(view), now)
-        vector = committed.vector
+    content = view.content if source_of(pod) else None
+    if source_of(pod) and (content is None or content.status.committed is None):
+        return _wait(pod, "WaitingForSnapshot", _restore_wait(view), now)
     if not view.is_first:
         reason, message = "Unschedulable", "an older pod that needs the same waits for room"
         return _wait(pod, reason, message, now, is_kept=True)
-    answer = place(pod, view.nodes, view.used, vector)
+    answer = place(pod, view.nodes, view.used, content)
     if isinstance(answer, Failure):
         return _fail(pod, answer, now)
     if isinstance(answer, Waiting):

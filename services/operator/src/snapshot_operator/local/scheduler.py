@@ -10,7 +10,8 @@ from snapshot_operator.core.restore import source_of
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node, Pod, gpus_wanted
-from snapshot_shared.orders import DeviceRef, VectorEntry, version_gap
+from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_shared.orders import DEVICE_DRIVERS, DeviceRef, version_gap
 from snapshot_shared.units import counted, sizes
 
 
@@ -29,18 +30,21 @@ class Waiting(NamedTuple):
 
 
 def place(
-    pod: Pod, nodes: Sequence[Node], used: Mapping[str, set[str]], vector: Sequence[VectorEntry]
+    pod: Pod,
+    nodes: Sequence[Node],
+    used: Mapping[str, set[str]],
+    content: SnapshotContent | None = None,
 ) -> Placement | Waiting | Failure:
     """Choose one of the nodes that the pod admits, and devices.
 
-    `used` gives the device uuids in use by node. `vector` is what a restore target has to hold;
+    `used` gives the device uuids in use by node. `content` is what a restore brings, committed;
     when every node that the pod admits is too small for it, the answer is a Failure with both
     values, before any side effect. Waiting means that it may work later.
     """
     wanted = gpus_wanted(pod.spec)
     if not nodes:
         return Waiting("NoSuchNode", f"no node matches {_selection(pod)}")
-    refusals = [_refusal(node, wanted, vector) for node in nodes]
+    refusals = [_refusal(node, wanted, content) for node in nodes]
     if all(refusals):
         return next(refusal for refusal in refusals if refusal)
     reasons = []
@@ -95,18 +99,22 @@ def _selection(pod: Pod) -> str:
     return f"nodeName {pod.spec.node_name}" if pod.spec.node_name else f"nodeSelector {selector}"
 
 
-def _refusal(node: Node, wanted: int, vector: Sequence[VectorEntry]) -> Failure | None:
+def _refusal(node: Node, wanted: int, content: SnapshotContent | None) -> Failure | None:
     """Return why a node can never hold the artifact, with both values."""
-    needed = [entry.layout for entry in vector if entry.layout is not None]
-    if vector and wanted != len(needed):
+    committed = content.status.committed if content is not None else None
+    if content is None or committed is None:
+        return None
+    needed = [entry.layout for entry in committed.vector if entry.layout is not None]
+    # What a process itself has on devices is in no layout. An artifact that was imported has no
+    # devices here: the node compares how many its source had.
+    had = len(content.spec.source.devices) or len(needed)
+    if wanted != had and (had or committed.driver not in DEVICE_DRIVERS):
         return Failure(
             reason="Incompatible",
-            message=f"the snapshot has {counted(len(needed), 'GPU')}, the pod asks for {wanted}",
-            values={"snapshot_gpus": len(needed), "pod_gpus": wanted},
+            message=f"the snapshot has {counted(had, 'GPU')}, the pod asks for {wanted}",
+            values={"snapshot_gpus": had, "pod_gpus": wanted},
             next_step="give the pod as many nvidia.com/gpu as the source had",
         )
-    if not vector:
-        return None
     name = node.metadata.name
     if len(node.status.devices) < wanted:
         return Failure(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from snapshot_agent.adapters import settling
-from snapshot_agent.adapters.criu import Criu
+from snapshot_agent.adapters.criu import Criu, PlainCriu
 from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.ports import DriverState, PodDevices, Worker
 from snapshot_shared.errors import SnapbackError
@@ -31,23 +31,12 @@ class GpusUnknown(SnapbackError):
     default_next_step = "see why the kubelet's socket of pod-resources does not answer"
 
 
-class CriuCuda(Criu):
-    """The `ProcessDriver` port over the helper of a node, with its CUDA driver."""
+class _WithCuda(Criu):
+    """A driver whose helper brings what workers have on devices into their memory."""
 
     name: Driver = "criu+cuda"
     settled_s = settling.CUDA_ANSWER_S
-
-    def __init__(
-        self,
-        helper: Path,
-        monotonic: Callable[[], float],
-        pod_devices: PodDevices,
-        scratch: Scratch | None = None,
-    ) -> None:
-        """Ask the helper at the socket `helper`, and `pod_devices` for the GPUs of containers."""
-        super().__init__(helper, monotonic, scratch)
-        self._pod_devices = pod_devices
-        self._believed_until = 0.0
+    _believed_until = 0.0
 
     async def state(self, *, quick: bool = False) -> DriverState:
         now = self._monotonic()
@@ -59,6 +48,21 @@ class CriuCuda(Criu):
         self._believed_until = now + AGAIN_S if state.failure is None else 0.0
         return state
 
+
+class CriuCuda(_WithCuda):
+    """The `ProcessDriver` port over the helper of a node, with its CUDA driver."""
+
+    def __init__(
+        self,
+        helper: Path,
+        monotonic: Callable[[], float],
+        pod_devices: PodDevices,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """Ask the helper at the socket `helper`, and `pod_devices` for the GPUs of containers."""
+        super().__init__(helper, monotonic, scratch)
+        self._pod_devices = pod_devices
+
     async def gpus(self, worker: Worker) -> list[str] | None:
         found = await self._pod_devices.of(worker.pod)
         if found is None:
@@ -67,3 +71,10 @@ class CriuCuda(Criu):
                 "known"
             )
         return [device.uuid for device in found]
+
+
+class PlainCriuCuda(PlainCriu, _WithCuda):
+    """The same for workers that the agent has started, each in its namespaces."""
+
+    async def gpus(self, worker: Worker) -> list[str] | None:
+        return list(worker.gpus)

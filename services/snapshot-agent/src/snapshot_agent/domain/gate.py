@@ -18,7 +18,14 @@ from snapshot_shared.errors import (
     SourceExited,
     StalePodReference,
 )
-from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, PodRef, VectorEntry
+from snapshot_shared.orders import (
+    DEVICE_DRIVERS,
+    ArtifactRef,
+    DeviceRef,
+    DumpOrder,
+    PodRef,
+    VectorEntry,
+)
 
 T = TypeVar("T")
 Check = Callable[[T], SnapbackError | None]
@@ -144,6 +151,9 @@ def _has_process_part(target: Target) -> SnapbackError | None:
 def _same_devices(target: Target) -> SnapbackError | None:
     saved = sorted(part.part for part in target.root.parts if part.kind == "gms")
     given = sorted(f"gpu-{device.ordinal}" for device in target.devices)
+    if target.source.driver in DEVICE_DRIVERS:
+        # What no memory service had on a device comes with the process.
+        given = [part for part in given if part in saved]
     if saved == given:
         return None
     return Incompatible(

@@ -61,7 +61,8 @@ the path that is seen there, then `--` and a command."""
 class NodeEnvironment(NamedTuple):
     """What the node adds to a process. `path` and `home` are those of the agent.
 
-    `init` is the program that waits in a placeholder.
+    `init` is the program that waits in a placeholder. With `cuda` the devices of the node are GPUs,
+    of which a process sees those that it was given.
     """
 
     node: str
@@ -71,6 +72,7 @@ class NodeEnvironment(NamedTuple):
     path: str
     home: str
     init: Path
+    cuda: bool = False
 
 
 class ProcessSpec(NamedTuple):
@@ -186,13 +188,13 @@ def _own_env(
     standby: bool,
     traceparent: str,
 ) -> dict[str, str]:
-    ordered = sorted(devices, key=lambda device: device.ordinal)
+    uuids = ",".join(device.uuid for device in sorted(devices, key=lambda device: device.ordinal))
     env = {
         "PATH": environment.path,
         "HOME": environment.home,
         CONTROL_DIR: str(folders.control),
         "GMS_SOCKET_DIR": str(folders.gms),
-        "NVIDIA_VISIBLE_DEVICES": ",".join(device.uuid for device in ordered),
+        "NVIDIA_VISIBLE_DEVICES": uuids,
         "POD_NAME": pod.name,
         "POD_NAMESPACE": pod.namespace,
         "POD_UID": pod.uid,
@@ -200,6 +202,9 @@ def _own_env(
         "NODE_NAME": environment.node,
         "SNAPBACK_RUN": environment.run,
     }
+    if environment.cuda:
+        # No container runtime takes the other devices away.
+        env["CUDA_VISIBLE_DEVICES"] = uuids
     if standby:
         env[STANDBY] = "1"
     if traceparent:

@@ -64,6 +64,7 @@ class StartedContainer(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     image: str = ""
     command: list[str] = []
+    gpus: list[str] = []
 
 
 @dataclass
@@ -84,7 +85,7 @@ class RunningPod:
     def add(self, name: str, started: StartedContainer, where: ContainerPaths) -> Worker:
         """Add the process of a container, or replace it."""
         pod = msgspec.structs.replace(self.order.pod, container=name)
-        worker = Worker(pod, Process(started.pid, started.start), where)
+        worker = Worker(pod, Process(started.pid, started.start), where, started.gpus)
         self.workers[name], self.origins[name] = worker, started
         return worker
 
@@ -429,6 +430,7 @@ class _RunSteps:
                 start=process.start,
                 image=container.image,
                 command=container.command,
+                gpus=[device.uuid for device in devices[container.name]],
             )
             self._pod.add(container.name, started, spec.paths)
             await self._ctx.note(f"container:{container.name}", msgspec.to_builtins(started))

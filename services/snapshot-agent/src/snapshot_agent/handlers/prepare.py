@@ -25,6 +25,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import Uid
 from snapshot_shared.orders import (
+    DEVICE_DRIVERS,
     DeviceRef,
     LayoutRef,
     PodRef,
@@ -123,9 +124,11 @@ class Prepare:
     def vector(self) -> list[VectorEntry]:
         """The vector of the parts: the process, then the devices by their ordinals."""
         devices = sorted(self._order.devices, key=lambda device: device.ordinal)
+        layouts = {layout.device: layout for layout in self._layouts}
         gpus = [
             VectorEntry(part=f"gpu-{device.ordinal}", ordinal=device.ordinal, layout=layout)
-            for device, layout in zip(devices, self._layouts, strict=True)
+            for device in devices
+            if (layout := layouts.get(device.uuid))
         ]
         return [VectorEntry(part="process"), *gpus]
 
@@ -230,6 +233,15 @@ class Prepare:
             wait_s=FENCE_WAIT_S,
             deadline_s=max(1.0, self.hold.deadline - self._machine.clocks.monotonic()),
         )
+        committed = {layout.device for layout in self._layouts}
+        empty = [device.uuid for device in devices if device.uuid not in committed]
+        if empty and order.driver not in DEVICE_DRIVERS:
+            raise NotEligible(
+                f"nothing is committed on {empty[0]}",
+                next_step="commit the weights in a pool of snapback_client, or capture with the "
+                "driver criu+cuda, which brings what a process has on devices itself",
+                device=empty[0],
+            )
 
     async def _unfence(self) -> None:
         await self._holds.end_fence(self._order, self.hold.deadline)

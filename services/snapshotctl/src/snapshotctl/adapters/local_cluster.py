@@ -311,8 +311,7 @@ class LocalCluster:
                 await changes.wait()
 
     def _announce(self, node: NodeSpec) -> None:
-        memory = node.gpu_memory // (1024 * 1024)
-        self._say(f"{node.name} is ready: {node.gpus} simulated GPUs of {memory} MiB")
+        self._say(f"{node.name} is ready: {node.about}")
 
     def _admit(self, nodes: Sequence[NodeSpec], url: str = "") -> Path:
         """Write the configuration of nats-server, with the users of these nodes and no others.

@@ -27,11 +27,19 @@ app = new_app()
 @command(app, "snapshotctl up", "snapshotctl up --nodes 3 --gpus 4 --gpu-memory 1GiB --cluster big")
 async def up(
     tools: Tools,
-    count: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes.")] = 2,
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Simulated GPUs a node.")] = 2,
+    count: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", help="How many nodes (2).")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="Simulated GPUs a node (2).")
+    ] = None,
     gpu_memory: Annotated[
-        str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory a GPU.")
-    ] = "4GiB",
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory a GPU (4GiB).")
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="DEVICE", help="simulated, or cuda: this machine's GPUs."),
+    ] = "simulated",
     name: ClusterName = None,
     driver: WorkerDriver = DRIVERS[0],
 ) -> None:
@@ -39,9 +47,16 @@ async def up(
 
     Its nats-server, its operator, and the agent and GPU memory service of each node are processes
     of their own; they go on when this command has ended. With --driver criu each node has a helper
-    as well, which captures processes that do not save their own state; it needs root.
+    as well, which captures processes that do not save their own state; it needs root. With
+    --device cuda there is one node, which has the GPUs of this machine.
     """
-    nodes = _nodes(count, gpus, formats.parse_size(gpu_memory))
+    if device == "cuda":
+        nodes = _node_of_this_machine(count, gpus, gpu_memory)
+    elif device == "simulated":
+        memory = formats.parse_size(gpu_memory or "4GiB")
+        nodes = _nodes(2 if count is None else count, 2 if gpus is None else gpus, memory)
+    else:
+        raise WrongArguments(f"--device {device} is not one of simulated, cuda")
     criu = None
     if criu_host.check_driver(driver):
         host = machine.look_for_criu()
@@ -61,6 +76,18 @@ async def up(
     screen.line(f"  the same by nats nats --context {CONTEXT_PREFIX}{record.name} kv ls snap_nodes")
     screen.line(f"  first checkpoint snapshotctl{option} apply -f deploy/examples/checkpoint.yaml")
     screen.line(f"  end it           snapshotctl down --cluster {record.name}")
+
+
+def _node_of_this_machine(
+    count: int | None, gpus: int | None, gpu_memory: str | None
+) -> list[NodeSpec]:
+    """Return the one node. WrongArguments for what this machine says by itself."""
+    if count not in (None, 1):
+        raise WrongArguments(f"--nodes {count}: with --device cuda there is one")
+    for option, value in (("--gpus", gpus), ("--gpu-memory", gpu_memory)):
+        if value is not None:
+            raise WrongArguments(f"{option} {value}: with --device cuda they are this machine's")
+    return [NodeSpec(name="node-1", gpus=1, device="cuda")]
 
 
 def _nodes(count: int, gpus: int, gpu_memory: int) -> list[NodeSpec]:

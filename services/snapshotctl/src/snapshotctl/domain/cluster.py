@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -44,11 +44,22 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One node of a local cluster; `gpu_memory` is bytes a GPU."""
+    """One node of a local cluster; `gpu_memory` is bytes a GPU.
+
+    With the device `cuda` it has the GPUs of the machine, `gpus` of them or more.
+    """
 
     name: str
     gpus: int
-    gpu_memory: int
+    gpu_memory: int = 0
+    device: Literal["simulated", "cuda"] = "simulated"
+
+    @property
+    def about(self) -> str:
+        """Its GPUs in words."""
+        if self.device == "cuda":
+            return "the GPUs of this machine"
+        return f"{self.gpus} simulated GPUs of {self.gpu_memory // (1024 * 1024)} MiB"
 
 
 class ClusterRecord(
@@ -315,12 +326,14 @@ def node_programs(settings: ClusterSettings, node: NodeSpec) -> tuple[Program, P
         "SNAPBACK_NODE": node.name,
         "SNAPBACK_ARTIFACT_ROOT": str(paths.artifacts),
         "SNAPBACK_SOCKET_DIR": str(paths.node_sockets(node.name)),
-        "SNAPBACK_DEVICES": str(node.gpus),
-        "SNAPBACK_DEVICE_BYTES": str(node.gpu_memory),
         "SNAPBACK_WORKDIR": str(settings.workdir),
         # Serves the fault switches of `snapshotctl sim`.
         "SNAPBACK_SIM": "1",
+        "SNAPBACK_GMS_DEVICE": node.device,
     }
+    if node.device == "simulated":
+        shared["SNAPBACK_DEVICES"] = str(node.gpus)
+        shared["SNAPBACK_DEVICE_BYTES"] = str(node.gpu_memory)
     gms = Program(
         gms_of(node.name),
         (settings.python, "-P", "-m", "gms.main"),

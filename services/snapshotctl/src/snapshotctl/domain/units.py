@@ -119,9 +119,10 @@ def node_services(
         "SNAPBACK_ARTIFACT_ROOT": str(node.artifacts),
         "SNAPBACK_SOCKET_DIR": str(SOCKETS),
     }
-    kind = {"SNAPBACK_GMS_DEVICE": "cuda"}
-    if node.devices is not None:
-        kind = {"SNAPBACK_GMS_DEVICE": "simulated", "SNAPBACK_DEVICES": str(node.devices)}
+    if node.devices is None:
+        shared["SNAPBACK_GMS_DEVICE"] = "cuda"
+    else:
+        shared |= {"SNAPBACK_GMS_DEVICE": "simulated", "SNAPBACK_DEVICES": str(node.devices)}
     # Workers are connected to what is in it, also while a service is started again.
     sockets = ("RuntimeDirectory=snapback", "RuntimeDirectoryPreserve=yes")
     return [
@@ -129,7 +130,7 @@ def node_services(
             "gms",
             "Snapback GPU memory service",
             (programs.python, "-P", "-m", "gms.main"),
-            variables=_common(url, User("gms", node.name), has_ca=has_ca) | shared | kind,
+            variables=_common(url, User("gms", node.name), has_ca=has_ca) | shared,
             lines=(*_state("gms"), *sockets, "LimitMEMLOCK=infinity"),
             mounted=node.artifacts,
         ),
