@@ -213,9 +213,9 @@ conformance: $(STAMP) ## Whether a device keeps the rules (DEVICE=simulated|cuda
 		--ordinal $(or $(ORDINAL),0)
 
 # Where there is no environment the Python of the machine has the packages.
-accept: ## First acceptance on a GPU (GIB=16, OUT=accept.json, ONLY="step,step")
+accept: ## First acceptance on a GPU (GIB=8, OUT=accept.json, ONLY="step,step")
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/accept.py \
-		--gib $(or $(GIB),16) --out $(or $(OUT),accept.json) $(if $(ONLY),--only $(ONLY))
+		--gib $(or $(GIB),8) --out $(or $(OUT),accept.json) $(if $(ONLY),--only $(ONLY))
 
 resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20, SIZE_MIB=256)
 	RESUMED_SAVES=$(or $(COUNT),20) RESUMED_SAVES_MIB=$(or $(SIZE_MIB),256) \

@@ -71,6 +71,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
             "state-machines",
             "compatibility",
             "benchmarks",
+            "gpu",
             "glossary",
         ),
     },

@@ -1,7 +1,7 @@
-"""A first acceptance on a GPU: what only real hardware can say, within ten minutes.
+"""A first acceptance on a GPU: what only real hardware can say, within five minutes.
 
-    make accept GIB=16 OUT=accept.json
-    python3 tests/gpu/accept.py --gib 16 --out accept.json
+    make accept GIB=8 OUT=accept.json
+    python3 tests/gpu/accept.py --gib 8 --out accept.json
 
 It needs this tree, msgspec, and what a GPU machine has: numpy, xxhash and cuda-bindings, and
 PyTorch for the step that is about it. Nothing is installed. A line is written for each step, and
@@ -28,6 +28,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -386,6 +388,70 @@ def checkpoints(run: Run) -> None:
     require(not failed, "; ".join(failed))
 
 
+CONTROLS = ("none", "started", "allocated", "exportable", "reserved", "let-go", "imported")
+"""What a process has of CUDA: no CUDA, a context, memory by cuMemAlloc, memory that it may export,
+addresses, addresses of memory that it has imported and unmapped, and such memory mapped."""
+
+NO_PROCESS = (1, 3)
+"""How the driver answers for a process that does not use CUDA."""
+
+
+def controls(run: Run) -> None:
+    """What the driver does with processes of each kind: a control for `checkpoints`."""
+    failed = []
+    for kind in CONTROLS:
+        process = run.start("control", kind)
+        first = process.hear()
+        done = run.ask("checkpoint", process.process.pid)
+        if "missing" in done:
+            raise Skipped(done["missing"])
+        run.found[kind] = done
+        statuses = list(done["status"].values())
+        if statuses == [0] * 4:
+            process.tell()
+            done["same_bytes"] = process.hear() == first
+            if not done["same_bytes"] or done["left_open"]:
+                failed.append(f"{kind}: {done}")
+        elif kind == "none" and statuses[0] not in NO_PROCESS:
+            failed.append(f"{kind}: the driver says {statuses[0]}, and not one of {NO_PROCESS}")
+        elif kind not in ("none", "imported"):
+            # Of what is imported the driver decides by its version: what it says is noted.
+            failed.append(f"{kind}: {done['status']}")
+        run.kill(process)
+    require(not failed, "; ".join(failed))
+
+
+CAPTURES = (
+    ("memory", "criu+cuda", ""),
+    ("pool", "criu+cuda", ""),
+    ("pool", "cooperative", ""),
+    ("llama", "criu+cuda", "transformers"),
+    ("shared-llama", "criu+cuda", "transformers"),
+    ("shared-llama", "cooperative", "transformers"),
+)
+"""Kinds of `engine.py`, by which drivers they are captured, and the library that they need."""
+
+
+def captures(run: Run) -> None:
+    """The product captures and restores engines, by a local cluster on this machine."""
+    missing = [name for name in ("nats", "typer", "asyncinotify") if not has(name)]
+    if missing:
+        raise Skipped(f"the dependencies of the product are not installed: {', '.join(missing)}")
+    mib = int(run.options.gib * 1024)
+    cluster = run.start("captures", run.options.folder, mib, run.options.engines)
+    failed = []
+    while (said := cluster.hear(run.options.limit_s)) is not None:
+        if "missing" in said:
+            raise Skipped(said["missing"])
+        run.found |= said
+        failed += [f"{case}: {row['failed']}" for case, row in said.items() if "failed" in row]
+    require(not failed, "; ".join(failed))
+
+
+def has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def flags(run: Run) -> None:
     """Memory for RDMA and for fabric handles is granted where the device says that it has them."""
     for each in run.facts["devices"]:
@@ -411,8 +477,8 @@ def visible_devices(run: Run) -> None:
 
 
 STEPS: tuple[Callable[[Run], None], ...] = (
-    *(facts, conformance, pytorch, checkpoints, addresses, flags, visible_devices),
-    *(bandwidth, gds, footprint, full_device, killed_processes),
+    *(facts, conformance, pytorch, checkpoints, controls, captures, addresses, flags),
+    *(visible_devices, bandwidth, gds, footprint, full_device, killed_processes),
 )
 """In the order of their value: a step that disturbs the device or takes long comes late."""
 
@@ -756,6 +822,7 @@ def role_checkpoint(pid: str) -> None:
     lock = api.CUcheckpointLockArgs()
     lock.timeoutMs = 10_000
     status: dict[str, int] = {}
+    unified, left_open = opened(pid).count("/dev/nvidia-uvm"), -1
     begin = time.monotonic()
     for verb in ("Lock", "Checkpoint", "Restore", "Unlock"):
         arguments = lock if verb == "Lock" else None
@@ -763,7 +830,203 @@ def role_checkpoint(pid: str) -> None:
         status[verb.lower()] = int(found)
         if int(found):
             break
-    say({"status": status, "seconds": round(time.monotonic() - begin, 3)})
+        if verb == "Checkpoint":
+            left_open = len(opened(pid))
+    seconds = round(time.monotonic() - begin, 3)
+    say(status=status, seconds=seconds, unified_mappings=unified, left_open=left_open)
+
+
+def opened(pid: str) -> list[str]:
+    """Return the device files of NVIDIA that a process maps, one for each mapping, or has open."""
+    lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+    found = [line.partition("/dev/")[2] for line in lines]
+    paths = [f"/dev/{path}" for path in found if path.startswith("nvidia")]
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            # One by its descriptor is no mapping.
+            target = str(entry.readlink())
+            paths += [f"{target} (open)"] if target.startswith("/dev/nvidia") else []
+    return paths
+
+
+def role_control(kind: str) -> None:
+    """Have what the kind says, and say how many of its bytes are right, again when it is asked."""
+    right = of_cuda(kind) if kind != "none" else lambda: 0
+    say(right())
+    sys.stdin.readline()
+    say(right())
+
+
+def of_cuda(kind: str) -> Callable[[], int]:
+    """Make what a kind of `CONTROLS` says; return what counts its bytes that are right."""
+    import numpy as np
+
+    from snapback_client.cuda import CudaDriver
+
+    driver, size = CudaDriver(), 64 * MIB
+    call = driver.call
+    device = call("cuDeviceGet", 0)
+    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
+    given = np.resize(np.arange(251, dtype="u1"), size)
+    back = np.zeros_like(given)
+
+    def right() -> int:
+        call("cuMemcpyDtoH", back.ctypes.data, at, size)
+        return int((back == given).sum())
+
+    if kind == "started":
+        return lambda: 0
+    if kind == "reserved":
+        call("cuMemAddressReserve", 256 * GIB, 0, 0, 0)
+        return lambda: 0
+    if kind == "allocated":
+        at = call("cuMemAlloc", size)
+    else:
+        prop = driver.allocation(device)
+        handle = call("cuMemCreate", size, prop, 0)
+        if kind != "exportable":
+            descriptor = int(call("cuMemExportToShareableHandle", handle, driver.posix, 0))
+            call("cuMemRelease", handle)
+            handle = call("cuMemImportFromShareableHandle", descriptor, driver.posix)
+            os.close(descriptor)
+        at = call("cuMemAddressReserve", size, 0, 0, 0)
+        call("cuMemMap", at, size, 0, handle, 0)
+        call("cuMemRelease", handle)
+        access = driver.api.CUmemAccessDesc()
+        access.location = prop.location
+        access.flags = driver.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call("cuMemSetAccess", at, size, [access], 1)
+    call("cuMemcpyHtoD", at, given.ctypes.data, size)
+    if kind == "let-go":
+        call("cuCtxSynchronize")
+        call("cuMemUnmap", at, size)
+        return lambda: 0
+    return right
+
+
+class Cluster:
+    """A local cluster on the GPUs of this machine, by the programs of this tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        services = sorted(str(each) for each in (ROOT / "services").glob("*/src"))
+        path = [
+            *services,
+            str(ROOT / "shared" / "src"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+        self.environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CONFIG_HOME": str(folder / "config"),
+        }
+
+    def run(self, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a command of snapshotctl."""
+        command = [sys.executable, "-P", "-m", "snapshotctl", *words]
+        return subprocess.run(
+            command, input=said, capture_output=True, text=True, check=False, env=self.environment
+        )
+
+    def ok(self, *words: str, said: str = "") -> str:
+        done = self.run(*words, said=said)
+        require(done.returncode == 0, f"snapshotctl {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def apply(self, kind: str, name: str, version: str, spec: Any, **marks: str) -> None:
+        annotations = {f"nvidia.com/{key.replace('_', '-')}": text for key, text in marks.items()}
+        value = {
+            "apiVersion": version,
+            "kind": kind,
+            "metadata": {"name": name, "annotations": annotations},
+            "spec": spec,
+        }
+        self.ok("apply", "-f", "-", said=json.dumps(value))
+
+    def pod(self, name: str, kind: str, port: int, mib: int, **marks: str) -> Any:
+        """Start an engine, or restore one. Return its first answer."""
+        program = str(ROOT / "tests" / "gpu" / "engine.py")
+        engine = [sys.executable, program, kind, str(port), str(mib)]
+        if kind in ("memory", "llama"):
+            ready = ["--ready", f"http://127.0.0.1:{port}/"]
+            engine = [sys.executable, "-P", "-m", "snapback_client.run", *ready, "--", *engine]
+        variables = {k: v for k, v in self.environment.items() if not k.startswith("SNAPBACK_")}
+        container = {
+            "name": "main",
+            "command": engine,
+            "env": [{"name": name, "value": value} for name, value in variables.items()],
+            "resources": {"limits": {"nvidia.com/gpu": 1}},
+        }
+        self.apply("Pod", name, "v1", {"containers": [container]}, **marks)
+        self.ok("wait", f"pod/{name}", "--timeout", "180s")
+        return answer_of(port)
+
+    def took(self, target: str, span: str) -> float:
+        """Return how long what has the root span took, in seconds."""
+        rows = json.loads(self.ok("trace", target, "-o", "json"))
+        [found] = [row for row in rows if row["name"] == span]
+        return round((found["end_ns"] - found["start_ns"]) / 1e9, 2)
+
+
+def answer_of(port: int) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as reply:
+        return json.load(reply)["answer"]
+
+
+def role_captures(folder: str, mib: str, engines: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="accept-", dir=folder) as own:
+        cluster = Cluster(Path(own))
+        started = cluster.run("up", "--device", "cuda", "--driver", "criu")
+        if started.returncode:
+            say({"missing": started.stderr.strip()})
+            return
+        try:
+            for number, (kind, driver, needed) in enumerate(CAPTURES):
+                can_run = not needed or (has(needed) and _torch_finds_a_device())
+                if can_run and kind in engines.split(","):
+                    found = one_capture(cluster, number, kind, driver, int(mib))
+                    say({f"{kind} by {driver}": found})
+        finally:
+            cluster.run("down")
+    say(None)
+
+
+def one_capture(cluster: Cluster, number: int, kind: str, driver: str, mib: int) -> dict[str, Any]:
+    """Capture an engine, end it, and restore it."""
+    name, port, found = f"engine-{number}", free_port(), {}
+    marks = {"capture_driver": driver} if driver != "cooperative" else {}
+    try:
+        begin = time.monotonic()
+        first = cluster.pod(name, kind, port, mib, **marks)
+        found["cold_start_s"] = round(time.monotonic() - begin, 2)
+        spec = {"source": {"podRef": {"name": name}}, "driver": driver}
+        cluster.apply("Snapshot", name, "nvidia.com/v1alpha1", spec)
+        cluster.ok("wait", f"snapshot/{name}", "--timeout", "180s")
+        found["capture_s"] = cluster.took(f"snapshot/{name}", "capture")
+        [content] = [
+            each
+            for each in json.loads(cluster.ok("get", "snapshotcontents", "-o", "json"))
+            if each["spec"]["snapshotRef"]["name"] == name
+        ]
+        found["bytes"] = content["status"]["committed"]["bytes"]
+        found["same_after_capture"] = answer_of(port) == first
+        cluster.ok("delete", f"pod/{name}")
+        cluster.ok("wait", f"pod/{name}", "--for=delete")
+        again = cluster.pod(f"{name}-again", kind, port, mib, restore_from=name)
+        found["restore_s"] = cluster.took(f"pod/{name}-again", "restoration")
+        found["same_after_restore"] = again == first
+        cluster.ok("delete", f"pod/{name}-again")
+        cluster.ok("delete", f"snapshot/{name}")
+        require(found["same_after_capture"] and found["same_after_restore"], "another answer")
+    except Broken as error:
+        found["failed"] = str(error)
+        found["log"] = cluster.run("logs", name).stdout[-1000:]
+    return found
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        return int(taken.getsockname()[1])
 
 
 class Transfers:
@@ -1119,6 +1382,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=8.0, help="how much is saved and loaded (8)")
     parser.add_argument("--folder", default=".", help="a folder of the disk that is measured (.)")
     parser.add_argument("--threads", default="8,16", help="requests at a time (8,16)")
+    kinds = ",".join(dict.fromkeys(kind for kind, _, _ in CAPTURES))
+    parser.add_argument("--engines", default=kinds, help=f"kinds to capture ({kinds})")
     parser.add_argument("--processes", type=int, default=10, help="fresh processes (10)")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of all steps together (300)")
     parser.add_argument("--only", default="", help=f"of {','.join(names)}")

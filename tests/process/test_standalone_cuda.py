@@ -41,16 +41,16 @@ class GpuMachine(Cli):
         }
         self.cuda = cuda
 
-    def up(self, *words: str) -> str:
-        command = [sys.executable, "-m", "snapshotctl", "up", "--device", "cuda", *words]
+    def python(self, *words: object) -> str:
+        command = [sys.executable, *map(str, words)]
         return subprocess.run(
             ["unshare", "--mount", "sh", "-ec", _MACHINE, "machine", *command],
             env=self.environment,
             cwd=self.workdir,
-            check=True,
-            capture_output=True,
+            check=False,
+            stdout=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=200,
         ).stdout
 
     def pod(self, name: str, **annotations: str) -> None:
@@ -88,7 +88,8 @@ def test_a_worker_that_keeps_its_own_memory_on_a_gpu_goes_on_as_the_process_that
     cuda_node.place(UUIDS[0])
     machine = GpuMachine(tmp_path, cuda_node)
     try:
-        assert "node-1 is ready: the GPUs of this machine" in machine.up("--driver", "criu")
+        up = machine.python("-m", "snapshotctl", "up", "--device", "cuda", "--driver", "criu")
+        assert "node-1 is ready: the GPUs of this machine" in up
         [node] = machine.ok("nodes", "-o", "json").value()
         assert [each["uuid"] for each in node["node"]["status"]["devices"]] == [UUIDS[0]]
         assert "criu+cuda" in node["node"]["status"]["drivers"]
@@ -116,3 +117,21 @@ def test_a_worker_that_keeps_its_own_memory_on_a_gpu_goes_on_as_the_process_that
         assert before > 1
     finally:
         machine.run("down")
+
+
+@pytest.mark.turns
+def test_the_acceptance_captures_engines_on_the_fake(
+    criu: Path, tmp_path: Path, cuda_node: CudaNode
+) -> None:
+    cuda_node.place(f"{UUIDS[0]} bytes={512 * 2**20}")
+    machine = GpuMachine(tmp_path, cuda_node)
+    report = tmp_path / "accept.json"
+    # What a process allocates of the fake is in files that end with it.
+    words = ("--only", "captures", "--engines", "pool", "--gib", "0.03125")
+    machine.python("tests/gpu/accept.py", *words, "--folder", tmp_path, "--out", report)
+    steps = {step["step"]: step for step in json.loads(report.read_text())["steps"]}
+    assert steps["captures"]["result"] == "ok", steps["captures"]
+    found = steps["captures"]["found"]
+    assert list(found) == ["pool by criu+cuda", "pool by cooperative"]
+    assert all(row["same_after_capture"] and row["same_after_restore"] for row in found.values())
+    assert all(row["bytes"] >= 32 * 2**20 for row in found.values())

@@ -62,9 +62,9 @@ def test_every_step_that_needs_no_pytorch_holds_on_the_fake(
     } == {}
     assert status == 0
     skipped = [name for name, step in steps.items() if step["result"] == "skipped"]
-    assert skipped == ["pytorch", "visible_devices", "gds"]
+    assert skipped == ["pytorch", "captures", "visible_devices", "gds"]
     assert steps["gds"]["reason"] == "KvikIO is not installed"
-    assert len(said.splitlines()) == len(steps) == 12
+    assert len(said.splitlines()) == len(steps) == 14
     found = {name: step["found"] for name, step in steps.items()}
     assert [each["uuid"] for each in found["facts"]["devices"]] == [UUIDS[0]]
     assert found["footprint"]["idle_server"] == 0
@@ -74,7 +74,12 @@ def test_every_step_that_needs_no_pytorch_holds_on_the_fake(
     assert found["bandwidth"]["bytes"] == 64 * MIB
     assert found["bandwidth"]["2 requests"]["load"] > 0
     assert found["checkpoints"]["asleep"]["same_bytes"]
-    assert found["checkpoints"]["awake"]["status"] == {"lock": 0, "checkpoint": 1}
+    refused = {"lock": 0, "checkpoint": 0, "restore": 801}
+    assert found["checkpoints"]["awake"]["status"] == refused
+    assert found["controls"]["imported"]["status"] == refused
+    assert found["controls"]["none"]["status"] == {"lock": 3}
+    whole = [kind for kind, row in found["controls"].items() if row.get("same_bytes")]
+    assert whole == ["started", "allocated", "exportable", "reserved", "let-go"]
     # What was saved is gone, and so are all who had memory.
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("accept")] == [
         "accept.json"

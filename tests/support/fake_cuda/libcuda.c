@@ -257,8 +257,8 @@ static int settled(const char *verb, int pid, Entry **e)
 	}
 }
 
-/* Bring a process from one state to the next; `apply` is called before, or NULL. */
-static int move(const char *verb, int pid, int from, int to, int value, Entry *(*apply)(Entry *, void *),
+/* Bring a process from one state to the next; `apply`, or NULL, is called before and may refuse. */
+static int move(const char *verb, int pid, int from, int to, int value, int (*apply)(Entry *, void *),
 		void *with)
 {
 	char kind[16];
@@ -282,8 +282,8 @@ static int move(const char *verb, int pid, int from, int to, int value, Entry *(
 		e->broken = 1;
 		status = OUT_OF_MEMORY;
 	}
-	if (!status && apply && !apply(e, with))
-		status = INVALID_VALUE;
+	if (!status && apply)
+		status = apply(e, with);
 	if (!status) {
 		e->next = to;
 		e->due = now() + (!strcmp(kind, "slow") ? number * 1000000ull : 0);
@@ -315,31 +315,31 @@ API int cuCheckpointProcessLock(int pid, LockArgs *args)
 	return NOT_READY;
 }
 
-/* Memory that is imported cannot be checkpointed, as NVIDIA says of cuda-checkpoint and IPC. */
-static Entry *alone(Entry *e, void *with) { return e->imports ? NULL : e; }
-
 API int cuCheckpointProcessCheckpoint(int pid, void *args)
 {
-	return move("checkpoint", pid, LOCKED, CHECKPOINTED, 0, alone, NULL);
+	return move("checkpoint", pid, LOCKED, CHECKPOINTED, 0, NULL, NULL);
 }
 
-static Entry *placed(Entry *e, void *with)
+static int placed(Entry *e, void *with)
 {
 	RestoreArgs *args = with;
 	Uuid here[GPUS], old[GPUS], chosen[GPUS];
 	int count = devices(here), pairs = args ? args->count : 0;
+	/* Of memory that is imported 580.159.04 makes a checkpoint, and refuses to restore it. */
+	if (e->imports)
+		return NOT_SUPPORTED;
 	for (int i = 0; i < pairs; i++)
 		old[i] = args->pairs[i].old;
 	for (int i = 0; i < e->gpus; i++) {
 		int at = pairs ? has(old, pairs, e->gpu + i) : -1;
 		if (pairs && at < 0)
-			return NULL;
+			return INVALID_VALUE;
 		chosen[i] = pairs ? args->pairs[at].new : e->gpu[i];
 		if (has(here, count, chosen + i) < 0 || has(chosen, i, chosen + i) >= 0)
-			return NULL;
+			return INVALID_VALUE;
 	}
 	memcpy(e->gpu, chosen, sizeof(Uuid) * e->gpus);
-	return e;
+	return SUCCESS;
 }
 
 API int cuCheckpointProcessRestore(int pid, RestoreArgs *args)
