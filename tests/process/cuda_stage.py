@@ -70,7 +70,7 @@ def nvidia_programs(folder: Path) -> None:
     program.chmod(0o755)
     (folder / "version").write_text(_VERSION.format("580.65.06"))
     (folder / "apps").write_text("")
-    gpus = [f"{uuid}, NVIDIA H100, Enabled, Disabled\n" for uuid in UUIDS]
+    gpus = [f"{uuid}, NVIDIA H100, Disabled\n" for uuid in UUIDS]
     (folder / "gpus").write_text("".join(gpus))
 
 

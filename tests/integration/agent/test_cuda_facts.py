@@ -40,12 +40,12 @@ def test_devices_and_the_memory_of_processes_are_asked_of_nvidia_smi(
     nvidia_smi: Callable[[str], None],
 ) -> None:
     nvidia_smi(
-        'case "$*" in *uuid,name,persistence_mode,mig.mode.current*--format=csv,noheader*) '
-        'echo "GPU-1, NVIDIA H100, Enabled, Disabled";; '
+        'case "$*" in *uuid,name,mig.mode.current*--format=csv,noheader*) '
+        'echo "GPU-1, NVIDIA H100, Disabled";; '
         "*--query-compute-apps=pid,used_gpu_memory*--format=csv,noheader,nounits*) "
         'echo "10, 3"; echo "11, 1";; esac'
     )
-    assert cuda_facts.gpus(10) == [Gpu("GPU-1", "NVIDIA H100", persistence=True, mig=False)]
+    assert cuda_facts.gpus(10) == [Gpu("GPU-1", "NVIDIA H100", mig=False)]
     assert cuda_facts.used_bytes([10], 10) == 3 * 1024 * 1024
 
 

@@ -18,7 +18,7 @@ FIRST, MOVING, SHARING = (575, 57, 8), (580, 65, 6), (610, 10)
 
 
 def gpu(uuid: str = A, **changes: Any) -> cuda.Gpu:
-    return cuda.Gpu(uuid, "H100", persistence=True, mig=False)._replace(**changes)
+    return cuda.Gpu(uuid, "H100", mig=False)._replace(**changes)
 
 
 def capture(**changes: Any) -> cuda.Capture:
@@ -106,7 +106,7 @@ def test_stuck_processes_are_an_error_with_their_states() -> None:
 
 def test_a_worker_that_can_be_checkpointed_passes() -> None:
     refuse(cuda.CAPTURE_CHECKS, capture())
-    refuse(cuda.CAPTURE_CHECKS, capture(driver=SHARING, gpus=[gpu(), gpu(B)], shares=True))
+    refuse(cuda.CAPTURE_CHECKS, capture(driver=SHARING, gpus=[gpu(), gpu(B)]))
     # What could not be read refuses nothing.
     refuse(cuda.CAPTURE_CHECKS, capture(gpus=[cuda.Gpu(A)]))
     refuse(cuda.CAPTURE_CHECKS, capture(gpus=[], processes=[cuda.CudaProcess(11, is_cuda=False)]))
@@ -119,9 +119,7 @@ def test_a_worker_that_can_be_checkpointed_passes() -> None:
         (capture(driver=(575, 57, 7)), "575.57.08", "575.57.07"),
         (capture(driver=(570, 133, 20)), "575.57.08", "570.133.20"),
         (capture(driver=MOVING, gpus=[gpu(), gpu(B)]), "610", "580.65.06"),
-        (capture(driver=MOVING, shares=True), "610", "580.65.06"),
         (capture(gpus=[gpu(mig=True)]), "disabled", "enabled"),
-        (capture(gpus=[gpu(persistence=False)]), "enabled", "disabled"),
         (
             capture(processes=[cuda.CudaProcess(10, is_cuda=False, has_device=True)]),
             "CUDA process",
@@ -161,7 +159,6 @@ def test_a_place_that_a_process_can_be_restored_at_passes() -> None:
         (placement(source_driver=FIRST, driver=FIRST), NotEligible, "580", "575.57.08"),
         (placement(here={0: gpu(B, product="H200")}), Incompatible, "H100", "H200"),
         (placement(here={0: gpu(B, mig=True)}), NotEligible, "disabled", "enabled"),
-        (placement(here={0: gpu(B, persistence=False)}), NotEligible, "enabled", "disabled"),
         (
             placement(source={0: gpu(), 1: gpu(B)}, here={0: gpu(), 1: gpu(B)}),
             NotEligible,
@@ -197,11 +194,11 @@ def test_the_version_of_the_driver_is_read_from_its_file(
 
 
 def test_devices_are_read_from_the_table_of_nvidia_smi() -> None:
-    assert cuda.GPU_QUERY.count(",") == 3
-    text = f"{A}, NVIDIA H100 80GB HBM3, Enabled, Disabled\n{B}, NVIDIA T4, Disabled, [N/A]\n"
+    assert cuda.GPU_QUERY.count(",") == 2
+    text = f"{A}, NVIDIA H100 80GB HBM3, Disabled\n{B}, NVIDIA T4, [N/A]\n"
     assert cuda.gpus_in(text) == [
-        cuda.Gpu(A, "NVIDIA H100 80GB HBM3", persistence=True, mig=False),
-        cuda.Gpu(B, "NVIDIA T4", persistence=False, mig=None),
+        cuda.Gpu(A, "NVIDIA H100 80GB HBM3", mig=False),
+        cuda.Gpu(B, "NVIDIA T4", mig=None),
     ]
     with pytest.raises(InvalidInput, match="No devices were found"):
         cuda.gpus_in("No devices were found\n")

@@ -27,11 +27,18 @@ DRIVER: Version = (575, 57, 8)
 """The first driver by which a process is checkpointed."""
 DRIVER_MOVES: Version = (580,)
 """The first one that restores a process to other devices than it was on."""
-DRIVER_SHARES: Version = (610,)
-"""The first one for a process on several devices, or that shares memory of one with others."""
+DRIVER_SEVERAL: Version = (610,)
+"""The first one for a process on several devices.
+
+It is the first, too, for memory that one process imports from another. Nothing shows that a
+process has such memory: 580.159.04 makes a checkpoint of it, and refuses to restore that.
+"""
 
 UVM_MAPPINGS = 1
-"""How often a process maps the device of unified memory when it has allocated none."""
+"""How often a process maps the device of unified memory when it has allocated none.
+
+Seen with the driver 580.159.04, of PyTorch as of a process that has memory of its own alone.
+"""
 
 
 class State(StrEnum):
@@ -194,7 +201,6 @@ class Gpu(NamedTuple):
 
     uuid: str
     product: str = ""
-    persistence: bool | None = None
     mig: bool | None = None
 
 
@@ -213,15 +219,11 @@ class CudaProcess(NamedTuple):
 
 
 class Capture(NamedTuple):
-    """A worker to be captured: the node's driver, the worker's devices and processes.
-
-    `shares` is whether a process imports memory of a device from outside of itself.
-    """
+    """A worker to be captured: the node's driver, the worker's devices and processes."""
 
     driver: Version | None
     gpus: Sequence[Gpu]
     processes: Sequence[CudaProcess] = ()
-    shares: bool = False
 
 
 class Placement(NamedTuple):
@@ -231,7 +233,6 @@ class Placement(NamedTuple):
     driver: Version | None
     source: Mapping[int, Gpu]
     here: Mapping[int, Gpu]
-    shares: bool = False
 
 
 def driver_version(text: str) -> Version | None:
@@ -240,7 +241,7 @@ def driver_version(text: str) -> Version | None:
     return None if found is None else tuple(int(part) for part in found[1].split("."))
 
 
-GPU_QUERY = "uuid,name,persistence_mode,mig.mode.current"
+GPU_QUERY = "uuid,name,mig.mode.current"
 """The fields that `gpus_in` reads."""
 
 
@@ -251,10 +252,9 @@ def gpus_in(text: str) -> list[Gpu]:
         words = [word.strip() for word in line.split(",")]
         if len(words) != len(GPU_QUERY.split(",")):
             raise InvalidInput(f"nvidia-smi says {line!r}, wanted {GPU_QUERY}", found=line)
-        uuid, product, *switches = words
+        uuid, product, mig = words
         # What a device does not have is [N/A], or [Not Supported].
-        persistence, mig = ({"Enabled": True, "Disabled": False}.get(word) for word in switches)
-        gpus.append(Gpu(uuid, product, persistence, mig))
+        gpus.append(Gpu(uuid, product, {"Enabled": True, "Disabled": False}.get(mig)))
     return gpus
 
 
@@ -324,16 +324,12 @@ def _has_driver(seen: Capture | Placement) -> SnapbackError | None:
     return _at_least(seen.driver, DRIVER, "a checkpoint of CUDA")
 
 
-def _of_several(driver: Version | None, gpus: int, *, shares: bool) -> SnapbackError | None:
-    if gpus > 1:
-        return _at_least(driver, DRIVER_SHARES, f"a worker on {gpus} devices")
-    return (
-        _at_least(driver, DRIVER_SHARES, "device memory that processes share") if shares else None
-    )
+def _of_several(driver: Version | None, gpus: int) -> SnapbackError | None:
+    return _at_least(driver, DRIVER_SEVERAL, f"a worker on {gpus} devices") if gpus > 1 else None
 
 
 def _has_driver_for_several(seen: Capture) -> SnapbackError | None:
-    return _of_several(seen.driver, len(seen.gpus), shares=seen.shares)
+    return _of_several(seen.driver, len(seen.gpus))
 
 
 def _fits_drivers(gpus: Iterable[Gpu]) -> SnapbackError | None:
@@ -344,14 +340,6 @@ def _fits_drivers(gpus: Iterable[Gpu]) -> SnapbackError | None:
                 next_step="give the worker whole devices",
                 expected="disabled",
                 found="enabled",
-                device=gpu.uuid,
-            )
-        if gpu.persistence is False:
-            return NotEligible(
-                f"persistence mode of {gpu.uuid} is disabled; it has to be enabled",
-                next_step="run `nvidia-smi -pm 1` on the node, or start nvidia-persistenced",
-                expected="enabled",
-                found="disabled",
                 device=gpu.uuid,
             )
     return None
@@ -457,7 +445,7 @@ def _has_its_devices(seen: Placement) -> SnapbackError | None:
 
 
 def _may_move(seen: Placement) -> SnapbackError | None:
-    if error := _of_several(seen.driver, len(seen.here), shares=seen.shares):
+    if error := _of_several(seen.driver, len(seen.here)):
         return error
     places = {n: gpu.uuid for n, gpu in seen.source.items()}
     if places == {n: gpu.uuid for n, gpu in seen.here.items()}:
