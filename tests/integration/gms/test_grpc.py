@@ -156,12 +156,6 @@ def test_unfence_before_fence_wins(service: Any, call: Caller) -> None:
     assert failure.reason == "Superseded"
 
 
-def test_a_fence_over_nothing_is_refused(service: Any, call: Caller) -> None:
-    code, failure = call.refused("Fence", fence(service))
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert failure.reason == "NotEligible"
-
-
 def test_an_unknown_device_is_refused_with_those_that_are_served(
     service: Any, call: Caller
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ import pytest
 import snapback_client as client
 from gms.adapters.part_files import verify_part
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import SaveTask, TransferDone, TransferProgress
+from gms.domain.tasks import (
+    LoadTask,
+    SaveTask,
+    TransferDone,
+    TransferEvent,
+    TransferProgress,
+)
 from gms.handlers.transfers import whole_or_nothing
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
@@ -24,6 +30,7 @@ from snapshot_agent.ports import GenerationRef
 from snapshot_shared import errors
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
+from tests.support import builders
 from tests.support.gms_rig import MIB
 from tests.support.weights import OTHER, PART, UID, Weights
 
@@ -312,6 +319,38 @@ def test_a_call_for_a_save_that_ends_early_leaves_nothing(capture: Capture) -> N
     capture.service.run(save_a_little())
     assert not capture.path.exists()
     assert [path for path in capture.left() if "gpu-0" in path] == []
+
+
+class UnheardTransfers:
+    """Transfers of which a save has made its folder, and is cancelled before it has said so."""
+
+    def __init__(self, path: Path, *names: str) -> None:
+        self.path, self.names = path, names
+        self.has_begun = asyncio.Event()
+
+    async def run(self, _task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
+        self.path.mkdir(parents=True)
+        for name in self.names:
+            (self.path / name).touch()
+        self.has_begun.set()
+        await asyncio.Event().wait()
+        yield TransferProgress(done=0, total=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "stays"), [((), False), (("shard-0",), False), (("shard-0", "part.json"), True)]
+)
+async def test_a_save_that_is_cancelled_before_it_is_heard_leaves_no_half_part(
+    tmp_path: Path, names: tuple[str, ...], *, stays: bool
+) -> None:
+    task = builders.save_task(root=str(tmp_path))
+    path = tmp_path / task.namespace / task.content_uid / f"gen-{task.generation}" / task.part
+    transfers = UnheardTransfers(path, *names)
+    save = asyncio.ensure_future(anext(whole_or_nothing(transfers, task)))
+    await transfers.has_begun.wait()
+    save.cancel()
+    await asyncio.wait([save])
+    assert path.exists() == stays
 
 
 def test_a_node_shows_the_room_of_the_disks_that_are_there(

@@ -26,9 +26,9 @@ from gms.domain.tasks import (
 )
 from gms.handlers.memory_server import MemoryServer
 from gms.ports import Transfers
-from snapshot_shared.artifact import part_path
-from snapshot_shared.errors import Conflict, Internal, NotEligible, TransferKilled
-from snapshot_shared.files import open_dir, open_root, opened
+from snapshot_shared.artifact import PART_MANIFEST, part_path
+from snapshot_shared.errors import ArtifactMissing, Conflict, Internal, NotEligible, TransferKilled
+from snapshot_shared.files import names_in, open_dir, open_root, opened
 from snapshot_shared.frames import (
     LoadRequest,
     SaveRequest,
@@ -40,9 +40,6 @@ from snapshot_shared.orders import LayoutRef
 from snapshot_shared.stripes import StripeRoots, remove_stored
 from snapshot_shared.tasks import in_thread, undisturbed
 from snapshot_shared.telemetry import current_traceparent
-
-_FIRST_EVENT_S = 5.0
-"""How long a transfer that holds its lock may take until its next event, in seconds."""
 
 SAVES_AGAIN = 2
 """How many times a save is resumed after its process was killed."""
@@ -200,7 +197,8 @@ async def whole_or_nothing(
 ) -> AsyncGenerator[TransferEvent, None]:
     """Run a transfer. When it is cancelled, nothing of the part stays on disk.
 
-    A transfer that fails removes its files itself; one that was killed cannot.
+    A transfer that fails removes its files itself; one that was killed cannot. What it has said is
+    less than what it has done, so the folder of the part tells what there is to remove.
     """
     last: TransferEvent | None = None
     events = persistent(transfers, task)
@@ -211,8 +209,6 @@ async def whole_or_nothing(
             try:
                 found = await asyncio.shield(step)
             except asyncio.CancelledError:
-                if isinstance(last, TransferLeased):
-                    last = await _next(step) or last
                 step.cancel()
                 raise
             if found is None:
@@ -220,11 +216,10 @@ async def whole_or_nothing(
             last = found
             yield last
     except (asyncio.CancelledError, GeneratorExit, TransferKilled):
-        # The first progress event means that the directory of the part exists. After the last
-        # event the part is complete, and stays.
         await undisturbed(_ended(events, step))
-        if isinstance(task, SaveTask) and isinstance(last, TransferProgress):
-            await in_thread(_remove_part, task)
+        # After the last event the part is complete, and stays.
+        if isinstance(task, SaveTask) and not isinstance(last, TransferDone):
+            await in_thread(_remove_part, task, has_begun=isinstance(last, TransferProgress))
         raise
 
 
@@ -237,21 +232,21 @@ async def _ended(
     await events.aclose()
 
 
-async def _next(step: asyncio.Future[TransferEvent | None]) -> TransferEvent | None:
-    """Return the next event of a process that holds its lock, None without one in time."""
-    await asyncio.wait([step], timeout=_FIRST_EVENT_S)
-    return step.result() if step.done() and not step.exception() else None
-
-
-def _remove_part(task: SaveTask) -> None:
+def _remove_part(task: SaveTask, *, has_begun: bool) -> None:
+    """Remove what a save has left; of one that has not said that it began, what is not complete."""
     place = part_path(task.namespace, task.content_uid, task.generation, task.part)
-    with opened(open_root(task.root)) as root, opened(open_dir(root, place[:-1])) as parent:
-        remove_stored(
-            parent,
-            place,
-            lambda: ObjectStorage(task.object_storage),
-            StripeRoots(task.stripe_roots),
-        )
+    # One that has not begun has made no folder.
+    with contextlib.suppress(ArtifactMissing), opened(open_root(task.root)) as root:
+        with opened(open_dir(root, place)) as part:
+            is_complete = PART_MANIFEST in names_in(part)
+        if has_begun or not is_complete:
+            with opened(open_dir(root, place[:-1])) as parent:
+                remove_stored(
+                    parent,
+                    place,
+                    lambda: ObjectStorage(task.object_storage),
+                    StripeRoots(task.stripe_roots),
+                )
 
 
 def _update(event: TransferEvent, path: Path, published: LayoutRef | None = None) -> TransferUpdate:
