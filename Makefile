@@ -35,6 +35,8 @@ MARKERS ?= not root and not gpu and not docker and not cluster and not process a
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
+# What `make cover` measures, and CI runs once, by it, when it is its turn.
+OF_COVER := tests/unit tests/contract tests/golden
 # Few of these wait.
 FAST_IN_PARALLEL = -n $(or $(JOBS),auto) --dist loadgroup
 REPEAT ?= 1
@@ -145,7 +147,7 @@ format: $(STAMP) ## Rewrite the sources in the house format
 ##@ Test
 
 test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time; TURN=1/4, a quarter of what takes long)
-	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)"
+	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)" $(if $(COVERED),$(addprefix --ignore=,$(OF_COVER)))
 
 # The documents, the site and the wheels have targets of their own.
 test-slow: $(STAMP) ## The tests that `make test` leaves out because they take long
@@ -187,10 +189,11 @@ mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, 
 proofs: $(STAMP) tools ## Everything that CI runs by turns, with all faults, and the proofs that it leaves out
 	@$(BIN)/python -m tests.ci --proofs
 
+# The second try of CI adds to what the first has reached.
 cover: $(STAMP) ## Whether unit, contract and golden tests reach as many lines as they did (ALL=1: of all tests, with the lines)
-	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest -q $(FAST_IN_PARALLEL) -m "$(MARKERS)" \
-		$(if $(ALL),,$(wildcard tests/unit tests/contract tests/golden))
+	@$(if $(findstring --last-failed,$(PYTEST_ADDOPTS)),,rm -f .coverage .coverage.*)
+	@$(BIN)/coverage run -m pytest -q $(IN_PARALLEL) -m "$(MARKERS)" \
+		$(if $(ALL),,$(wildcard $(OF_COVER)))
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report $(if $(ALL),,| tail -n 3)
 

@@ -57,6 +57,14 @@ def test_each_row_of_a_fault_table_runs_within_four_landings() -> None:
             assert sorted(row for text in turns for row in turn_of(text).of(rows)) == rows
 
 
+def test_what_cover_runs_is_left_out_of_the_tests_of_the_same_landing_and_of_no_other() -> None:
+    step = next(step for step in STEPS if step.name == "test")
+    for number in range(8, 8 + TURNS):
+        landing = Landing(number, "", 0)
+        covers = any(each.name == "cover" for each in due(landing).now)
+        assert ("COVERED=1" in step.words(landing)) == covers
+
+
 def test_every_step_is_a_target_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
