@@ -437,14 +437,20 @@ def captures(run: Run) -> None:
     missing = [name for name in ("nats", "typer", "asyncinotify") if not has(name)]
     if missing:
         raise Skipped(f"the dependencies of the product are not installed: {', '.join(missing)}")
-    mib = int(run.options.gib * 1024)
-    cluster = run.start("captures", run.options.folder, mib, run.options.engines)
-    failed = []
-    while (said := cluster.hear(run.options.limit_s)) is not None:
-        if "missing" in said:
-            raise Skipped(said["missing"])
-        run.found |= said
-        failed += [f"{case}: {row['failed']}" for case, row in said.items() if "failed" in row]
+    mib, failed = int(run.options.gib * 1024), []
+    with tempfile.TemporaryDirectory(prefix="accept-", dir=run.options.folder) as folder:
+        child = run.start("captures", folder, mib, run.options.engines)
+        try:
+            while (said := child.hear(run.options.limit_s)) is not None:
+                if "missing" in said:
+                    raise Skipped(said["missing"])
+                run.found |= said
+                found = said.items()
+                failed += [f"{case}: {row['failed']}" for case, row in found if "failed" in row]
+        finally:
+            run.kill(child)
+            # Its processes are no children of ours.
+            Cluster(Path(folder)).run("down")
     require(not failed, "; ".join(failed))
 
 
@@ -908,7 +914,6 @@ class Cluster:
     """A local cluster on the GPUs of this machine, by the programs of this tree."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         services = sorted(str(each) for each in (ROOT / "services").glob("*/src"))
         path = [
             *services,
@@ -950,11 +955,13 @@ class Cluster:
         if kind in ("memory", "llama"):
             ready = ["--ready", f"http://127.0.0.1:{port}/"]
             engine = [sys.executable, "-P", "-m", "snapback_client.run", *ready, "--", *engine]
-        variables = {k: v for k, v in self.environment.items() if not k.startswith("SNAPBACK_")}
+        # Those that name devices are the agent's to say.
+        others = ("SNAPBACK_", "CUDA_", "NVIDIA_")
+        variables = {k: v for k, v in self.environment.items() if not k.startswith(others)}
         container = {
             "name": "main",
             "command": engine,
-            "env": [{"name": name, "value": value} for name, value in variables.items()],
+            "env": [{"name": key, "value": value} for key, value in variables.items()],
             "resources": {"limits": {"nvidia.com/gpu": 1}},
         }
         self.apply("Pod", name, "v1", {"containers": [container]}, **marks)
@@ -974,20 +981,16 @@ def answer_of(port: int) -> Any:
 
 
 def role_captures(folder: str, mib: str, engines: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="accept-", dir=folder) as own:
-        cluster = Cluster(Path(own))
-        started = cluster.run("up", "--device", "cuda", "--driver", "criu")
-        if started.returncode:
-            say({"missing": started.stderr.strip()})
-            return
-        try:
-            for number, (kind, driver, needed) in enumerate(CAPTURES):
-                can_run = not needed or (has(needed) and _torch_finds_a_device())
-                if can_run and kind in engines.split(","):
-                    found = one_capture(cluster, number, kind, driver, int(mib))
-                    say({f"{kind} by {driver}": found})
-        finally:
-            cluster.run("down")
+    cluster = Cluster(Path(folder))
+    started = cluster.run("up", "--device", "cuda", "--driver", "criu")
+    if started.returncode:
+        say({"missing": started.stderr.strip()})
+        return
+    for number, (kind, driver, needed) in enumerate(CAPTURES):
+        can_run = not needed or (has(needed) and _torch_finds_a_device())
+        if can_run and kind in engines.split(","):
+            found = one_capture(cluster, number, kind, driver, int(mib))
+            say({f"{kind} by {driver}": found})
     say(None)
 
 

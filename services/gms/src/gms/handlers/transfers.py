@@ -198,7 +198,7 @@ async def whole_or_nothing(
     """Run a transfer. When it is cancelled, nothing of the part stays on disk.
 
     A transfer that fails removes its files itself; one that was killed cannot. What it has said is
-    less than what it has done, so the folder of the part tells what there is to remove.
+    less than what it has done, so the folder of the part says what there is to remove.
     """
     last: TransferEvent | None = None
     events = persistent(transfers, task)
