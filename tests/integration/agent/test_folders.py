@@ -11,7 +11,7 @@ from snapshot_agent.adapters.control_dir import ControlDirectories
 from snapshot_agent.adapters.scratch import Scratch, file_system_of
 from snapshot_agent.domain import control
 from snapshot_agent.domain.control import Access, ContainerPaths
-from snapshot_shared.errors import InvalidInput, NoSpace
+from snapshot_shared.errors import ControlFolderBroken, InvalidInput, NoSpace
 from tests.support.agent_rig import PATIENCE_S, Rig
 from tests.support.artifact_keys import put_encryption
 
@@ -65,6 +65,21 @@ async def test_a_file_that_a_worker_puts_there_is_awaited_without_looking_again(
         (where.control / ".new").write_bytes(control.body(attempt))
         (where.control / ".new").rename(where.control / control.QUIESCED)
     await asyncio.wait_for(seen, PATIENCE_S)
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a file", "a link"])
+async def test_a_control_folder_that_its_worker_has_swapped_away_is_named(
+    controls: ControlDirectories, tmp_path: Path, instead: str
+) -> None:
+    where = ContainerPaths(tmp_path / "main", tmp_path / "sockets")
+    controls.create(where)
+    where.control.rename(tmp_path / "away")
+    if instead == "a file":
+        where.control.touch()
+    elif instead == "a link":
+        where.control.symlink_to(tmp_path / "away")
+    with pytest.raises(ControlFolderBroken, match=f"{where.control} is no folder any more"):
+        await controls.appears(where, control.READY, lambda _: True)
 
 
 PROC_SUPER_MAGIC = 0x9FA0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -94,7 +95,7 @@ class PodTransfers:
 
         last: TransferEvent | None = None
         with Inotify() as inotify:
-            changes = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.DELETE_SELF
+            changes = Mask.MOVED_TO | Mask.CLOSE_WRITE | Mask.CREATE | Mask.DELETE_SELF
             await in_thread(self._watch, name, lambda path: inotify.add_watch(path, changes))
             while True:
                 event, is_done = await in_thread(self._look, name)
@@ -105,12 +106,21 @@ class PodTransfers:
                 last = event or last
                 if is_done:
                     return
-                await inotify.get()
+                while (change := await inotify.get()).mask & Mask.CREATE:
+                    # A file is read when it has been written, and a link never is.
+                    if not await in_thread(self._is_file, name, str(change.name)):
+                        break
 
     @pods_own()
     def _watch(self, name: str, add: Callable[[str], object]) -> None:
         with self._opened(name) as folder:
             add(f"/proc/self/fd/{folder}")
+
+    @pods_own()
+    def _is_file(self, name: str, entry: str) -> bool:
+        with self._opened(name) as folder, contextlib.suppress(FileNotFoundError):
+            return stat.S_ISREG(os.stat(entry, dir_fd=folder, follow_symlinks=False).st_mode)
+        return True
 
     @pods_own()
     def _look(self, name: str) -> tuple[TransferEvent | None, bool]:

@@ -96,7 +96,10 @@ class ControlDirectories:
         if self._inotify is None:
             self._inotify = Inotify()
             self._pump = asyncio.create_task(self._deliver(self._inotify), name="inotify")
-        watch = self._inotify.add_watch(where, _CHANGES)
+        try:
+            watch = self._inotify.add_watch(where, _CHANGES)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ControlFolderBroken(f"{where} is no folder any more") from error
         changed = asyncio.Event()
         waits = self._waits.setdefault(where, set())
         waits.add(changed)
