@@ -19,8 +19,9 @@ from snapshot_operator.kube.controllers import DEPRECATED, deprecated, reconcile
 from snapshot_operator.kube.events import MAX_WAITING, EventRecorder, happenings
 from snapshot_shared.errors import Failure
 from snapshot_shared.kube_client import KubeClient
-from snapshot_shared.objects.meta import Condition
+from snapshot_shared.objects.meta import Condition, OwnerReference
 from snapshot_shared.objects.snapback import DynamoCheckpoint
+from tests.support import builders
 from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import checkpoint
 from tests.support.operator_world import row_of, written
@@ -122,6 +123,16 @@ def test_a_checkpoint_is_adopted_after_its_condition_is_written() -> None:
     new = written(reconcile_checkpoint(CheckpointView(fresh), NOW))
     (then,) = reconcile_checkpoint(CheckpointView(new), NOW).writes
     assert isinstance(then, Adopt)
+
+
+def test_a_checkpoint_does_not_mirror_the_snapshot_of_another_that_has_its_name() -> None:
+    ready = with_status(adopted(), phase="Ready")
+    stranger = builders.snapshot("llm", conditions=[builders.row("Ready", "False", "Damaged")])
+    assert reconcile_checkpoint(CheckpointView(ready, snapshot=stranger), NOW) == NOTHING
+    owners = [OwnerReference(api_version="v1", kind="DynamoCheckpoint", name="llm", uid="u")]
+    own = with_meta(stranger, owner_references=owners)
+    new = written(reconcile_checkpoint(CheckpointView(ready, snapshot=own), NOW))
+    assert row_of(new).reason == "Damaged"
 
 
 def test_nothing_is_said_at_one_that_is_being_deleted() -> None:

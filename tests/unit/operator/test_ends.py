@@ -32,7 +32,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContent,
     SnapshotSource,
 )
-from snapshot_shared.orders import AbortOrder, PartResult, order_in
+from snapshot_shared.orders import SCHEMA_VERSION, AbortOrder, PartResult, order_in
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders, objects
 from tests.support.builders import NOW, STAMP, Object, with_meta, with_spec, with_status
@@ -113,6 +113,49 @@ def test_the_neighbours_of_a_failed_container_are_ended_where_they_are_there_to_
     assert isinstance(order, AbortOrder)
     assert order.on_failure == expected
     assert "container side of pod" in order.why
+
+
+def test_a_worker_that_was_started_to_be_captured_goes_on_after_any_other_end() -> None:
+    value = content_in(Capture.STAGING, source_policy="Terminate", deadline_seconds=1)
+    view = ContentView(value, None, source=beside(None, **{CHECKPOINT_ID: "abc"}))
+    (abort,) = written(capture.step(view, NOW)).status.orders
+    order = order_in(abort.payload)
+    assert isinstance(order, AbortOrder)
+    assert order.on_failure == "Resume"
+
+
+READY = with_status(
+    Node(metadata=ObjectMeta(name="node-1")),
+    conditions=[builders.row("Ready", "True", "AgentPresent")],
+    schemas=[SCHEMA_VERSION],
+)
+
+
+def deleted(view: ContentView) -> list[str]:
+    """The verbs that the deletion of a content orders."""
+    going = with_meta(view.content, deletion_timestamp=STAMP, finalizers=[FINALIZER])
+    here = view._replace(content=going, nodes=[READY], known=frozenset({"node-1"}))
+    new = written(content.reconcile(here, NOW))
+    known = {item.order for item in view.content.status.orders}
+    return [item.verb for item in new.status.orders if item.order not in known]
+
+
+def test_nothing_is_removed_while_an_order_may_still_write() -> None:
+    (order,) = ordering.stage(content_in(Capture.STAGING), [], {}, "", NOW)
+    failed = with_status(content_in(Capture.FAILED, order), generations=[1])
+    assert deleted(ContentView(failed, None)) == []
+    answered = with_status(failed, orders=[builders.ended(order, "failed")])
+    assert deleted(ContentView(answered, None)) == ["delete"]
+
+
+def test_a_content_that_is_retained_goes_without_what_failed_attempts_have_left() -> None:
+    release = builders.ended(ordering.release(content_in(Capture.READY), "", NOW), "released")
+    kept = with_status(
+        content_in(Capture.READY, release, deletion_policy="Retain"),
+        generations=[1, 2],
+        committed=builders.committed(generation=2),
+    )
+    assert deleted(ContentView(kept, None)) == ["delete"]
 
 
 def test_a_worker_may_end_once_its_process_is_staged() -> None:

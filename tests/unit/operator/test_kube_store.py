@@ -16,6 +16,7 @@ from kubernetes_asyncio.client import Configuration
 
 from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.ports import Event
+from snapshot_shared.errors import StoreBusy
 from snapshot_shared.identity import identity_hash
 from snapshot_shared.kube_client import KubeClient, path_kind
 from snapshot_shared.objects.kinds import KINDS
@@ -58,6 +59,7 @@ class Server:
         self.lines: asyncio.Queue[bytes] = asyncio.Queue()
         self.lists = 0
         self.watched_from: list[str] = []
+        self.objects: dict[str, dict[str, Any]] = {}
 
     def has(self, *pages: list[dict[str, Any]], version: int = 10) -> None:
         """List these pages from now on."""
@@ -69,6 +71,9 @@ class Server:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         is_asked_for = request.path == PATH
+        if "/namespaces/" in request.path:
+            found = self.objects.get(request.path.rpartition("/")[2])
+            return web.json_response(found, status=200 if found else 404)
         if "watch" not in request.query:
             page = int(request.query.get("continue", "0"))
             self.lists += is_asked_for
@@ -196,6 +201,15 @@ async def test_what_cannot_be_decoded_is_left_out_and_the_rest_is_seen(following
     strange["spec"]["identity"] = "none"
     lines = [event("ADDED", each) for each in (strange, document("next", "u-3", 8))]
     assert [value.metadata.name for _, value in await following.reported(*lines)] == ["next"]
+
+
+async def test_an_object_of_a_newer_schema_is_not_taken_for_an_absent_one(rig: Rig) -> None:
+    strange = document()
+    strange["spec"]["identity"] = "none"
+    rig.server.objects = {"llm": strange}
+    with pytest.raises(StoreBusy, match="is there and cannot be read by this version"):
+        await rig.store.read("DynamoCheckpoint", "default", "llm")
+    assert await rig.store.read("DynamoCheckpoint", "default", "other") is None
 
 
 async def test_a_watch_goes_on_from_the_last_bookmark(following: Rig) -> None:

@@ -94,6 +94,14 @@ async def test_values_that_are_not_plain_are_a_dead_letter_and_the_operator_goes
     assert pod.status.phase == "Running"  # type: ignore[union-attr]
 
 
+async def test_a_failure_whose_values_are_lists_is_taken(intake: Intake) -> None:
+    (order,) = intake.world.open("run")
+    await intake.send(order, hostile(order, '["a session", 7, null]'))
+    assert await intake.letters() == []
+    (pod,) = intake.world.cluster.page("Pod")
+    assert pod.status.phase == "Failed"  # type: ignore[union-attr]
+
+
 async def test_a_report_of_another_subject_than_it_says_is_a_dead_letter(intake: Intake) -> None:
     (order,) = intake.world.open("run")
     await intake.send(order, msgspec.json.encode(report_on(order, "started")), "failed")
