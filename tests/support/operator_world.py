@@ -105,7 +105,9 @@ class World:
         self.cluster = Cluster(self.store, INDEXES)
         self.orders = orders or MemoryOrders()
         self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock, metrics)
-        self.interpreter = Interpreter(self.cluster, self.orders, self.spans)
+        self.warnings: list[tuple[str, Failure]] = []
+        """What was refused or left out, with the names of the objects."""
+        self.interpreter = Interpreter(self.cluster, self.orders, self.spans, warned=self._warned)
         self.manager = Manager(
             self.cluster,
             CONTROLLERS,
@@ -115,7 +117,12 @@ class World:
             namespaces=namespaces,
         )
         self.sweep = Sweep(
-            self.cluster, self.orders, self.manager, self.interpreter.unpublished, self.clock
+            self.cluster,
+            self.orders,
+            self.manager,
+            self.interpreter.unpublished,
+            self.clock,
+            warned=self._warned,
         )
         self.operations = Operations(
             self.cluster,
@@ -133,6 +140,9 @@ class World:
         self.stored: list[Report] = []
         """Reports that may be acknowledged."""
         self.is_synced = False
+
+    def _warned(self, value: AnyObject, failure: Failure) -> None:
+        self.warnings.append((value.metadata.name, failure))
 
     def clock(self) -> float:
         return self.now

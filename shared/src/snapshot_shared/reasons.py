@@ -547,6 +547,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "`kubectl describe clusterrole snapback-operator`, `kubectl get quota`; it is tried "
             "again, the Job of a checkpoint for its `activeDeadlineSeconds`.",
         ),
+        "ForeignOrders": Reason(
+            "A status has orders that the operator did not write; they are not carried out.",
+            "A user or a program wrote into the status of the object, and an order there names a "
+            "pod, a node or an artifact that is not that of the object.",
+            "Find out who may write this status: `kubectl auth can-i --list`, and the policies of "
+            "docs/how-to/share-a-cluster.md. Delete the object and make it again.",
+        ),
         "ResourceExpired": Reason(
             "The API server has forgotten the changes that a watch was to continue with.",
             "The operator was cut off for longer than etcd keeps history, some minutes.",

@@ -174,6 +174,8 @@ async def test_an_order_that_was_written_into_a_status_is_not_published(verb: st
     await world.advance(600.0)
     await world.sweep.once()
     assert [each for each in world.orders.history if each.order == forged.order] == []
+    said = {(name, failure.reason) for name, failure in world.warnings}
+    assert said == {(restore.metadata.name, "ForeignOrders")}
 
 
 async def test_a_content_of_another_namespace_that_a_status_names_is_none() -> None:

@@ -217,6 +217,20 @@ async def test_events_are_posted_in_order_and_one_that_is_refused_ends_nothing()
     assert body["lastTimestamp"] == "1970-01-01T00:00:00Z"
 
 
+async def test_a_warning_about_an_object_is_posted_once_until_it_is_another() -> None:
+    async with KubeClient(Configuration(host="http://127.0.0.1:1")) as client:
+        recorder = EventRecorder(client, lambda: 0.0)
+        full, denied = (Failure(reason="Refused", message=why) for why in ("full", "denied"))
+        for failure in (full, full, denied, denied):
+            recorder.warned(standing(), failure)
+        recorder.warned(builders.content(), full)
+        said = [recorder._waiting.get_nowait()[1] for _ in range(recorder._waiting.qsize())]
+    assert [(each.type, each.reason, each.message[:4]) for each in said] == [
+        ("Warning", "Refused", "full"),
+        ("Warning", "Refused", "deni"),
+    ]
+
+
 async def test_what_cannot_be_posted_takes_no_more_memory() -> None:
     async with KubeClient(Configuration(host="http://127.0.0.1:1")) as client:
         recorder = EventRecorder(client, lambda: 0.0)

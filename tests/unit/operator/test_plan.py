@@ -16,14 +16,17 @@ from snapshot_operator.core.plan import (
     Create,
     Delete,
     Finalize,
+    Label,
     Plan,
     SetStatus,
+    Write,
     is_final,
     new_orders,
     rebased,
     status_plan,
 )
 from snapshot_operator.runtime.cluster import Key, Tracker
+from snapshot_shared.errors import Refused
 from snapshot_shared.objects.meta import Condition
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.builders import with_meta, with_spec, with_status
@@ -210,3 +213,26 @@ async def test_an_order_is_new_by_its_name_and_attempt(world: World) -> None:
     assert new_orders(None, content) == [first, *others]
     again = replace(first, attempt=first.attempt + 1)
     assert new_orders(content, with_status(content, orders=[again, *others])) == [again]
+
+
+@pytest.mark.parametrize("call", ["delete", "update_status", "add_finalizer", "label"])
+async def test_a_write_that_is_refused_is_said_of_its_object(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise Refused("exceeded quota")
+
+    value = await world.get("DynamoCheckpoint", "llm")
+    new = with_status(value, message="new")
+    writes: dict[str, Write] = {
+        "delete": Delete(value),
+        "update_status": SetStatus(value, new),
+        "add_finalizer": Adopt(value),
+        "label": Label(value, "a", "b"),
+    }
+    monkeypatch.setattr(world.cluster, call, refuse)
+    with pytest.raises(Refused):
+        await world.interpreter.apply(Plan((writes[call],)))
+    assert [(name, found.reason, found.message) for name, found in world.warnings] == [
+        ("llm", "Refused", "exceeded quota")
+    ]

@@ -207,6 +207,7 @@ async def _in_cluster(
                 prepare=crds.ensure,
                 follow=lambda: until_stopped(asyncio.Event(), store.run(), events.run()),
                 changed=events.changed,
+                warned=events.warned,
                 is_cluster=True,
             )
             if settings.namespace_selector:

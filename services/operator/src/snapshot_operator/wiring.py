@@ -84,11 +84,11 @@ async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
     await cluster.sync()
     orders = NatsOrders(bus, given.telemetry)
     spans = Spans(given.telemetry, now, metrics)
-    interpreter = Interpreter(cluster, orders, spans, metrics, world.changed)
+    interpreter = Interpreter(cluster, orders, spans, metrics, world.changed, world.warned)
     manager = Manager(
         cluster, world.controllers, interpreter, now, given.jitter, metrics, world.namespaces
     )
-    sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics)
+    sweep = Sweep(cluster, orders, manager, interpreter.unpublished, now, metrics, world.warned)
     retention = Retention(cluster, given.limits, now, world.namespaces)
     changes = ChangePublisher(bus, given.new_id(), cluster if given.is_mirrored else None)
     cluster.subscribe(changes.watcher)

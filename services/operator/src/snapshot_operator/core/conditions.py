@@ -103,13 +103,17 @@ def pending(
     return with_conditions(conditions, owner, now, ("Ready", False, reason, message))
 
 
+def text_of(failure: Failure) -> str:
+    """Return what went wrong and what to do."""
+    message = failure.message.rstrip(".")
+    return f"{message}. Next: {failure.next_step}" if failure.next_step else message
+
+
 def failed(
     conditions: list[Condition], owner: AnyObject, now: float, failure: Failure
 ) -> list[Condition]:
     """Return the conditions of what failed: what went wrong and what to do."""
-    message = failure.message.rstrip(".")
-    if failure.next_step:
-        message += f". Next: {failure.next_step}"
+    message = text_of(failure)
     return with_conditions(
         conditions,
         owner,

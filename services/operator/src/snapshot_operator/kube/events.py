@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from snapshot_operator.core.checkpoint import STUCK
-from snapshot_operator.core.conditions import REFUSED, timestamp
+from snapshot_operator.core.conditions import REFUSED, text_of, timestamp
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
@@ -28,6 +29,9 @@ MAX_PREFIX = 200
 
 MAX_WAITING = 1000
 """How many Events may wait for the API server; what happens after that has none."""
+
+MAX_WARNINGS = 1000
+"""Of how many objects the last warning is remembered, so that it is not posted again."""
 
 _WAITS_FOR_PEOPLE = frozenset(
     {"NoAgentOnNode", "NodeSilent", REFUSED, "Unschedulable", "WorkerNotReady", *STUCK}
@@ -86,14 +90,29 @@ class EventRecorder:
         self._client = client
         self._wall = wall
         self._waiting: asyncio.Queue[tuple[dict[str, Any], Happening]] = asyncio.Queue(MAX_WAITING)
+        self._warnings: OrderedDict[str, Happening] = OrderedDict()
 
     def changed(self, old: AnyObject, new: AnyObject) -> None:
         """Have the Events of a change posted that is stored."""
         for happening in happenings(old, new):
-            if self._waiting.full():
-                log.warning("no event says %s: %d wait", happening.reason, MAX_WAITING)
-                return
-            self._waiting.put_nowait((_reference(new), happening))
+            self._add(new, happening)
+
+    def warned(self, value: AnyObject, failure: Failure) -> None:
+        """Have an Event posted of what stands in no condition; once, however often it comes."""
+        happening = Happening("Warning", failure.reason, text_of(failure))
+        uid = value.metadata.uid
+        if not value.metadata.namespace or self._warnings.get(uid) == happening:
+            return
+        self._warnings[uid] = happening
+        if len(self._warnings) > MAX_WARNINGS:
+            self._warnings.popitem(last=False)
+        self._add(value, happening)
+
+    def _add(self, value: AnyObject, happening: Happening) -> None:
+        if self._waiting.full():
+            log.warning("no event says %s: %d wait", happening.reason, MAX_WAITING)
+            return
+        self._waiting.put_nowait((_reference(value), happening))
 
     async def run(self) -> None:
         """Post what waits, until it is cancelled."""
@@ -157,5 +176,4 @@ async def warn_of(
     except SnapbackError as error:
         log.warning("no event says %s: %s", failure.reason, error)
         return
-    message = f"{failure.message}. Next: {failure.next_step}"
-    await _post(client, about, Happening("Warning", failure.reason, message), now)
+    await _post(client, about, Happening("Warning", failure.reason, text_of(failure)), now)

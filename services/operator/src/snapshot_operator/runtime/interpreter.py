@@ -23,7 +23,7 @@ from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
 from snapshot_operator.runtime.owned import owned
 from snapshot_operator.runtime.spans import Spans
-from snapshot_operator.runtime.world import Changed, unsaid
+from snapshot_operator.runtime.world import Changed, Warned, unsaid, unwarned
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
     AlreadyExists,
@@ -56,13 +56,16 @@ class Interpreter:
         spans: Spans,
         metrics: Metrics = OFF,
         changed: Changed = unsaid,
+        warned: Warned = unwarned,
     ) -> None:
         """Use the objects, the stream of orders and the recorder of what ended.
 
-        `changed` gets each status that was written, before and after.
+        `changed` gets each status that was written, before and after, and `warned` what is refused
+        of an object or left out.
         """
         self._metrics = metrics
         self._changed = changed
+        self._warned = warned
         self._cluster = cluster
         self._orders = orders
         self._spans = spans
@@ -96,7 +99,8 @@ class Interpreter:
                 await self.apply(write.refused(error.to_failure()), read, stored)
                 return
             if isinstance(write, SetStatus):
-                published += owned(write.new, new_orders(write.old, write.new))
+                orders = new_orders(write.old, write.new)
+                published += owned(write.new, orders, self._warned)
                 changed.append((write.old, write.new))
         stored()
         for old, new in changed:
@@ -114,9 +118,21 @@ class Interpreter:
                 raise Stale(f"the object with uid {uid} is there, and was not seen yet")
 
     async def _write(self, write: Write) -> None:
+        """Do a write. If it is refused, a condition of the object says so, or a warning."""
+        try:
+            await self._carry_out(write)
+        except Refused as error:
+            if not isinstance(write, Create):
+                about = write.new if isinstance(write, SetStatus) else write.value
+                self._warned(about, error.to_failure())
+            elif write.waits is not None:
+                await self.apply(write.waits(error.to_failure()))
+            raise
+
+    async def _carry_out(self, write: Write) -> None:
         cluster = self._cluster
         match write:
-            case Create(value, waits=waits):
+            case Create(value):
                 try:
                     await cluster.create(value)
                 except AlreadyExists:
@@ -124,10 +140,6 @@ class Interpreter:
                     meta = value.metadata
                     key = Key(kind_of(value).name, meta.namespace or "", meta.name)
                     await cluster.confirm_gone(key)
-                except Refused as error:
-                    if waits is not None:
-                        await self.apply(waits(error.to_failure()))
-                    raise
             case Delete(value):
                 await cluster.delete(value)
             case Adopt(value):

@@ -6,14 +6,24 @@ import logging
 from collections.abc import Iterable
 
 from snapshot_operator.core.authority import foreign
+from snapshot_operator.runtime.world import Warned, unwarned
+from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import OrderStatus
 
 log = logging.getLogger(__name__)
 
 
-def owned(owner: AnyObject, orders: Iterable[OrderStatus]) -> list[OrderStatus]:
-    """Return the orders that may be published for an object. A warning counts the others."""
+class ForeignOrders(SnapbackError):
+    """A status has orders that do not follow from its object: the operator did not write them."""
+
+    default_next_step = "find out who may write this status"
+
+
+def owned(
+    owner: AnyObject, orders: Iterable[OrderStatus], warned: Warned = unwarned
+) -> list[OrderStatus]:
+    """Return the orders that may be published for an object. One warning counts the others."""
     found, dropped = [], []
     for order in orders:
         if field := foreign(owner, order):
@@ -23,9 +33,10 @@ def owned(owner: AnyObject, orders: Iterable[OrderStatus]) -> list[OrderStatus]:
     if dropped:
         meta, (first, field) = owner.metadata, dropped[0]
         # One line for an object, whatever its author has put there.
-        log.warning(
-            "%d orders in the status of %s %s/%s are not carried out: the %s of %.128s is not that "
-            "of the object. Next: find out who may write this status",
-            *(len(dropped), kind_of(owner).name, meta.namespace, meta.name, field, first),
-        )
+        failure = ForeignOrders(
+            f"{len(dropped)} orders in the status are not carried out: the {field} of "
+            f"{first[:128]} is not that of the object"
+        ).to_failure()
+        log.warning("%s %s/%s: %s", kind_of(owner).name, meta.namespace, meta.name, failure)
+        warned(owner, failure)
     return found

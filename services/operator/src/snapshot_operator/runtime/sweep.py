@@ -19,6 +19,7 @@ from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.manager import Manager
 from snapshot_operator.runtime.owned import owned
+from snapshot_operator.runtime.world import Warned, unwarned
 from snapshot_shared import instruments, subjects
 from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, StoreBusy
 from snapshot_shared.ids import check_order_id, owner_of
@@ -45,8 +46,13 @@ class Sweep:
         unpublished: asyncio.Event,
         now: Callable[[], float],
         metrics: Metrics = OFF,
+        warned: Warned = unwarned,
     ) -> None:
-        """Use the objects and the stream. `unpublished` is set when a sweep is wanted soon."""
+        """Use the objects and the stream. `unpublished` is set when a sweep is wanted soon.
+
+        `warned` gets each object whose status has orders that are left out.
+        """
+        self._warned = warned
         self._cluster = cluster
         self._orders = orders
         self._manager = manager
@@ -90,7 +96,9 @@ class Sweep:
             order
             for kind in KINDS
             for owner in self._cluster.all(kind)
-            for order in owned(owner, [i for i in orders_of(owner) if not is_answered(i)])
+            for order in owned(
+                owner, [i for i in orders_of(owner) if not is_answered(i)], self._warned
+            )
         ]
         awaited = {order.order for order in unanswered}
         for order_id in await self._unwanted(published.keys() - awaited):

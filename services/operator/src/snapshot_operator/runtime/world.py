@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from snapshot_operator.core.controllers import Controller
 from snapshot_operator.runtime.cluster import Cluster
+from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import AnyObject
 
 Changed = Callable[[AnyObject, AnyObject], None]
+Warned = Callable[[AnyObject, Failure], None]
 
 
 async def _until_cancelled() -> None:
@@ -27,6 +29,10 @@ async def _at_once() -> None:
 
 def unsaid(_old: AnyObject, _new: AnyObject) -> None:
     """Do nothing: no one follows the changes."""
+
+
+def unwarned(_value: AnyObject, _failure: Failure) -> None:
+    """Do nothing: the log says it."""
 
 
 class Readiness:
@@ -55,8 +61,9 @@ class World(NamedTuple):
 
     `tidy` is done with every sweep. `follow` has the store report what others change, until it is
     cancelled. `prepare` returns once the store has what it needs, before anything is read of it.
-    `changed` gets each status that was written, before and after. `is_cluster` says whether people
-    write objects with kubectl and rights of their own.
+    `changed` gets each status that was written, before and after, and `warned` what was refused or
+    left out about an object and stands in no condition. `is_cluster` says whether people write
+    objects with kubectl and rights of their own.
     """
 
     controllers: Sequence[Controller]
@@ -65,4 +72,5 @@ class World(NamedTuple):
     prepare: Callable[[], Awaitable[None]] = _at_once
     namespaces: Selection = ALL
     changed: Changed = unsaid
+    warned: Warned = unwarned
     is_cluster: bool = False
