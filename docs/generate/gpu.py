@@ -22,10 +22,10 @@ _CAPTURES = """\
 ## Captures
 
 The product captures engines on one machine, in a local cluster (`snapshotctl up --device cuda
---driver criu`), ends them and restores them. All answers are the same: tokens that a model
-generates, and what its replayed CUDA graph computes. *llama* is a LLaMA of random weights that
-knows nothing of Snapback, *memory* a process with memory of its own; *shared-llama* and *pool* have
-their weights in a pool of Snapback.
+--driver criu`), ends them and restores them. A restored engine has to give the same answers: the
+tokens that a model generates, and the result of its replayed CUDA graph. *llama* is a LLaMA of
+random weights that knows nothing of Snapback, *memory* a process with memory of its own;
+*shared-llama* and *pool* have their weights in a pool of Snapback.
 
 A cold start imports PyTorch, makes random weights on the GPU and captures a graph. It loads and
 compiles nothing, as a real one does, and the first one on a machine reads PyTorch from the disk.
@@ -33,9 +33,8 @@ Captures and restores are as their traces say, cold starts with the time of the 
 """
 _CONTROLS = "## Checkpoints of processes by the driver\n"
 _STATUSES = """\
-0 is success, 3 that the process does not use CUDA, 801 that it is not supported: this driver makes
-a checkpoint of a process with imported memory that it then refuses to restore. Pools of Snapback
-are unmapped before a capture.
+0 is success, 3 that the process does not use CUDA, 801 that it is not supported. A process whose
+third number is 801 is lost. Pools of Snapback are unmapped before a capture.
 """
 _KINDS = {
     "none": "no CUDA",
@@ -54,7 +53,7 @@ def page() -> str:
     found = {step["step"]: step["found"] for step in report["steps"]}
     steps = [(f"`{s['step']}`", s["result"], s["reason"].split(":")[0]) for s in report["steps"]]
     parts = (
-        *(_HEAD, _machine(report["date"], found["facts"])),
+        *(_HEAD, _machine(report["date"], found["facts"], report.get("note", ""))),
         *(_CAPTURES, _captures(found["captures"])),
         *(_CONTROLS, _controls(found["controls"]), _STATUSES),
         *("## Memory\n", _bandwidth(found["bandwidth"]), _memory(found)),
@@ -69,14 +68,15 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
-def _machine(date: str, facts: Found) -> str:
-    [device] = facts["devices"]
+def _machine(date: str, facts: Found, note: str) -> str:
+    device = facts["devices"][0]
     driver, memory = facts["nvidia_smi"].split(", ")[1], device["capacity"] / GIB
     return (
         f"On {date[:10]}, on one {device['product']} ({memory:.1f} GiB) with the NVIDIA driver "
         f"{driver},\nLinux {facts['kernel']}, {facts['processors']} processors, Python "
         f"{facts['python']}, PyTorch {facts['torch']} and cuda-bindings\n{facts['cuda_bindings']}. "
-        "One run. The steps `controls` and `captures` were programs of their own then.\n"
+        f"One run. {note}".rstrip()
+        + "\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""A first acceptance on a GPU: what only real hardware can say, within five minutes.
+"""A first acceptance on a GPU: what only real hardware can say.
 
     make accept GIB=8 OUT=accept.json
     python3 tests/gpu/accept.py --gib 8 --out accept.json
