@@ -19,7 +19,7 @@ from gms.ports import Memory
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.adapters.guard import RETURN_S
-from snapshot_agent.adapters.guards import MARGIN_S
+from snapshot_agent.adapters.guards import ANSWERS_WITHIN_S, MARGIN_S
 from snapshot_agent.adapters.library import ArtifactLibrary
 from snapshot_agent.adapters.operator import OperatorClient
 from snapshot_agent.adapters.presence import PresencePublisher
@@ -602,13 +602,14 @@ class SimGuard:
     def _free(self) -> None:
         where = self.spec.control
         is_over = self.node.control.read(where, control.COMPLETE) is not None
-        if self.spec.on_failure == "Kill" and not is_over:
-            self.worker.process.kill()
-        self.worker.process.resume()
         if not is_over:
             failure = Failure(reason="AgentLost", message="the capture was given up by its guard")
             body = control.body(self.spec.attempt, failure)
             self.node.control.write(where, control.ABORTED, body)
+        if self.spec.on_failure == "Kill" and not is_over:
+            self.worker.process.kill()
+        self.worker.process.resume()
+        if not is_over:
             self.node.control.drop(where, control.QUIESCE)
 
 
@@ -663,6 +664,14 @@ class SimLink:
 
     def thaw_by(self, deadline: float) -> None:
         self._guard.allow(deadline + MARGIN_S)
+
+    async def confirm(self) -> None:
+        process = self._guard.process
+        if process.is_alive and (self._guard.has_decided or process.is_stopped):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWERS_WITHIN_S):
+                    await self.lost()
+            process.kill()
 
     async def dismiss(self) -> None:
         self._guard.dismiss()

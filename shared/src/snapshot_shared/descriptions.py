@@ -49,6 +49,9 @@ MEANINGS = {
     "free_bytes": "free space below the artifact root",
     "generation": "the attempt whose directory it is",
     "grace_s": "how long after SIGTERM comes SIGKILL",
+    "dump_within_s": "how long the worker waits for its dump; then the agent releases it alone",
+    "release_within_s": "how long the worker waits for its release after its dump; then the agent "
+    "releases it alone",
     "hold_s": "how long the worker may stay quiesced in all; then the agent releases it alone",
     "image": "the image",
     "image_digest": "the digest of the image that the container was started from",

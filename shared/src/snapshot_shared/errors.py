@@ -135,6 +135,13 @@ class StalePodReference(Rejected):
     """The pod on this node is not the one that the order names."""
 
 
+class HoldDeadline(SnapbackError):
+    """The next order of a capture did not come in time, and its worker goes on."""
+
+    retryable = True
+    default_next_step = "see whether the operator, NATS and the agent of that node run"
+
+
 class NoGuard(SnapbackError):
     """No guard could be started for a worker, so nothing was done to it."""
 

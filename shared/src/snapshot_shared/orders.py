@@ -171,7 +171,8 @@ class StopOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.stop_order"):
 class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prepare_order"):
     """Open a capture: gates, quiesce, fence. Ends `prepared` with the vector.
 
-    `hold_s` bounds how long the worker may stay quiesced in all; at it the agent releases alone.
+    `hold_s` bounds how long the worker may stay quiesced in all, and `dump_within_s` how long it
+    waits for its dump; after either the agent releases alone.
     With `memory_server` the devices are those of the memory server in the pod. `image_digest` is
     that of the container's image, empty where it is not known.
     """
@@ -183,17 +184,22 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     image_digest: ShortText = ""
     fence_token: ShortText
     hold_s: Seconds = 600.0
+    dump_within_s: Seconds = 600.0
     quiesce_s: Seconds = 60.0
     ready_s: Seconds = 60.0
     on_failure: OnFailure = "Resume"
 
 
 class DumpOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.dump_order"):
-    """Freeze, let the driver write the process part, thaw. Ends `staged`."""
+    """Freeze, let the driver write the process part, thaw. Ends `staged`.
+
+    `release_within_s` bounds how long the worker waits for its release after that.
+    """
 
     pod: PodRef
     content_uid: UidStr
     vector: list[VectorEntry]
+    release_within_s: Seconds = 600.0
 
 
 class SaveOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.save_order"):

@@ -212,6 +212,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "It is tried again by itself where nothing was frozen; else take a new snapshot: "
             "`snapshotctl checkpoint POD`.",
         ),
+        "AgentSilent": Reason(
+            "The agent gave no sign of life for five seconds, and the guard let the worker go.",
+            "The agent was stopped, or its node was too busy to run it.",
+            "Before the dump it is tried again by itself; else take a new snapshot: "
+            "`snapshotctl checkpoint POD`.",
+        ),
         "CheckpointContainerFailed": Reason(
             "A container of the pod failed while others ran, before its worker was captured or "
             "restored.",
@@ -229,8 +235,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "subPath. Then start it again, and take a new snapshot or restore it again.",
         ),
         "HoldDeadline": Reason(
-            "The capture was not confirmed in time, and the agent let the worker go on.",
-            "The operator or NATS was away for longer than the hold deadline.",
+            "The next order of the capture did not come in time, and the agent let the worker go "
+            "on.",
+            "The operator, NATS or the GPU memory service did not answer for some seconds. Before "
+            "its dump, and after it if the worker is to go on, a worker waits no longer. Before "
+            "the dump the capture is tried again.",
             "Look whether the operator answers: `snapshotctl nodes`; then take a new snapshot.",
         ),
         "IdentityConflict": Reason(

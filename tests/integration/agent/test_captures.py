@@ -266,6 +266,29 @@ async def test_a_worker_without_a_release_goes_on_at_the_deadline_of_the_hold(no
     assert (await node.status())["captures"] == []
 
 
+async def test_a_worker_for_whose_dump_no_order_comes_goes_on_and_can_be_prepared_again(
+    node: Rig,
+) -> None:
+    pod, content, prepared = await node.held(dump_within_s=0.5)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    failure = await node.refused(node.dump_order(pod, content, prepared.vector), "HoldDeadline")
+    assert failure.retryable
+    await node.done(node.abort_order(pod, content), "aborted")
+    await node.prepared(pod, content, attempt=2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_worker_for_whose_release_no_order_comes_goes_on(node: Rig, fails: bool) -> None:
+    pod, content, prepared = await node.held(dump_within_s=0.5 if fails else 60.0)
+    if fails:
+        (pod.control / control.STATE / "link").symlink_to("/etc/hostname")
+    dump = node.dump_order(pod, content, prepared.vector, release_within_s=0.5)
+    report = await node.carry_out(dump)
+    assert report.kind == ("failed" if fails else "staged")
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    assert (await node.done(node.release_order(pod, content), "released")).unconfirmed
+
+
 async def test_a_release_that_comes_too_late_ends_the_worker_where_it_is_to_end(node: Rig) -> None:
     pod, content, _ = await node.held(hold_s=1.0)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
@@ -365,6 +388,36 @@ async def test_a_worker_that_its_driver_is_done_with_is_not_given_to_the_program
         await asyncio.wait_for(is_done.wait(), 5)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     assert not log.exists()
+
+
+async def test_what_is_copied_while_the_guard_lets_the_worker_run_becomes_no_part(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def overtaken(_dump: Dump) -> None:
+        os.kill(rig.guards()[0], signal.SIGTERM)
+        await asyncio.sleep(0.2)
+
+    driver = undone_by_a_program(tmp_path / "undone", overtaken)
+    monkeypatch.setattr(main, "Cooperative", driver)
+    async with rig.agent():
+        pod, content, prepared = await rig.held()
+        await rig.done(rig.dump_order(pod, content, prepared.vector), "failed")
+        assert not (rig.generation(content) / "process" / "part.json").exists()
+
+
+async def test_a_dump_that_takes_longer_than_a_silence_is_not_ended(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def slowly(_dump: Dump) -> None:
+        await asyncio.sleep(2.5)
+
+    driver = undone_by_a_program(tmp_path / "undone", slowly)
+    monkeypatch.setattr(main, "Cooperative", driver)
+    async with rig.agent():
+        pod, content, prepared = await rig.held(dump_within_s=0.5)
+        await rig.done(rig.dump_order(pod, content, prepared.vector), "staged")
+        await rig.done(rig.release_order(pod, content), "released")
+        await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
 
 
 async def test_an_abort_lasts_as_long_as_a_driver_may_take_to_let_a_worker_go(

@@ -11,7 +11,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from snapshot_agent.adapters.guard import RETURN_S
+from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
+from snapshot_agent.handlers.holds import BEAT_S, SILENCE_S
 from tests.support.agent_rig import Pod, Rig, failure_of, fresh_uid, killed, state_of
 from tests.support.waiting import until
 
@@ -40,6 +42,34 @@ async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_kille
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
     await until(lambda: not rig.guards(), "the end of the guard")
     assert list((rig.state / "guards").glob("*.sock")) == []
+
+
+async def test_a_worker_whose_agent_is_stopped_goes_on_after_five_seconds_and_is_not_dumped_then(
+    rig: Rig,
+) -> None:
+    process, pod, content = await prepared_by_a_process(rig)
+    prepared = await rig.answer(rig.prepare_order(pod, content))
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
+    assert time.monotonic() - began > SILENCE_S - BEAT_S
+    await rig.send(rig.dump_order(pod, content, prepared.vector))
+    os.kill(process.pid, signal.SIGCONT)
+    failure = failure_of(
+        await rig.answer(rig.dump_order(pod, content, prepared.vector)), "HoldDeadline"
+    )
+    assert failure.retryable
+    assert not (rig.root / "default" / content / "gen-1").exists()
+
+
+async def test_a_worker_that_is_quiet_for_longer_than_a_silence_is_held_by_an_agent_that_lives(
+    rig: Rig,
+) -> None:
+    process, pod, _ = await prepared_by_a_process(rig)
+    await asyncio.sleep(SILENCE_S + MARGIN_S + BEAT_S)
+    assert len(rig.guards()) == 1
+    assert "snapshot-aborted 1" not in pod.events()
+    await killed(process)
 
 
 async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_hold_ends(

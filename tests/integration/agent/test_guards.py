@@ -211,6 +211,58 @@ async def test_a_worker_that_is_not_frozen_any_more_is_held_on(guarded: Guarded)
     await freed(guarded)
 
 
+async def test_a_guard_that_was_stopped_reads_what_its_agent_has_sent_before_it_acts(
+    guarded: Guarded,
+) -> None:
+    with contextlib.closing(await guarded.guards.start(guarded.spec())) as link:
+        (pid,) = guarded.running
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: state_of(pid) == "T", "the stop of the guard")
+        link.thaw_by(system_clocks().monotonic() - MARGIN_S)
+        link.thaw_by(math.inf)
+        os.kill(pid, signal.SIGCONT)
+        await link.confirm()
+        assert not guarded.was_freed()
+        assert guarded.running == [pid]
+        await link.dismiss()
+
+
+async def test_an_agent_that_asks_knows_whether_the_worker_was_held_all_the_time(
+    guarded: Guarded,
+) -> None:
+    link = await guarded.guards.start(guarded.spec())
+    await link.confirm()
+    link.release_by(Release(("/bin/sleep", "0.5"), PATIENCE_S))
+    link.thaw_by(system_clocks().monotonic() - MARGIN_S)
+    await until(guarded.was_freed, "the release")
+    await link.confirm()
+    assert guarded.running == []
+    await freed(guarded, link)
+
+
+async def test_a_guard_that_does_not_answer_is_ended_and_has_let_nothing_go(
+    guarded: Guarded,
+) -> None:
+    link = await guarded.guards.start(guarded.spec())
+    os.kill(guarded.running[0], signal.SIGSTOP)
+    await link.confirm()
+    await lost(link)
+    assert guarded.running == []
+    assert not guarded.was_freed()
+    assert state_of(guarded.child.pid) == "T"
+
+
+async def test_a_guard_says_that_it_lets_the_worker_go_before_the_worker_runs(
+    guarded: Guarded,
+) -> None:
+    release = Release(("/bin/sleep", "600"), PATIENCE_S)
+    spec = guarded.spec(deadline_s=0.2)._replace(release=release)
+    with contextlib.closing(await guarded.guards.start(spec)):
+        await until(guarded.was_freed, "the release", within_s=PATIENCE_S / 2)
+        assert state_of(guarded.child.pid) == "T"
+        os.kill(guarded.running[0], signal.SIGKILL)
+
+
 async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(
     guarded: Guarded, tmp_path: Path
 ) -> None:

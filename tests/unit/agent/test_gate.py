@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from snapshot_agent.domain import gate
 from snapshot_shared.artifact import Facts, RootManifest, RootPart
-from snapshot_shared.errors import SnapbackError
+from snapshot_shared.errors import HoldDeadline, SnapbackError
 from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, PodRef, VectorEntry
 from tests.support import builders
 from tests.unit.tables import each
@@ -166,7 +166,6 @@ def test_a_dump_works_on_the_plan_that_was_prepared_in_any_order() -> None:
         dump_request(PLAN[:1]),
         dump_request([PLAN[0], LATER]),
         dump_request([*PLAN, PLAN[0]]),
-        dump_request(PLAN, held=None),
         dump_request(PLAN, held=2),
         dump_request(PLAN, driver="respawn"),
         dump_request(PLAN)._replace(prepared=None),
@@ -176,3 +175,8 @@ def test_a_dump_of_anything_but_the_capture_that_is_held_is_refused(
     request_: gate.DumpRequest,
 ) -> None:
     assert reason_of(gate.DUMP_CHECKS, request_) == "NotEligible"
+
+
+def test_a_dump_of_a_worker_that_was_let_go_meanwhile_may_be_tried_again() -> None:
+    assert reason_of(gate.DUMP_CHECKS, dump_request(PLAN, held=None)) == "HoldDeadline"
+    assert HoldDeadline.retryable

@@ -351,10 +351,16 @@ class GuardLink(Protocol):
         """Set the process of the worker."""
 
     def thaw_by(self, deadline: float) -> None:
-        """Set until when the worker may be frozen; infinite when it is not.
+        """Set when the guard acts although the agent is connected, because the agent hangs.
 
-        `deadline` is in seconds of the monotonic clock. The guard acts at it although the agent is
-        connected, because the agent hangs. A guard that is gone is no error.
+        `deadline` is in seconds of the monotonic clock. A guard that is gone is no error.
+        """
+
+    async def confirm(self) -> None:
+        """Return when the guard has answered that it holds the worker, or has ended.
+
+        A guard that does not answer is killed. If it has let the worker go, `snapshot-aborted` is
+        in the control directory when this returns.
         """
 
     async def dismiss(self) -> None:

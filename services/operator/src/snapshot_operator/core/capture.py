@@ -16,7 +16,7 @@ from snapshot_operator.core import backpressure, conditions, fold, ordering, qua
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.interventions import requested
 from snapshot_operator.core.plan import Plan, owing_plan
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import Failure, HoldDeadline
 from snapshot_shared.objects.kubernetes import FINISHED, Node, Pod
 from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
 from snapshot_shared.objects.snapback import (
@@ -541,12 +541,18 @@ def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
     return owing_plan(content, ended, now)
 
 
+def _came_too_late(dump: OrderStatus) -> bool:
+    """Whether a dump was refused because its worker had been let go: nothing was done for it."""
+    failure = dump.final.failure if dump.final is not None else None
+    return failure is not None and failure.reason == HoldDeadline.reason
+
+
 def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure: Failure) -> bool:
     """Only what failed before the freeze, and has answered in all its parts, is tried again.
 
     An attempt that the node knows a higher one of has not begun, whatever else its failure says.
     """
-    was_frozen = any(item.verb == "dump" for item in attempt)
+    was_frozen = any(item.verb == "dump" and not _came_too_late(item) for item in attempt)
     # What cleans up after an attempt has a higher number once it was given again.
     number = content.status.attempt
     all_answered = all(is_answered(i) for i in content.status.orders if i.attempt >= number)

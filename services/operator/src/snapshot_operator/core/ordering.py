@@ -71,6 +71,11 @@ BUDGET_S = {
     "verify": 3600.0,
 }
 HOLD_S = 1800.0
+SILENCE_S = 4.0
+"""How long a quiet worker waits for the next order of its capture, in seconds.
+
+The end of its fence may take another second, so it goes on after five at most.
+"""
 
 DEVICES_S = 310.0
 """How much longer it may take to let a worker go that has to be given its CUDA memory, in seconds:
@@ -247,6 +252,7 @@ def prepare(
         image_digest=_image_digest(pod, source_ref(content).container),
         fence_token=fence_token(content, attempt),
         hold_s=HOLD_S,
+        dump_within_s=SILENCE_S,
         driver=content.spec.driver,
         **_common("prepare", content.metadata.uid, attempt, source_node(content), trace),
     )
@@ -278,6 +284,8 @@ def stage(
             pod=source_ref(content),
             content_uid=uid,
             vector=vector,
+            # A worker that ends after its capture serves no more, and has to wait for Ready.
+            release_within_s=SILENCE_S if content.spec.source_policy == "Resume" else HOLD_S,
             driver=content.spec.driver,
             **_common("dump", uid, attempt, source_node(content), trace),
         )

@@ -1,12 +1,15 @@
 """The guard: a child process that outlives the agent and releases a captured worker without it.
 
 It is armed before the worker is quiesced, and holds the worker's pidfd and a connection from the
-agent. It acts when a deadline passes (that of the hold, or that until which the worker may be
-frozen, for an agent may hang within a dump), or five seconds after the connection has ended unless
-a new agent connects. It then starts the program that ends the fence on the worker's devices, lets
-the worker go as the driver set it last (a program and a signal), and writes `snapshot-aborted`; or
-kills the worker, where its task says so. It ends when it is dismissed and when the worker ends,
-unless the driver is about to replace the process, and leaves no socket behind.
+agent. It acts at a deadline: that of the hold, or an earlier one that the agent sets and moves on
+each second, because an agent may hang or be stopped. It also acts five seconds after the connection
+has ended, unless a new agent connects. It then starts the program that ends the fence on the
+worker's devices, writes `snapshot-aborted`, and lets the worker go as the driver set it last (a
+program and a signal); or kills the worker, if its task says so. It ends when it is dismissed and
+when the worker ends, unless the driver is about to replace the process. It leaves no socket behind.
+
+The file is written before the worker runs again. So if it is not there, the worker was held all the
+time, whatever has become of the guard, and a copy of its state is consistent.
 
 `python -m snapshot_agent.adapters.guard <task>`. It imports nothing outside the standard library,
 nor json, pathlib or typing, because a capture waits until its guard has started.
@@ -46,7 +49,10 @@ RELEASE = b"release "
 UNFENCE = b"unfence "
 """Followed by the arguments of the program that ends the fence, with a NUL after each."""
 THAW_BY = b"thaw-by "
-"""Followed by the time at which a frozen worker is let go, or `inf` when it is not frozen."""
+"""Followed by the time at which the worker is let go unless another such message comes before."""
+CONFIRM = b"confirm"
+HELD = b"held"
+"""The answer to CONFIRM. A guard that has begun to act does not answer."""
 
 MESSAGE_BYTES = 65536
 _PEER = struct.Struct("3i")
@@ -165,15 +171,16 @@ class _Watch:
         """Wait for the end of the guard; whether the worker has to be let go."""
         while True:
             left = min(self.task.deadline, self.returns_by, self.thaw_by) - time.monotonic()
-            if left <= 0:
-                return True
             # poll takes an int of milliseconds, so a deadline in the far future is cut.
-            ready = {fd for fd, _ in self.poll.poll(math.ceil(min(left, 86400) * 1000))}
+            ready = {fd for fd, _ in self.poll.poll(math.ceil(min(max(left, 0), 86400) * 1000))}
             if self.link is not None and self.link.fileno() in ready:
                 if self._receive(self.link):
                     return False
-                # What was sent before the worker ended decides what its end means.
+                # A guard that was stopped reads first what its agent has sent meanwhile. And what
+                # was sent before the worker ended decides what its end means.
                 continue
+            if left <= 0:
+                return True
             if self.worker in ready:
                 return False
             if self.alarm.fileno() in ready:
@@ -192,6 +199,9 @@ class _Watch:
         if not message:
             self._hang_up(link)
             self.returns_by = time.monotonic() + RETURN_S
+        elif message == CONFIRM:
+            with contextlib.suppress(OSError):
+                link.send(HELD)
         elif message.startswith(THAW_BY):
             self.thaw_by = float(message[len(THAW_BY) :])
         elif message.startswith(RELEASE):
@@ -287,10 +297,11 @@ def free(
     except OSError:
         control = None
     is_over = control is not None and _exists(control, task.unless)
+    is_said = control is None or is_over or _is_written(control, task)
     run_program(release.program, release.within_s)
     let_go(process, ends=release.ends or (task.kill and not is_over))
     if control is not None and not is_over:
-        while not _is_written(control, task) and any(procfs.family_of(*process)):
+        while not (is_said or _is_written(control, task)) and any(procfs.family_of(*process)):
             # The disk is full. The worker waits for this file, and no other process writes it.
             select.select([], [], [], FULL_S)
         with contextlib.suppress(OSError):

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 ARMED_WITHIN_S = 5.0
 GONE_WITHIN_S = 2.0
+ANSWERS_WITHIN_S = 2.0
 MARGIN_S = 2.0
 """How much later than a healthy agent a guard acts at a deadline, in seconds."""
 
@@ -187,22 +188,46 @@ class _Link:
         self._sock = sock
         self._path = path
         self._process = process
+        self._said: asyncio.Queue[bytes] = asyncio.Queue()
+        self._is_over = asyncio.Event()
+        asyncio.get_running_loop().add_reader(sock, self._read)
+
+    def _read(self) -> None:
+        try:
+            message = self._sock.recv(guard.MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if message:
+            self._said.put_nowait(message)
+        else:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._said.put_nowait(b"")
+            asyncio.get_running_loop().remove_reader(self._sock)
 
     async def receive(self, within_s: float) -> bytes:
         """Return the next message; empty when the connection or the time has ended."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(within_s):
-                return await loop.sock_recv(self._sock, guard.MESSAGE_BYTES)
-        except (TimeoutError, ConnectionError):
+        if self._is_over.is_set() and self._said.empty():
             return b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                return await self._said.get()
+        return b""
 
     async def lost(self) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):
-            while await loop.sock_recv(self._sock, guard.MESSAGE_BYTES):
-                pass
+        await self._is_over.wait()
         await self._gone()
+
+    async def confirm(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.send(guard.CONFIRM)
+        if await self.receive(ANSWERS_WITHIN_S) != guard.HELD:
+            await self.kill()
 
     def send_spec(self, spec: GuardSpec) -> None:
         """Send what is longer than arguments may be, before the guard reads."""
@@ -252,6 +277,7 @@ class _Link:
             self._process = None
 
     def close(self) -> None:
+        self._hang_up()
         self._sock.close()
 
 

@@ -12,6 +12,7 @@ from snapshot_shared import compatibility
 from snapshot_shared.artifact import Facts, RootManifest
 from snapshot_shared.errors import (
     ArtifactCorrupt,
+    HoldDeadline,
     Incompatible,
     NotEligible,
     SnapbackError,
@@ -206,6 +207,10 @@ class DumpRequest(NamedTuple):
 def _is_held(dump: DumpRequest) -> SnapbackError | None:
     if dump.held == dump.order.attempt and dump.prepared is not None:
         return None
+    if dump.held is None and dump.prepared is not None:
+        return HoldDeadline(
+            f"the worker of attempt {dump.order.attempt} was let go before the dump was ordered"
+        )
     return NotEligible(
         f"attempt {dump.order.attempt} of content {dump.order.content_uid} is not held here",
         next_step="prepare the capture again",

@@ -68,7 +68,7 @@ class Captures:
             ctx=ctx,
         )
         await ctx.steps("prepare", steps.table())
-        self._holds.watch(steps.hold)
+        self._holds.watch(steps.hold, order.dump_within_s)
         return {"vector": steps.vector}
 
     async def dump(self, order: DumpOrder, ctx: OrderContext) -> Result:
@@ -82,16 +82,17 @@ class Captures:
         refuse(DUMP_CHECKS, DumpRequest(order, held, driver, vector))
         if hold is None or prepared is None:
             raise Internal("the gate has been passed with no hold")
-        async with self._slots, contextlib.AsyncExitStack() as closing:
-            # Before the worker is stopped: a KMS may take its time.
-            place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
-            cipher = await self._machine.keys.new_cipher(place, PROCESS)
-            steps = _DumpSteps(
-                self._machine, self._workers, self._holds, hold, ctx, closing, cipher
-            )
-            with self._machine.metrics.moving("dump") as moved:
-                await ctx.steps("dump", steps.table(prepared))
-                moved(steps.result().bytes)
+        with self._holds.busy(hold, order.release_within_s):
+            async with self._slots, contextlib.AsyncExitStack() as closing:
+                # Before the worker is stopped: a KMS may take its time.
+                place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
+                cipher = await self._machine.keys.new_cipher(place, PROCESS)
+                steps = _DumpSteps(
+                    self._machine, self._workers, self._holds, hold, ctx, closing, cipher
+                )
+                with self._machine.metrics.moving("dump") as moved:
+                    await ctx.steps("dump", steps.table(prepared))
+                    moved(steps.result().bytes)
         return {"part": steps.result()}
 
     def _prepared(self, order: DumpOrder) -> Entry | None:
@@ -247,9 +248,9 @@ class _DumpSteps:
         else:
             await while_alive(self._workers, self._dump.worker, stage.run(self._dump))
         await self._goes_on()
-        if stage.writes and self._holds.is_let_go(self._dump.worker, self._order.attempt):
-            # The worker ran while its state was copied, so the copy may be inconsistent.
-            raise Aborted("the worker was let go while it was dumped")
+        if stage.writes:
+            # If the worker ran while its state was copied, the copy may be inconsistent.
+            await self._holds.confirm(self._hold)
 
     async def _goes_on(self) -> None:
         await self._enter(self._running.phases.after)

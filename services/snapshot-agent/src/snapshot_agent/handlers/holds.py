@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from snapshot_agent.domain import control
@@ -26,7 +26,7 @@ from snapshot_agent.ports import (
     Workers,
 )
 from snapshot_shared import instruments
-from snapshot_shared.errors import Failure, SnapbackError, SourceExited
+from snapshot_shared.errors import Aborted, Failure, HoldDeadline, SnapbackError, SourceExited
 from snapshot_shared.ids import Uid, order_id, short_hash
 from snapshot_shared.ledger import Noted
 from snapshot_shared.orders import PodRef, PrepareOrder
@@ -36,26 +36,41 @@ log = logging.getLogger(__name__)
 AGAIN_S = 1.0
 """How long to wait before another try when the disk is full or GMS does not answer, in seconds."""
 
+BEAT_S = 1.0
+"""How often a guard gets a sign of life from its agent, in seconds."""
+
+SILENCE_S = 3.0
+"""How long after the last sign of life a worker may be held, in seconds.
+
+A guard acts two seconds later (`guards.MARGIN_S`), so five seconds after the sign.
+"""
+
 UNFENCE_S = 1.0
 """How long the release of a worker waits for the end of its fence, in seconds."""
 
 UNCONFIRMED = "unconfirmed"
 """The note on a prepared capture whose worker was released without an order."""
 
-_OVERDUE = Failure(
-    reason="HoldDeadline",
-    message="the capture was not confirmed in time; the worker goes on",
-)
+_OVERDUE = HoldDeadline("the next order did not come in time; the worker goes on").to_failure()
+
+
+class AgentSilent(Aborted):
+    """The guard has let the worker go, because its agent was silent for too long."""
+
+    retryable = True
 
 
 @dataclass(eq=False)
 class Hold:
     """One held worker. Times are in seconds of the monotonic clock.
 
-    `phase` decides how the worker is let go. At `thaw_by` the guard does so; infinite while the
-    worker is not frozen. `watchdog` waits for the deadline. `quiet_since` and `frozen_since` are
-    None while the worker is not, and after a restart of the agent. `paused_s` is for how long it
-    was quiet, once it goes on and where that was measured. `turn` keeps two ends of the hold apart.
+    The worker is let go at `deadline`, or at `order_by` unless the next order of its capture has
+    come. `phase` decides how. The guard lets it go at `thaw_by`; infinite while the driver does
+    nothing, because the guard acts upon silence then. `watchdog` waits for both deadlines, `pulse`
+    sends the signs of life.
+    `quiet_since` and `frozen_since` are None while the worker is not, and after a restart of the
+    agent. `paused_s` is for how long it was quiet, once it goes on and if that was measured. `turn`
+    keeps two ends of the hold apart.
     """
 
     order: PrepareOrder
@@ -65,8 +80,10 @@ class Hold:
     unlock: Callable[[], None]
     phase: Phase = Phase.SIGNAL
     guard: GuardLink | None = None
+    order_by: float = math.inf
     thaw_by: float = math.inf
     watchdog: asyncio.Task[None] | None = None
+    pulse: asyncio.Task[None] | None = None
     quiet_since: float | None = None
     frozen_since: float | None = None
     paused_s: float = 0.0
@@ -150,7 +167,33 @@ class Holds:
     async def arm(self, hold: Hold) -> None:
         """Start the guard of a hold."""
         hold.guard = await self._machine.guards.start(self.guard_spec(hold))
-        hold.guard.thaw_by(hold.thaw_by)
+        self._keep(hold)
+
+    def _keep(self, hold: Hold) -> None:
+        """Send the guard signs of life, so that it acts upon silence."""
+        self._beat(hold)
+        if hold.pulse is None:
+            hold.pulse = self._background.start(self._pulse(hold), f"pulse of {hold.content}")
+
+    async def _pulse(self, hold: Hold) -> None:
+        while True:
+            await pause(BEAT_S)
+            self._beat(hold)
+
+    def _beat(self, hold: Hold) -> None:
+        if hold.guard is not None:
+            silent_by = self._machine.clocks.monotonic() + SILENCE_S
+            hold.guard.thaw_by(silent_by if hold.thaw_by == math.inf else hold.thaw_by)
+
+    async def confirm(self, hold: Hold) -> None:
+        """Make sure that the guard has not let the worker go. AgentSilent if it has.
+
+        An agent that was stopped does not know how long it was.
+        """
+        if hold.guard is not None:
+            await hold.guard.confirm()
+        if self.is_let_go(hold.worker, hold.attempt):
+            raise AgentSilent("the guard let the worker go, because the agent was silent")
 
     def enter(self, hold: Hold, phase: Phase) -> None:
         """Set the phase, here and at the guard."""
@@ -167,8 +210,24 @@ class Holds:
     def may_freeze(self, hold: Hold, within_s: float = math.inf) -> None:
         """Set after how many seconds the guard thaws the worker; infinite when it is not frozen."""
         hold.thaw_by = self._machine.clocks.monotonic() + within_s
-        if hold.guard is not None:
-            hold.guard.thaw_by(hold.thaw_by)
+        self._beat(hold)
+
+    @contextlib.contextmanager
+    def busy(self, hold: Hold, within_s: float) -> Iterator[None]:
+        """Do the work of an order; the next order has to come within `within_s` seconds after it.
+
+        After work that fails only an abort can come, as soon as a dump after its prepare.
+        """
+        hold.order_by = math.inf
+        try:
+            yield
+        except BaseException:
+            self._wait(hold, hold.order.dump_within_s)
+            raise
+        self._wait(hold, within_s)
+
+    def _wait(self, hold: Hold, within_s: float) -> None:
+        hold.order_by = self._machine.clocks.monotonic() + within_s
 
     async def arm_if_possible(self, hold: Hold) -> None:
         """Start another guard. Without one it is tried again, until the hold's deadline."""
@@ -180,19 +239,23 @@ class Holds:
         except (SnapbackError, OSError):
             log.exception("no guard for %s", hold.content)
 
-    def watch(self, hold: Hold) -> None:
-        """Hold a prepared worker until it is let go, its deadline at the latest."""
+    def watch(self, hold: Hold, within_s: float) -> None:
+        """Hold a prepared worker until it is let go, at its deadline at the latest.
+
+        The next order of its capture has to come within `within_s` seconds.
+        """
         self.by_content[hold.content] = hold
+        self._wait(hold, within_s)
+        self._keep(hold)
         hold.watchdog = self._background.start(self._watch(hold), f"hold of {hold.content}")
 
     async def _watch(self, hold: Hold) -> None:
-        while True:
-            left = hold.deadline - self._machine.clocks.monotonic()
+        while (left := self._left(hold)) > 0:
             try:
-                async with asyncio.timeout(max(left, 0.0)):
+                async with asyncio.timeout(min(left, BEAT_S)):
                     await self._guard_is_lost(hold)
             except TimeoutError:
-                break
+                continue
             # A guard that acts writes the file before it ends.
             if self.is_let_go(hold.worker, hold.attempt):
                 break
@@ -202,6 +265,9 @@ class Holds:
                 hold.guard = None
             await self.arm_if_possible(hold)
         await self._release_at_last(hold)
+
+    def _left(self, hold: Hold) -> float:
+        return min(hold.deadline, hold.order_by) - self._machine.clocks.monotonic()
 
     async def _release_at_last(self, hold: Hold) -> None:
         """Release at the deadline; try again until it is done, because no order will."""
@@ -337,6 +403,9 @@ class Holds:
 
     async def dismiss(self, hold: Hold) -> None:
         """End the guard without action."""
+        pulse, hold.pulse = hold.pulse, None
+        if pulse is not None:
+            pulse.cancel()
         guard, hold.guard = hold.guard, None
         if guard is not None:
             await guard.dismiss()

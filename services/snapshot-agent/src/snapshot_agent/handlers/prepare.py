@@ -12,7 +12,7 @@ from snapshot_agent.domain import control
 from snapshot_agent.domain.gate import CAPTURE_CHECKS, refuse
 from snapshot_agent.handlers.background import while_alive
 from snapshot_agent.handlers.holds import Hold, Holds
-from snapshot_agent.ports import Machine, Orders, ResolvedContainer, Worker, Workers
+from snapshot_agent.ports import Machine, Orders, ProcessDriver, ResolvedContainer, Worker, Workers
 from snapshot_shared.artifact import Facts
 from snapshot_shared.courier import OrderContext
 from snapshot_shared.errors import (
@@ -36,8 +36,11 @@ from snapshot_shared.orders import (
 from snapshot_shared.runner import Step
 
 GUARD_S = 10.0
-FENCE_WAIT_S = 10.0
+FENCE_WAIT_S = 4.0
 """How long the GMS sessions of a quiesced worker may take to end, in seconds."""
+
+FENCE_S = 5.0
+"""How long GMS may take to answer, in seconds: the worker is quiet for as long."""
 
 MARGIN_S = 5.0
 
@@ -74,6 +77,7 @@ class Prepare:
         self._found: ResolvedContainer | None = None
         self._hold: Hold | None = None
         self._layouts: list[LayoutRef] = []
+        self._facts_here: Facts | None = None
         self._previous = ""
         self._why = _GIVEN_UP
 
@@ -92,7 +96,7 @@ class Prepare:
             Step(
                 "fence",
                 lambda: self._explained(self._fence()),
-                FENCE_WAIT_S + MARGIN_S,
+                FENCE_S,
                 undo=self._unfence,
             ),
             Step("facts", lambda: self._explained(self._facts()), 60.0),
@@ -158,6 +162,8 @@ class Prepare:
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
         await driver.inspect(worker, quiet=False)
+        # Before the worker is quiet: a GMS, a helper or a CUDA driver may take its time to answer.
+        self._facts_here = await self._facts_with(driver)
         # A worker that polls may miss the end of its last capture, so `quiesce` repeats it.
         self._previous = self._outcome_left(worker)
         stale = [*control.CAPTURE_FILES, control.STATE]
@@ -166,6 +172,18 @@ class Prepare:
             # again in its container starts cold, and does not look for these.
             stale += control.RESTORE_FILES
         await self._machine.control.clear(worker.paths, *stale)
+
+    async def _facts_with(self, driver: ProcessDriver) -> Facts:
+        order = self._order
+        devices = await devices_of(self._machine, order.pod, order.devices) or []
+        return msgspec.structs.replace(
+            await self._machine.facts_with(driver),
+            device_product=devices[0].product if devices else "",
+            devices=len(devices),
+            image=self.found.image[:256],
+            image_digest=order.image_digest,
+            command=list(self.found.command),
+        )
 
     async def _of_the_pod(self, order: PrepareOrder) -> PrepareOrder:
         """Return the order with the devices that the memory server of the pod serves."""
@@ -248,20 +266,12 @@ class Prepare:
 
     async def _facts(self) -> None:
         """Note the facts of the source. NoSpace when the capture would not fit."""
-        order, hold = self._order, self.hold
-        devices = await devices_of(self._machine, order.pod, order.devices) or []
-        facts = msgspec.structs.replace(
-            await self._machine.facts_with(hold.driver),
-            device_product=devices[0].product if devices else "",
-            devices=len(devices),
-            image=self.found.image[:256],
-            image_digest=order.image_digest,
-            command=list(self.found.command),
-        )
+        hold = self.hold
         weights = sum(layout.bytes for layout in self._layouts)
         own = await hold.driver.inspect(hold.worker, quiet=True)
         await self._machine.artifacts.require_space(own, weights)
-        await self._ctx.note(FACTS_NOTE, msgspec.to_builtins(facts))
+        await self._ctx.note(FACTS_NOTE, msgspec.to_builtins(self._facts_here))
+        await self._holds.confirm(hold)
 
     async def _within(
         self,

@@ -16,7 +16,7 @@ from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import SnapbackError
 from snapshot_shared.ids import OrderId, Uid, order_id, owner_of, verb_of
 from snapshot_shared.ledger import Entry
-from snapshot_shared.orders import PrepareOrder
+from snapshot_shared.orders import DumpOrder, PrepareOrder
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Recoverer:
         if decision is Recovery.COMPENSATE:
             await self._compensate(left, order, hold)
         elif hold is not None and decision is Recovery.HOLD:
-            await self._hold_on(hold)
+            await self._hold_on(hold, left.dump)
         elif hold is not None:
             await self._holds.release_alone(hold)
 
@@ -130,18 +130,20 @@ class Recoverer:
         except (SnapbackError, OSError):
             log.exception("capture of %s could not be undone completely", order.content_uid)
             if hold is not None:
-                hold.deadline = self._machine.clocks.monotonic()
-                self._holds.watch(hold)
+                self._holds.watch(hold, 0.0)
         if entry is not None:
             await self._orders.report(entry, "failed", failure=error.to_failure())
 
-    async def _hold_on(self, hold: Hold) -> None:
+    async def _hold_on(self, hold: Hold, dump: Entry | None) -> None:
         """Keep a prepared capture. The worker may still be frozen by a dump that ended."""
+        within_s = hold.order.dump_within_s
+        if dump is not None and dump.terminal is not None:
+            within_s = decode_json(bytes(dump.accepted.payload), DumpOrder).release_within_s
         await self._holds.let_go(hold)
         self._holds.may_freeze(hold)
         if hold.guard is None:
             await self._holds.arm_if_possible(hold)
-        self._holds.watch(hold)
+        self._holds.watch(hold, within_s)
 
 
 def _nothing() -> None:
