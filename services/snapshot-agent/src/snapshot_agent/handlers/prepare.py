@@ -10,8 +10,8 @@ import msgspec
 
 from snapshot_agent.domain import control
 from snapshot_agent.domain.gate import CAPTURE_CHECKS, refuse
-from snapshot_agent.handlers.background import while_alive
-from snapshot_agent.handlers.holds import Hold, Holds
+from snapshot_agent.handlers.background import first, pause, while_alive
+from snapshot_agent.handlers.holds import BEAT_S, Hold, Holds
 from snapshot_agent.ports import Machine, Orders, ProcessDriver, ResolvedContainer, Worker, Workers
 from snapshot_shared.artifact import Facts
 from snapshot_shared.courier import OrderContext
@@ -19,6 +19,7 @@ from snapshot_shared.errors import (
     Aborted,
     DeadlineExceeded,
     Failure,
+    GmsUnavailable,
     Internal,
     NotEligible,
     SnapbackError,
@@ -36,10 +37,10 @@ from snapshot_shared.orders import (
 from snapshot_shared.runner import Step
 
 GUARD_S = 10.0
-FENCE_WAIT_S = 4.0
+FENCE_WAIT_S = 3.0
 """How long the GMS sessions of a quiesced worker may take to end, in seconds."""
 
-FENCE_S = 5.0
+ANSWER_S = 4.0
 """How long GMS may take to answer, in seconds: the worker is quiet for as long."""
 
 MARGIN_S = 5.0
@@ -96,7 +97,7 @@ class Prepare:
             Step(
                 "fence",
                 lambda: self._explained(self._fence()),
-                FENCE_S,
+                ANSWER_S,
                 undo=self._unfence,
             ),
             Step("facts", lambda: self._explained(self._facts()), 60.0),
@@ -230,12 +231,33 @@ class Prepare:
         await self._within(
             min(order.quiesce_s, order.hold_s),
             worker,
-            self._machine.control.appears(
-                where, control.QUIESCED, lambda data: control.is_of(data, order.attempt)
+            self._while_memory_answers(
+                self._machine.control.appears(
+                    where, control.QUIESCED, lambda data: control.is_of(data, order.attempt)
+                )
             ),
             "the worker did not become quiet",
             f"the worker answers {control.QUIESCE} by {control.QUIESCED} with the same attempt",
         )
+
+    async def _while_memory_answers(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for a worker that gives up its memory, for which GMS has to answer it.
+
+        GmsUnavailable if GMS does not answer the agent either.
+        """
+        await first(work, self._memory_is_silent()) if self._order.devices else await work
+
+    async def _memory_is_silent(self) -> None:
+        memory = self._machine.gpu_memory.at(self._order.pod)
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await memory.devices(wait_s=0.0)
+            except TimeoutError:
+                raise GmsUnavailable(
+                    f"the GPU memory service did not answer for {ANSWER_S:g} s"
+                ) from None
+            await pause(BEAT_S)
 
     async def _resume(self) -> None:
         await self._holds.free(self.hold, self._why)
