@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from snapshot_operator.core import content, restore, sharing
+from snapshot_operator.core.ordering import status_of
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.runtime import owned
+from snapshot_shared.codec import encode_json
+from snapshot_shared.orders import AbortOrder, DeleteOrder, Order, PodRef
 from tests.cluster import agents
 from tests.cluster.kubectl import Kubectl
-from tests.cluster.rig import Rig, polled
+from tests.cluster.rig import SHELL, Rig, polled
 from tests.cluster.simulated import pod
 
 pytestmark = [pytest.mark.cluster, pytest.mark.turns]
@@ -29,6 +34,15 @@ async def steal(rig: Rig, attacker: Kubectl) -> None:
     await rig.captured("secret", source["spec"])
     found = await rig.get("dynamocheckpoints", "secret")
     forged = {"contentName": found["status"]["contentName"], "nodeName": "node-2"}
+    name = await has_a_restore(rig, attacker)
+    for _ in range(20):
+        # The operator may write its own between two of these.
+        await forge(attacker, name, forged)
+        await asyncio.sleep(0.2)
+
+
+async def has_a_restore(rig: Rig, attacker: Kubectl) -> str:
+    """Have a pod of the attacker wait for a restore, and return the name of that."""
     await asyncio.to_thread(attacker.apply, agents.placeholder("thief", "mine", "node-2"))
     restores = f"/apis/nvidia.com/v1alpha1/namespaces/{attacker.namespace}/snapshotrestores"
 
@@ -36,11 +50,13 @@ async def steal(rig: Rig, attacker: Kubectl) -> None:
         return [each["metadata"]["name"] for each in await rig.items(restores)]
 
     [name] = await polled(names)
-    patch = ("--subresource=status", "--type=merge", f"--patch={json.dumps({'status': forged})}")
-    for _ in range(20):
-        # The operator may write its own between two of these.
-        await asyncio.to_thread(attacker.run, "patch", "snapshotrestore", name, *patch)
-        await asyncio.sleep(0.2)
+    return name
+
+
+async def forge(attacker: Kubectl, name: str, status: dict[str, Any]) -> None:
+    """Write into the status of a restore of the attacker."""
+    patch = ("--subresource=status", "--type=merge", f"--patch={json.dumps({'status': status})}")
+    await asyncio.to_thread(attacker.run, "patch", "snapshotrestore", name, *patch)
 
 
 async def failure_of(rig: Rig, attacker: Kubectl) -> dict[str, Any]:
@@ -80,3 +96,75 @@ async def test_a_node_restores_no_artifact_of_another_namespace(
     assert failure["reason"] == "Rejected"
     assert "the order reaches beyond its owner" in failure["message"]
     await has_stolen_nothing(namespace)
+
+
+@pytest.mark.parametrize("has_wall", [True, False], ids=["with the wall", "without any wall"])
+async def test_the_operator_deletes_no_artifact_and_ends_no_pod_of_another_namespace(
+    rig: Rig,
+    nodes: Kubectl,
+    namespace: Kubectl,
+    artifacts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_wall: bool,
+) -> None:
+    """Nodes have no wall here: nothing of theirs says for whom a delete or an abort is."""
+    if not has_wall:
+        monkeypatch.setattr(owned, "foreign", lambda _owner, _item: "")
+    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
+    await rig.captured("secret", source["spec"])
+    sleeps = {"name": "main", "image": SHELL, "command": ["sleep", "600"]}
+    good = pod("good", sleeps, nodeName="node-1")
+    await asyncio.to_thread(nodes.apply, good)
+    await asyncio.to_thread(nodes.wait, "pod/good", until="condition=Ready")
+    victim = await asyncio.to_thread(nodes.get, "pod", "good")
+    [part] = artifacts.glob(f"{rig.namespace}/*/gen-*/root.json")
+    content, generation = part.parts[-3], int(part.parts[-2].removeprefix("gen-"))
+    name = await has_a_restore(rig, namespace)
+    common: dict[str, Any] = {
+        "attempt": 1,
+        "node": "node-1",
+        # Nodes refuse an order that is not of its content, so the content is said to own it.
+        "owner": content,
+        "deadline_s": 60.0,
+    }
+    orders: list[Order] = [
+        DeleteOrder(
+            order=f"delete-{content}-gen-{generation}",
+            namespace=rig.namespace,
+            content_uid=content,
+            generation=generation,
+            **common,
+        ),
+        AbortOrder(
+            order=f"abort-{content}",
+            content_uid=content,
+            pod=PodRef(
+                namespace=rig.namespace,
+                name="good",
+                uid=victim["metadata"]["uid"],
+                container="main",
+            ),
+            on_failure="Kill",
+            **common,
+        ),
+    ]
+    forged = [json.loads(encode_json(status_of(each, "agent", time.time()))) for each in orders]
+
+    async def is_done() -> bool:
+        found = await asyncio.to_thread(nodes.get, "pod", "good")
+        [row] = found["status"]["containerStatuses"]
+        return not part.exists() and row["restartCount"] + ("terminated" in row["state"]) > 0
+
+    async def is_refused() -> bool:
+        return "ForeignOrders" in caplog.text
+
+    await forge(namespace, name, {"orders": forged})
+    await polled(is_refused if has_wall else is_done)
+    if has_wall:
+        # A sweep publishes what no report has answered.
+        await asyncio.sleep(30.0)
+        assert part.exists()
+        found = await asyncio.to_thread(nodes.get, "pod", "good")
+        [row] = found["status"]["containerStatuses"]
+        assert (row["restartCount"], [*row["state"]]) == (0, ["running"])

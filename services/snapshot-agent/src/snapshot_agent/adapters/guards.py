@@ -133,6 +133,7 @@ class Guards:
             link = _Link(caller, path, _peer(caller))
             if await link.receive(ARMED_WITHIN_S) == guard.ARMED:
                 return link
+            link.close()
         caller.close()
         path.unlink(missing_ok=True)
         return None
