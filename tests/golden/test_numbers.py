@@ -60,5 +60,8 @@ def test_no_limit_and_no_default_is_another_than_was_released() -> None:
 
 
 if __name__ == "__main__":
-    rows = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in numbers().items())
+    rows = (
+        f"  {json.dumps(name)}: {json.dumps(value, sort_keys=True)}"
+        for name, value in numbers().items()
+    )
     FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")

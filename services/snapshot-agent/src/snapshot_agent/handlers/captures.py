@@ -75,6 +75,9 @@ class Captures:
         """Write the process part of a held worker."""
         self._orders.require_current(f"capture-{order.content_uid}", order.attempt)
         hold = self._holds.of(order.content_uid, order.attempt)
+        if hold is not None and self._holds.is_let_go(hold.worker, hold.attempt):
+            # An agent that was stopped finds this order beside the end of the guard.
+            hold = None
         prepared = self._prepared(order)
         vector = prepared.terminal.vector if prepared and prepared.terminal else None
         held = hold.attempt if hold else None
