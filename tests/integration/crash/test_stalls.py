@@ -1,4 +1,4 @@
-"""SIGSTOP of each service while it holds a worker: how long the worker is quiet.
+"""SIGSTOP of each service of a node while it holds a worker: how long the worker is quiet.
 
 A service that is stopped keeps its sockets and locks, so nothing sees that it does no work. Ten
 seconds stand for any time: a worker that waited for the service would be quiet for as long.
@@ -36,11 +36,11 @@ MOMENTS: dict[str, Callable[[Path, Path], bool]] = {
 }
 """Where a capture is. None of these is inside of the driver, where the deadline alone acts."""
 
-ALWAYS = {("agent", "quiet"), ("operator", "quiet")}
+ALWAYS = {("agent", "quiet")}
 
 
 def _cases() -> Iterator[object]:
-    for service in ("agent", "operator", "nats-server", "gms", "guard"):
+    for service in ("agent", "gms", "guard"):
         for moment in MOMENTS:
             marks = () if (service, moment) in ALWAYS else pytest.mark.slow
             yield pytest.param(service, moment, marks=marks, id=f"{service}-{moment}")

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import gather, reconcile
-from snapshot_operator.core.ordering import HOLD_S, SILENCE_S
 from snapshot_operator.runtime.cluster import Tracker
 from snapshot_shared.errors import HoldDeadline
 from snapshot_shared.metrics import Metrics
@@ -205,15 +204,6 @@ async def test_a_dump_that_came_after_its_worker_was_let_go_is_tried_again(world
     await world.answer_all()
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.READY, 2)
-
-
-@pytest.mark.parametrize(("policy", "is_short"), [("Resume", True), ("Terminate", False)])
-async def test_a_worker_that_goes_on_waits_seconds_for_its_release_and_another_until_ready(
-    world: World, policy: str, is_short: bool
-) -> None:
-    await capturing(world, "prepare", sourcePolicy=policy)
-    (dump,) = world.open("dump")
-    assert payload(dump)["release_within_s"] == (SILENCE_S if is_short else HOLD_S)
 
 
 async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generation(

@@ -71,10 +71,11 @@ BUDGET_S = {
     "verify": 3600.0,
 }
 HOLD_S = 1800.0
-SILENCE_S = 4.0
+WAITS_S = HOLD_S
 """How long a quiet worker waits for the next order of its capture, in seconds.
 
-The end of its fence may take another second, so it goes on after five at most.
+As long as the hold: after a bus that has lost its streams an order comes only with the next sweep,
+and a worker that was let go meanwhile would need another attempt.
 """
 
 DEVICES_S = 310.0
@@ -252,7 +253,7 @@ def prepare(
         image_digest=_image_digest(pod, source_ref(content).container),
         fence_token=fence_token(content, attempt),
         hold_s=HOLD_S,
-        dump_within_s=SILENCE_S,
+        dump_within_s=WAITS_S,
         driver=content.spec.driver,
         **_common("prepare", content.metadata.uid, attempt, source_node(content), trace),
     )
@@ -284,8 +285,7 @@ def stage(
             pod=source_ref(content),
             content_uid=uid,
             vector=vector,
-            # A worker that ends after its capture serves no more, and has to wait for Ready.
-            release_within_s=SILENCE_S if content.spec.source_policy == "Resume" else HOLD_S,
+            release_within_s=WAITS_S,
             driver=content.spec.driver,
             **_common("dump", uid, attempt, source_node(content), trace),
         )
