@@ -74,8 +74,8 @@ HOLD_S = 1800.0
 WAITS_S = HOLD_S
 """How long a quiet worker waits for the next order of its capture, in seconds.
 
-As long as the hold: after a bus that has lost its streams an order comes only with the next sweep,
-and a worker that was let go meanwhile would need another attempt.
+As long as the hold: with seconds, captures of a bus that lost its streams did not end in time
+(docs/adr/0051).
 """
 
 DEVICES_S = 310.0
