@@ -184,7 +184,7 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     image_digest: ShortText = ""
     fence_token: ShortText
     hold_s: Seconds = 600.0
-    dump_within_s: Seconds = 600.0
+    dump_within_s: Seconds = 1800.0
     quiesce_s: Seconds = 60.0
     ready_s: Seconds = 60.0
     on_failure: OnFailure = "Resume"
@@ -199,7 +199,7 @@ class DumpOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.dump_or
     pod: PodRef
     content_uid: UidStr
     vector: list[VectorEntry]
-    release_within_s: Seconds = 600.0
+    release_within_s: Seconds = 1800.0
 
 
 class SaveOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.save_order"):

@@ -50,8 +50,7 @@ def _pid(cluster: LiveCluster, service: str) -> int | None:
     if service == "guard":
         found = below(Path(cluster.record.state_dir))
         return next((pid for pid, text in found.items() if "adapters.guard" in text), None)
-    name = f"{NODE}-{service}" if service in ("agent", "gms") else service
-    return cluster.process(name).pid
+    return cluster.process(f"{NODE}-{service}").pid
 
 
 def _worker(run: str) -> Path | None:
@@ -74,8 +73,7 @@ def _seen(what: Callable[[], object], within_s: float = 60.0) -> float:
 def _stopped_at(cluster: LiveCluster, service: str, moment: str) -> tuple[int, float, Path]:
     """Stop a service at a moment of a capture, and return since when the worker is to be quiet."""
     run, artifacts = cluster.run, cluster.artifacts
-    before = set(artifacts.glob("default/*/gen-*/process/part.json"))
-    assert not before
+    assert not MOMENTS["staged"](artifacts, artifacts)
     _seen(lambda: _worker(run))
     folder = _worker(run)
     assert folder is not None

@@ -9,7 +9,8 @@ program and a signal); or kills the worker, if its task says so. It ends when it
 when the worker ends, unless the driver is about to replace the process. It leaves no socket behind.
 
 The file is written before the worker runs again. So if it is not there, the worker was held all the
-time, whatever has become of the guard, and a copy of its state is consistent.
+time, and a copy of its state is consistent. Two cases are exceptions: the disk is full, or the
+control directory is gone. The worker is let go then all the same.
 
 `python -m snapshot_agent.adapters.guard <task>`. It imports nothing outside the standard library,
 nor json, pathlib or typing, because a capture waits until its guard has started.
