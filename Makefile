@@ -179,8 +179,8 @@ crash-points: $(STAMP) ## Kill real services at every step of every step table (
 chaos: $(STAMP) ## Kill and pause real processes and hang their disks at random (SECONDS=120, SEED=n)
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(SEED),--seed $(SEED))
 
-soak: $(STAMP) ## Capture and delete a worker many times and see that nothing grows (CAPTURES=1000)
-	@$(BIN)/python -m tests.support.soak $(if $(CAPTURES),--captures $(CAPTURES))
+soak: $(STAMP) ## Capture and delete a worker many times and see that nothing grows (CAPTURES=1000, KEEP=1 deletes none)
+	@$(BIN)/python -m tests.support.soak $(if $(CAPTURES),--captures $(CAPTURES)) $(if $(KEEP),--keep)
 
 mutants: $(STAMP) ## Put one-line bugs into a copy and see each caught (JOBS=2, ONLY="name ...", SAMPLE=200 SEED=1 draws others)
 	@$(BIN)/python -m tests.mutants$(if $(SAMPLE),.sample --count $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(if $(MOST),--most $(MOST))) \

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from gms.adapters import posix, sharing, staging, striping, syscalls
 from gms.transfer_child import save
 from snapshot_agent.adapters import artifacts, control_dir, copying, library
-from snapshot_shared import files, journal, stripes, tasks
+from snapshot_shared import files, finished, journal, stripes, tasks
 from snapshot_shared.errors import SnapbackError
 from tests.scenario.disk import SimDisk
 
@@ -33,7 +33,7 @@ Site = tuple[str, str, int]
 """Where the product calls fsync: file, function, line."""
 
 MODULES: tuple[types.ModuleType, ...] = (
-    *(files, journal, stripes, tasks, artifacts, library, copying, control_dir),
+    *(files, finished, journal, stripes, tasks, artifacts, library, copying, control_dir),
     *(posix, sharing, staging, striping, syscalls, save),
 )
 SOURCES = "/src/"
@@ -70,7 +70,7 @@ def mounted(disk: SimDisk) -> Iterator[None]:
     """Put a disk under the product for the length of a block."""
     with contextlib.ExitStack() as stack:
         for module in MODULES:
-            for name, stand_in in (("os", disk.os), ("fcntl", disk.fcntl)):
+            for name, stand_in in disk.modules.items():
                 if hasattr(module, name):
                     stack.callback(setattr, module, name, getattr(module, name))
                     setattr(module, name, stand_in)

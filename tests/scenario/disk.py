@@ -12,6 +12,8 @@ safe from power loss only after an fsync:
 
 An fsync secures all that it sees, whichever machine wrote it. A failed fsync leaves the data in
 the cache, but a later fsync that succeeds does not bring it to the disk. Modes are secure at once.
+
+Databases of SQLite are real, in memory, and survive everything: SQLite has proofs of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from random import Random
 from typing import NamedTuple
 
 from tests.scenario import effects
-from tests.scenario.sim_os import SimFcntl, SimOs
+from tests.scenario.sim_os import SimFcntl, SimOs, SimSqlite
 
 ROOT = 1
 
@@ -108,6 +110,7 @@ class SimDisk:
         self._take_stock()
         self.os = SimOs(self)
         self.fcntl = SimFcntl(self.os)
+        self.modules = {"os": self.os, "fcntl": self.fcntl, "sqlite3": SimSqlite()}
 
     def _take_stock(self) -> None:
         """Count links and bytes, and forget what no name and no descriptor leads to."""

@@ -34,6 +34,7 @@ class SimServer:
         self._routes: dict[str, list[tuple[Link, Subscription]]] = {}
         self._homes: dict[str, str | None] = {}
         """By subject, the name of the stream that stores it."""
+        self.stalled_until = 0.0
         self._stalls = 0
 
     # Time, outside of every simulated process.
@@ -88,6 +89,7 @@ class SimServer:
         """Answer nobody for a while, as while a leader is elected; nothing is lost."""
         self.is_stalled = True
         self._stalls += 1
+        self.stalled_until = self.now + seconds
         self.later(seconds, self._resume, self._stalls)
 
     def _resume(self, which: int) -> None:

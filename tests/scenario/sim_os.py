@@ -1,4 +1,4 @@
-"""The face of a `SimDisk`: objects that stand in for the modules `os` and `fcntl`.
+"""The face of a `SimDisk`: objects that stand in for modules.
 
 Paths below the disk's mount and descriptors from `FIRST` up are the disk's; everything else goes
 to the real modules. Errors, flags and results are those of Linux. Descriptor numbers never come
@@ -12,6 +12,7 @@ import fcntl
 import functools
 import itertools
 import os
+import sqlite3
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -465,3 +466,23 @@ class SimFcntl:
             raise _error(errno.EWOULDBLOCK if operation & fcntl.LOCK_NB else errno.EDEADLK)
         else:
             locks[id(opened)] = operation & (fcntl.LOCK_EX | fcntl.LOCK_SH)
+
+
+class SimSqlite:
+    """An `sqlite3` whose files are databases in memory, which live as long as this does."""
+
+    _disks = itertools.count()
+
+    def __init__(self) -> None:
+        self._disk = next(self._disks)
+        self._kept: dict[str, sqlite3.Connection] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sqlite3, name)
+
+    def connect(self, path: str | os.PathLike[str], **options: Any) -> sqlite3.Connection:
+        """Connect to the database of a path; its file only says that there is one."""
+        uri = f"file:{self._disk}{path}?mode=memory&cache=shared"
+        if uri not in self._kept:
+            self._kept[uri] = sqlite3.connect(uri, uri=True)
+        return sqlite3.connect(uri, uri=True, **options)

@@ -257,7 +257,8 @@ class World:
                 operator.kill()
         self.store._db.deserialize(self._copies[fault])
         self.is_rewound = True
-        self.rewound_at = self.loop.now
+        # What a server without a leader has not answered yet arrives after the stall.
+        self.rewound_at = max(self.loop.now, self.server.stalled_until)
         self.version += 1
         self.rules.rewound(self._everything())
 

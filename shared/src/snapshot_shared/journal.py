@@ -40,7 +40,9 @@ from snapshot_shared.files import (
     write_all,
     write_replacing,
 )
-from snapshot_shared.ledger import Ledger, Record
+from snapshot_shared.finished import FinishedOrders, Row
+from snapshot_shared.ids import OrderId, owner_of, verb_of
+from snapshot_shared.ledger import Entry, Ledger, Record, entry_of
 from snapshot_shared.metrics import OFF, Metrics
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ KEEP_S = 14 * 86400.0
 """How long the highest attempt and result of each finished order are kept, in seconds."""
 
 MIN_BYTES = 4 * 1024 * 1024
-"""A journal that is smaller is not compacted while it is open."""
+"""The fold of so much takes some 10 MiB of memory."""
 
 _DECODER: msgspec.json.Decoder[Record | list[Record]] = msgspec.json.Decoder(Record | list[Record])
 _ENCODER = msgspec.json.Encoder()
@@ -87,15 +89,18 @@ class Journal:
         self,
         folder: Path,
         lock: int,
-        ledger: Ledger,
         wall: Callable[[], float],
-        metrics: Metrics = OFF,
+        min_bytes: int,
+        metrics: Metrics,
     ) -> None:
         """Use `Journal.open`."""
         self._folder = folder
-        self._fd = _open(folder)
         self._lock = lock
         self._wall = wall
+        self._min_bytes = min_bytes
+        self._finished = FinishedOrders(folder)
+        self.ledger = self._compacted()
+        self._fd = _open(folder)
         self._in_use = threading.Lock()
         self._waiting: list[_Group] = []
         self._later: list[_Group] = []
@@ -103,17 +108,25 @@ class Journal:
         self._broken: StorageFailed | None = None
         self._breaks = asyncio.Event()
         self._size = os.fstat(self._fd).st_size
-        self._compact_at = max(2 * self._size, MIN_BYTES)
-        self.ledger = ledger
+        self._compact_at = max(2 * self._size, min_bytes)
         self._metrics = metrics
         metrics.observe(instruments.JOURNAL_SIZE, lambda: {(): float(self._size)})
 
     @classmethod
-    def open(cls, folder: Path, *, wall: Callable[[], float], metrics: Metrics = OFF) -> Journal:
+    def open(
+        cls,
+        folder: Path,
+        *,
+        wall: Callable[[], float],
+        min_bytes: int = MIN_BYTES,
+        metrics: Metrics = OFF,
+    ) -> Journal:
         """Read, repair the torn tail, compact and open for appending.
 
-        `wall` gives seconds since the epoch. AlreadyExists when another process holds the folder,
-        JournalCorrupt, and UnsupportedVersion when a newer build wrote what this one cannot read.
+        `wall` gives seconds since the epoch. A journal of `min_bytes` or more moves its finished
+        orders to `finished.sqlite`, now and each time its size has doubled. AlreadyExists when
+        another process holds the folder, JournalCorrupt and StorageFailed when the journal or the
+        other file is damaged, and UnsupportedVersion when a newer build wrote the journal.
         """
         make_folder(folder)
         lock = take_lock(folder / "lock")
@@ -122,7 +135,15 @@ class Journal:
                 f"another process works with the journal in {folder}",
                 next_step="stop it, or give this one a state folder of its own",
             )
-        return cls(folder, lock, _compacted(folder, wall() - KEEP_S), wall, metrics)
+        return cls(folder, lock, wall, min_bytes, metrics)
+
+    async def entries_of(self, verb: str) -> list[Entry]:
+        """Return every order with a verb, in memory or not. JournalCorrupt, StorageFailed."""
+        known = {
+            e.order: e for e in self.ledger.entries.values() if verb_of(OrderId(e.order)) == verb
+        }
+        over = await asyncio.to_thread(lambda: [*map(_entry_in, self._finished.of_verb(verb))])
+        return list(({entry.order: entry for entry in over} | known).values())
 
     async def append(self, *records: Record) -> None:
         """Write records, wait until they are on disk, then fold them.
@@ -218,23 +239,58 @@ class Journal:
 
     async def _compact(self) -> None:
         """Make the file and the ledger smaller. It has doubled since, so that this is rare."""
-        self.ledger.forget(older_than=self._wall() - KEEP_S)
         try:
             # Whatever is handed over meanwhile waits, so the ledger stays as it is.
-            await asyncio.to_thread(self._rewrite)
+            self.ledger = await asyncio.to_thread(self._rewritten)
         except (OSError, SnapbackError) as error:
             self._break(f"the journal cannot be compacted: {error}", error)
             return
         self._size = os.fstat(self._fd).st_size
-        self._compact_at = max(2 * self._size, MIN_BYTES)
+        self._compact_at = max(2 * self._size, self._min_bytes)
 
-    def _rewrite(self) -> None:
+    def _rewritten(self) -> Ledger:
         with self._in_use:
             if self._fd < 0:
-                return
-            _replace(self._folder, self.ledger, self._size)
-            os.close(self._fd)
-            self._fd = _open(self._folder)
+                return self.ledger
+            rest = self._without_finished(self.ledger, is_large=True)
+            _replace(self._folder, rest, self._size)
+            replaced, self._fd = self._fd, _open(self._folder)
+            os.close(replaced)
+            return rest
+
+    def _compacted(self) -> Ledger:
+        """Write the file anew without what is too old or has moved, and return its fold."""
+        ledger, size = Ledger(self._find), 0
+        for records, end in _lines(self._folder / "journal"):
+            size = end
+            for record in records:
+                ledger.apply(record)
+        rest = self._without_finished(ledger, is_large=size >= self._min_bytes)
+        _replace(self._folder, rest, size)
+        return rest
+
+    def _find(self, order: str) -> Entry | None:
+        line = self._finished.find(order)
+        return None if line is None else _entry_in(line)
+
+    def _without_finished(self, ledger: Ledger, *, is_large: bool) -> Ledger:
+        """Move the finished orders out of a large journal; return what stays in it.
+
+        What was accepted `KEEP_S` ago goes for good. On a full disk all stays.
+        """
+        oldest = self._wall() - KEEP_S
+        finished = [
+            entry
+            for entry in ledger.entries.values()
+            if not entry.is_live and (is_large or entry.accepted.wall < oldest)
+        ]
+        rows = [_row(entry) for entry in finished if entry.accepted.wall >= oldest]
+        try:
+            owners = self._finished.put(rows, older_than=oldest)
+        except NoSpace as error:
+            log.warning("the finished orders stay in the journal: %s", error)
+            return ledger
+        return ledger.without({entry.order for entry in finished}, owners)
 
     async def until_broken(self) -> None:
         """Wait until the disk fails and raise StorageFailed: the service has to end then."""
@@ -263,6 +319,7 @@ class Journal:
         with self._in_use:
             os.close(self._fd)
             self._fd = -1
+            self._finished.close()
             os.close(self._lock)
 
 
@@ -304,16 +361,17 @@ def _lines(path: Path) -> Iterator[tuple[list[Record], int]]:
         yield found if isinstance(found, list) else [found], start
 
 
-def _compacted(folder: Path, older_than: float) -> Ledger:
-    """Write a journal anew without what is too old, and return its fold."""
-    ledger, size = Ledger(), 0
-    for records, end in _lines(folder / "journal"):
-        size = end
-        for record in records:
-            ledger.apply(record)
-    ledger.forget(older_than=older_than)
-    _replace(folder, ledger, size)
-    return ledger
+def _row(entry: Entry) -> Row:
+    records = _line([*map(_body, entry.records())])
+    return Row(entry.order, owner_of(OrderId(entry.order)), entry.accepted.wall, records)
+
+
+def _entry_in(line: bytes) -> Entry:
+    """Return the order of a line that `_row` wrote. JournalCorrupt."""
+    if (body := _checked(line.rstrip(b"\n"))) is None:
+        raise JournalCorrupt("an order in finished.sqlite is damaged", file="finished.sqlite")
+    found = _DECODER.decode(body)
+    return entry_of(found if isinstance(found, list) else [found])
 
 
 def _replace(folder: Path, ledger: Ledger, size: int) -> None:

@@ -6,6 +6,7 @@ until NATS has acknowledged it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -130,20 +131,39 @@ class Entry:
         return records
 
 
-class Ledger:
-    """The fold of a journal: the highest attempt of every order, and the tombstones."""
+def entry_of(records: Sequence[Record]) -> Entry:
+    """Return the entry that these records, which are of one order, rebuild."""
+    ledger = Ledger()
+    for record in records:
+        ledger.apply(record)
+    (entry,) = ledger.entries.values()
+    return entry
 
-    def __init__(self) -> None:
+
+class Ledger:
+    """The fold of a journal: the highest attempt of every order, and the tombstones.
+
+    `entries` are the orders in memory. `find` returns a finished order that is not in memory.
+    """
+
+    def __init__(self, find: Callable[[str], Entry | None] = lambda _: None) -> None:
         """Begin empty."""
         self.entries: dict[str, Entry] = {}
         self.tombstones: dict[str, int] = {}
+        self._find = find
+
+    def entry(self, order: str) -> Entry | None:
+        """Return the highest attempt of an order, or None if the order is unknown.
+
+        StorageFailed: the orders that are not in memory cannot be read.
+        """
+        return self.entries.get(order) or self._find(order)
 
     def apply(self, record: Record) -> None:
         """Fold one record. Records of an attempt that was superseded are ignored."""
         match record:
             case Accepted():
-                known = self.entries.get(record.order)
-                if known is None or record.attempt > known.attempt:
+                if self._is_new(record):
                     self.entries[record.order] = Entry(record)
             case Tombstoned():
                 if not self.is_tombstoned(record.subject, record.attempt):
@@ -157,9 +177,19 @@ class Ledger:
                 if entry := self._entry(record.order, record.attempt):
                     _apply_detail(entry, record)
 
+    def _is_new(self, record: Accepted) -> bool:
+        if known := self.entries.get(record.order):
+            return record.attempt > known.attempt
+        finished = self._find(record.order)
+        # A crash may leave an order in both files: the journal, which is read now, counts.
+        return finished is None or record.attempt >= finished.attempt
+
     def _entry(self, order: str, attempt: int) -> Entry | None:
-        entry = self.entries.get(order)
-        return entry if entry is not None and entry.attempt == attempt else None
+        """Return the entry that a record changes; it is in memory from now on."""
+        entry = self.entry(order)
+        if entry is None or entry.attempt != attempt:
+            return None
+        return self.entries.setdefault(order, entry)
 
     def _forget_capture(self, content: Uid) -> None:
         """Drop what led to an artifact that is deleted: its tombstone refuses every repeat."""
@@ -181,18 +211,20 @@ class Ledger:
         """Whether work named `subject` was aborted at this attempt or a later one."""
         return attempt <= self.tombstones.get(subject, 0)
 
-    def forget(self, *, older_than: float) -> None:
-        """Drop what is not worth keeping: entries from before then from which nothing can come.
+    def without(self, finished: Collection[str], owners: Collection[str]) -> Ledger:
+        """Return a ledger without some orders.
 
-        The tombstones of an owner go with its last entry.
+        The tombstones of an owner go with its last order, here or among the `owners` of others.
         """
-        for order, entry in list(self.entries.items()):
-            if not entry.is_live and entry.accepted.wall < older_than:
-                del self.entries[order]
-        owners = {owner_of(OrderId(order)) for order in self.entries}
-        for subject in list(self.tombstones):
-            if subject.partition("-")[2] not in owners:
-                del self.tombstones[subject]
+        rest = Ledger(self._find)
+        rest.entries = {name: e for name, e in self.entries.items() if name not in finished}
+        known = {owner_of(OrderId(order)) for order in rest.entries}.union(owners)
+        rest.tombstones = {
+            subject: attempt
+            for subject, attempt in self.tombstones.items()
+            if subject.partition("-")[2] in known
+        }
+        return rest
 
     def records(self) -> list[Record]:
         """Return the records that rebuild the ledger."""

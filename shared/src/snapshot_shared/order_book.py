@@ -137,7 +137,7 @@ class OrderBook:
 
         The answer to a lower attempt than the known one is a refusal that names the known one.
         """
-        known = self.journal.ledger.entries.get(order.order)
+        known = self.journal.ledger.entry(order.order)
         if known is None or known.attempt < order.attempt:
             return None
         if known.attempt == order.attempt:
@@ -227,7 +227,7 @@ class OrderBook:
         For `within_s` seconds at most, if given.
         """
         task = self._tasks.get(order_id)
-        entry = self.journal.ledger.entries.get(order_id)
+        entry = self.journal.ledger.entry(order_id)
         if task is None or entry is None or entry.attempt > attempt:
             return False
         await _cancelled(task, within_s=within_s)

@@ -130,16 +130,6 @@ def test_a_step_that_was_cut_off_is_not_open_any_more_when_the_table_has_begun_a
     assert again.open_step == "await-restored"
 
 
-def test_the_record_of_a_pod_that_runs_outlives_all_others() -> None:
-    ledger = Ledger()
-    running, ended = entry("run", terminal="started"), entry("stop", terminal="stopped")
-    for found in (running, ended):
-        found.delivered.add(1)
-        ledger.entries[found.order] = found
-    ledger.forget(older_than=1.0)
-    assert list(ledger.entries) == [running.order]
-
-
 def _apply(known: Entry, record: Record) -> None:
     ledger = Ledger()
     ledger.entries[known.order] = known

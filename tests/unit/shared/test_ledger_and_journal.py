@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sqlite3
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -225,12 +227,9 @@ async def test_compaction_keeps_results_for_fourteen_days_and_unfinished_work_fo
     assert not late.is_tombstoned(gone, 1)
 
 
-async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("snapshot_shared.journal.MIN_BYTES", 2000)
+async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(tmp_path: Path) -> None:
     now = NOW
-    journal = Journal.open(tmp_path, wall=lambda: now)
+    journal = Journal.open(tmp_path, wall=lambda: now, min_bytes=2000)
     await journal.append(*over(kind="staged"))
     now += KEEP_S + 60
     other = f"dump-{OTHER}"
@@ -246,17 +245,153 @@ async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(
     assert again.entries[other].open_step == "freeze"
 
 
+OTHER_DUMP = f"dump-{OTHER}"
+
+
+def small(folder: Path, wall: float = NOW) -> Journal:
+    """Open a journal that moves each order out of memory as soon as it is finished."""
+    return Journal.open(folder, wall=lambda: wall, min_bytes=1)
+
+
+async def test_a_finished_order_leaves_the_memory_and_still_has_its_answer(
+    tmp_path: Path,
+) -> None:
+    journal = small(tmp_path)
+    await journal.append(accepted(OTHER_DUMP), *over(kind="staged"))
+    await journal.settled()
+    for _ in range(2):
+        assert list(journal.ledger.entries) == [OTHER_DUMP]
+        entry = journal.ledger.entry(DUMP)
+        assert entry is not None
+        assert [report.kind for report in entry.reports] == ["staged"]
+        assert not entry.undelivered
+        journal.close()
+        journal = small(tmp_path)
+    journal.close()
+
+
+async def test_a_note_brings_an_order_back_and_a_higher_attempt_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    journal = small(tmp_path)
+    await journal.append(*over(attempt=2))
+    await journal.settled()
+    assert not journal.ledger.entries
+    await journal.append(accepted(attempt=1), Noted(order=DUMP, attempt=1, key="pid", value=1))
+    await journal.append(Noted(order=DUMP, attempt=2, key="pid", value=2))
+    entry = journal.ledger.entry(DUMP)
+    assert entry is not None
+    assert (entry.attempt, entry.notes, len(entry.reports)) == (2, {"pid": 2}, 1)
+    await journal.append(accepted(attempt=3))
+    assert journal.ledger.entries[DUMP].attempt == 3
+    (known,) = await journal.entries_of("dump")
+    assert known is journal.ledger.entries[DUMP]
+    journal.close()
+
+
+async def test_orders_of_a_verb_are_those_in_memory_and_those_that_are_not(tmp_path: Path) -> None:
+    journal = small(tmp_path)
+    await journal.append(*over(), *over(f"prepare-{UID}"), accepted(OTHER_DUMP))
+    assert {entry.order for entry in await journal.entries_of("dump")} == {DUMP, OTHER_DUMP}
+    journal.close()
+
+
+@pytest.mark.parametrize("step", ["_replace", "_open"])
+async def test_an_order_is_known_once_wherever_a_compaction_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    journal = small(tmp_path)
+
+    def crash(*_: object) -> None:
+        raise OSError("cut off")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"snapshot_shared.journal.{step}", crash)
+        await journal.append(*over(), Tombstoned(subject=f"capture-{UID}", attempt=1))
+        with pytest.raises(StorageFailed, match="cut off"):
+            await journal.append(accepted(OTHER_DUMP))
+    journal.close()
+    again = small(tmp_path)
+    entry = again.ledger.entry(DUMP)
+    assert entry is not None
+    assert [report.n for report in entry.reports] == [1]
+    assert again.ledger.is_tombstoned(f"capture-{UID}", 1)
+    again.close()
+
+
+async def test_a_full_disk_keeps_finished_orders_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> set[str]:
+        raise NoSpace("no space left")
+
+    journal = small(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("snapshot_shared.finished.FinishedOrders.put", full)
+        await journal.append(*over())
+        await journal.settled()
+        assert list(journal.ledger.entries) == [DUMP]
+    journal.close()
+    again = small(tmp_path)
+    assert not again.ledger.entries
+    again.close()
+
+
+async def test_a_finished_order_is_forgotten_after_fourteen_days_with_its_tombstones(
+    tmp_path: Path,
+) -> None:
+    tombstone = Tombstoned(subject=f"capture-{UID}", attempt=1)
+    journal = small(tmp_path)
+    await journal.append(tombstone, *over())
+    journal.close()
+    kept = small(tmp_path, NOW + KEEP_S)
+    assert kept.ledger.entry(DUMP)
+    assert kept.ledger.is_tombstoned(f"capture-{UID}", 1)
+    kept.close()
+    late = small(tmp_path, NOW + KEEP_S + 1)
+    assert late.ledger.entry(DUMP) is None
+    assert not late.ledger.tombstones
+    late.close()
+
+
+async def test_damage_to_a_finished_order_is_named_and_never_an_answer(tmp_path: Path) -> None:
+    journal = small(tmp_path)
+    await journal.append(*over())
+    await journal.settled()
+    path = tmp_path / "finished.sqlite"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute(
+            "UPDATE orders SET records = CAST(replace(records, 'failed', 'staged') AS BLOB)"
+        )
+    with pytest.raises(JournalCorrupt, match=r"finished\.sqlite"):
+        journal.ledger.entry(DUMP)
+    journal.close()
+    path.write_bytes(b"damaged" * 1000)
+    with pytest.raises(StorageFailed, match="not a database"):
+        small(tmp_path)
+
+
+async def test_the_memory_of_finished_orders_does_not_grow(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, wall=lambda: NOW, min_bytes=100_000)
+    tracemalloc.start()
+    try:
+        for number in range(2000):
+            await journal.append(*over(f"dump-{UID[:-4]}{number:04}"))
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(await journal.entries_of("dump")) == 2000
+    journal.close()
+
+
 async def written_over_and_over(journal: Journal, lines: int) -> None:
     """Write down what the next line replaces."""
     for _ in range(lines):
         await journal.append(*(Noted(order=DUMP, attempt=1, key="pid", value=7),) * 200)
 
 
-async def test_a_journal_is_compacted_without_being_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("snapshot_shared.journal.MIN_BYTES", 2_000_000)
-    journal = opened(tmp_path)
+async def test_a_journal_is_compacted_without_being_read_again(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, wall=lambda: NOW, min_bytes=2_000_000)
     await journal.append(accepted())
     tracemalloc.start()
     try:
@@ -403,21 +538,6 @@ def test_a_deletion_without_a_tombstone_drops_nothing_of_the_capture() -> None:
     delete = f"delete-{UID}-gen-1"
     ledger = folded(*over(DUMP), accepted(delete), reported("deleted", delete))
     assert list(ledger.entries) == [DUMP, delete]
-
-
-def test_what_is_older_is_forgotten_once_nothing_can_come_of_it() -> None:
-    live = f"prepare-{OTHER}"
-    ledger = folded(
-        Tombstoned(subject=f"capture-{UID}", attempt=1),
-        Tombstoned(subject=f"capture-{OTHER}", attempt=1),
-        *over(),
-        accepted(live),
-    )
-    ledger.forget(older_than=NOW)
-    assert list(ledger.entries) == [DUMP, live]
-    ledger.forget(older_than=NOW + 0.1)
-    assert list(ledger.entries) == [live]
-    assert list(ledger.tombstones) == [f"capture-{OTHER}"]
 
 
 def test_an_order_lives_until_its_end_was_delivered_and_a_run_until_its_processes_ended() -> None:

@@ -105,7 +105,7 @@ class Captures:
         return entry if entry.terminal.kind == "prepared" else None
 
     def _entry(self, verb: str, content: Uid, attempt: int) -> Entry | None:
-        entry = self._orders.journal.ledger.entries.get(order_id(verb, content))
+        entry = self._orders.journal.ledger.entry(order_id(verb, content))
         return entry if entry is not None and entry.attempt == attempt else None
 
     async def release(self, order: ReleaseOrder, ctx: OrderContext) -> Result:

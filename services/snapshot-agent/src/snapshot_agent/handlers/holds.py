@@ -317,7 +317,7 @@ class Holds:
 
     async def release_alone(self, hold: Hold) -> None:
         """Release at the deadline, with a note for the release order that may still come."""
-        release = self._orders.journal.ledger.entries.get(order_id("release", hold.content))
+        release = self._orders.journal.ledger.entry(order_id("release", hold.content))
         if release is not None and release.attempt >= hold.attempt and release.terminal is None:
             # The order is under way and lets the worker go.
             return

@@ -37,7 +37,7 @@ from snapshot_shared.errors import (
     Superseded,
     failure_of,
 )
-from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of, verb_of
+from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of
 from snapshot_shared.ledger import Entry, Noted
 from snapshot_shared.objects.kubernetes import PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
@@ -125,7 +125,7 @@ class Pods:
     async def run(self, order: RunOrder, ctx: OrderContext) -> Result:
         """Start a pod's containers."""
         self._machine.driver(order.driver)
-        if order_id("stop", Uid(order.pod.uid)) in self._orders.journal.ledger.entries:
+        if self._orders.journal.ledger.entry(order_id("stop", Uid(order.pod.uid))):
             raise Superseded(f"pod {order.pod.name} was stopped already")
         pod = RunningPod(order, ctx.entry)
         steps = _RunSteps(self, self._machine, pod, ctx)
@@ -158,8 +158,7 @@ class Pods:
 
     async def all_uids(self) -> list[str]:
         """Return the uids of all pods in memory, in the journal or with a folder here."""
-        entries = self._orders.journal.ledger.entries.values()
-        runs = [entry for entry in entries if verb_of(OrderId(entry.order)) == "run"]
+        runs = await self._orders.journal.entries_of("run")
         noted = {owner_of(OrderId(entry.order)) for entry in runs if run_row(entry).may_run}
         folders = await self._launcher.folders(self._state_dir / "pods")
         return sorted({*self.known, *noted, *filter(_is_uid, folders)})
@@ -174,7 +173,7 @@ class Pods:
         return pod.workers if pod else {}
 
     def _noted_names(self, pod_uid: str) -> list[str]:
-        entry = self._orders.journal.ledger.entries.get(order_id("run", Uid(pod_uid)))
+        entry = self._orders.journal.ledger.entry(order_id("run", Uid(pod_uid)))
         return list(entry.notes.get("containers", [])) if entry else []
 
     async def resolve(self, pod: PodRef) -> ResolvedContainer:

@@ -14,7 +14,7 @@ from snapshot_agent.handlers.prepare import DEADLINE_NOTE, with_devices
 from snapshot_agent.ports import Machine, Orders, Worker, Workers
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.ids import OrderId, Uid, order_id, owner_of, verb_of
+from snapshot_shared.ids import OrderId, Uid, order_id, owner_of
 from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import DumpOrder, PrepareOrder
 
@@ -38,14 +38,10 @@ class Recoverer:
         """Adopt the processes, then recover the captures."""
         # All at the same time, for any of the workers may be frozen.
         if pods := self._pods:
-            await asyncio.gather(*(self._safely(pods.recover, e) for e in self._all("run")))
-        await asyncio.gather(
-            *(self._safely(self._recover_capture, e) for e in self._all("prepare"))
-        )
-
-    def _all(self, verb: str) -> list[Entry]:
-        entries = self._orders.journal.ledger.entries.values()
-        return [entry for entry in entries if verb_of(OrderId(entry.order)) == verb]
+            runs = await self._orders.journal.entries_of("run")
+            await asyncio.gather(*(self._safely(pods.recover, e) for e in runs))
+        captures = await self._orders.journal.entries_of("prepare")
+        await asyncio.gather(*(self._safely(self._recover_capture, e) for e in captures))
 
     async def _safely(self, recover: Callable[[Entry], Awaitable[None]], entry: Entry) -> None:
         """Recover one. An error there must not keep the workers of others frozen."""
@@ -86,7 +82,7 @@ class Recoverer:
         )
 
     def _entry(self, verb: str, content: Uid) -> Entry | None:
-        return self._orders.journal.ledger.entries.get(order_id(verb, content))
+        return self._orders.journal.ledger.entry(order_id(verb, content))
 
     def _is_over(self, verb: str, content: Uid, prepare: Entry) -> bool:
         entry = self._entry(verb, content)
