@@ -221,7 +221,7 @@ class Rules:
 
     def _acked_order(self, subject: str, order: Order) -> None:
         node, service, _ = parse_order(subject)
-        entry = self.journals[f"{service}@{node}"].ledger.entries.get(order.order)
+        entry = self.journals[f"{service}@{node}"].ledger.entry(order.order)
         if entry is None or entry.attempt < order.attempt:
             which = f"{order.order} attempt {order.attempt}"
             self.fail("lost", f"{which} was acked and is in no journal")

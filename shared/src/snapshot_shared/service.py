@@ -26,6 +26,9 @@ VERSION = version("snapback-shared")
 HUNG_S = 1.0
 """How long what a service has left running may take to end, in seconds."""
 
+HELD_S = 0.02
+"""With PYTHONASYNCIODEBUG=1 asyncio logs each callback that holds the loop for longer."""
+
 Main = Callable[[asyncio.Event], Awaitable[None]]
 
 
@@ -65,6 +68,7 @@ def _status_of(error: Exception | None) -> int:
 async def _with_signals(main: Main) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.slow_callback_duration = HELD_S
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     error: Exception | None = None

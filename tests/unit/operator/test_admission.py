@@ -426,15 +426,12 @@ async def test_a_review_that_is_nested_or_larger_than_any_object_is_refused(
 
 async def test_the_loop_turns_while_the_largest_object_is_judged(admission: Admission) -> None:
     document = checkpoint_document()
-    [container] = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
-    container["env"] = [{"name": f"NAME_{n}", "value": "x" * 40} for n in range(20_000)]
-    loop, longest = asyncio.get_running_loop(), 0.0
-    judging = asyncio.ensure_future(admission.object(request(document)))
-    turns = 0
+    document["metadata"]["labels"] = {f"label-{number}": "%" for number in range(20_000)}
+    document["spec"]["extra"] = 1
+    judging, turns = asyncio.ensure_future(admission.object(request(document))), 0
     while not judging.done():
-        began = loop.time()
         await asyncio.sleep(0)
-        longest, turns = max(longest, loop.time() - began), turns + 1
+        turns += 1
     assert (await judging).outcome == "denied"
     assert turns > 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -186,6 +187,20 @@ async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() ->
     stale = msgspec.structs.replace(request, uid="00000000-0000-4000-8000-000000000000")
     answer = await world.ask("template.*", stale, {ASKED: own})
     assert answer.failure.reason == "StalePodReference"
+
+
+async def test_the_loop_turns_while_the_largest_manifest_is_checked() -> None:
+    world = World()
+    document = pod_document("big")
+    document["spec"]["containers"][0]["command"] = ["w" * 8] * 60_000
+    checking, turns = asyncio.ensure_future(apply(world, document)), 0
+    while not checking.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert checking.result().failure.values["problems"] == [
+        "spec.containers[0].command: has 60000 items, at most 256 are allowed"
+    ]
+    assert turns > 10
 
 
 def in_cluster() -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -44,12 +45,16 @@ from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import TRACEPARENT, is_true
 from snapshot_shared.objects.snapback import GROUP, VERIFY, SnapshotContent
 from snapshot_shared.redaction import names_secret, redacted
+from snapshot_shared.tasks import in_thread
 from snapshot_shared.validation import repetitions
 
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
 MAX_SHOWN = 60
+IN_THREADS = 2
+"""How many requests are worked on at a time, in threads: a manifest of 1 MiB may take seconds, and
+a page of objects without their secrets 150 ms."""
 """How many characters of a value are shown in a message."""
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """The annotation that has the whole manifest, with all that is secret in it."""
@@ -78,6 +83,7 @@ class Api:
         self._retention = retention
         self._wall = wall
         self._new_id = new_id
+        self._threads = asyncio.Semaphore(IN_THREADS)
 
     def endpoints(self) -> dict[str, Endpoint]:
         """Return the handler of each `snap.api.<verb>`."""
@@ -99,7 +105,8 @@ class Api:
                 "rights",
                 next_step="kubectl apply -f FILE",
             )
-        values = _parse_all(request.documents)
+        async with self._threads:
+            values = await in_thread(_parse_all, request.documents)
         existing = [self._existing(value) for value in values]
         results: list[Applied] = []
         for value, found in zip(values, existing, strict=True):
@@ -137,13 +144,13 @@ class Api:
 
     async def get(self, request: GetRequest) -> GetReply:
         """Read one object, or a page of a kind that fits into one message."""
-        return self._read(request, lambda value: value)
+        return await self._read(request, lambda value: value)
 
     async def view(self, request: GetRequest) -> GetReply:
         """Read as `get` does, without secrets. It is what a viewer's `get` comes to."""
-        return self._read(request, lambda value: redacted(json.loads(encode_json(value))))
+        return await self._read(request, lambda value: redacted(json.loads(encode_json(value))))
 
-    def _read(self, request: GetRequest, shown: Callable[[AnyObject], Any]) -> GetReply:
+    async def _read(self, request: GetRequest, shown: Callable[[AnyObject], Any]) -> GetReply:
         kind = find_kind(request.kind)
         if request.name is not None:
             value = named(self._cluster, kind, request.namespace, request.name)
@@ -151,16 +158,8 @@ class Api:
         limit = min(max(request.limit, 1), 1000)
         namespace = request.namespace if kind.namespaced else None
         found = self._cluster.page(kind.name, namespace, after=request.after, limit=limit + 1)
-        items: list[Any] = []
-        size = 0
-        for value in found[:limit]:
-            item = shown(value)
-            size += len(encode_json(item))
-            if items and size > MAX_REPLY_BYTES:
-                break
-            items.append(item)
-        more = items and len(found) > len(items)
-        return GetReply(items=items, next=_page_key(found[len(items) - 1]) if more else "")
+        async with self._threads:
+            return await in_thread(_page, found, limit, shown)
 
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""
@@ -253,6 +252,20 @@ def check_uid(value: AnyObject, uid: str) -> None:
             expected=uid,
             found=value.metadata.uid,
         )
+
+
+def _page(found: list[AnyObject], limit: int, shown: Callable[[AnyObject], Any]) -> GetReply:
+    """Return as many of the first `limit` objects as fit into one message."""
+    items: list[Any] = []
+    size = 0
+    for value in found[:limit]:
+        item = shown(value)
+        size += len(encode_json(item))
+        if items and size > MAX_REPLY_BYTES:
+            break
+        items.append(item)
+    more = items and len(found) > len(items)
+    return GetReply(items=items, next=_page_key(found[len(items) - 1]) if more else "")
 
 
 def _page_key(value: AnyObject) -> str:
