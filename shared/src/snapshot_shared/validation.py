@@ -268,7 +268,9 @@ def _validator(type_: type[msgspec.Struct], world: World) -> jsonschema.Draft202
             yield from each(validator, value, instance, schema)
 
     schema = closed(msgspec.json.schema(type_))
-    bounded = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"items": items})
+    bounded: type[jsonschema.Draft202012Validator] = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
+        jsonschema.Draft202012Validator, {"items": items}
+    )
     return bounded(schema if world == "standalone" else _in_cluster(schema))
 
 
@@ -321,8 +323,9 @@ def _describe(error: jsonschema.ValidationError) -> Iterator[Problem]:
     elif error.validator == "pattern":
         yield Problem(path, f"{_short(error.instance)} {_unmatched(str(error.validator_value))}")
     elif unit := _COUNTED.get(str(error.validator)):
-        found, most = len(error.instance), error.validator_value
-        yield Problem(path, f"has {found} {unit}, at most {most} are allowed")
+        value: Any = error.instance
+        text = f"has {len(value)} {unit}, at most {error.validator_value} are allowed"
+        yield Problem(path, text)
     else:
         yield Problem(path, error.message[:300])
 
