@@ -61,6 +61,7 @@ def test_a_damaged_object_store_is_refused_and_left_as_it_is(tmp_path: Path) -> 
     ("module", "name", "value"),
     [
         *((each, "SNAPBACK_HTTP_ADDRESS", "9090") for each in (*SERVICES, "snapshot_page.main")),
+        *((each, "SNAPBACK_HEALTH_ADDRESS", "8081") for each in SERVICES),
         ("gms.main", "SNAPBACK_GMS_DEVICE", "tpu"),
     ],
 )

@@ -247,7 +247,8 @@ def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
     assert agent.state_dir != gms.state_dir
     starter = load(StarterSettings, environment(documents, "snapback-node/guards"))
     assert (starter.state_dir, starter.guard_starter) == (agent.state_dir, agent.guard_starter)
-    assert agent.http_address != gms.http_address
+    addresses = [each for it in (agent, gms) for each in (it.http_address, it.health_address)]
+    assert len(set(addresses)) == 4
     assert (gms.gms_device, gms.devices, gms.device_bytes) == ("simulated", 2, 2**30)
     assert gms.kubelet_plugin == "auto"
     without = load(GmsSettings, environment(rendered(), "snapback-node/gms"))
@@ -532,6 +533,45 @@ def test_prometheus_is_led_to_every_port_with_metrics() -> None:
         kind = "Deployment" if name == "operator" else "DaemonSet"
         labels = found(documents, kind, name)["spec"]["template"]["metadata"]["labels"]
         assert wanted <= labels.items()
+
+
+def test_the_ports_of_probes_are_open_to_the_kubelet_alone_and_nats_to_the_release() -> None:
+    words = ("--set", "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.role=metrics")
+    documents = rendered(*words)
+    policies = [each for each in documents if each["kind"] == "NetworkPolicy"]
+    metrics = [{"namespaceSelector": {"matchLabels": {"role": "metrics"}}}]
+    release = {"app.kubernetes.io/name": "snapback", "app.kubernetes.io/instance": "snapback"}
+    own = [{"podSelector": {"matchLabels": release}}]
+    opened = {
+        port["port"]: rule.get("from")
+        for policy in policies
+        for rule in policy["spec"]["ingress"]
+        for port in rule["ports"]
+    }
+    assert opened == {
+        "webhooks": None,
+        "http": metrics,
+        "agent-http": metrics,
+        "gms-http": metrics,
+        "nats": own,
+    }
+    selected = [each["spec"]["podSelector"]["matchLabels"].items() for each in policies]
+    for each in documents:
+        template = each.get("spec", {}).get("template", {})
+        if any(
+            "ports" in container for container in template.get("spec", {}).get("containers", ())
+        ):
+            labels = template["metadata"]["labels"].items()
+            assert sum(wanted <= labels for wanted in selected) == 1
+    for _, container, _ in containers(documents):
+        probed = {
+            container[probe]["httpGet"]["port"]
+            for probe in ("readinessProbe", "livenessProbe")
+            if "httpGet" in container.get(probe, ())
+        }
+        assert not probed & {port["containerPort"] for port in container.get("ports", ())}
+    off = rendered("--set", "networkPolicy.enabled=false")
+    assert not [each for each in off if each["kind"] == "NetworkPolicy"]
 
 
 def test_nothing_of_the_prometheus_operator_is_made_unless_it_is_asked_for() -> None:

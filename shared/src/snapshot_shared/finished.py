@@ -22,7 +22,7 @@ from snapshot_shared.files import create_file, open_root, opened
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS orders (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, accepted_at REAL NOT NULL, records BLOB NOT NULL
-) WITHOUT ROWID;
+);
 CREATE INDEX IF NOT EXISTS by_owner ON orders (owner);
 CREATE INDEX IF NOT EXISTS by_age ON orders (accepted_at);
 """

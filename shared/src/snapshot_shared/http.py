@@ -1,9 +1,11 @@
-"""The HTTP port of a service, for people and their tools: health, and what else it is given.
+"""The HTTP ports of a service: one for people and their tools, and one for its kubelet.
 
-There is one only where `SNAPBACK_HTTP_ADDRESS` is set. No part of the product calls another over
-HTTP, and nothing that is served here changes anything.
+There is one at `SNAPBACK_HTTP_ADDRESS` and one at `SNAPBACK_HEALTH_ADDRESS`, if these are set. No
+part of the product calls another over HTTP, and nothing that is served here changes anything.
 
-Any pod of a cluster may reach a port, and a service must answer its kubelet and its API server all
+The kubelet ends a service that does not answer, so it has a port that a NetworkPolicy can close to
+everybody else: a kubelet always reaches the pods of its node. Without such a policy any pod of a
+cluster may reach a port, and a service must answer its kubelet and its API server all
 the same. So a new connection is never refused. If there are too many, the oldest gives way that is
 not trusted: of the same peer if the peer has too many, else of all. A flood of connections ends
 itself, and a probe that is answered within milliseconds meets none of it.
@@ -18,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from typing import TYPE_CHECKING
 
 from snapshot_shared.errors import AddressInUse, InvalidInput
+from snapshot_shared.settings import Common
 
 if TYPE_CHECKING:
     import ssl
@@ -112,6 +115,18 @@ class _Visitor(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
+async def http_ports(
+    settings: Common, not_ready: NotReady, routes: Iterable[web.AbstractRouteDef]
+) -> AsyncIterator[None]:
+    """Serve both ports of a service, as `http_port` does; `routes` on that for people alone."""
+    async with (
+        http_port(settings.http_address, not_ready, routes),
+        http_port(settings.health_address, not_ready, variable="SNAPBACK_HEALTH_ADDRESS"),
+    ):
+        yield
+
+
+@contextlib.asynccontextmanager
 async def http_port(
     address: str | None,
     not_ready: NotReady,
@@ -119,6 +134,7 @@ async def http_port(
     *,
     guests: Guests | None = None,
     patience_s: float = PATIENCE_S,
+    variable: str = "SNAPBACK_HTTP_ADDRESS",
 ) -> AsyncIterator[int | None]:
     """Serve `/healthz`, `/readyz` and `routes` on `host:port` for the length of the block.
 
@@ -141,8 +157,10 @@ async def http_port(
 
     app = web.Application()
     app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), *routes])
-    async with serving(app, address, guests or Guests(), patience_s=patience_s) as number:
-        log.info("HTTP on %s port %d", parse_address(address)[0], number)
+    async with serving(
+        app, address, guests or Guests(), patience_s=patience_s, variable=variable
+    ) as number:
+        log.info("HTTP on %s port %d", parse_address(address, variable)[0], number)
         yield number
 
 

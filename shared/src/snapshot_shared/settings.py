@@ -63,6 +63,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     `run` marks all processes of one local cluster (`SNAPBACK_RUN`), so that leftovers are found.
     `nats_ca` is a file with the certificates by which the servers of NATS are known over TLS.
     `http_address` (host:port) is where health and metrics are served over HTTP; unset, nowhere.
+    `health_address` is a port with health alone, for a kubelet, which others do not need to reach.
     """
 
     nats_url: str = "nats://127.0.0.1:4222"
@@ -73,6 +74,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "INFO"
     otlp_endpoint: str | None = None
     http_address: str | None = None
+    health_address: str | None = None
 
 
 class NodeSettings(Common, frozen=True, kw_only=True):

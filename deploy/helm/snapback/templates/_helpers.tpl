@@ -61,18 +61,19 @@ fsGroup: 65532
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* The settings of every service: a list of the root, the port, and more settings. */}}
+{{/* The settings of every service: a list of the root, its ports for metrics and health, and more settings. */}}
 {{- define "snapback.environment" -}}
 {{- $root := index . 0 -}}
 - {name: SNAPBACK_WORLD, value: kubernetes}
 - {name: SNAPBACK_NATS_URL, value: {{ include "snapback.natsUrl" $root | quote }}}
 - {name: SNAPBACK_NATS_CREDENTIALS, value: /var/lib/snapback/keys/seed.nk}
 - {name: SNAPBACK_HTTP_ADDRESS, value: "0.0.0.0:{{ index . 1 }}"}
+- {name: SNAPBACK_HEALTH_ADDRESS, value: "0.0.0.0:{{ index . 2 }}"}
 - {name: SNAPBACK_LOG_LEVEL, value: {{ $root.Values.logLevel }}}
 {{- with $root.Values.otlpEndpoint }}
 - {name: SNAPBACK_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
-{{- range $name, $value := index . 2 }}
+{{- range $name, $value := index . 3 }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end -}}
@@ -90,6 +91,13 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
+{{- end -}}
+
+{{/* Who may reach a port, of a NetworkPolicy: everybody if the list is empty. */}}
+{{- define "snapback.from" -}}
+{{- with . -}}
+from: {{ toYaml . | nindent 2 }}
+{{- end -}}
 {{- end -}}
 
 {{/* Annotations of what is there only before an install or upgrade, by its place in their order. */}}

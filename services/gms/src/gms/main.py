@@ -54,7 +54,7 @@ from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable, InvalidInput, UnknownDevice
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.frames import MAX_EVENTS, StatusRequest
-from snapshot_shared.http import http_port
+from snapshot_shared.http import http_ports
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.metrics import Metrics
@@ -462,7 +462,7 @@ async def _serve_orders(
 
     try:
         async with (
-            http_port(settings.http_address, bus.not_ready, metrics.routes()),
+            http_ports(settings, bus.not_ready, metrics.routes()),
             metrics.running(),
         ):
             await until_stopped(stop, connected())

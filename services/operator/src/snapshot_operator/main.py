@@ -28,7 +28,7 @@ from snapshot_operator.wiring import NODE, SERVICE, Environment
 from snapshot_operator.wiring import serve as serve_active
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, Failure
-from snapshot_shared.http import http_port
+from snapshot_shared.http import http_ports
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.orders import Label
 from snapshot_shared.permissions import User
@@ -130,11 +130,7 @@ async def serve(stop: asyncio.Event) -> None:
     active = _standalone if settings.world == "standalone" else _in_cluster
     try:
         async with (
-            http_port(
-                settings.http_address,
-                lambda: readiness.why or bus.not_ready(),
-                metrics.routes(),
-            ),
+            http_ports(settings, lambda: readiness.why or bus.not_ready(), metrics.routes()),
             metrics.running(),
         ):
             await until_stopped(stop, active(settings, environment, readiness))

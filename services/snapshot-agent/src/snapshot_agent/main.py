@@ -42,7 +42,7 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.courier import Courier
 from snapshot_shared.errors import BusUnavailable, InvalidInput, SnapbackError, failure_of
 from snapshot_shared.faults import FaultPlan
-from snapshot_shared.http import http_port
+from snapshot_shared.http import http_ports
 from snapshot_shared.ids import check_node
 from snapshot_shared.journal import Journal
 from snapshot_shared.keys import ArtifactKeys
@@ -328,7 +328,7 @@ async def serve(stop: asyncio.Event) -> None:
     node = _Node(settings)
     try:
         async with (
-            http_port(settings.http_address, node.bus.not_ready, node.metrics.routes()),
+            http_ports(settings, node.bus.not_ready, node.metrics.routes()),
             node.metrics.running(),
         ):
             # Before NATS, which may be away: workers may be frozen.

@@ -200,9 +200,8 @@ class _Kept:
                     await in_thread(self.folder.rmdir)
 
     async def _started(self, channel: socket.socket) -> Process:
-        environment = {
-            name: value for name, value in os.environ.items() if name != "SNAPBACK_HTTP_ADDRESS"
-        }
+        ports = ("SNAPBACK_HTTP_ADDRESS", "SNAPBACK_HEALTH_ADDRESS")
+        environment = {name: value for name, value in os.environ.items() if name not in ports}
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # The working directory is no place to import from.

@@ -62,6 +62,7 @@ def nats_services(answer: dict[str, Any]) -> list[NatsService]:
 
 
 _OF_ITS_POD = (
+    "SNAPBACK_HEALTH_ADDRESS",
     "SNAPBACK_HTTP_ADDRESS",
     "SNAPBACK_KUBECONFIG",
     "SNAPBACK_NAMESPACE",
