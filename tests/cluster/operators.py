@@ -26,6 +26,7 @@ class Operator(Service):
         self, namespace: str, endpoint: Endpoint, settings: dict[str, str], log: Path
     ) -> None:
         super().__init__("snapshot_operator.main", settings, log)
+        self.health = settings["SNAPBACK_HEALTH_ADDRESS"]
         self.namespace = namespace
         self.endpoint = endpoint
 
@@ -75,6 +76,7 @@ def admission(cluster: Cluster, nats_url: str, folder: Path) -> Iterator[Operato
         "SNAPBACK_STATE_DIR": str(folder / "state"),
         "SNAPBACK_WEBHOOK_ADDRESS": endpoint.url.removeprefix("https://"),
         "SNAPBACK_WEBHOOK_URL": endpoint.url,
+        "SNAPBACK_HEALTH_ADDRESS": f"{address}:{free_port(address)}",
         "SNAPBACK_AGENT_IMAGE": INIT,
     }
     running = Operator(space, endpoint, settings, folder / "operator.log")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import copy
+import io
 import json
 import random
 import shutil
 import signal
+import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -201,6 +205,129 @@ def test_without_an_operator_a_pod_starts_cold_and_nothing_is_restored_into_it(
         return next((row["reason"] for row in rows if row["type"] == "nvidia.com/Restored"), "")
 
     until(lambda: reason() == "NotInStandby", "the pod says that it is not restored")
+
+
+class Flood:
+    """What a pod without rights can do to a port: connections that never finish what they ask.
+
+    Its address is not that of the API server and of the kubelet.
+    """
+
+    AT_ONCE = 300
+    SOURCE = ("127.0.0.2", 0)
+
+    def __init__(self, address: str, context: ssl.SSLContext | None, text: bytes) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._context = context
+        self._text = text
+        self.connections = 0
+
+    async def _drip(self) -> None:
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await asyncio.open_connection(
+                    self._host, self._port, ssl=self._context, local_addr=self.SOURCE
+                )
+                self.connections += 1
+                try:
+                    writer.write(self._text)
+                    while not reader.at_eof():
+                        writer.write(b"x")
+                        await writer.drain()
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(0.5):
+                                await reader.read(4096)
+                finally:
+                    writer.close()
+
+    @contextlib.asynccontextmanager
+    async def on(self) -> AsyncIterator[None]:
+        tasks = [asyncio.ensure_future(self._drip()) for _ in range(self.AT_ONCE)]
+        try:
+            await asyncio.sleep(2.0)
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert self.connections > self.AT_ONCE
+
+
+def unverified() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+@pytest.mark.turns
+async def test_a_pod_without_rights_learns_nothing_and_stops_nothing(
+    operator: Operator, namespace: Kubectl, kubeconfig: str
+) -> None:
+    webhooks = operator.endpoint.url.removeprefix("https://")
+    pods = f"/api/v1/namespaces/{namespace.namespace}/pods"
+    checkpoints = f"/apis/nvidia.com/v1alpha1/namespaces/{namespace.namespace}/dynamocheckpoints"
+    head = b"POST /webhooks/pods HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n"
+    floods = [
+        Flood(webhooks, unverified(), head),
+        Flood(webhooks, unverified(), head + b"\r\n"),
+        Flood(operator.health, None, b"GET /healthz HTTP/1.1\r\n"),
+    ]
+    large = checkpoint("large")
+    [main] = large["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    main["env"] = [{"name": f"V{n}", "value": "x" * 40} for n in range(20_000)]
+    review = json.dumps({"request": {"uid": "u", "namespace": "victim", "object": large}}).encode()
+    healths: list[float] = []
+
+    async with (
+        KubeClient(await load_configuration(kubeconfig)) as client,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5.0)) as session,
+    ):
+
+        async def probe() -> None:
+            """Ask as a kubelet does, each time by a new connection."""
+            while True:
+                began = time.monotonic()
+                async with session.get(f"http://{operator.health}/healthz") as answer:
+                    assert answer.status == 200
+                healths.append(time.monotonic() - began)
+                await asyncio.sleep(0.5)
+
+        async def work() -> None:
+            for number in range(5):
+                body = pod(f"p{number}", restore_from="llm")
+                found = await client.request("POST", pods, params={"dryRun": "All"}, body=body)
+                assert STANDBY in env_of(msgspec.json.decode(found))
+                body = checkpoint(f"c{number}")
+                await client.request("POST", checkpoints, params={"dryRun": "All"}, body=body)
+                await asyncio.sleep(0.3)
+
+        async def ask_directly() -> None:
+            for path in ("/webhooks/pods", "/guess/webhooks/objects"):
+                url = f"{operator.endpoint.url}{path}"
+                async with session.post(url, data=io.BytesIO(review * 6), ssl=False) as answer:
+                    assert (answer.status, await answer.text()) == (404, "404: Not Found")
+
+        probing = asyncio.ensure_future(probe())
+        try:
+            for flood in floods:
+                async with flood.on():
+                    await work()
+            await ask_directly()
+            # The API server hands a user's object on, however large.
+            text = json.dumps(large)
+            create = ("create", "--filename", "-")
+            working = asyncio.ensure_future(work())
+            refused = [asyncio.to_thread(namespace.try_, *create, given=text) for _ in range(6)]
+            answers = [each.stderr for each in await asyncio.gather(*refused)]
+            await working
+            assert all("at most 512" in each for each in answers), answers
+        finally:
+            probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await probing
+    assert len(healths) > 20
 
 
 def of_authority(stored: Certificates, issued: datetime) -> Certificates:

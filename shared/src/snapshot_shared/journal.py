@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 KEEP_S = 14 * 86400.0
 """How long the highest attempt and result of each finished order are kept, in seconds."""
 
-MIN_BYTES = 4 * 1024 * 1024
-"""The fold of so much takes some 10 MiB of memory."""
+MIN_BYTES = 1024 * 1024
+"""The fold of so much takes some 3 MiB of memory."""
 
 _DECODER: msgspec.json.Decoder[Record | list[Record]] = msgspec.json.Decoder(Record | list[Record])
 _ENCODER = msgspec.json.Encoder()
