@@ -636,6 +636,23 @@ async def test_assets_that_are_kept_come_back_after_a_wipe(broker: Broker, bus: 
     keeper.cancel()
 
 
+@pytest.mark.waits
+async def test_a_stream_that_a_consumer_misses_comes_back_at_once(broker: Broker, bus: Bus) -> None:
+    keeper = asyncio.create_task(bus.keep_assets())
+    try:
+        async with consuming(bus) as source:
+            waiting = asyncio.ensure_future(anext(source))
+            await asyncio.sleep(0.3)
+            again = bus.reconnections()
+            await broker.delete_stream(subjects.ORDERS)
+            # Long before the assets are looked at again, which is every 30 s.
+            await asyncio.wait_for(again.wait(), 10)
+            assert await bus.publish(SUBJECT, b"again") == 1
+            assert (await asyncio.wait_for(waiting, 10)).data == b"again"
+    finally:
+        keeper.cancel()
+
+
 # Buckets.
 
 

@@ -110,11 +110,11 @@ async def test_assets_that_could_not_be_ensured_are_ensured_again_soon(nats_url:
 
         tries = 0
 
-        async def ensure_assets(self) -> None:
+        async def ensure_assets(self) -> bool:
             self.tries += 1
             if self.tries == 1:
                 raise BusUnavailable("no leader")
-            await super().ensure_assets()
+            return await super().ensure_assets()
 
     async with connected(Electing(nats_url, "test")) as bus:
         keeping = asyncio.ensure_future(bus.keep_assets())

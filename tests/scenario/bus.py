@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from snapshot_shared.bus import ASKED, REQUEST_S, Bus, Delivery, Handler, streams
-from snapshot_shared.bus.assets import ENSURE_EVERY_S
 from snapshot_shared.bus.connection import IMPATIENCE_S
 from snapshot_shared.bus.pull import Pull
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
@@ -98,18 +97,8 @@ class SimBus(Bus):
         self._check_connected()
         return await Call(self._link, lambda _call: operation(*arguments), timeout_s, LATE).future
 
-    async def ensure_assets(self) -> None:
-        await self._ask("ensure streams and buckets", self._server.ensure)
-
-    async def keep_assets(self) -> None:
-        again = self.reconnections()
-        while True:
-            with contextlib.suppress(BusUnavailable):
-                await self.ensure_assets()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ENSURE_EVERY_S):
-                    await again.wait()
-            again.clear()
+    async def ensure_assets(self) -> bool:
+        return bool(await self._ask("ensure streams and buckets", self._server.ensure))
 
     async def publish(
         self,
@@ -176,9 +165,13 @@ class SimBus(Bus):
     async def _pulling(
         self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
     ) -> AsyncIterator[Pull[Delivery]]:
-        await self._ask(
-            "bind", self._server.bind, stream, durable, filter_, max_pending, ack_wait_s
+        bound = await self._try(
+            self._server.bind, stream, durable, filter_, max_pending, ack_wait_s
         )
+        if isinstance(bound, Refused):
+            if bound.code == NO_STREAM:
+                self._misses_stream.set()
+            raise _error(bound, "bind")
 
         async def ask(count: int) -> None:
             self._check_connected()

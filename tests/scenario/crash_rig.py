@@ -9,7 +9,6 @@ A state that keeps its promises is checked once: `Sound` remembers it for later 
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import functools
@@ -27,6 +26,7 @@ from snapshot_agent.adapters import artifacts, control_dir, copying, library
 from snapshot_shared import files, finished, journal, stripes, tasks
 from snapshot_shared.errors import SnapbackError
 from tests.scenario.disk import SimDisk
+from tests.support.brokers import InlineLoop
 
 T = TypeVar("T")
 Site = tuple[str, str, int]
@@ -39,23 +39,9 @@ MODULES: tuple[types.ModuleType, ...] = (
 SOURCES = "/src/"
 
 
-class _InlineLoop(asyncio.SelectorEventLoop):
-    """Runs at once, and in order, what is handed to threads."""
-
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Any, func: Callable[..., T], *args: Any
-    ) -> asyncio.Future[T]:
-        future: asyncio.Future[T] = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
-            future.set_exception(error)
-        return future
-
-
 @functools.cache
-def _loop() -> _InlineLoop:
-    loop = _InlineLoop()
+def _loop() -> InlineLoop:
+    loop = InlineLoop()
     atexit.register(loop.close)
     return loop
 

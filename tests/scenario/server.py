@@ -158,11 +158,14 @@ class SimServer:
 
     # What clients ask for. Each answers at once or raises Refused.
 
-    def ensure(self) -> None:
-        """Create the streams and buckets of the product that are missing."""
-        wanted = [*assets.STREAMS, *map(stream_of_bucket, assets.BUCKETS)]
-        for config in wanted:
-            self.streams.setdefault(config.name or "", Stream(config))
+    def ensure(self) -> bool:
+        """Create the streams and buckets of the product that are missing, if any is."""
+        wanted = {
+            it.name or "": it for it in (*assets.STREAMS, *map(stream_of_bucket, assets.BUCKETS))
+        }
+        missing = {name: Stream(it) for name, it in wanted.items() if name not in self.streams}
+        self.streams |= missing
+        return bool(missing)
 
     def stream(self, name: str) -> Stream:
         """Give a stream without what is too old. Refused when there is none."""

@@ -7,14 +7,16 @@ import os
 import selectors
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from snapshot_shared.bus import STREAMS, Bus
 from tests.scenario.bus import SimBus, SimServer
 from tests.support.nats_server import NatsServer, running_nats_server
+
+T = TypeVar("T")
 
 
 class RealBroker:
@@ -131,7 +133,21 @@ class VirtualSelector(selectors.DefaultSelector):
         return ready
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class InlineLoop(asyncio.SelectorEventLoop):
+    """Runs at once, and in order, what is handed to threads."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+            future.set_exception(error)
+        return future
+
+
+class VirtualLoop(InlineLoop):
     """An event loop whose hours pass at once."""
 
     def __init__(self) -> None:

@@ -426,8 +426,9 @@ async def test_a_review_that_is_nested_or_larger_than_any_object_is_refused(
 
 async def test_the_loop_turns_while_the_largest_object_is_judged(admission: Admission) -> None:
     document = checkpoint_document()
-    document["metadata"]["labels"] = {f"label-{number}": "%" for number in range(20_000)}
-    document["spec"]["extra"] = 1
+    template = document["spec"]["job"]["podTemplateSpec"]["spec"]
+    env = [{"name": f"NAME_{n}", "value": "x" * 40, "extra": 1} for n in range(500)]
+    template["containers"] = [{"name": f"c{n}", "image": "i", "env": env} for n in range(20)]
     judging, turns = asyncio.ensure_future(admission.object(request(document))), 0
     while not judging.done():
         await asyncio.sleep(0)

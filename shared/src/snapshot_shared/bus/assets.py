@@ -155,23 +155,27 @@ class StreamState(NamedTuple):
 class Assets(Connection):
     """A connection that keeps what its streams and buckets need in existence."""
 
-    async def ensure_assets(self) -> None:
+    async def ensure_assets(self) -> bool:
         """Create what is missing of streams and buckets; change what differs. Idempotent.
 
-        BusUnavailable when JetStream does not answer, as while its servers choose a leader.
+        Return whether any was missing. BusUnavailable when JetStream does not answer, as while its
+        servers choose a leader.
         """
         stream = self.client.jetstream(timeout=REQUEST_S)
+        was_missing = False
         for wanted in (*STREAMS, *map(stream_of, BUCKETS)):
             config = wanted.evolve(num_replicas=self._replicas)
             try:
                 found = (await stream.stream_info(config.name or "")).config
             except nats.js.errors.NotFoundError:
                 await translated(stream.add_stream(config), f"create stream {config.name}")
+                was_missing = True
                 continue
             except (nats.errors.Error, nats.js.errors.Error) as error:
                 raise unavailable(error, f"look at stream {config.name}") from error
             if _differing(config, found):
                 await translated(stream.update_stream(config), f"update stream {config.name}")
+        return was_missing
 
     async def examine(self) -> list[StreamState]:
         """Look at every stream, and at those of buckets, without changing any. BusUnavailable."""
@@ -227,25 +231,29 @@ class Assets(Connection):
         again = self.reconnections()
         while True:
             try:
-                return await self.ensure_assets()
+                await self.ensure_assets()
+                return
             except BusUnavailable as error:
                 log.warning("cannot ensure streams and buckets: %s", error)
                 await self.pause(again)
 
     async def keep_assets(self) -> None:
-        """Ensure the assets now, after each reconnection and every 30 s, until it is cancelled.
+        """Ensure the assets now, then every 30 s, until it is cancelled.
 
-        What failed is tried again soon: a cluster that lost its store still chooses a leader then.
+        Sooner after a reconnection, and when a consumer of this bus misses its stream. What failed
+        is tried again soon: a cluster that lost its store still chooses a leader then.
         """
         again = self.reconnections()
         while True:
             rest_s = ENSURE_EVERY_S
+            self._misses_stream.clear()
             try:
-                await self.ensure_assets()
+                if await self.ensure_assets():
+                    self._begin_again()
             except BusUnavailable as error:
                 log.warning("cannot ensure streams and buckets: %s", error)
                 rest_s = ENSURE_AGAIN_S
-            await any_set(rest_s, again)
+            await any_set(rest_s, again, self._misses_stream)
             again.clear()
 
 

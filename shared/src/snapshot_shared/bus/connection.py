@@ -106,6 +106,7 @@ class Connection:
         self._lost = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._rebuilt: list[asyncio.Event] = []
+        self._misses_stream = asyncio.Event()
         self._attachments: list[Attachment] = []
         self._metrics = metrics
         metrics.observe(instruments.CONNECTED, lambda: {(): float(self.is_connected)})
@@ -200,11 +201,17 @@ class Connection:
 
     def _notify_reconnected(self) -> None:
         self._metrics.add(instruments.RECONNECTIONS)
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         for event in self._rebuilt:
             event.set()
 
     def reconnections(self) -> asyncio.Event:
-        """Return an event that is set after each reconnection; the waiter clears it."""
+        """Return an event that is set when messages may have been lost; the waiter clears it.
+
+        That is after each reconnection, and after `keep_assets` has created a lost stream again.
+        """
         event = asyncio.Event()
         self._rebuilt.append(event)
         return event

@@ -215,7 +215,11 @@ class Streams(Assets):
             ack_wait=ack_wait_s,
             max_ack_pending=max_pending,
         )
-        await manager.add_consumer(stream, config)
+        try:
+            await manager.add_consumer(stream, config)
+        except nats.js.errors.NotFoundError:
+            self._misses_stream.set()
+            raise
         inbox = self.client.new_inbox()
         pull = Pull[Delivery](
             lambda count: self.client.ask_next(stream, durable, inbox, count, FETCH_S)

@@ -74,8 +74,7 @@ HOLD_S = 1800.0
 WAITS_S = HOLD_S
 """How long a quiet worker waits for the next order of its capture, in seconds.
 
-As long as the hold: with seconds, captures of a bus that lost its streams did not end in time
-(docs/adr/0051).
+As long as the hold: with seconds, captures fail that would only be late (docs/adr/0051).
 """
 
 DEVICES_S = 310.0
