@@ -29,12 +29,15 @@ SILENCE_S = 5.0
 OWN_S = 3.0
 """What a small capture itself may take on a busy machine, in seconds; it takes 0.1 s."""
 
-MOMENTS: dict[str, Callable[[Path, Path], bool]] = {
+MOMENTS: dict[str, Callable[[Path, set[Path]], bool]] = {
     "asked": lambda folder, _: (folder / control.QUIESCE).exists(),
     "quiet": lambda folder, _: (folder / control.QUIESCED).exists(),
-    "staged": lambda _, artifacts: any(artifacts.glob("default/*/gen-*/process/part.json")),
+    "staged": lambda _, parts: bool(parts),
 }
-"""Where a capture is. None of these is inside of the driver, where the deadline alone acts."""
+"""Where a capture is, by the control directory of its worker and the parts that it has written.
+
+None of these is inside of the driver, where the deadline alone acts.
+"""
 
 ALWAYS = {("agent", "quiet")}
 
@@ -70,16 +73,27 @@ def _seen(what: Callable[[], object], within_s: float = 60.0) -> float:
     return time.monotonic()
 
 
-def _stopped_at(cluster: LiveCluster, service: str, moment: str) -> tuple[int, float, Path]:
-    """Stop a service at a moment of a capture, and return since when the worker is to be quiet."""
-    run, artifacts = cluster.run, cluster.artifacts
-    assert not MOMENTS["staged"](artifacts, artifacts)
+def _parts(cluster: LiveCluster) -> set[Path]:
+    return set(cluster.artifacts.glob("default/*/gen-*/process/part.json"))
+
+
+def _stopped_at(
+    cluster: LiveCluster, service: str, moment: str, older: set[Path]
+) -> tuple[int, float, Path]:
+    """Stop a service at a moment of a capture, and return since when the worker is to be quiet.
+
+    `older` are the parts of captures before it.
+    """
+    run = cluster.run
     _seen(lambda: _worker(run))
     folder = _worker(run)
     assert folder is not None
     asked = _seen((folder / control.QUIESCE).exists)
     pid = _pid(cluster, service)
-    _seen(lambda: MOMENTS[moment](folder, artifacts) or not (folder / control.QUIESCE).exists())
+    reached = MOMENTS[moment]
+    _seen(
+        lambda: reached(folder, _parts(cluster) - older) or not (folder / control.QUIESCE).exists()
+    )
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     return pid, asked, folder
@@ -90,7 +104,9 @@ async def test_a_service_that_is_stopped_keeps_a_worker_quiet_for_five_seconds_a
     cluster: LiveCluster, service: str, moment: str, turn: int
 ) -> None:
     async with case(cluster) as session:
-        stopping = asyncio.create_task(asyncio.to_thread(_stopped_at, cluster, service, moment))
+        stopping = asyncio.create_task(
+            asyncio.to_thread(_stopped_at, cluster, service, moment, _parts(cluster))
+        )
         await CAPTURE.then(session)
         pid, asked, folder = await stopping
         try:
