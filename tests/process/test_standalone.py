@@ -56,6 +56,8 @@ class PlainNode(Node):
     async def worker(self, name: str, *, waits: bool = False) -> Pod:
         """Run a pod that CRIU may dump, or one that waits for a process."""
         words = [PYTHON, str(WORKER), "--heap-mib", "8", "--folder", "/dev/shm/data", "--port", "0"]
+        # CRIU can dump no io_uring.
+        words.append("--ring")
         pod = self.pod(name=name, command=words)
         order = replace(self.run_order(pod, standby=waits), driver="criu")
         await self.done(order, "started")

@@ -22,6 +22,7 @@ from pathlib import Path
 CONTROL = Path(os.environ["SNAPSHOT_CONTROL_DIR"])
 NUMBER = struct.Struct("<Q")
 IN_CREATE = 0x100
+IO_URING_SETUP = 425
 
 
 def attempt_in(name: str) -> int | None:
@@ -139,6 +140,12 @@ def is_reached(listener: socket.socket, path: str) -> bool:
         return True
 
 
+def make_ring() -> None:
+    """Make an io_uring and keep it, as libuv does; go on without if the kernel refuses."""
+    parameters = ctypes.create_string_buffer(120)
+    ctypes.CDLL(None).syscall(IO_URING_SETUP, 4, parameters)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--heap-mib", type=int, default=16)
@@ -146,7 +153,10 @@ def main() -> None:
     parser.add_argument("--exit", type=int, default=7)
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--ring", action="store_true")
     arguments = parser.parse_args()
+    if arguments.ring:
+        make_ring()
     held = Held(arguments.folder, arguments.heap_mib)
     read, write = os.pipe()
     ours, theirs = socket.socketpair()

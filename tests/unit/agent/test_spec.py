@@ -23,6 +23,7 @@ NODE = spec.NodeEnvironment(
     path="/venv/bin:/usr/bin",
     home="/somewhere",
     init=Path("/opt/init"),
+    confined=("python", "confined.py"),
 )
 WHERE = container_paths(Path("/state"), Path("/run/sb"), POD.uid, "main")
 DEVICES = [DeviceRef(ordinal=1, uuid="GPU-b"), DeviceRef(ordinal=0, uuid="GPU-a")]
@@ -138,7 +139,7 @@ def test_a_worker_with_namespaces_has_its_folders_where_every_other_one_has_them
     assert words[0] == "unshare"
     assert words[words.index("control") :] == [
         *("control", str(WHERE.control), "sockets", str(WHERE.sockets), "gms", "/run/sb"),
-        *("log", str(WHERE.log), "--"),
+        *("log", str(WHERE.log), "--", "python", "confined.py"),
     ]
     # It is found as any worker is.
     assert f"SNAPSHOT_CONTROL_DIR={made.env['SNAPSHOT_CONTROL_DIR']}" == WHERE.marker

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from snapshot_agent.adapters import confined
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
@@ -260,6 +261,7 @@ class _Node:
             path=f"{own}:{os.environ.get('PATH', os.defpath)}",
             home=os.environ.get("HOME", "/"),
             init=self.settings.init,
+            confined=(sys.executable, "-I", "-S", confined.__file__),
             cuda=self.settings.gms_device == "cuda",
         )
 

@@ -61,7 +61,8 @@ the path that is seen there, then `--` and a command."""
 class NodeEnvironment(NamedTuple):
     """What the node adds to a process. `path` and `home` are those of the agent.
 
-    `init` is the program that waits in a placeholder. With `cuda` the devices of the node are GPUs,
+    `init` is the program that waits in a placeholder, and `confined` are the words of the one that
+    starts a worker of CRIU without io_uring. With `cuda` the devices of the node are GPUs,
     of which a process sees those that it was given.
     """
 
@@ -72,6 +73,7 @@ class NodeEnvironment(NamedTuple):
     path: str
     home: str
     init: Path
+    confined: Sequence[str] = ()
     cuda: bool = False
 
 
@@ -155,7 +157,8 @@ class _Folders(NamedTuple):
 
 def _before(folders: _Folders, environment: NodeEnvironment, where: ContainerPaths) -> list[str]:
     seen = {**folders._asdict(), "log": where.log}
-    command: list[str] = []
+    # A restored process has the filter that it had, by CRIU.
+    command = [*environment.confined]
     if where.placeholder is not None:
         seen |= {"init": where.placeholder, f"init/{INIT}": environment.init}
         command = [str(INSIDE / "init" / INIT), "--"]
