@@ -349,16 +349,7 @@ def _lines(path: Path) -> Iterator[tuple[list[Record], int]]:
             if start == len(data) and b"\0" in line:
                 return
             raise JournalCorrupt(f"{path} is damaged at line {number}", file=str(path), line=number)
-        try:
-            found = _DECODER.decode(body)
-        except (ValueError, msgspec.MsgspecError) as error:
-            raise UnsupportedVersion(
-                f"{path} has a record in line {number} that this build does not know: {error}",
-                next_step="start the build that wrote it, or a newer one",
-                file=str(path),
-                line=number,
-            ) from error
-        yield found if isinstance(found, list) else [found], start
+        yield _records(body, f"line {number} of {path}"), start
 
 
 def _row(entry: Entry) -> Row:
@@ -367,11 +358,23 @@ def _row(entry: Entry) -> Row:
 
 
 def _entry_in(line: bytes) -> Entry:
-    """Return the order of a line that `_row` wrote. JournalCorrupt."""
+    """Return the order of a line that `_row` wrote. JournalCorrupt, UnsupportedVersion."""
     if (body := _checked(line.rstrip(b"\n"))) is None:
         raise JournalCorrupt("an order in finished.sqlite is damaged", file="finished.sqlite")
-    found = _DECODER.decode(body)
-    return entry_of(found if isinstance(found, list) else [found])
+    return entry_of(_records(body, "an order of finished.sqlite"))
+
+
+def _records(body: bytes, place: str) -> list[Record]:
+    """Return the records that a line has written at once. UnsupportedVersion."""
+    try:
+        found = _DECODER.decode(body)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise UnsupportedVersion(
+            f"{place} has a record that this build does not know: {error}",
+            next_step="start the build that wrote it, or a newer one",
+            place=place,
+        ) from error
+    return found if isinstance(found, list) else [found]
 
 
 def _replace(folder: Path, ledger: Ledger, size: int) -> None:

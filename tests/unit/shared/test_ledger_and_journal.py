@@ -371,6 +371,19 @@ async def test_damage_to_a_finished_order_is_named_and_never_an_answer(tmp_path:
         small(tmp_path)
 
 
+async def test_a_finished_order_of_a_newer_build_is_refused_by_name(tmp_path: Path) -> None:
+    journal = small(tmp_path)
+    await journal.append(*over())
+    await journal.settled()
+    later = line({"type": "moved", "order": DUMP, "attempt": 1})
+    path = tmp_path / "finished.sqlite"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("UPDATE orders SET records = ?", (later,))
+    with pytest.raises(UnsupportedVersion, match="'moved'"):
+        journal.ledger.entry(DUMP)
+    journal.close()
+
+
 async def test_the_memory_of_finished_orders_does_not_grow(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, wall=lambda: NOW, min_bytes=100_000)
     tracemalloc.start()

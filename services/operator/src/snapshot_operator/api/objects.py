@@ -52,10 +52,9 @@ log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 900 * 1024
 MAX_SHOWN = 60
-IN_THREADS = 2
-"""How many requests are worked on at a time, in threads: a manifest of 1 MiB may take seconds, and
-a page of objects without their secrets 150 ms."""
 """How many characters of a value are shown in a message."""
+IN_THREADS = 2
+"""How many manifests are checked and pages of objects are built at a time, in threads."""
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """The annotation that has the whole manifest, with all that is secret in it."""
 RETENTION_PAGE = 1000

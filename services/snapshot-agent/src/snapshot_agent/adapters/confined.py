@@ -1,10 +1,9 @@
 """Start a program that can make no io_uring: `python confined.py PROGRAM [ARGUMENT ...]`.
 
-CRIU 4.2 cannot dump an io_uring. An engine that cannot make one uses epoll instead, as on a kernel
-that has none: libuv, which vLLM and ZMQ bring, tries it and goes on. So a worker that CRIU is to
-capture gets a filter of seccomp by which io_uring_setup, io_uring_enter and io_uring_register are
-EPERM. The kernel takes a filter from a process without rights if it has NoNewPrivs: setuid programs
-and file capabilities have no effect in the worker then.
+CRIU 4.2 cannot dump an io_uring. A library such as libuv tries to make one, and uses epoll if the
+kernel refuses. So the kernel refuses here: a filter of seccomp answers io_uring_setup,
+io_uring_enter and io_uring_register with EPERM. A process may set a filter without rights if it
+sets NoNewPrivs, too: setuid programs and file capabilities then have no effect in the worker.
 
 The file is run by its path, and imports nothing but the standard library: it is the first thing
 that a worker's process does.
