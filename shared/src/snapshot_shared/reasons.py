@@ -237,8 +237,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "HoldDeadline": Reason(
             "The next order of the capture did not come in time, and the agent let the worker go "
             "on.",
-            "The operator or NATS was away for longer than the hold deadline, or the agent was "
-            "stopped for five seconds. If the dump had not begun, the capture is tried again.",
+            "The operator or NATS was away for four seconds, or the agent was stopped for five. If "
+            "the dump had not begun, the capture is tried again.",
             "Look whether the operator answers: `snapshotctl nodes`; then take a new snapshot.",
         ),
         "IdentityConflict": Reason(

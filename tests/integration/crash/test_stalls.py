@@ -1,4 +1,4 @@
-"""SIGSTOP of each service of a node while it holds a worker: how long the worker is quiet.
+"""SIGSTOP of each service while a worker is held: how long the worker is quiet.
 
 A service that is stopped keeps its sockets and locks, so nothing sees that it does no work. Ten
 seconds stand for any time: a worker that waited for the service would be quiet for as long.
@@ -43,7 +43,7 @@ ALWAYS = {("agent", "quiet")}
 
 
 def _cases() -> Iterator[object]:
-    for service in ("agent", "gms", "guard"):
+    for service in ("agent", "gms", "guard", "operator", "nats-server"):
         for moment in MOMENTS:
             marks = () if (service, moment) in ALWAYS else pytest.mark.slow
             yield pytest.param(service, moment, marks=marks, id=f"{service}-{moment}")
@@ -53,7 +53,8 @@ def _pid(cluster: LiveCluster, service: str) -> int | None:
     if service == "guard":
         found = below(Path(cluster.record.state_dir))
         return next((pid for pid, text in found.items() if "adapters.guard" in text), None)
-    return cluster.process(f"{NODE}-{service}").pid
+    is_of_node = service in ("agent", "gms")
+    return cluster.process(f"{NODE}-{service}" if is_of_node else service).pid
 
 
 def _worker(run: str) -> Path | None:

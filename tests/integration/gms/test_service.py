@@ -230,7 +230,7 @@ async def test_a_save_without_its_fence_fails_and_writes_nothing(
     operator: Rig, ordered: GmsProgram
 ) -> None:
     save = save_order(builders.layout(device=DEVICE), uid=str(uuid.uuid4()), fence_token="f")
-    await operator.refused(save, "NotFound")
+    await operator.refused(save, "HoldDeadline")
     assert list(Path(ordered.environment["SNAPBACK_ARTIFACT_ROOT"]).iterdir()) == []
     kinds = [report.kind for report in operator.reports if report.order == save.order]
     assert kinds == ["accepted", "failed"]

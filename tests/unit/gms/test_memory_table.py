@@ -721,7 +721,7 @@ def test_a_repeated_fence_answers_again_and_an_ended_one_never_returns(world: Wo
 def test_only_the_save_with_the_token_enters_a_held_fence(world: World) -> None:
     world.committed()
     world.fence()
-    with pytest.raises(errors.NotFound):
+    with pytest.raises(errors.HoldDeadline):
         world.ask(lock=RO, fence_token="other")
     save = world.attach(lock=RO, fence_token="f")
     assert world.table.fences.phase(A) is FencePhase.LEASED
@@ -774,12 +774,12 @@ def test_a_save_without_its_fence_is_refused(world: World) -> None:
     world.committed()
     reader = world.attach(lock=RO)
     world.fence()
-    with pytest.raises(errors.NotFound) as caught:
+    with pytest.raises(errors.HoldDeadline) as caught:
         world.ask(lock=RO, fence_token="f")
     assert caught.value.values["phase"] == "pending"
     world.end(reader)
     world.table.end_fence("f")
-    with pytest.raises(errors.NotFound):
+    with pytest.raises(errors.HoldDeadline):
         world.ask(lock=RO, fence_token="f")
 
 

@@ -11,7 +11,7 @@ from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import gather, reconcile
 from snapshot_operator.runtime.cluster import Tracker
-from snapshot_shared.errors import HoldDeadline
+from snapshot_shared.errors import HoldDeadline, Superseded
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import Condition, condition, is_true
@@ -198,9 +198,15 @@ async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> 
     assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 1)
 
 
-async def test_a_dump_that_came_after_its_worker_was_let_go_is_tried_again(world: World) -> None:
+@pytest.mark.parametrize("late", ["dump", "save"])
+async def test_a_capture_whose_worker_was_let_go_before_its_dump_is_tried_again(
+    world: World, late: str
+) -> None:
     await capturing(world, "prepare")
-    await world.fail(world.open("dump")[0], HoldDeadline.reason, retryable=True)
+    await world.fail(world.open(late)[0], HoldDeadline.reason, retryable=True)
+    if late == "save":
+        # The end of the attempt comes before it.
+        await world.fail(world.open("dump")[0], Superseded.reason)
     await world.answer_all()
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.READY, 2)

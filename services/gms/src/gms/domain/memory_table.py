@@ -43,11 +43,11 @@ from snapback_client.frames import (
 from snapshot_shared.errors import (
     Fenced,
     Forbidden,
+    HoldDeadline,
     InvalidMessage,
     LayoutConflict,
     LoadLost,
     NotEligible,
-    NotFound,
     StaleLayout,
     Superseded,
     UnknownDevice,
@@ -393,10 +393,9 @@ class MemoryTable:
             FencePhase.ENDED if fence is None else fence.phases.get(device.uuid, FencePhase.ENDED)
         )
         if fence is None or phase not in (FencePhase.HELD, FencePhase.LEASED):
-            raise NotFound(
+            raise HoldDeadline(
                 f"no fence with this token is held on {device.uuid}: the capture was aborted, ran "
                 "out of time, or the GPU memory service was restarted and its memory is lost",
-                next_step="start a new capture",
                 device=device.uuid,
                 phase=phase.value,
             )

@@ -16,7 +16,7 @@ from snapshot_operator.core import backpressure, conditions, fold, ordering, qua
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.interventions import requested
 from snapshot_operator.core.plan import Plan, owing_plan
-from snapshot_shared.errors import Failure, HoldDeadline
+from snapshot_shared.errors import Failure, HoldDeadline, Superseded
 from snapshot_shared.objects.kubernetes import FINISHED, Node, Pod
 from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
 from snapshot_shared.objects.snapback import (
@@ -542,9 +542,9 @@ def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
 
 
 def _came_too_late(dump: OrderStatus) -> bool:
-    """Whether a dump was refused because its worker had been let go: nothing was done for it."""
+    """Whether a dump was refused because its capture was over: nothing was done for it."""
     failure = dump.final.failure if dump.final is not None else None
-    return failure is not None and failure.reason == HoldDeadline.reason
+    return failure is not None and failure.reason in (HoldDeadline.reason, Superseded.reason)
 
 
 def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure: Failure) -> bool:

@@ -71,10 +71,10 @@ BUDGET_S = {
     "verify": 3600.0,
 }
 HOLD_S = 1800.0
-WAITS_S = HOLD_S
+WAITS_S = 4.0
 """How long a quiet worker waits for the next order of its capture, in seconds.
 
-As long as the hold: with seconds, captures fail that would only be late (docs/adr/0051).
+A capture whose worker went on before anything was done is tried again (docs/adr/0051).
 """
 
 DEVICES_S = 310.0
