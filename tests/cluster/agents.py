@@ -105,6 +105,10 @@ def agents(
             {"name": "programs", "hostPath": {"path": "/usr/bin"}},
             {"name": "runtime", "hostPath": {"path": "/var/lib/containerd"}},
             {"name": "cgroups", "hostPath": {"path": "/sys/fs/cgroup"}},
+            {
+                "name": "seccomp",
+                "hostPath": {"path": "/var/lib/kubelet/seccomp", "type": "DirectoryOrCreate"},
+            },
         ]
         for each in (agent, guards):
             each["volumeMounts"] = [
@@ -137,6 +141,7 @@ def _helper(env: list[dict[str, Any]], mounts: list[dict[str, Any]]) -> dict[str
         "SNAPBACK_STATE_DIR": "/var/lib/snapback/helper",
         "SNAPBACK_CRIU": str(CRIU),
         "SNAPBACK_CGROUP_DIR": "/host/cgroup",
+        "SNAPBACK_SECCOMP_DIR": "/host/seccomp",
     }
     return container(
         "helper",
@@ -159,6 +164,7 @@ def _helper(env: list[dict[str, Any]], mounts: list[dict[str, Any]]) -> dict[str
             {"name": "helper", "mountPath": "/run/helper"},
             {"name": "runtime", "mountPath": "/var/lib/containerd", "readOnly": True},
             {"name": "cgroups", "mountPath": "/host/cgroup"},
+            {"name": "seccomp", "mountPath": "/host/seccomp"},
         ],
     )
 

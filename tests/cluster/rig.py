@@ -62,6 +62,9 @@ async def polled(look: Callable[[], Awaitable[T]], holds: Callable[[T], object] 
     return found
 
 
+SECCOMP_PROFILE = "profiles/block-iouring.json"
+
+
 @dataclass(frozen=True)
 class Rig:
     """The API server as people see it, and a proxy before it, for one namespace."""
@@ -251,7 +254,7 @@ async def serving(stop: asyncio.Event, client: KubeClient, nats_url: str) -> Non
         is_mirrored=False,
     )
     await bus.connect_and_ensure()
-    store = KubeStore(client, random.random)
+    store = KubeStore(client, random.random, seccomp_profile=SECCOMP_PROFILE)
     world = World(CONTROLLERS, is_cluster=True, follow=store.run)
     try:
         await serve(stop, Cluster(store, INDEXES), world, environment)

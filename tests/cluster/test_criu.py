@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from snapshot_operator.kube import restoring
+from snapshot_shared.objects.kubernetes import SECCOMP_LABEL
 from tests.cluster.agents import CRIU, INIT, running, with_agents
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.machine import ComponentError
-from tests.cluster.rig import Rig, polled
+from tests.cluster.rig import SECCOMP_PROFILE, Rig, polled
 from tests.cluster.simulated import ROOT, container, pod
 from tests.support.json_patch import applied
 
@@ -54,11 +55,13 @@ def source(*arguments: str, node: str = "node-1") -> dict[str, Any]:
 DATA: list[dict[str, Any]] = [{"name": "data", "emptyDir": {}}]
 
 
-def placeholder(name: str, of: str, node: str, *arguments: str, **spec: Any) -> dict[str, Any]:
+def placeholder(
+    name: str, of: str, node: str, *arguments: str, profile: str = "", **spec: Any
+) -> dict[str, Any]:
     """Return a pod that waits for its process, as admission makes it."""
     document = pod(name, worker(*arguments), nodeName=node, volumes=DATA, **spec)
     document["metadata"]["annotations"] = {"nvidia.com/restore-from": of}
-    patch = restoring.standby_patch(document, driver="criu", shared_memory={})
+    patch = restoring.standby_patch(document, driver="criu", shared_memory={}, profile=profile)
     changed: dict[str, Any] = applied(document, patch)
     [install] = changed["spec"]["initContainers"]
     # The image of these tests has no files; its programs are those of this host.
@@ -155,6 +158,51 @@ async def test_a_worker_that_only_waits_from_when_it_is_ready_is_asked_for_nothi
     nodes.apply(placeholder("again", "llm", "node-2"))
     await rig.restored("again")
     await did(nodes, "again", "restore-complete")
+
+
+async def announced(nodes: Kubectl) -> None:
+    """Wait until both nodes have the label of the profile that their helpers have installed."""
+    label = f"--selector={SECCOMP_LABEL}=profiles_block-iouring.json"
+    await polled(
+        lambda: asyncio.to_thread(nodes.list, "nodes", label), lambda found: len(found) == 2
+    )
+
+
+async def filters(nodes: Kubectl, name: str) -> str:
+    """Return the mode of seccomp of the worker in a pod."""
+    words = ("exec", name, "--container=main", "--", "/usr/bin/cat", "/proc/1/status")
+    text = await asyncio.to_thread(nodes.run, *words)
+    return next(line for line in text.splitlines() if line.startswith("Seccomp:"))
+
+
+@pytest.mark.turns
+async def test_a_worker_that_makes_an_io_uring_at_its_start_is_captured_with_no_change_by_its_user(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    await announced(nodes)
+    name = await captured(rig, nodes, "llm", "--ring")
+    assert await filters(nodes, name) == "Seccomp:\t2"
+    # With the profile and without: what is restored has its own filter in both.
+    nodes.apply(placeholder("again", "llm", "node-2", profile=SECCOMP_PROFILE))
+    nodes.apply(placeholder("unconfined", "llm", "node-1"))
+    for restored in ("again", "unconfined"):
+        await rig.restored(restored)
+        await did(nodes, restored, "restored 1")
+
+
+@pytest.mark.turns
+async def test_a_worker_whose_own_profile_allows_io_uring_is_refused_by_its_name_and_the_fix(
+    rig: Rig, nodes: Kubectl
+) -> None:
+    await announced(nodes)
+    spec = source("--ring")["spec"]
+    spec["securityContext"] = {"seccompProfile": {"type": "Unconfined"}}
+    await rig.apply("llm", {"spec": spec}, driver="criu")
+    failed = await rig.condition("dynamocheckpoints", "llm", "Failed", "True")
+    assert failed["reason"] == "NotEligible"
+    assert "holds 1 of anon_inode:[io_uring]" in failed["message"]
+    assert "seccompProfile Unconfined of the pod allows io_uring_setup" in failed["message"]
+    assert f"localhostProfile: {SECCOMP_PROFILE}" in failed["message"]
 
 
 DUMPS = "[c]riu.bin dump"

@@ -55,6 +55,8 @@ MEANINGS = {
     "hold_s": "how long the worker may stay quiesced in all; then the agent releases it alone",
     "image": "the image",
     "image_digest": "the digest of the image that the container was started from",
+    "seccomp_profile": "the seccomp profile that the spec of the container's pod names: "
+    "`RuntimeDefault`, `Unconfined` or `Localhost/<file>`; empty if it names none",
     "incarnation": "the life of the GMS that holds the layout",
     "index": "its number on this node",
     "kind": "what happened; the last word of the subject",
@@ -236,6 +238,7 @@ EXACT = {
     "PodSource.name": "the pod, in the namespace of the snapshot",
     "PodSource.uid": "the uid of the pod; one of the same name that came later is refused",
     "Presence.devices": "the devices of the node",
+    "Presence.seccomp_profile": "the seccomp profile that the node has for workers of CRIU",
     "Progress.part": "the part that is moved",
     "Report.bytes": "how many bytes were moved",
     "Report.generation": "the generation that was committed or removed",

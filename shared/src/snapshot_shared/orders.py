@@ -48,6 +48,13 @@ Seconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
 Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=256)]
 
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?"
+ProfileName = Annotated[str, Meta(pattern=rf"^(?:{_WORD}(?:/{_WORD})*)?\Z", max_length=63)]
+"""The file of a seccomp profile below the kubelet's folder for them, or empty.
+
+Without `_` and no longer than a label: nodes have it as one, with `_` for `/`.
+"""
+
 SourcePolicy = Literal["Resume", "Terminate"]
 """What becomes of the source worker after a capture that succeeded."""
 
@@ -174,7 +181,8 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     `hold_s` bounds how long the worker may stay quiesced in all, and `dump_within_s` how long it
     waits for its dump; after either the agent releases alone.
     With `memory_server` the devices are those of the memory server in the pod. `image_digest` is
-    that of the container's image, empty where it is not known.
+    that of the container's image, empty where it is not known. `seccomp_profile` is that of the
+    container, as in `ContentSource`.
     """
 
     pod: PodRef
@@ -182,6 +190,7 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     devices: list[DeviceRef] = []
     memory_server: bool = False
     image_digest: ShortText = ""
+    seccomp_profile: ShortText = ""
     fence_token: ShortText
     hold_s: Seconds = 600.0
     dump_within_s: Seconds = 1800.0
@@ -572,7 +581,8 @@ class Presence(
     `unknown` counts what lies below its artifact root and belongs to no content, `quarantined`
     what was moved away for that. `criu` is the version of its CRIU. `unready` are drivers
     that the node would have, and that are not among its `drivers`. `verbs` are those that its agent
-    carries out; an agent that names none is of a release without `place`.
+    carries out; an agent that names none is of a release without `place`. `seccomp_profile` is the
+    one that the node has for workers of CRIU.
     """
 
     node: NodeStr
@@ -584,6 +594,7 @@ class Presence(
     criu: ShortText = ""
     unready: list[UnreadyDriver] = []
     verbs: list[ShortText] = []
+    seccomp_profile: ProfileName = ""
     artifact_root: Text = ""
     free_bytes: Bytes = 0
     slots: int = 1

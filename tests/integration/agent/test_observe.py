@@ -18,7 +18,7 @@ import pytest
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import criu_seen
-from snapshot_agent.domain.criu_gates import Disk, check_dump
+from snapshot_agent.domain.criu_gates import Disk, Dumping, check_dump
 from snapshot_agent.domain.criu_source import RenamedSocket
 from snapshot_agent.helper import observe, socket_names
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
@@ -247,9 +247,10 @@ def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> 
     assert seen.root.namespaces["net"] != here.net
     paths = [each.path for each in seen.mounts]
     node = here._replace(criu=(4, 2))
-    check_dump(seen, node, captured=paths, quiet=True, disk=Disk("/", criu_seen.estimate(seen) * 2))
+    disk = Disk("/", criu_seen.estimate(seen) * 2)
+    check_dump(Dumping(seen, node, captured=paths, quiet=True, disk=disk))
     with pytest.raises(NotEligible, match="process namespace"):
-        check_dump(seen_of(self()), node, captured=paths, quiet=True, disk=Disk("/", 0))
+        check_dump(Dumping(seen_of(self()), node, captured=paths, quiet=True, disk=disk))
 
 
 OVERLAY = """
@@ -285,10 +286,9 @@ def test_a_folder_of_the_node_that_a_worker_has_named_by_an_overlay_of_its_own_i
         # Where the node has the folder of another one.
         assert seen.upper == str(tmp_path / "upper")
         node = here._replace(criu=(4, 2), capabilities=2**63 - 1)
+        disk = Disk("/", criu_seen.estimate(seen) * 2)
         with pytest.raises(NotEligible, match="user namespace"):
-            check_dump(
-                seen, node, captured=(), quiet=True, disk=Disk("/", criu_seen.estimate(seen) * 2)
-            )
+            check_dump(Dumping(seen, node, captured=(), quiet=True, disk=disk))
 
 
 @pytest.mark.parametrize("is_confined", [False, True])

@@ -6,7 +6,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from snapshot_agent.domain.criu_gates import Disk, OnDevices, check_dump, check_restore, read_source
+from snapshot_agent.domain.criu_gates import (
+    Disk,
+    Dumping,
+    OnDevices,
+    check_dump,
+    check_restore,
+    read_source,
+)
 from snapshot_agent.domain.criu_seen import (
     Descriptor,
     MappedFile,
@@ -113,7 +120,7 @@ def dump_error(seen: SeenTree, node: SeenNode = NODE, **more: Any) -> SnapbackEr
         **more,
     }
     try:
-        check_dump(seen, node, **given)
+        check_dump(Dumping(seen, node, **given))
     except SnapbackError as error:
         return error
     return None
@@ -188,6 +195,29 @@ def test_a_dump_is_refused_for_what_criu_cannot_dump_or_give_back(
     seen: SeenTree, words: tuple[str, ...]
 ) -> None:
     refused(dump_error(seen), words)
+
+
+def test_the_refusal_of_io_uring_names_the_profile_of_the_pod_and_the_fix() -> None:
+    seen = opened("anon_inode:[io_uring]", "anon:[io_uring]")
+    found = dump_error(seen, seccomp_profile="Localhost/profiles/own.json")
+    refused(found, ("process 100", "Localhost/profiles/own.json", "allows io_uring_setup"))
+    assert found is not None
+    assert "localhostProfile: profiles/block-iouring.json" in found.next_step
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (NODE, ()),
+        (NODE._replace(capabilities=NODE.capabilities & ~SYS_ADMIN), ("lacks CAP_SYS_ADMIN",)),
+        (NODE._replace(seccomp=2), ("process 101", "filter of its own")),
+    ],
+)
+def test_a_worker_with_a_filter_needs_a_helper_that_may_suspend_it(
+    node: SeenNode, words: tuple[str, ...]
+) -> None:
+    refused(dump_error(with_child(seccomp=2, permitted=0), node), words)
+    assert dump_error(TREE, node) is None
 
 
 @pytest.mark.parametrize("ids", [{"uids": (0, 1000, 0)}, {"gids": (0, 0, 5)}])

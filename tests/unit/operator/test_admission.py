@@ -69,11 +69,13 @@ class Api:
         self.objects: dict[str, Any] = {}
         self.status = 200
         self.asked = 0
+        self.queries: list[dict[str, str]] = []
         self.labels: dict[str, str] = {}
         """By namespace, the selector that matches it."""
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         self.asked += 1
+        self.queries.append(dict(request.query))
         found = self.objects.get(request.path.rpartition("/v1alpha1/")[2])
         if request.path == "/api/v1/namespaces":
             name = request.query["fieldSelector"].removeprefix("metadata.name=")
@@ -219,6 +221,55 @@ async def test_a_pod_is_a_placeholder_where_the_driver_of_its_source_brings_the_
     assert is_placeholder(answer) == waits_for_a_process
     shared = [change for change in answer.patch if "3Gi" in json.dumps(change)]
     assert bool(shared) == ("namespaces/team/dynamocheckpoints/llm" in objects)
+
+
+PROFILE = "profiles/block-iouring.json"
+
+
+@pytest.mark.parametrize(
+    ("of_source", "setting", "node", "nodes", "is_given"),
+    [
+        (f"Localhost/{PROFILE}", PROFILE, "", [{}], True),
+        ("RuntimeDefault", PROFILE, "node-1", [{}], True),
+        ("Unconfined", PROFILE, "", [{}], False),
+        ("", PROFILE, "", [{}], False),
+        (f"Localhost/{PROFILE}", "", "", [{}], False),
+        (f"Localhost/{PROFILE}", PROFILE, "", [], False),
+        (f"Localhost/{PROFILE}", PROFILE, "", None, False),
+    ],
+)
+async def test_a_placeholder_gets_a_profile_if_its_source_had_one_and_a_node_has_it(
+    behind: Api,
+    admission: Admission,
+    of_source: str,
+    setting: str,
+    node: str,
+    nodes: Any,
+    is_given: bool,
+) -> None:
+    source = CONTENT["spec"]["source"] | {"seccompProfile": of_source}
+    behind.objects = {
+        "namespaces/team/snapshots/llm": CRIU_SNAPSHOT,
+        "snapshotcontents/content": CONTENT
+        | {
+            "spec": CONTENT["spec"] | {"source": source},
+            "status": {"committed": COMMITTED | {"driver": "criu"}},
+        },
+    }
+    if nodes is not None:
+        behind.objects["/api/v1/nodes"] = {"items": nodes}
+    confining = Admission(admission._client, seccomp_profile=setting)
+    document = pod(restore_from="llm")
+    document["spec"] |= {"nodeName": node} if node else {}
+    answer = await confining.pod(request(document))
+    assert is_placeholder(answer)
+    assert ("localhostProfile" in json.dumps(answer.patch)) == is_given
+    asked = [query for query in behind.queries if "labelSelector" in query]
+    label = "nvidia.com/snapback-seccomp=profiles_block-iouring.json"
+    assert [query["labelSelector"] for query in asked] == [label] * len(asked)
+    assert [query.get("fieldSelector", "") for query in asked] == [
+        f"metadata.name={node}" if node else "" for _ in asked
+    ]
 
 
 @pytest.mark.parametrize("status", [200, 503])

@@ -20,7 +20,7 @@ from snapshot_shared.bus import Delivery
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable, Failure
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, SECCOMP_LABEL, Node
 from snapshot_shared.objects.meta import ObjectMeta, is_true
 from snapshot_shared.orders import Presence
 from tests.support.objects import checkpoint_document, presence, restore_document, unready
@@ -50,6 +50,22 @@ def test_a_node_gets_the_label_with_its_agent_and_once() -> None:
     assert isinstance(write, Label)
     assert (write.key, write.text) == (AGENT_LABEL, "true")
     assert label_node(present(labelled()), NOW) == NOTHING
+
+
+def test_a_node_has_a_label_for_the_seccomp_profile_that_its_agent_announces() -> None:
+    says = replace(presence("node-1"), seccomp_profile="profiles/a.json")
+    found = node_from(says, labelled(), NOW)
+    (write,) = label_node(found, NOW).writes
+    assert isinstance(write, Label)
+    assert (write.key, write.text) == (SECCOMP_LABEL, "profiles_a.json")
+    both = node(**{AGENT_LABEL: "true", SECCOMP_LABEL: "profiles_a.json"})
+    assert label_node(node_from(says, both, NOW), NOW) == NOTHING
+    (write,) = label_node(present(both), NOW).writes
+    assert isinstance(write, Label)
+    assert (write.key, write.text) == (SECCOMP_LABEL, None)
+    lost = node_absent(node_from(says, both, NOW), LOST_AFTER_S, NOW)
+    texts = {write.key: write.text for write in label_node(lost, NOW).writes}  # type: ignore[union-attr]
+    assert texts == {AGENT_LABEL: None, SECCOMP_LABEL: None}
 
 
 @pytest.mark.parametrize("absent_s", [0.0, LOST_AFTER_S - 1.0])

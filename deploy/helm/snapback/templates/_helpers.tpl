@@ -93,6 +93,11 @@ livenessProbe:
   failureThreshold: 6
 {{- end -}}
 
+{{/* The seccomp profile of workers for CRIU, below the kubelet's folder; empty if they get none. */}}
+{{- define "snapback.seccompProfile" -}}
+{{- if not .Values.checkpoint.seccomp.disabled }}{{ .Values.checkpoint.seccomp.profile }}{{ end }}
+{{- end -}}
+
 {{/* Who may reach a port, of a NetworkPolicy: everybody if the list is empty. */}}
 {{- define "snapback.from" -}}
 {{- with . -}}
@@ -134,7 +139,9 @@ seccompProfile: {type: RuntimeDefault}
 {{- define "snapback.nodeKeys" -}}
 - name: keys
   {{- include "snapback.image" (list . "snapshot-agent" .Values.node.agent.image) | nindent 2 }}
-  securityContext: {{ include "snapback.confined" . | nindent 4 }}
+  securityContext:
+    {{- include "snapback.confined" . | nindent 4 }}
+    seccompProfile: {type: RuntimeDefault}
   command: [sh, -c, "python -P -m snapshot_shared.nkey /keys agent gms >/dev/termination-log"]
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:

@@ -30,7 +30,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, Failure
 from snapshot_shared.http import http_ports
 from snapshot_shared.metrics import Metrics
-from snapshot_shared.orders import Label
+from snapshot_shared.orders import Label, ProfileName
 from snapshot_shared.permissions import User
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import Common, load
@@ -52,7 +52,8 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     label selector of the namespaces whose objects it reconciles: all of them where it is empty.
     `gms_image` is that of the memory servers in pods; unless `allow_gms_snapshot`, checkpoints
     that ask for one fail. `agent_image` is that of the first process of containers into which a
-    process is restored.
+    process is restored. `seccomp_profile` is the one that the agents of nodes have for workers of
+    CRIU; empty if none has.
     `webhook_address` (host:port) is where admission is served in a cluster; unset, nowhere. API
     servers reach it at the Service `webhook_service`, or at `webhook_url` if they cannot. Its
     certificate is in `webhook_certificate_dir`, or is made by the operators.
@@ -73,6 +74,7 @@ class OperatorSettings(Common, frozen=True, kw_only=True):
     webhook_certificate_dir: Path | None = None
     gms_image: str = "snapback/gms:dev"
     agent_image: str = "snapback/snapshot-agent:dev"
+    seccomp_profile: ProfileName = ""
     allow_gms_snapshot: bool = True
     nats_replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     keep_count: Annotated[int, Meta(ge=1)] | None = None
@@ -189,7 +191,13 @@ async def _in_cluster(
             readiness.why = why
 
         allows_gms = settings.allow_gms_snapshot
-        store = KubeStore(client, jitter, settings.gms_image, allows_gms=allows_gms)
+        store = KubeStore(
+            client,
+            jitter,
+            settings.gms_image,
+            allows_gms=allows_gms,
+            seccomp_profile=settings.seccomp_profile,
+        )
         crds = Definitions(client, definitions(), settings.crds, jitter, waits)
         identity = f"{hostname}-{environment.new_id()}"
         lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
@@ -240,6 +248,7 @@ async def _admission(
         Images(settings.gms_image, settings.agent_image),
         allows_gms=settings.allow_gms_snapshot,
         selector=settings.namespace_selector,
+        seccomp_profile=settings.seccomp_profile,
     )
     async with contextlib.AsyncExitStack() as stack:
         context = await stack.enter_async_context(introduction.kept())

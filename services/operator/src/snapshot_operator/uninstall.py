@@ -24,7 +24,7 @@ from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME
 from snapshot_shared.errors import InvalidInput, NotFound
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.objects.kinds import KINDS, Kind
-from snapshot_shared.objects.kubernetes import AGENT_LABEL
+from snapshot_shared.objects.kubernetes import AGENT_LABEL, SECCOMP_LABEL
 from snapshot_shared.objects.snapback import ABORT, GROUP
 from snapshot_shared.orders import Label
 from snapshot_shared.service import run, until_stopped
@@ -92,7 +92,7 @@ class Uninstall:
                     await self._patch(_path_of(kind, item), {"metadata": {"finalizers": rest}})
         nodes = f"/api/v1/nodes?labelSelector={AGENT_LABEL.replace('/', '%2F')}"
         for node in await self._page(nodes):
-            body = {"metadata": {"labels": {AGENT_LABEL: None}}}
+            body = {"metadata": {"labels": {AGENT_LABEL: None, SECCOMP_LABEL: None}}}
             await self._patch(f"/api/v1/nodes/{node['metadata']['name']}", body)
         space = f"namespaces/{self._settings.namespace}"
         await self._delete(f"/apis/coordination.k8s.io/v1/{space}/leases/{NAME}")

@@ -283,6 +283,7 @@ class _Node:
                 if state.failure
             ],
             verbs=list(AGENT_VERBS),
+            seccomp_profile=max(state.seccomp_profile for state in states.values()),
             artifact_root=str(self.settings.artifact_root),
             free_bytes=await self.root.free_bytes(),
             slots=self.settings.slots,

@@ -47,12 +47,14 @@ class Worker:
     """The process of one container, which leads a session.
 
     `gpus` are the uuids of those that the agent has started it with, in their order.
+    `seccomp_profile` is the one that its pod's spec names, as the order of its capture has it.
     """
 
     pod: PodRef
     process: Process
     paths: ContainerPaths
     gpus: Sequence[str] = ()
+    seccomp_profile: str = ""
 
 
 class ResolvedContainer(NamedTuple):
@@ -226,11 +228,13 @@ class DriverState(NamedTuple):
     """What a node has for a driver: `failure` is why it cannot be used now, None when it can.
 
     `criu` and `cuda_driver` are versions, empty where the driver needs none or they are not known.
+    `seccomp_profile` is the one that the node has for its workers.
     """
 
     failure: Failure | None = None
     criu: str = ""
     cuda_driver: str = ""
+    seccomp_profile: str = ""
 
 
 class ProcessDriver(Protocol):

@@ -35,6 +35,12 @@ GPU_RESOURCE = "nvidia.com/gpu"
 AGENT_LABEL = "nvidia.com/snapback-agent"
 """Label of a Node of a cluster, `true` while a snapshot agent is there: pods are placed by it."""
 
+SECCOMP_LABEL = "nvidia.com/snapback-seccomp"
+"""Label of a Node of a cluster: the seccomp profile of its agent, with `_` for `/`.
+
+Pods with the profile are placed by it.
+"""
+
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
 
@@ -137,7 +143,8 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
     `cold_containers` are those of a pod with `nvidia.com/restore-from` that a cluster started
     without the variable of standby, and `worker_containers` those that run a program of their own,
-    which a driver that brings the process cannot restore into. Standalone there are none of either.
+    which a driver that brings the process cannot restore into. `seccomp_profiles` are those that
+    the spec names, by container. Standalone there are none of these.
     """
 
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
@@ -149,6 +156,7 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     container_statuses: list[ContainerStatus] = []
     cold_containers: list[str] = []
     worker_containers: list[str] = []
+    seccomp_profiles: dict[str, str] = {}
     orders: list[OrderStatus] = []
     obligations: list[str] = []
     traceparent: str = ""
@@ -181,6 +189,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     criu: str = ""
     unready: list[UnreadyDriver] = []
     verbs: list[str] = []
+    seccomp_profile: str = ""
     artifact_root: str = ""
     slots: int = 1
     conditions: list[Condition] = []

@@ -325,6 +325,8 @@ class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
     """The captured pod, its node and its devices, fixed at binding; or an artifact that exists.
 
     With `memory_server` the pod has one, and `prepare` says which devices it serves.
+    `seccomp_profile` is that of the container as its spec names it: `RuntimeDefault`, `Unconfined`
+    or `Localhost/<file>`; empty if it names none.
     """
 
     namespace: Label
@@ -332,6 +334,7 @@ class ContentSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
     node_name: NodeStr | None = None
     devices: Annotated[list[DeviceRef], Meta(extra_json_schema={"maxItems": 64})] = []
     memory_server: bool = False
+    seccomp_profile: Annotated[str, Meta(max_length=256)] = ""
     artifact: ArtifactSource | None = None
 
 

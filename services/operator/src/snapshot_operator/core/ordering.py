@@ -250,6 +250,7 @@ def prepare(
         devices=source.devices,
         memory_server=source.memory_server,
         image_digest=_image_digest(pod, source_ref(content).container),
+        seccomp_profile=source.seccomp_profile,
         fence_token=fence_token(content, attempt),
         hold_s=HOLD_S,
         dump_within_s=WAITS_S,

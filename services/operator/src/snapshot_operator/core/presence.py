@@ -41,6 +41,7 @@ def node_from(presence: Presence, found: Node | None, now: float) -> Node:
         criu=presence.criu,
         unready=presence.unready,
         verbs=presence.verbs,
+        seccomp_profile=presence.seccomp_profile,
         artifact_root=presence.artifact_root,
         slots=presence.slots,
         conditions=rows,

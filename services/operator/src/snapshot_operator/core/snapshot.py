@@ -187,6 +187,7 @@ def _bind(view: SnapshotView, now: float) -> Plan:
         node_name=pod.status.node_name,
         devices=pod.status.devices,
         memory_server=pod.status.memory_server != "none",
+        seccomp_profile=pod.status.seccomp_profiles.get(source.containers[0], "")[:256],
     )
     return _bound(snapshot, bound, now)
 

@@ -32,6 +32,7 @@ from snapshot_operator.kube.restoring import (
     restore_request,
     standby_patch,
 )
+from snapshot_operator.kube.seccomp import label_of
 from snapshot_operator.kube.shaping import GMS_DISABLED, GMS_DISABLED_FIX, has_memory_server
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_operator.kube.webhooks import OBJECTS, PATHS, PODS
@@ -42,6 +43,7 @@ from snapshot_shared.http import Guests
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import SECCOMP_LABEL
 from snapshot_shared.objects.snapback import (
     IMMEDIATE,
     RESTORE_FROM,
@@ -119,6 +121,15 @@ class Sources(NamedTuple):
         return self.content is not None and self.content.status.committed is not None
 
     @property
+    def was_confined(self) -> bool:
+        """Whether the spec of the worker that was captured named a seccomp profile with a filter.
+
+        An artifact of a worker without a filter cannot be restored into a container with one.
+        """
+        profile = self.content.spec.source.seccomp_profile if self.content is not None else ""
+        return self.is_captured and profile not in ("", "Unconfined")
+
+    @property
     def shared_memory(self) -> dict[str, Any] | None:
         """What the checkpoint says of the shared memory of its worker; None without one."""
         for source in self.named:
@@ -146,11 +157,16 @@ class _Pod(msgspec.Struct, frozen=True):
     metadata: _PodMeta = _PodMeta()
 
 
+class _List(msgspec.Struct, frozen=True):
+    items: list[msgspec.Raw] | None = None
+
+
 T = TypeVar("T")
 
 _REVIEW = msgspec.json.Decoder(Review)
 _POD = msgspec.json.Decoder(_Pod)
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
+_LIST = msgspec.json.Decoder(_List)
 _NULL = msgspec.Raw(b"null")
 
 
@@ -165,12 +181,15 @@ class Admission:
         *,
         allows_gms: bool = True,
         selector: str = "",
+        seccomp_profile: str = "",
     ) -> None:
         """Read by `client`; `images` are those of what is put into pods.
 
         Unless it `allows_gms`, checkpoints with one are refused. Where a label `selector` limits
         the namespaces that are reconciled, pods of others are left alone: they would wait in vain.
+        `seccomp_profile` is that of workers which CRIU restores, if a node has it.
         """
+        self._seccomp_profile = seccomp_profile
         self._client = client
         self._images = images
         self._allows_gms = allows_gms
@@ -241,7 +260,11 @@ class Admission:
             text = f"{asked.source} is not captured yet, and the pod does not wait: it starts cold"
             return Answer(warned=(text,))
         driver = driver_of(found.named, found.content) or ""
-        return await self._judged(_standing_by, pod, self._images, driver, found.shared_memory)
+        is_confined = self._seccomp_profile and found.was_confined
+        profile = await self._profile(pod["spec"]) if is_confined else ""
+        return await self._judged(
+            _standing_by, pod, self._images, driver, found.shared_memory, profile
+        )
 
     async def object(self, request: Request) -> Answer:
         """Return whether an object of ours may be stored, with everything that is wrong with it.
@@ -281,6 +304,21 @@ class Admission:
             log.warning("namespace %s cannot be read: %s", namespace, error)
             why = "cannot be read now"
         return f"namespace {namespace} {why}: the pod starts cold"
+
+    async def _profile(self, spec: dict[str, Any]) -> str:
+        """Return the seccomp profile if a node has it; empty if nodes cannot be read now."""
+        profile = self._seccomp_profile
+        params = {"labelSelector": f"{SECCOMP_LABEL}={label_of(profile)}", "limit": "1"}
+        if place := spec.get("nodeName"):
+            params["fieldSelector"] = f"metadata.name={place}"
+        try:
+            async with asyncio.timeout(READ_S):
+                path = RESOURCES["Node"].path(None)
+                answer = await self._client.request("GET", path, params=params)
+                return profile if _LIST.decode(answer).items else ""
+        except (SnapbackError, TimeoutError, msgspec.DecodeError) as error:
+            log.warning("a pod gets no seccomp profile, as nodes cannot be read: %s", error)
+        return ""
 
     async def _sources(self, namespace: str, asked: RestoreRequest) -> Sources:
         """Return what there is; nothing where it cannot be read now.
@@ -326,11 +364,11 @@ def _asked_by(raw: msgspec.Raw) -> tuple[Any, RestoreRequest, tuple[Problem, ...
 
 
 def _standing_by(
-    pod: Any, images: Images, driver: str, shared_memory: dict[str, Any] | None
+    pod: Any, images: Images, driver: str, shared_memory: dict[str, Any] | None, profile: str
 ) -> Answer:
     if refused := tuple(placeholder_problems(pod, driver)):
         return Answer(refused)
-    return Answer(patch=(*standby_patch(pod, images, driver, shared_memory),))
+    return Answer(patch=(*standby_patch(pod, images, driver, shared_memory, profile),))
 
 
 def _denied(wrong: Failure) -> Problem:

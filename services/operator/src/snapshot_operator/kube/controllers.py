@@ -23,8 +23,15 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
+from snapshot_operator.kube.seccomp import label_of
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, FINISHED, Node, Pod
+from snapshot_shared.objects.kubernetes import (
+    AGENT_LABEL,
+    FINISHED,
+    SECCOMP_LABEL,
+    Node,
+    Pod,
+)
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotRestore
 from snapshot_shared.transitions import Restore
@@ -86,17 +93,20 @@ def _unrestored(pod: Pod, failure: Failure, now: float) -> Plan:
 
 
 def label_node(node: Node, _now: float) -> Plan:
-    """Return what makes the label of a Node agree with whether it has an agent.
+    """Return what makes the labels of a Node agree with what its agent says.
 
-    It is put on with the agent's presence and taken off when the node is lost; a node that is
-    silent for less keeps it.
+    They are put on with the agent's presence and taken off when the node is lost; a node that is
+    silent for less keeps them.
     """
-    rows, has_label = node.status.conditions, AGENT_LABEL in node.metadata.labels
-    if is_true(rows, "Ready") and node.metadata.labels.get(AGENT_LABEL) != "true":
-        return Plan((Label(node, AGENT_LABEL, "true"),))
-    if has_label and is_true(rows, "Lost"):
-        return Plan((Label(node, AGENT_LABEL, None),))
-    return NOTHING
+    wanted: dict[str, str | None] = {}
+    if is_true(node.status.conditions, "Ready"):
+        profile = label_of(node.status.seccomp_profile) or None
+        wanted = {AGENT_LABEL: "true", SECCOMP_LABEL: profile}
+    elif is_true(node.status.conditions, "Lost"):
+        wanted = {AGENT_LABEL: None, SECCOMP_LABEL: None}
+    labels = node.metadata.labels
+    changed = (key for key, value in wanted.items() if labels.get(key) != value)
+    return Plan(tuple(Label(node, key, wanted[key]) for key in changed))
 
 
 def deprecated(value: DynamoCheckpoint) -> list[str]:

@@ -22,6 +22,7 @@ from snapshot_operator.kube.shaping import (
     with_agent_affinity,
     with_control_directory,
     with_memory_server,
+    with_seccomp_profile,
     with_shared_memory,
     with_transfers,
 )
@@ -76,6 +77,7 @@ def standby_patch(
     images: Images = Images(),  # noqa: B008 - it never changes
     driver: str = "",
     shared_memory: Document | None = None,
+    profile: str = "",
 ) -> list[Document]:
     """Return the JSON Patch by which the worker of a pod waits to be restored.
 
@@ -85,7 +87,8 @@ def standby_patch(
 
     Where a `driver` (else the one that the pod names) brings the process, the container is a
     placeholder for it, with the mounts of a checkpoint's worker: `shared_memory` is what its
-    checkpoint says of that, None where it has none.
+    checkpoint says of that, None where it has none, and `profile` a seccomp profile of nodes for a
+    worker that had one.
     """
     index = _target(pod)
     spec = copy.deepcopy(pod["spec"])
@@ -104,6 +107,7 @@ def standby_patch(
         marks[RESTORE_DRIVER] = driver or restore_request(pod).driver
         if shared_memory is not None:
             with_shared_memory(spec, container, shared_memory)
+        with_seccomp_profile(spec, container, profile)
         _with_placeholder(spec, container, images.agent)
     else:
         container["startupProbe"] = startup_probe(container)

@@ -14,9 +14,11 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.core.checkpoint import READY_FILE
+from snapshot_operator.kube.seccomp import names_profile, required, with_profile
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kubernetes import AGENT_LABEL, GPU_RESOURCE, Job
+from snapshot_shared.orders import PLACEHOLDER_DRIVERS
 from snapshot_shared.volumes import CONTROL_VOLUME, DEVICES, GMS_VOLUME, SAVER
 
 Document = dict[str, Any]
@@ -62,16 +64,21 @@ _HAS_AGENT = {"key": AGENT_LABEL, "operator": "In", "values": ["true"]}
 _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
 
 
-def job_manifest(job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE) -> Document:
+def job_manifest(
+    job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE, profile: str = ""
+) -> Document:
     """Return the Job of a DynamoCheckpoint, given what is decided of it and its document.
 
-    InvalidManifest where the template has no container of the target's name.
+    `profile` is the seccomp profile that nodes have for workers of CRIU; empty if none has it.
+    InvalidManifest if the template has no container of the target's name.
     """
     spec = checkpoint["spec"]["job"]
     target = spec.get("targetContainerName", "main")
     template = source_template(spec["podTemplateSpec"], target, job.metadata.labels)
     pod = template["spec"]
     container = find_container(pod, target)
+    if spec.get("driver") in PLACEHOLDER_DRIVERS:
+        with_seccomp_profile(pod, container, profile)
     with_shared_memory(pod, container, spec.get("sharedMemory") or {})
     if has_memory_server(checkpoint):
         with_devices(pod, container, devices_name(job.metadata.name))
@@ -207,8 +214,20 @@ def with_shared_memory(spec: Document, container: Document, shared: Document) ->
     mounts.append({"name": SHARED_VOLUME, "mountPath": SHARED_PATH})
 
 
+def with_seccomp_profile(spec: Document, container: Document, profile: str) -> None:
+    """Give a container a seccomp profile of its node, unless the pod names one."""
+    if profile and not names_profile(spec, container):
+        with_profile(container, profile)
+        _with_affinity(spec, required(profile))
+
+
 def with_agent_affinity(spec: Document) -> None:
-    """Require a node with a live agent, beside what the affinity of the pod requires already.
+    """Require a node with a live agent, beside what the affinity of the pod requires already."""
+    _with_affinity(spec, _HAS_AGENT)
+
+
+def _with_affinity(spec: Document, row: Document) -> None:
+    """Require a label of a node.
 
     A template that names its node has nothing to be placed: its kubelet would end the pod.
     """
@@ -222,18 +241,18 @@ def with_agent_affinity(spec: Document) -> None:
         if not isinstance(where, dict):
             return  # The API server refuses it, with its path.
     if "nodeSelectorTerms" not in where:
-        where["nodeSelectorTerms"] = [{"matchExpressions": [_HAS_AGENT]}]
+        where["nodeSelectorTerms"] = [{"matchExpressions": [row]}]
     terms = where["nodeSelectorTerms"]
     for term in terms if isinstance(terms, list) else ():
         # One of them is enough for a node. An empty one matches no node, and goes on to.
         if isinstance(term, dict) and (term.get("matchFields") or term.get("matchExpressions")):
-            _require(term)
+            _require(term, row)
 
 
-def _require(term: Document) -> None:
+def _require(term: Document, row: Document) -> None:
     rows = term.get("matchExpressions") or []
-    if isinstance(rows, list) and _HAS_AGENT not in rows:
-        term["matchExpressions"] = [*rows, _HAS_AGENT]
+    if isinstance(rows, list) and row not in rows:
+        term["matchExpressions"] = [*rows, row]
 
 
 def with_memory_server(spec: Document, container: Document, image: str) -> None:

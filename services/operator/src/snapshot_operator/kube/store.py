@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from hashlib import sha256
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.kube.lease import StoreRewound
+from snapshot_operator.kube.seccomp import offered
 from snapshot_operator.kube.shaping import (
     GMS_DISABLED,
     GMS_DISABLED_FIX,
@@ -191,12 +192,15 @@ class KubeStore:
         gms_image: str = GMS_IMAGE,
         *,
         allows_gms: bool = True,
+        seccomp_profile: str = "",
     ) -> None:
         """Use an API server. `jitter` returns a random number from 0 to 1.
 
         `gms_image` is that of the memory servers in pods. Unless it `allows_gms`, no worker with
-        one is started for a checkpoint.
+        one is started for a checkpoint. `seccomp_profile` is that of workers for CRIU, if a node
+        has it.
         """
+        self._seccomp_profile = seccomp_profile
         self._gms_image = gms_image
         self._allows_gms = allows_gms
         self._client = client
@@ -270,7 +274,9 @@ class KubeStore:
             try:
                 if has_memory_server(checkpoint) and not self._allows_gms:
                     raise GMSSnapshotDisabled(GMS_DISABLED)
-                body = job_manifest(value, checkpoint, self._gms_image)
+                spec = checkpoint["spec"]["job"]["podTemplateSpec"]["spec"]
+                profile = offered(self._nodes(), self._seccomp_profile, spec)
+                body = job_manifest(value, checkpoint, self._gms_image, profile)
                 devices = devices_template(value, checkpoint)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise InvalidManifest(
@@ -280,6 +286,11 @@ class KubeStore:
             await self._claim(devices)
         path = resource.path(value.metadata.namespace)
         return self._written(resource, await self._client.request("POST", path, body=body))
+
+    def _nodes(self) -> Iterator[Node]:
+        for known in self._known["Node"].values():
+            if isinstance(known.value, Node):
+                yield known.value
 
     async def _claim(self, template: dict[str, Any] | None) -> None:
         """Make the template of a checkpoint's claims, before the Job that names it."""

@@ -133,6 +133,20 @@ class WireEnvVar(_Wire, frozen=True):
     value: str = ""
 
 
+class WireSeccompProfile(_Wire, frozen=True):
+    """How a container or all of a pod are confined."""
+
+    type: str
+    localhost_profile: str | None = None
+
+
+class WireSecurityContext(_Wire, frozen=True):
+    """What a pod or a container may do, as far as it says."""
+
+    seccomp_profile: WireSeccompProfile | None = None
+    privileged: bool | None = None
+
+
 class WireContainer(_Wire, frozen=True):
     """A container of a pod. What is raw is decoded only where a decision needs it."""
 
@@ -141,6 +155,7 @@ class WireContainer(_Wire, frozen=True):
     command: msgspec.Raw = msgspec.Raw(b"[]")
     env: msgspec.Raw = msgspec.Raw(b"[]")
     resources: WireResources | None = None
+    security_context: WireSecurityContext | None = None
 
 
 class WireTerminated(_Wire, frozen=True):
@@ -186,6 +201,7 @@ class WirePodSpec(_Wire, frozen=True):
     containers: list[WireContainer] = []
     volumes: list[WireVolume] = []
     node_name: str | None = None
+    security_context: WireSecurityContext | None = None
     restart_policy: Literal["Always", "OnFailure", "Never"] = "Always"
 
 
@@ -275,9 +291,23 @@ def pod_in(sent: Sent, _same: AnyObject | None) -> Pod:
             ],
             cold_containers=_not(_waits, sent.metadata, spec),
             worker_containers=_not(_is_placeholder, sent.metadata, spec),
+            seccomp_profiles=_seccomp_profiles(spec),
             conditions=_conditions(status.conditions),
         ),
     )
+
+
+def _seccomp_profiles(spec: WirePodSpec) -> dict[str, str]:
+    """Return the profiles that a spec names; a privileged container has none, whatever it says."""
+    found = {}
+    of_pod = spec.security_context or WireSecurityContext()
+    for container in spec.containers:
+        own = container.security_context or WireSecurityContext()
+        profile = own.seccomp_profile or of_pod.seccomp_profile
+        if profile is not None and not own.privileged:
+            names = (profile.type, profile.localhost_profile)
+            found[container.name] = "/".join(filter(None, names))
+    return found
 
 
 def _stuck(status: WirePodStatus) -> tuple[str, str]:

@@ -125,6 +125,7 @@ class Criu:
             gpus=gpus,
             scratch=await self._wanted() is not None,
             plain=self.plain,
+            seccomp_profile=worker.seccomp_profile,
         )
         async with asyncio.timeout(INSPECTED_S):
             return (await self._ask(request)).bytes
@@ -254,7 +255,7 @@ class Criu:
             return DriverState(silent.to_failure())
         except SnapbackError as error:
             return DriverState(error.to_failure())
-        return DriverState(done.unfit, done.criu, done.cuda_driver)
+        return DriverState(done.unfit, done.criu, done.cuda_driver, done.seccomp_profile)
 
     async def _ask(
         self, request: Request, descriptors: Sequence[int] = (), report: Report | None = None

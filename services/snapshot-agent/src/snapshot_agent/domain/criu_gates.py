@@ -48,7 +48,10 @@ _SETGID, _SETUID = 1 << 6, 1 << 7
 _FILTER = 2
 """The mode of seccomp in which a process has a filter."""
 
+_SYS_ADMIN = 1 << 21
 _IO_URING = "[io_uring]"
+SECCOMP_PROFILE = "profiles/block-iouring.json"
+"""The file of the profile that nodes have for workers of CRIU, unless settings name another one."""
 _PTMX = "5:2"
 _PLAIN_DEVICES = {"1:3", "1:5", "1:7", "1:8", "1:9", _PTMX, "10:200"}
 """Devices that CRIU opens anew: null, zero, full, random, urandom, ptmx, tun."""
@@ -79,42 +82,37 @@ class Disk(NamedTuple):
     free: int
 
 
-class _Dump(NamedTuple):
+class Dumping(NamedTuple):
+    """A worker that is to be dumped, and what is known of it.
+
+    `captured` are the paths of mounts whose files are archived with the dump, and `ours` those of
+    Snapback's own. With `quiet` the worker has been quiesced and is connected to nothing outside.
+    With `cuda` the driver is `criu+cuda`, which takes care of NVIDIA's devices. A `plain` worker
+    has the node's root and network. `seccomp_profile` is the one that its pod names.
+    """
+
     seen: SeenTree
     node: SeenNode
     captured: Collection[str]
     quiet: bool
     disk: Disk
-    ours: Collection[str]
-    cuda: OnDevices | None
-    plain: bool
+    ours: Collection[str] = ()
+    cuda: OnDevices | None = None
+    plain: bool = False
+    seccomp_profile: str = ""
 
     @property
     def bytes_on_devices(self) -> int:
+        """The bytes on devices that come into its memory."""
         return self.cuda.bytes if self.cuda else 0
 
 
-def check_dump(
-    seen: SeenTree,
-    node: SeenNode,
-    *,
-    captured: Collection[str],
-    quiet: bool,
-    disk: Disk,
-    ours: Collection[str] = (),
-    cuda: OnDevices | None = None,
-    plain: bool = False,
-) -> None:
+def check_dump(dump: Dumping) -> None:
     """Raise the first reason for which CRIU cannot dump this worker, or nothing could restore it.
-
-    `captured` are the paths of mounts whose files are archived with the dump, and `ours` those of
-    Snapback's own. With `quiet` the worker has been quiesced and is connected to nothing outside.
-    With `cuda` the driver is `criu+cuda`, which takes care of NVIDIA's devices. A `plain` worker
-    has the node's root and network.
 
     Raise NotEligible, or NoSpace when the dump does not fit.
     """
-    refuse(_DUMP_CHECKS, _Dump(seen, node, captured, quiet, disk, ours, cuda, plain))
+    refuse(_DUMP_CHECKS, dump)
 
 
 def _has_criu(node: SeenNode) -> str:
@@ -132,7 +130,7 @@ def _has_criu(node: SeenNode) -> str:
     return ""
 
 
-def _dumps_with_criu(dump: _Dump) -> SnapbackError | None:
+def _dumps_with_criu(dump: Dumping) -> SnapbackError | None:
     return _lacks_criu(dump.node)
 
 
@@ -153,7 +151,7 @@ def check_node(node: SeenNode) -> None:
         raise error
 
 
-def _is_of_our_users(dump: _Dump) -> SnapbackError | None:
+def _is_of_our_users(dump: Dumping) -> SnapbackError | None:
     return _is_apart(dump.seen.root, dump.node, NotEligible)
 
 
@@ -175,7 +173,7 @@ def _is_apart(
     )
 
 
-def _is_of_its_own(dump: _Dump) -> SnapbackError | None:
+def _is_of_its_own(dump: Dumping) -> SnapbackError | None:
     root = dump.seen.root
     found = root.namespaces.get("pid")
     if found == dump.node.pid:
@@ -204,7 +202,7 @@ def _is_of_its_own(dump: _Dump) -> SnapbackError | None:
     return None
 
 
-def _is_within_ours(dump: _Dump) -> SnapbackError | None:
+def _is_within_ours(dump: Dumping) -> SnapbackError | None:
     missing = names_of(all_capabilities(dump.seen) & ~dump.node.capabilities)
     if not missing:
         return None
@@ -221,7 +219,7 @@ def _take_away(missing: Iterable[str]) -> str:
     return f"drop {names} in the container's securityContext, or add it to the helper's"
 
 
-def _is_of_a_user_that_we_may_read(dump: _Dump) -> SnapbackError | None:
+def _is_of_a_user_that_we_may_read(dump: Dumping) -> SnapbackError | None:
     if dump.node.has_sys_resource:
         return None
     for process in dump.seen.processes:
@@ -238,7 +236,7 @@ def _is_of_a_user_that_we_may_read(dump: _Dump) -> SnapbackError | None:
     return None
 
 
-def _has_no_terminal(dump: _Dump) -> SnapbackError | None:
+def _has_no_terminal(dump: Dumping) -> SnapbackError | None:
     processes = dump.seen.processes
     # A tree may make terminals for itself, and then has their other ends open.
     makes = any(each.number_of_device == _PTMX for one in processes for each in one.descriptors)
@@ -258,22 +256,45 @@ def _has_no_terminal(dump: _Dump) -> SnapbackError | None:
     return None
 
 
-def _has_no_io_uring(dump: _Dump) -> SnapbackError | None:
+def _has_no_io_uring(dump: Dumping) -> SnapbackError | None:
     for process in dump.seen.processes:
         held = [each.kind for each in process.descriptors if each.kind == f"anon:{_IO_URING}"]
         held += [each.path for each in process.mapped if each.path.endswith(_IO_URING)]
         if held:
+            named = dump.seccomp_profile
+            allows = f"; seccompProfile {named} of the pod allows io_uring_setup" if named else ""
             return NotEligible(
                 f"process {process.pid} holds {len(held)} of anon_inode:[io_uring], of which CRIU "
-                "can dump none",
-                next_step="turn io_uring off in the worker, or forbid io_uring_setup by seccomp",
+                f"can dump none{allows}",
+                next_step="leave seccompProfile out of the pod, or name one that refuses "
+                "io_uring_setup, such as type: Localhost with localhostProfile: "
+                f"{SECCOMP_PROFILE} on nodes that have it"
+                if named
+                else "turn io_uring off in the worker, or forbid io_uring_setup by seccomp",
                 expected=0,
                 found=len(held),
             )
     return None
 
 
-def _has_no_devices(dump: _Dump) -> SnapbackError | None:
+def _may_suspend_filters(dump: Dumping) -> SnapbackError | None:
+    node = dump.node
+    if node.capabilities & _SYS_ADMIN and not node.seccomp:
+        return None
+    for process in dump.seen.processes:
+        if process.seccomp == _FILTER:
+            lacks = "has a filter of its own" if node.seccomp else "lacks CAP_SYS_ADMIN"
+            return NotEligible(
+                f"process {process.pid} has a filter of seccomp, which CRIU has to suspend, and "
+                f"the helper of this node {lacks}",
+                next_step="run the helper with CAP_SYS_ADMIN and seccompProfile Unconfined",
+                expected=(True, 0),
+                found=(bool(node.capabilities & _SYS_ADMIN), node.seccomp),
+            )
+    return None
+
+
+def _has_no_devices(dump: Dumping) -> SnapbackError | None:
     for process in dump.seen.processes:
         for path, how in _devices(process):
             is_nvidia = path.startswith("/dev/nvidia")
@@ -301,7 +322,7 @@ def _devices(process: SeenProcess) -> Iterator[tuple[str, str]]:
             yield file.path, "mapped"
 
 
-def _is_connected_to_itself(dump: _Dump) -> SnapbackError | None:
+def _is_connected_to_itself(dump: Dumping) -> SnapbackError | None:
     if not dump.quiet:
         return None
     inside = {
@@ -329,7 +350,7 @@ def _is_connected_to_itself(dump: _Dump) -> SnapbackError | None:
     return None
 
 
-def _has_its_files_captured(dump: _Dump) -> SnapbackError | None:
+def _has_its_files_captured(dump: Dumping) -> SnapbackError | None:
     captured = sorted({"/", *dump.captured, *dump.ours})
     for use in uses(dump.seen):
         if use.mount is None:
@@ -352,7 +373,7 @@ def _has_its_files_captured(dump: _Dump) -> SnapbackError | None:
     return None
 
 
-def _has_its_root_captured(dump: _Dump) -> SnapbackError | None:
+def _has_its_root_captured(dump: Dumping) -> SnapbackError | None:
     root = visible(dump.seen.mounts).get("/")
     # A plain worker has the root of its node, as it has where it is restored.
     if dump.plain or root is None or is_read_only(root) or dump.seen.upper is not None:
@@ -377,7 +398,7 @@ def _comes_again(use: Use, mount: Mount) -> bool:
     )
 
 
-def _fits_in_memory(dump: _Dump) -> SnapbackError | None:
+def _fits_in_memory(dump: Dumping) -> SnapbackError | None:
     limit = dump.seen.memory.limit if dump.seen.memory else None
     if dump.cuda is None or not dump.cuda.bytes or limit is None:
         return None
@@ -394,7 +415,7 @@ def _fits_in_memory(dump: _Dump) -> SnapbackError | None:
     )
 
 
-def _fits(dump: _Dump) -> SnapbackError | None:
+def _fits(dump: Dumping) -> SnapbackError | None:
     needed = int((estimate(dump.seen) + dump.bytes_on_devices) * _SPARE)
     if needed <= dump.disk.free:
         return None
@@ -407,7 +428,7 @@ def _fits(dump: _Dump) -> SnapbackError | None:
     )
 
 
-_DUMP_CHECKS: tuple[Check[_Dump], ...] = (
+_DUMP_CHECKS: tuple[Check[Dumping], ...] = (
     _dumps_with_criu,
     _is_of_our_users,
     _is_of_its_own,
@@ -415,6 +436,7 @@ _DUMP_CHECKS: tuple[Check[_Dump], ...] = (
     _is_of_a_user_that_we_may_read,
     _has_no_terminal,
     _has_no_io_uring,
+    _may_suspend_filters,
     _has_no_devices,
     _is_connected_to_itself,
     _has_its_files_captured,

@@ -178,7 +178,7 @@ class SeenNode(NamedTuple):
     `criu` is None when CRIU cannot be started. `capabilities` is the program's own effective mask,
     `user` the inode of its user namespace, or None where the kernel has none.
     `processor` has the extensions of its instruction set, `net` the inode of the node's network
-    namespace, or None when no process in it can be looked at.
+    namespace, or None when no process in it can be looked at. `seccomp` is the program's own mode.
     """
 
     criu: Version | None
@@ -188,6 +188,7 @@ class SeenNode(NamedTuple):
     pid: int = 0
     net: int | None = None
     processor: Sequence[str] = ()
+    seccomp: int = 0
 
     @property
     def has_sys_resource(self) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from snapshot_shared.errors import Failure
-from snapshot_shared.orders import ShortText
+from snapshot_shared.orders import ProfileName, ShortText
 
 MAX_MESSAGE_BYTES = 128 * 1024
 
@@ -43,6 +43,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     `ours` are mounts of the container that are neither captured nor missed, such as its control
     directory. `scratch`: the dump will be written into the scratch folder. A `plain` worker has the
     node's root and network: no file of the one is captured, and the other is not locked.
+    `seccomp_profile` is the one that the pod's spec names, for the text of a refusal.
     """
 
     pid: Pid
@@ -52,6 +53,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     gpus: Gpus = None
     scratch: bool = False
     plain: bool = False
+    seccomp_profile: ShortText = ""
 
 
 class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
@@ -111,7 +113,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
     `frozen_s` is for how many seconds a dump has stopped the worker, where CRIU says so. `pid` and
     `start` are those of the restored process, as the node has them. `ended`: the process that was
-    settled was not whole, and was ended. `criu`, `cuda_driver` and `unfit` answer a `Ping`.
+    settled was not whole, and was ended. `criu`, `cuda_driver`, `unfit` and `seccomp_profile` (that
+    of this node for workers of CRIU) answer a `Ping`.
     """
 
     bytes: int = 0
@@ -122,6 +125,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     criu: ShortText = ""
     cuda_driver: ShortText = ""
     unfit: Failure | None = None
+    seccomp_profile: ProfileName = ""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -147,7 +148,7 @@ class Prepare:
         holder = self._holds.holder_of(order.pod)
         # The lock file decides between processes; this check only names the holder.
         refuse(CAPTURE_CHECKS, found.pod._replace(captured_by=holder))
-        worker = found.running()
+        worker = replace(found.running(), seccomp_profile=order.seccomp_profile)
         order = await self._of_the_pod(order)
         unlock = self._machine.locks.take(worker.paths.lock)
         if unlock is None:

@@ -28,7 +28,7 @@ from snapshot_agent.domain.helping import (
     RestoreRequest,
     Settle,
 )
-from snapshot_agent.helper import cuda_facts, cuda_worker, observe
+from snapshot_agent.helper import cuda_facts, cuda_worker, observe, seccomp
 from snapshot_agent.helper.beneath import check_kernel
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import remove_work_folders
@@ -43,6 +43,7 @@ from snapshot_shared.errors import (
     NotEligible,
     SnapbackError,
 )
+from snapshot_shared.orders import ProfileName
 from snapshot_shared.settings import Common, Folder, load
 from snapshot_shared.telemetry import log_to_stderr
 
@@ -56,7 +57,9 @@ class HelperSettings(Common, frozen=True, kw_only=True):
     """The settings of a helper. `helper` is its socket.
 
     `criu` is the program, with `nft` beside it. `cgroup_dir` is where the cgroups of the node are.
-    `scratch_dir` is the scratch folder of the node's agent, where it has one.
+    `scratch_dir` is the scratch folder of the node's agent, where it has one. `seccomp_dir` is the
+    kubelet's folder of seccomp profiles, `seccomp_profile` the file there for workers of CRIU, and
+    `seccomp_default` has /proc/self/status of a container that names no profile.
     """
 
     node: str
@@ -65,6 +68,9 @@ class HelperSettings(Common, frozen=True, kw_only=True):
     criu: Path = Path("/opt/snapback/criu/criu")
     cgroup_dir: Path = Path("/sys/fs/cgroup")
     scratch_dir: Path | None = None
+    seccomp_dir: Path | None = None
+    seccomp_profile: ProfileName = criu_gates.SECCOMP_PROFILE
+    seccomp_default: Path | None = None
 
 
 class Helper:
@@ -82,6 +88,11 @@ class Helper:
             settings.scratch_dir,
         )
         self._name = settings.helper
+        self._seccomp_profile = ""
+        if settings.seccomp_dir is not None and settings.seccomp_profile:
+            self._seccomp_profile = seccomp.install(
+                settings.seccomp_dir, settings.seccomp_profile, settings.seccomp_default
+            )
         self._settling = self._settle()
         settings.helper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # It gets its name when it can be connected to.
@@ -208,6 +219,7 @@ class Helper:
                     criu=shown(self._seen.criu or ()),
                     cuda_driver=rules.shown(cuda_facts.driver() or ()),
                     unfit=self._why_unfit(cuda=cuda),
+                    seccomp_profile=self._seccomp_profile,
                 )
             case Inspect():
                 here = observe.node(self._node.criu)

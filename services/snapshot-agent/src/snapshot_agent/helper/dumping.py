@@ -127,7 +127,7 @@ def _check(
     path = node.disk(request)
     with opened(open_root(path)) as root:
         disk = Disk(str(path), free_bytes(root))
-    criu_gates.check_dump(
+    dumping = criu_gates.Dumping(
         seen,
         here,
         disk=disk,
@@ -136,7 +136,9 @@ def _check(
         quiet=quiet,
         cuda=devices,
         plain=request.plain,
+        seccomp_profile=request.seccomp_profile if isinstance(request, Inspect) else "",
     )
+    criu_gates.check_dump(dumping)
     if seen.upper and not request.plain and not Path(seen.upper).is_dir():
         raise NotEligible(
             f"what the container has written is in {seen.upper}, which the helper of this node "

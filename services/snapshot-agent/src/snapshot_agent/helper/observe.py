@@ -67,6 +67,7 @@ def node(criu: Path) -> SeenNode:
         pid=_inode("/proc/self/ns/pid"),
         net=_net_of_node(),
         processor=extensions(Path("/proc/cpuinfo").read_text()),
+        seccomp=int(status.get("Seccomp", "0")),
     )
 
 
