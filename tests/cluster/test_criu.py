@@ -44,6 +44,7 @@ def worker(*arguments: str) -> dict[str, Any]:
         "main",
         *(sys.executable, str(WORKER), *words),
         volumeMounts=[{"name": "data", "mountPath": "/data"}],
+        env=[{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
     )
 
 
@@ -135,6 +136,10 @@ async def test_a_restored_process_gets_the_signals_of_its_container_and_ends_it(
     inside = ("exec", "again", "--container=main", "--")
     found = await asyncio.to_thread(nodes.run, *inside, "/usr/bin/ls", "/data")
     assert {"counts", "lock"} <= set(found.split())
+    # Its own environment is that of its source.
+    path = "/snapshot-control/restore-context.json"
+    context = json.loads(await asyncio.to_thread(nodes.run, *inside, "/usr/bin/cat", path))
+    assert context["env"]["POD_NAME"] == "again"
     end = "import os, signal; os.kill(1, signal.SIGTERM)"
     # The end of the container may kill the command: how it ends says nothing.
     await asyncio.to_thread(nodes.try_, *inside, sys.executable, "-c", end)

@@ -15,6 +15,10 @@
  * A restored process waits for the memory of its devices until the file `restore-complete` is in the
  * control directory; until then no other probe may judge it.
  *
+ * While it waits, `restore-context.json` in the control directory has variables of this container's
+ * environment, as workers of Dynamo read them: {"env": {NAME: value, or null if it is not set}}. The
+ * environment of a restored process is that of its source.
+ *
  * The volume outlives a container: when an earlier one was restored, this one starts cold, and does
  * its work when it has written `ready-for-snapshot`. Nothing but the libc is used, which is linked
  * in: images of users may have no other file.
@@ -36,6 +40,21 @@
 #define FILE_NAME "restored"
 #define COMPLETE "restore-complete"
 #define READY "ready-for-snapshot"
+#define CONTEXT "restore-context.json"
+#define CONTEXT_NEW "." CONTEXT ".new"
+
+/* What dynamo.common.snapshot of Dynamo 1.6 takes from the file; it ignores other names. */
+static const char *const context_names[] = {
+    "CONTAINER_NAME", "DYN_COMPONENT", "DYN_DISCOVERY_BACKEND", "DYN_EVENT_PLANE",
+    "DYN_EVENT_PLANE_HOST", "DYN_GMS_USE_V1", "DYN_HEALTH_CHECK_ENABLED", "DYN_KUBE_DISCOVERY_MODE",
+    "DYN_NAMESPACE", "DYN_NAMESPACE_WORKER_SUFFIX", "DYN_PARENT_DGD_K8S_NAME",
+    "DYN_PARENT_DGD_K8S_NAMESPACE", "DYN_REQUEST_PLANE", "DYN_SYSTEM_HEALTH_PATH", "DYN_SYSTEM_HOST",
+    "DYN_SYSTEM_LIVE_PATH", "DYN_SYSTEM_PORT", "DYN_SYSTEM_STARTING_HEALTH_STATUS",
+    "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS", "DYN_TCP_LISTEN_BACKLOG", "DYN_TCP_RESPONSE_STREAM_HOST",
+    "DYN_TCP_RESPONSE_STREAM_PORT", "DYN_TCP_RPC_HOST", "DYN_TCP_RPC_PORT", "DYN_VLLM_GMS_SHADOW_MODE",
+    "ENGINE_ID", "ETCD_ENDPOINTS", "FAILOVER_LOCK_PATH", "MODEL_EXPRESS_URL", "NATS_SERVER", "POD_NAME",
+    "POD_NAMESPACE", "POD_UID", "PROMETHEUS_ENDPOINT",
+};
 
 /* Children that ended before the restored process was known; it may be among them. */
 #define KEPT 1024
@@ -99,6 +118,60 @@ static int serves(void) {
     if (folder < 0)
         return root != 0;
     return faccessat(folder, root ? COMPLETE : READY, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+/* Return how many bytes the character of UTF-8 at `text` has; 0 if there is none. */
+static int utf8(const unsigned char *text) {
+    int size = *text < 0x80 ? 1 : *text >= 0xc2 && *text < 0xe0 ? 2 : *text >= 0xe0 && *text < 0xf0 ? 3
+             : *text >= 0xf0 && *text < 0xf5 ? 4 : 0;
+    for (int at = 1; at < size; at++)
+        if ((text[at] & 0xc0) != 0x80)
+            return 0;
+    /* Overlong forms, surrogates, and what is above U+10FFFF. */
+    if ((*text == 0xe0 && text[1] < 0xa0) || (*text == 0xed && text[1] > 0x9f) ||
+        (*text == 0xf0 && text[1] < 0x90) || (*text == 0xf4 && text[1] > 0x8f))
+        return 0;
+    return size;
+}
+
+static void put_json(FILE *file, const char *value) {
+    if (value == NULL) {
+        fputs("null", file);
+        return;
+    }
+    putc('"', file);
+    for (const unsigned char *at = (const unsigned char *)value; *at;) {
+        int size = utf8(at);
+        if (size == 0) /* As Python has bytes of its environment that are no UTF-8. */
+            fprintf(file, "\\udc%02x", *at++);
+        else if (*at < 0x20 || *at == '"' || *at == '\\')
+            fprintf(file, "\\u%04x", *at++);
+        else
+            while (size--)
+                putc(*at++, file);
+    }
+    putc('"', file);
+}
+
+/* Write the variables of this container for the process that will be restored in it. */
+static int write_context(int folder) {
+    unlinkat(folder, CONTEXT_NEW, 0);
+    int opened = openat(folder, CONTEXT_NEW, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    FILE *file = opened < 0 ? NULL : fdopen(opened, "w");
+    if (file == NULL)
+        return -1;
+    fputs("{\"env\": {", file);
+    for (size_t at = 0; at < sizeof context_names / sizeof *context_names; at++) {
+        fprintf(file, "%s\"%s\": ", at ? ", " : "", context_names[at]);
+        put_json(file, getenv(context_names[at]));
+    }
+    fputs("}}\n", file);
+    int failed = ferror(file);
+    if (fclose(file) || failed || renameat(folder, CONTEXT_NEW, folder, CONTEXT) < 0) {
+        unlinkat(folder, CONTEXT_NEW, 0);
+        return -1;
+    }
+    return 0;
 }
 
 static void end_as(int status) {
@@ -173,6 +246,9 @@ int main(int count, char **words) {
     int signals = signalfd(-1, &all, SFD_CLOEXEC);
     if (signals < 0)
         return fail("signalfd");
+    int folder = control();
+    if (folder >= 0 && write_context(folder) < 0)
+        fail(CONTEXT);
     dprintf(1, "snapback-init: waiting for a restore\n");
     for (pid_t root = 0;;) {
         struct signalfd_siginfo seen;

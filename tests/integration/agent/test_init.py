@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -227,6 +228,66 @@ def test_one_with_no_command_says_so_when_it_is_started_again(make: Make) -> Non
     again = make()
     assert again.ended() == 1
     assert "delete its pod, or give it a command" in again.said()
+
+
+def context(folder: Path) -> dict[str, str | None]:
+    path = folder / "restore-context.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    found: dict[str, str | None] = json.loads(path.read_text("utf-8"))["env"]
+    return found
+
+
+def test_one_that_waits_writes_the_variables_of_its_container_as_workers_of_dynamo_read_them(
+    make: Make, tmp_path: Path
+) -> None:
+    given = {"POD_NAME": "a-1", "NATS_SERVER": "", "POD_UID": 'a "quote", \\, \n and ü€🎉'}
+    (tmp_path / ".restore-context.json.new").write_text("of one that was killed")
+    make(SNAPSHOT_CONTROL_DIR=str(tmp_path), SECRET="not of the list", **given)
+    wait_until((tmp_path / "restore-context.json").exists, "the context")
+    found = context(tmp_path)
+    assert {name: found[name] for name in given} == given
+    assert "SECRET" not in found
+    assert found["DYN_SYSTEM_PORT"] is None
+    assert len(found) == 34
+    assert [*found] == sorted(found)
+    assert not (tmp_path / ".restore-context.json.new").exists()
+
+
+BROKEN = [
+    b"\xff",
+    b"a\xc3",
+    b"\xed\xa0\x80",
+    b"\xc0\xaf",
+    b"\xf4\x90\x80\x80",
+    b"\xf0\x80\x80\x80",
+    b"\xe2\x82",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_bytes_that_are_no_text_are_as_python_has_them(
+    make: Make, tmp_path: Path, text: bytes
+) -> None:
+    make(SNAPSHOT_CONTROL_DIR=str(tmp_path), POD_NAME=os.fsdecode(text))
+    wait_until((tmp_path / "restore-context.json").exists, "the context")
+    assert context(tmp_path)["POD_NAME"] == os.fsdecode(text)
+
+
+def test_a_link_in_place_of_the_context_is_replaced_and_a_folder_that_is_gone_is_said(
+    make: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").write_text("kept")
+    for name in ("restore-context.json", ".restore-context.json.new"):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    make(SNAPSHOT_CONTROL_DIR=str(tmp_path), POD_NAME="a")
+    wait_until(lambda: not (tmp_path / "restore-context.json").is_symlink(), "the context")
+    assert context(tmp_path)["POD_NAME"] == "a"
+    assert (tmp_path / "elsewhere").read_text() == "kept"
+    (tmp_path / "restore-context.json").unlink()
+    (tmp_path / "restore-context.json").mkdir()
+    other = make(SNAPSHOT_CONTROL_DIR=str(tmp_path))
+    wait_until(lambda: "waiting for a restore" in other.said(), "it waits all the same")
+    assert "restore-context.json" in other.said()
 
 
 @pytest.mark.parametrize("text", ["", "no number", "1", "0", "-7", "99999999999999", None])

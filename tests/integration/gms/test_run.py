@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shlex
 import shutil
@@ -324,14 +325,18 @@ def test_a_command_that_is_called_after_a_restore_finds_who_the_engine_is(
     running: Running, agent: Agent, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
-    running.engine("--restore", f"sh -c 'env >{seen}'")
+    running.engine("--restore", f"sh -c 'env >{seen}'", POD_NAME="source", POD_UID="source")
     agent.quiet()
+    context = {"env": {"POD_NAME": "clone", "POD_UID": None}}
+    (agent.path / "restore-context.json").write_text(json.dumps(context))
     agent.put("restore-complete", 2, node="n2", pod="default/clone", generation=3)
     agent.found("restored", 2)
     found = dict(line.partition("=")[::2] for line in seen.read_text().splitlines())
     assert found["SNAPBACK_HOSTNAME"] == socket.gethostname()
     assert (found["SNAPBACK_NODE"], found["SNAPBACK_POD"]) == ("n2", "default/clone")
     assert (found["SNAPBACK_GENERATION"], found["SNAPBACK_ATTEMPT"]) == ("3", "2")
+    assert found["POD_NAME"] == "clone"
+    assert "POD_UID" not in found
     assert int(found["SNAPBACK_SEED"]) in range(1 << 32)
 
 

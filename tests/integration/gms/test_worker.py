@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import resource
 import signal
@@ -307,7 +308,27 @@ def test_a_restored_worker_is_told_who_it_is(agent: Agent, monkeypatch: pytest.M
         assert found.pop("hostname") == socket.gethostname()
         assert found.pop("seed") in range(1 << 32)
         del found["address"]
-        assert found == {**RESTORED_HERE, "attempt": 3}
+        assert found == {**RESTORED_HERE, "attempt": 3, "context": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "context"),
+    [
+        ('{"env": {"POD_NAME": "a", "DYN_SYSTEM_PORT": null}, "later": 1}', None),
+        ('{"env": {"POD_NAME": 1}}', {}),
+        ("no JSON", {}),
+    ],
+)
+def test_a_restored_worker_finds_the_variables_of_its_new_container(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, text: str, context: Any
+) -> None:
+    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+    (agent.path / "restore-context.json").write_text(text)
+    agent.put("restore-complete", 3, **RESTORED_HERE)
+    with Worker() as worker:
+        assert worker.identity is not None
+        wanted = json.loads(text)["env"] if context is None else context
+        assert worker.identity.context == wanted
 
 
 def test_a_worker_that_goes_on_in_its_place_keeps_who_it_is(agent: Agent) -> None:

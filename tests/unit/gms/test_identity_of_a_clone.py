@@ -97,6 +97,14 @@ def test_pytorch_is_seeded_where_it_is_imported(monkeypatch: pytest.MonkeyPatch)
 def test_programs_find_it_as_variables() -> None:
     found = identity_of(SAID).environment()
     assert found["SNAPBACK_POD"] == "default/a"
-    assert sorted(name.removeprefix("SNAPBACK_").lower() for name in found) == sorted(
-        identity_of(SAID)._fields
-    )
+    fields = {name.removeprefix("SNAPBACK_").lower() for name in found}
+    assert fields | {"context"} == {*identity_of(SAID)._fields}
+
+
+def test_variables_of_the_new_container_are_part_of_it_and_change_no_seed() -> None:
+    context = {"POD_NAME": "b", "DYN_SYSTEM_PORT": None, "SNAPBACK_POD": "forged"}
+    found = identity_of(SAID, context)
+    assert (found.context, found.seed) == (context, identity_of(SAID).seed)
+    variables = found.environment()
+    assert (variables["POD_NAME"], variables["DYN_SYSTEM_PORT"]) == ("b", None)
+    assert variables["SNAPBACK_POD"] == "default/a"

@@ -21,10 +21,19 @@ RESTORE_COMPLETE = "restore-complete"
 RESTORE_FAILED = "restore-failed"
 RESTORED = "restored"
 
+CONTEXT = "restore-context.json"
+"""Variables of the container in which a process is restored, written by its placeholder."""
+
 STATE = "state"
 """The folder in which a worker saves its own state, and finds it again after a restore."""
 
 MAX_BODY_BYTES = 64 * 1024
+
+
+class RestoreContext(msgspec.Struct, frozen=True):
+    """The body of `restore-context.json`: variables by name, None for one that is not set."""
+
+    env: dict[str, str | None]
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

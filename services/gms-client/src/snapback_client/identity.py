@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import socket
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from snapback_client.codec import encode_json
@@ -28,7 +29,8 @@ class Identity(NamedTuple):
     `namespace/name`; node, pod and `pod_uid` are empty where the agent is older than this client.
     `capture` is the uid of the content and `generation` that of the artifact. `seed` is another one
     for each restore, and the same for all processes of one: 32 bits, for generators of random
-    numbers and not for secrets, since it can be computed from the rest.
+    numbers and not for secrets, since it can be computed from the rest. `context` has variables of
+    this container, None for one that is not set; it is empty unless a driver brought the process.
     """
 
     hostname: str
@@ -40,10 +42,17 @@ class Identity(NamedTuple):
     generation: int
     attempt: int
     seed: int
+    context: Mapping[str, str | None] = {}
 
-    def environment(self) -> dict[str, str]:
-        """Return it as variables for a program: SNAPBACK_HOSTNAME, SNAPBACK_SEED and so on."""
-        return {f"SNAPBACK_{name.upper()}": str(value) for name, value in self._asdict().items()}
+    def environment(self) -> dict[str, str | None]:
+        """Return variables for a program, with None for one that has to be unset.
+
+        They are SNAPBACK_HOSTNAME, SNAPBACK_SEED and so on, and those of `context`.
+        """
+        said = self._asdict()
+        del said["context"]
+        own = {f"SNAPBACK_{name.upper()}": str(value) for name, value in said.items()}
+        return {**self.context, **own}
 
     def reseed(self) -> None:
         """Seed the global generators of Python, numpy and PyTorch, as far as they are imported.
@@ -56,8 +65,11 @@ class Identity(NamedTuple):
                 getattr(sys.modules[module], name)(self.seed)
 
 
-def identity_of(said: Signal) -> Identity:
-    """Return who this process is after the restore of which `restore-complete` speaks."""
+def identity_of(said: Signal, context: Mapping[str, str | None] | None = None) -> Identity:
+    """Return who this process is after the restore of which `restore-complete` speaks.
+
+    `context` is what `restore-context.json` says.
+    """
     unseeded = Identity(
         hostname=socket.gethostname(),
         address=_address(),
@@ -69,8 +81,8 @@ def identity_of(said: Signal) -> Identity:
         attempt=said.attempt,
         seed=0,
     )
-    digest = hashlib.sha256(encode_json(unseeded)).digest()
-    return unseeded._replace(seed=int.from_bytes(digest[:_SEED_BYTES]))
+    digest = hashlib.sha256(encode_json(unseeded[:-1])).digest()
+    return unseeded._replace(seed=int.from_bytes(digest[:_SEED_BYTES]), context=dict(context or {}))
 
 
 def _address() -> str:

@@ -280,7 +280,7 @@ class Engine:
             log.warning("the engine was not quiet, and refuses to go on: %s", error)
         self.wait_until_ready()
 
-    def restored(self, environment: Mapping[str, str]) -> None:
+    def restored(self, environment: Mapping[str, str | None]) -> None:
         """Have the engine take up what belongs to it, and wait until it serves.
 
         A command finds in its environment who the engine is now.
@@ -314,14 +314,17 @@ class Engine:
                 signal.pidfd_send_signal(ended, signal.SIGKILL)
             os.close(ended)
 
-    def _call(self, name: str, hook: Hook | None, environment: Mapping[str, str]) -> None:
+    def _call(self, name: str, hook: Hook | None, environment: Mapping[str, str | None]) -> None:
         if hook is not None:
             log.info("%s: %s", name, " ".join(hook.words if isinstance(hook, Command) else hook))
             _carry_out(hook, self._plan.hook_s, environment)
 
 
-def _carry_out(hook: Hook, within_s: float, environment: Mapping[str, str]) -> None:
-    """Carry a hook out. NotEligible says what it has answered."""
+def _carry_out(hook: Hook, within_s: float, environment: Mapping[str, str | None]) -> None:
+    """Carry a hook out. NotEligible says what it has answered.
+
+    A command has the variables of `environment` besides its own, without those that are None.
+    """
     match hook:
         case Request(method, url):
             # What is in the environment for other programs is no way to the engine.
@@ -341,8 +344,11 @@ def _carry_out(hook: Hook, within_s: float, environment: Mapping[str, str]) -> N
                 raise NotEligible(f"{method} {url} was not answered: {why}") from error
         case Command(words):
             try:
+                given = {**os.environ, **environment}.items()
                 process = subprocess.Popen(
-                    words, env={**os.environ, **environment}, start_new_session=True
+                    words,
+                    env={name: value for name, value in given if value is not None},
+                    start_new_session=True,
                 )
             except OSError as error:
                 raise NotEligible(f"{shlex.join(words)}: {error}") from error

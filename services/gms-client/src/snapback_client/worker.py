@@ -28,12 +28,13 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from snapback_client.codec import decode_json, encode_json
 from snapback_client.control import (
     ABORTED,
     COMPLETE,
+    CONTEXT,
     CONTROL_DIR,
     MAX_BODY_BYTES,
     QUIESCE,
@@ -44,6 +45,7 @@ from snapback_client.control import (
     RESTORED,
     STANDBY,
     STATE,
+    RestoreContext,
     Signal,
 )
 from snapback_client.errors import (
@@ -65,6 +67,8 @@ _OUTCOMES: dict[str, Outcome] = {
     RESTORE_COMPLETE: "restored",
 }
 _SUFFIX = ".pool"
+_MAX_CONTEXT_BYTES = 4 * 1024 * 1024
+_Body = TypeVar("_Body", Signal, RestoreContext)
 _IN_MOVED_TO = 0x80
 
 
@@ -144,7 +148,7 @@ class Worker:
             self._owed = found.body.attempt
             if found.name == RESTORE_COMPLETE:
                 self.state, self.devices = saved or control.state, found.body.devices
-                self.identity = identity_of(found.body)
+                self.identity = identity_of(found.body, control.context())
             else:
                 log.warning("starting cold, for the restore failed: %s", found.body.message)
         elif saved is not None:
@@ -300,7 +304,8 @@ class Worker:
         for pool in self._pools.values():
             if pool.is_asleep:
                 pool.wake(device=devices.get(pool.device, ""))
-        here = identity_of(end.body) if end.name == RESTORE_COMPLETE else None
+        is_restored = end.name == RESTORE_COMPLETE
+        here = identity_of(end.body, control.context()) if is_restored else None
         self.identity = here or self.identity
         if self.on_resume is not None:
             self.on_resume(Resumed(_outcome_of(end), devices, here))
@@ -490,23 +495,28 @@ class _ControlDirectory:
                 if self._seen.get(name) == identity:
                     continue
                 self._seen[name] = identity
-                if (news := self._read(name)) is not None:
-                    return news
+                if (body := self._read(name, Signal, MAX_BODY_BYTES)) is not None:
+                    return _News(name, body)
         return None
 
-    def _read(self, name: str) -> _News | None:
-        """Return what a file says; None of what no agent has put there."""
+    def context(self) -> dict[str, str | None]:
+        """Return the variables that a placeholder has written down; none without one."""
+        found = self._read(CONTEXT, RestoreContext, _MAX_CONTEXT_BYTES)
+        return found.env if found is not None else {}
+
+    def _read(self, name: str, body: type[_Body], limit: int) -> _Body | None:
+        """Return what a file says; None of what no agent or placeholder has put there."""
         path = self._path / name
         try:
             # A pipe would be waited for, and a link followed.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             with os.fdopen(descriptor, "rb") as file:
-                data = file.read(MAX_BODY_BYTES + 1) or b""
-            return _News(name, decode_json(data, Signal, limit=MAX_BODY_BYTES))
+                data = file.read(limit + 1) or b""
+            return decode_json(data, body, limit=limit)
         except FileNotFoundError:
             return None
         except (OSError, InvalidMessage) as error:
-            log.warning("%s is no file of the snapshot agent, and is left alone: %s", path, error)
+            log.warning("%s is no file of Snapback, and is left alone: %s", path, error)
             return None
 
     def wait(self, *names: str) -> _News:

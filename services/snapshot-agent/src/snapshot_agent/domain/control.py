@@ -13,6 +13,7 @@ from typing import NamedTuple
 from snapback_client.control import (
     ABORTED,
     COMPLETE,
+    CONTEXT,
     CONTROL_DIR,
     MAX_BODY_BYTES,
     QUIESCE,
@@ -31,6 +32,7 @@ from snapshot_shared.orders import PlaceOrder, RestoreOrder
 __all__ = [
     "ABORTED",
     "COMPLETE",
+    "CONTEXT",
     "CONTROL_DIR",
     "MAX_BODY_BYTES",
     "QUIESCE",

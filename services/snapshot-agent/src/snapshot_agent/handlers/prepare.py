@@ -172,7 +172,7 @@ class Prepare:
         if worker.paths.placeholder is not None:
             # A restored process would take its capture for another restore. One that is started
             # again in its container starts cold, and does not look for these.
-            stale += control.RESTORE_FILES
+            stale += (*control.RESTORE_FILES, control.CONTEXT)
         await self._machine.control.clear(worker.paths, *stale)
 
     async def _facts_with(self, driver: ProcessDriver) -> Facts:
