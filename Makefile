@@ -31,7 +31,7 @@ endif
 
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
-MARKERS ?= not root and not gpu and not docker and not cluster and not process and not slow
+MARKERS ?= not root and not gpu and not docker and not cluster and not process and not engines and not slow
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
@@ -42,11 +42,15 @@ FAST_IN_PARALLEL = -n $(or $(JOBS),auto) --dist loadgroup
 REPEAT ?= 1
 # Not ?=, for bash itself has a variable of this name.
 CHAOS_S := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),120)
+# Nothing but the process itself is captured of vLLM.
+ifeq ($(ENGINE),vllm)
+DRIVER := $(or $(DRIVER),criu)
+endif
 DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)),--keep) \
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process test-engines clean moved test-torch test-gds accept wheels test-wheels bench-engines
 
 ##@ Try it
 ##@ Set up
@@ -112,6 +116,9 @@ lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
 		requirements-engines.in -o requirements-engines.lock
+	uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
+		--no-emit-index-url --no-emit-find-links --no-header --quiet --upgrade \
+		--override requirements-vllm-override.in requirements-vllm.in -o requirements-vllm.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
 		--no-emit-package novasvg --no-emit-package quickjs-ng --no-emit-package termaid \
@@ -247,12 +254,20 @@ bench-bus: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure orders and repor
 ##@ Tools
 
 # Beside the environment and not in it: they are large, and no part of what is locked.
-engines: .engines/.installed ## Install the engines that the demo and the tests run as they are
+engines: $(if $(ENGINE),.engines-$(ENGINE),.engines)/.installed ## Install the engines that the demo and the tests run as they are (ENGINE=vllm: 6 GB)
 
 .engines/.installed: requirements-engines.lock $(RUNTIME)
 	@rm -rf .engines
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes --target .engines \
 		-r requirements-engines.lock
+	@touch $@
+
+# What vLLM asks for as torch==2.13.0+cpu is in no index but its own; CPUs run the one of PyPI.
+.engines-vllm/.installed: requirements-vllm.lock deploy/examples/vllm/make_model.py $(RUNTIME)
+	@rm -rf .engines-vllm
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
+		--target .engines-vllm -r requirements-vllm.lock
+	PYTHONPATH=.engines-vllm $(BIN)/python deploy/examples/vllm/make_model.py .engines-vllm/model
 	@touch $@
 
 .peers/.installed: tests/bench/peers.txt $(STAMP)
@@ -284,7 +299,7 @@ bench-engines: $(STAMP) .engines/.installed $(if $(filter 0,$(shell id -u)),.too
 
 ##@ Try it
 
-demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, WARM_UP=short, KEEP=1, TRACE=1; ENGINE=onnx; DRIVER=criu as root)
+demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) $(if $(filter vllm,$(ENGINE)),.engines-vllm/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, WARM_UP=short, KEEP=1, TRACE=1; ENGINE=onnx; DRIVER=criu or ENGINE=vllm as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
 demo-cluster: $(STAMP) ## The demo with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
@@ -360,6 +375,9 @@ test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in p
 test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, in its compatibility mode, on the fake driver
 	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k "gds or kvikio" tests/integration/gms
 
+test-engines: $(STAMP) .engines-vllm/.installed .tools/criu/criu init ## Capture and restore vLLM as it is, on CPUs, as root (installs 6 GB)
+	@$(BIN)/pytest --durations=0 -m engines tests/engines
+
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (TURN=1/3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
 
@@ -413,7 +431,7 @@ leftovers: $(RUNTIME) ## Show what a demo left running or on disk
 ##@ Set up
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .kvikio .mkdocs .peers .screenshots .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .engines-vllm .kvikio .mkdocs .peers .screenshots .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -126,6 +126,7 @@ STEPS = (
     Step("resume-saves", Lane.REST, When.PROOFS),
     Step("test-torch", Lane.REST, When.PROOFS),
     Step("test-gds", Lane.REST, When.PROOFS),
+    Step("test-engines", Lane.ROOT, When.PROOFS),
     Step("chaos", Lane.REST, When.PROOFS, runs_again=False),
     Step("test-page", Lane.ROOT, When.PROOFS, needs="cluster"),
 )

@@ -120,14 +120,25 @@ class Captures(NamedTuple):
             # It shows where they differ.
             assert found == wanted
 
-    async def end(self, name: str) -> None:
-        """End the workers of a checkpoint, each of which was captured or restored once."""
+    async def uids(self, name: str) -> set[str]:
+        """Return the uids of the contents that were captured for a checkpoint."""
+        return {
+            item["metadata"]["uid"]
+            for item in await self.rig.items(CONTENTS)
+            if item["spec"]["snapshotRef"]["name"] == name
+            and item["spec"]["snapshotRef"]["namespace"] == self.rig.namespace
+        }
+
+    async def end(self, name: str, contents: int = 1) -> None:
+        """End the workers of a checkpoint, captured once for each content, and restored once."""
         again = f"{name}-again"
         words = ("pods", f"--selector=job-name={name}")
         [source] = await asyncio.to_thread(self.nodes.list, *words)
         events = await events_of(self.nodes, source["metadata"]["name"])
-        *given_up, last = _by_capture([event.split()[0] for event in events[1:]])
-        assert last == ("quiesced", "snapshot-complete")
+        captures = _by_capture([event.split()[0] for event in events[1:]])
+        assert captures[-1] == ("quiesced", "snapshot-complete")
+        given_up = [each for each in captures if each != captures[-1]]
+        assert len(captures) - len(given_up) == contents
         assert {*given_up} <= {("quiesced", "snapshot-aborted")}
         events = await events_of(self.nodes, again)
         assert events[-1:] == ["restored 42 1024"]

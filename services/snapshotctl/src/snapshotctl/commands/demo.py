@@ -63,6 +63,8 @@ class Setup:
     engine: Engine
     size_mib: int
     variables: Mapping[str, str]
+    port: int
+    """That of the engine's HTTP, if it is asked there."""
     keeps: bool
     """Whether the cluster goes on afterwards."""
 
@@ -117,6 +119,7 @@ class Worker(NamedTuple):
     "snapshotctl demo --size-mib 2048 --keep",
     "snapshotctl demo --trace",
     "snapshotctl demo --engine onnx",
+    "sudo .venv/bin/snapshotctl demo --engine vllm --driver criu",
     "sudo .venv/bin/snapshotctl demo --driver criu",
 )
 async def demo(  # noqa: PLR0913, PLR0917 - its options, each of which a person may want
@@ -144,7 +147,7 @@ async def demo(  # noqa: PLR0913, PLR0917 - its options, each of which a person 
     driver: WorkerDriver = DRIVERS[0],
     engine: Annotated[
         str,
-        typer.Option("--engine", metavar="ENGINE", help="text, or onnx, a trained model."),
+        typer.Option("--engine", metavar="ENGINE", help="text, onnx (a trained model) or vllm."),
     ] = "text",
     warm_up: Annotated[
         str,
@@ -173,12 +176,18 @@ async def demo(  # noqa: PLR0913, PLR0917 - its options, each of which a person 
 
     With --engine onnx the worker is onnxruntime with a trained model, which says what type 20 files
     of the checkout have; `make engines` installs it. It is not for --on.
+
+    With --engine vllm, which needs --driver criu, it is vLLM as it is, on CPUs, with a small model
+    of random weights; `make engines ENGINE=vllm` installs it. What is compared are token ids.
     """
-    shown_engine = demo_engines.engine_of(engine, is_started_here=on is None)
+    host = machine.look_for_criu() if criu_host.check_driver(driver) else None
+    shown_engine = demo_engines.engine_of(engine, driver, is_started_here=on is None)
     size = demo_engines.check_size(shown_engine, size_mib)
     variables = demo_engines.variables(shown_engine, size, warm_up)
+    port = machine.free_port() if shown_engine.asks == "completions" else 0
+    if port:
+        variables[demo_engines.PORT_VARIABLE] = str(port)
     examples = machine.examples_folder()
-    host = machine.look_for_criu() if criu_host.check_driver(driver) else None
     if on is None:
         cluster, connect = tools.demo_cluster(examples.parent.parent, host and host.tools)
     else:
@@ -192,6 +201,7 @@ async def demo(  # noqa: PLR0913, PLR0917 - its options, each of which a person 
         engine=shown_engine,
         size_mib=size,
         variables=variables,
+        port=port,
         keeps=keep or on is not None,
     )
     if on is None:
@@ -298,7 +308,7 @@ def _check_machine(setup: Setup, host: CriuHost | None) -> None:
     """Raise Unready with everything that is missing, each with its fix."""
     states = setup.tools.folders.states
     seen = machine.look(states, setup.examples, setup.engine)
-    found = demo_script.checks(seen, setup.size_mib)
+    found = demo_script.checks(seen, setup.engine, setup.size_mib)
     found += criu_host.checks(host) if host else []
     criu_host.require(found, "the demo")
 
@@ -499,6 +509,8 @@ class _Demo:
         return restore.metadata.uid
 
     async def _refusal(self, captured: Captured) -> str:
+        if not self._engine.has_gpus:
+            return ""
         layouts = [entry.layout for entry in captured.content.status.vector]
         needed = max((layout.bytes for layout in layouts if layout), default=0)
         small = demo_script.small_node(needed)
@@ -562,7 +574,12 @@ class _Demo:
 
     async def _connect(self, worker: Worker) -> Conversation:
         uid = worker.pod.metadata.uid
-        if self._engine.takes_files:
+        if self._engine.asks == "completions":
+            # It imports aiohttp, which no other command needs.
+            from snapshotctl.adapters import worker_http  # noqa: PLC0415
+
+            return await worker_http.connect(self._setup.port)
+        if self._engine.asks == "files":
             files = self._setup.examples.parent.parent
             return await worker_socket.connect_with_files(worker.sockets, uid, files)
         return await worker_socket.connect(worker.sockets, uid)

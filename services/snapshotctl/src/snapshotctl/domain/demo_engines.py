@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from snapshotctl.domain.exits import WrongArguments
 
 MIN_SIZE_MIB = 16
 MAX_SIZE_MIB = 1024 * 1024
 SIZE_VARIABLE = "SIZE_MIB"
+PORT_VARIABLE = "HTTP_PORT"
 SHORT = "short"
 WARM_UPS = ("full", SHORT)
 """How long a worker warms up: as its manifest says, or as short as it can."""
@@ -28,12 +29,20 @@ class Engine(NamedTuple):
     """What it is to learn before the capture, once it has answered the first question."""
     shown: str = "{answer}"
     """What is shown of an answer, as a format of its fields."""
-    takes_files: bool = False
-    """Whether what it is asked are files, over HTTP; else lines of text."""
+    asks: Literal["lines", "files", "completions"] = "lines"
+    """How it is asked: lines of JSON, or files over HTTP, at a socket of its pod; or prompts of
+    OpenAI's API at the port HTTP_PORT."""
     installed: str = ""
     """A file that is there once `make engines` has installed it; empty where it needs nothing."""
+    installed_by: str = "make engines"
+    drivers: tuple[str, ...] = ()
+    """The only ones by which it can be captured; any if empty."""
     size_mib: int = 512
     """Of its weights, unless it is sized otherwise."""
+    memory_mib: int = 0
+    """What it needs besides, at a time."""
+    has_gpus: bool = True
+    """Whether its weights are in GPU memory."""
     is_sized: bool = False
     """Whether its weights have the size that SIZE_MIB says."""
     short: Mapping[str, str] = {}
@@ -42,7 +51,7 @@ class Engine(NamedTuple):
     @property
     def needed(self) -> list[str]:
         """The files of the checkout that it needs, beside those of the examples."""
-        return [*(self.asked if self.takes_files else ()), *filter(None, [self.installed])]
+        return [*(self.asked if self.asks == "files" else ()), *filter(None, [self.installed])]
 
 
 ENGINES = {
@@ -82,22 +91,40 @@ ENGINES = {
             "tests/support/tools/coredns/go.sum",
         ),
         shown="{label} (score {score})",
-        takes_files=True,
+        asks="files",
         installed=".engines/.installed",
         size_mib=3,
+    ),
+    "vllm": Engine(
+        checkpoint="vllm/checkpoint.yaml",
+        restore="vllm/restore.yaml",
+        what="vLLM starts on CPUs",
+        asked=("A cold worker", "When a node is lost,", "My name is"),
+        shown="{token_ids}",
+        asks="completions",
+        installed=".engines-vllm/.installed",
+        installed_by="make engines ENGINE=vllm",
+        drivers=("criu",),
+        size_mib=6,
+        memory_mib=6 * 1024,
+        has_gpus=False,
     ),
 }
 """By the value of `--engine`."""
 
 
-def engine_of(name: str, *, is_started_here: bool = True) -> Engine:
-    """Return the engine of a name. WrongArguments names those that there are."""
+def engine_of(name: str, driver: str, *, is_started_here: bool = True) -> Engine:
+    """Return the engine of a name for a driver. WrongArguments names those that there are."""
     if name not in ENGINES:
         raise WrongArguments(f"--engine {name} is not one of {', '.join(ENGINES)}")
     found = ENGINES[name]
     if found.installed and not is_started_here:
         raise WrongArguments(
             f"--engine {name} is not for --on: workers of a cluster that runs may lack it"
+        )
+    if found.drivers and driver not in found.drivers:
+        raise WrongArguments(
+            f"--engine {name} is not captured by {driver}: add --driver {found.drivers[0]}"
         )
     return found
 

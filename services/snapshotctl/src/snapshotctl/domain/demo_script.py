@@ -54,10 +54,10 @@ class Check(NamedTuple):
     fix: str
 
 
-def checks(machine: Machine, size_mib: int) -> list[Check]:
+def checks(machine: Machine, engine: Engine, size_mib: int) -> list[Check]:
     """Return all checks. `size_mib` is the size of the worker's weights."""
-    size = size_mib * MIB
-    memory, disk = MEMORY_FACTOR * size, DISK_FACTOR * size + DISK_EXTRA
+    size, more = size_mib * MIB, engine.memory_mib * MIB
+    memory, disk = MEMORY_FACTOR * size + more, DISK_FACTOR * size + more + DISK_EXTRA
     version = ".".join(map(str, machine.python))
     return [
         Check(
@@ -75,7 +75,9 @@ def checks(machine: Machine, size_mib: int) -> list[Check]:
             f"memory: {formats.size(machine.memory)} available, {formats.size(memory)} needed",
             machine.memory >= memory,
             "free memory, or use less: make demo SIZE_MIB="
-            f"{max(MIN_SIZE_MIB, machine.memory // MEMORY_FACTOR // MIB)}",
+            f"{max(MIN_SIZE_MIB, machine.memory // MEMORY_FACTOR // MIB)}"
+            if engine.is_sized
+            else "free memory",
         ),
         Check(
             f"disk: {formats.size(machine.disk)} free below {machine.state_dir}, "
@@ -96,7 +98,7 @@ def checks(machine: Machine, size_mib: int) -> list[Check]:
         Check(
             f"the engine: {', '.join(machine.missing) or 'all that it needs'}",
             not machine.missing,
-            "run, in a checkout of the repository: make engines",
+            f"run, in a checkout of the repository: {engine.installed_by}",
         ),
     ]
 

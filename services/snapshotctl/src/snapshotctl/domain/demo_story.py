@@ -102,7 +102,7 @@ def conclusion(cold_s: float, restored_s: float) -> str:
 
 def look_around(access: ClusterAccess, pod: str, engine: Engine) -> list[str]:
     """Return how to look at a cluster that goes on, one command a line, and how to end it."""
-    ask = [] if engine.takes_files else [f'{access.snapshotctl} ask {pod} "{engine.asked[-1]}"']
+    ask = [] if engine.asks != "lines" else [f'{access.snapshotctl} ask {pod} "{engine.asked[-1]}"']
     commands = [*ask, f"{access.snapshotctl} trace pod/{pod}", f"{access.nats} stream ls"]
     page = f"; its page is {access.page}" if access.page else ""
     end = access.end[:1].upper() + access.end[1:]
