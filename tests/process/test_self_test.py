@@ -54,6 +54,23 @@ def fail(program: Path, criu: Path, verb: str) -> None:
     program.chmod(0o755)
 
 
+WITHOUT_LOOPBACK = """
+import pathlib, sys
+from snapshot_agent.helper.self_test import self_test
+from snapshot_shared.errors import NotEligible
+try:
+    self_test(*map(pathlib.Path, sys.argv[1:]))
+except NotEligible as error:
+    print(error.next_step)
+"""
+
+
+def test_a_network_without_loopback_is_named_with_its_fix(criu: Path, run: Path) -> None:
+    words = ["unshare", "--net", sys.executable, "-P", "-c", WITHOUT_LOOPBACK, criu, run]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout == "bring the loopback interface up: ip link set lo up\n", done.stderr
+
+
 def test_a_criu_that_dumps_and_restores_is_fit(criu: Path, run: Path) -> None:
     self_test(criu, run)
 

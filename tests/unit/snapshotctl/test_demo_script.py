@@ -172,6 +172,7 @@ def test_a_machine_with_all_that_criu_needs_passes() -> None:
         ({"missing": ["unshare", "setsid"]}, ("unshare, setsid", "install util-linux")),
         ({"has_criu": False}, ("/t", "make criu")),
         ({"has_init": False}, ("/t", "make init")),
+        ({"has_loopback": False}, ("127.0.0.1", "ip link set lo up")),
     ],
 )
 def test_what_criu_lacks_on_a_machine_is_named_with_its_fix(

@@ -69,6 +69,7 @@ NEXT_STEPS: dict[str, str] = {
     "Can't open file": _CHANGED_FILE,
     "Can't bind inet socket": _ADDRESS,
     "Can't create ghost regfile": _GHOST,
+    "kerndat_tcp_repair failed": "bring the loopback interface up: ip link set lo up",
     "Unable to set a monotonic clock offset": "give the helper the capability SYS_TIME",
     "Unable to set a boottime clock offset": "give the helper the capability SYS_TIME",
     "SO_SNDBUFFORCE/SO_RCVBUFFORCE": "give the helper the capability NET_ADMIN",

@@ -76,7 +76,15 @@ def look_for_criu() -> CriuHost:
         tools=str(tools),
         has_criu=(tools / CRIU).is_file(),
         has_init=(tools / INIT).is_file(),
+        has_loopback=_has_loopback(),
     )
+
+
+def _has_loopback() -> bool:
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.suppress(OSError):
+        socket.create_connection(server.getsockname()).close()
+        return True
+    return False
 
 
 def _opens_pidfds() -> bool:

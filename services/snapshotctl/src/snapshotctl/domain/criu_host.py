@@ -20,6 +20,7 @@ class CriuHost(NamedTuple):
     tools: str
     has_criu: bool
     has_init: bool
+    has_loopback: bool = True
 
 
 def checks(host: CriuHost) -> list[Check]:
@@ -38,6 +39,7 @@ def checks(host: CriuHost) -> list[Check]:
             not host.missing,
             "install util-linux and mount",
         ),
+        Check("a connection on 127.0.0.1", host.has_loopback, "run: ip link set lo up"),
         Check(f"CRIU in {host.tools}", host.has_criu, "run: make criu"),
         Check(f"snapback-init in {host.tools}", host.has_init, "run: make init"),
     ]
