@@ -118,7 +118,10 @@ lock: ## Resolve requirements*.in again into requirements*.lock (needs uv)
 		requirements-engines.in -o requirements-engines.lock
 	uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
 		--no-emit-index-url --no-emit-find-links --no-header --quiet --upgrade \
-		--override requirements-vllm-override.in requirements-vllm.in -o requirements-vllm.lock
+		--override requirements-engines-override.in requirements-vllm.in -o requirements-vllm.lock
+	uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
+		--no-emit-index-url --no-emit-find-links --no-header --quiet --upgrade \
+		--override requirements-engines-override.in requirements-dynamo.in -o requirements-dynamo.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --no-header --quiet --upgrade --constraints requirements.lock \
 		--no-emit-package novasvg --no-emit-package quickjs-ng --no-emit-package termaid \
@@ -254,7 +257,7 @@ bench-bus: $(STAMP) $(if $(PEERS),.peers/.installed) ## Measure orders and repor
 ##@ Tools
 
 # Beside the environment and not in it: they are large, and no part of what is locked.
-engines: $(if $(ENGINE),.engines-$(ENGINE),.engines)/.installed ## Install the engines that the demo and the tests run as they are (ENGINE=vllm: 6 GB)
+engines: $(if $(ENGINE),.engines-$(ENGINE)/model/config.json,.engines/.installed) ## Install the engines that the demo and the tests run as they are (ENGINE=vllm: 6 GB; ENGINE=dynamo: 0.3 GB)
 
 .engines/.installed: requirements-engines.lock $(RUNTIME)
 	@rm -rf .engines
@@ -262,12 +265,15 @@ engines: $(if $(ENGINE),.engines-$(ENGINE),.engines)/.installed ## Install the e
 		-r requirements-engines.lock
 	@touch $@
 
-# What vLLM asks for as torch==2.13.0+cpu is in no index but its own; CPUs run the one of PyPI.
-.engines-vllm/.installed: requirements-vllm.lock deploy/examples/vllm/make_model.py $(RUNTIME)
-	@rm -rf .engines-vllm
+.engines-vllm/.installed .engines-dynamo/.installed: .engines-%/.installed: requirements-%.lock $(RUNTIME)
+	@rm -rf .engines-$*
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
-		--target .engines-vllm -r requirements-vllm.lock
-	PYTHONPATH=.engines-vllm $(BIN)/python deploy/examples/vllm/make_model.py .engines-vllm/model
+		--target .engines-$* -r requirements-$*.lock
+	@touch $@
+
+.engines-vllm/model/config.json .engines-dynamo/model/config.json: .engines-%/model/config.json: \
+		.engines-%/.installed deploy/examples/vllm/make_model.py
+	PYTHONPATH=.engines-$* $(BIN)/python deploy/examples/vllm/make_model.py .engines-$*/model
 	@touch $@
 
 .peers/.installed: tests/bench/peers.txt $(STAMP)
@@ -299,7 +305,7 @@ bench-engines: $(STAMP) .engines/.installed $(if $(filter 0,$(shell id -u)),.too
 
 ##@ Try it
 
-demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) $(if $(filter vllm,$(ENGINE)),.engines-vllm/.installed) ## Capture and restore a worker here (SIZE_MIB=2048, WARM_UP=short, KEEP=1, TRACE=1; ENGINE=onnx; DRIVER=criu or ENGINE=vllm as root)
+demo: $(RUNTIME) $(if $(filter criu,$(DRIVER)),.tools/criu/criu init) $(if $(filter onnx,$(ENGINE)),.engines/.installed) $(if $(filter vllm,$(ENGINE)),.engines-vllm/model/config.json) ## Capture and restore a worker here (SIZE_MIB=2048, WARM_UP=short, KEEP=1, TRACE=1; ENGINE=onnx; DRIVER=criu or ENGINE=vllm as root)
 	@$(BIN)/snapshotctl demo $(DEMO_OPTIONS)
 
 demo-cluster: $(STAMP) ## The demo with kubectl, on a real Kubernetes cluster made here (KEEP=1, DRIVER=criu)
@@ -375,8 +381,8 @@ test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in p
 test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, in its compatibility mode, on the fake driver
 	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k "gds or kvikio" tests/integration/gms
 
-test-engines: $(STAMP) .engines-vllm/.installed .tools/criu/criu init ## Capture and restore vLLM as it is, on CPUs, as root (installs 6 GB)
-	@$(BIN)/pytest --durations=0 -m engines tests/engines
+test-engines: $(STAMP) .engines-vllm/model/config.json .engines-dynamo/model/config.json .tools/criu/criu init $(if $(SNAPBACK_TOOLS),,cluster-tools) ## Capture and restore vLLM and workers of Dynamo as they are, as root, on a cluster too (installs 6 GB)
+	@$(BIN)/pytest --durations=0 -m engines tests/engines tests/cluster/test_dynamo.py
 
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (TURN=1/3, REPEAT=3)
 	@FAULTS_REPEAT=$(REPEAT) $(BIN)/pytest $(IN_PARALLEL) -m process tests/process
@@ -431,7 +437,7 @@ leftovers: $(RUNTIME) ## Show what a demo left running or on disk
 ##@ Set up
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) $(SERVERS) .engines .engines-vllm .kvikio .mkdocs .peers .screenshots .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
+	rm -rf $(VENV) $(SERVERS) .engines .engines-vllm .engines-dynamo .kvikio .mkdocs .peers .screenshots .tools .chaos .cluster .e2e.log site deploy/images/wheels/*.whl
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis .coverage .coverage.* htmlcov $(PACKAGES:%=%/dist) $(PACKAGES:%=%/build)
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from snapshot_operator.kube import shaping
+from snapshot_operator.kube import restoring, shaping
 from snapshot_shared import subjects
 from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
@@ -16,6 +16,7 @@ from snapshot_shared.ids import NodeName
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.rig import Rig, polled
 from tests.cluster.simulated import ROOT, container, pod
+from tests.support.json_patch import applied
 
 NAME = "snapback-node"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL")
@@ -218,6 +219,20 @@ async def running(nodes: Kubectl, job: str) -> str:
     """Return the name of the pod of a Job."""
     [found] = await asyncio.to_thread(nodes.list, "pods", f"--selector=job-name={job}")
     return str(found["metadata"]["name"])
+
+
+def waiting(document: dict[str, Any], of: str, profile: str = "") -> dict[str, Any]:
+    """Return a pod that waits for its process, as admission makes it."""
+    document["metadata"]["annotations"] = {"nvidia.com/restore-from": of}
+    patch = restoring.standby_patch(document, driver="criu", shared_memory={}, profile=profile)
+    changed: dict[str, Any] = applied(document, patch)
+    [install] = changed["spec"]["initContainers"]
+    # The image of these tests has no files; its programs are those of this host.
+    mounts = install["volumeMounts"]
+    program = container(install["name"], str(INIT), *install["command"][1:])
+    program["volumeMounts"] = [*program["volumeMounts"], *mounts]
+    changed["spec"]["initContainers"] = [program]
+    return changed
 
 
 async def events_of(nodes: Kubectl, name: str) -> list[str]:

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from snapshot_operator.kube import restoring
 from snapshot_shared.objects.kubernetes import SECCOMP_LABEL
-from tests.cluster.agents import CRIU, INIT, running, with_agents
+from tests.cluster.agents import CRIU, INIT, running, waiting, with_agents
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.machine import ComponentError
 from tests.cluster.rig import SECCOMP_PROFILE, Rig, polled
 from tests.cluster.simulated import ROOT, container, pod
-from tests.support.json_patch import applied
 
 pytestmark = [
     pytest.mark.cluster,
@@ -61,16 +59,7 @@ def placeholder(
 ) -> dict[str, Any]:
     """Return a pod that waits for its process, as admission makes it."""
     document = pod(name, worker(*arguments), nodeName=node, volumes=DATA, **spec)
-    document["metadata"]["annotations"] = {"nvidia.com/restore-from": of}
-    patch = restoring.standby_patch(document, driver="criu", shared_memory={}, profile=profile)
-    changed: dict[str, Any] = applied(document, patch)
-    [install] = changed["spec"]["initContainers"]
-    # The image of these tests has no files; its programs are those of this host.
-    mounts = install["volumeMounts"]
-    program = container(install["name"], str(INIT), *install["command"][1:])
-    program["volumeMounts"] = [*program["volumeMounts"], *mounts]
-    changed["spec"]["initContainers"] = [program]
-    return changed
+    return waiting(document, of, profile)
 
 
 async def said_by(nodes: Kubectl, name: str) -> list[dict[str, Any]]:

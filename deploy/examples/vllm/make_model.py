@@ -1,17 +1,18 @@
 """Makes a small LLaMA of random weights, for an engine to serve: `make_model.py FOLDER`.
 
 Nothing is downloaded. The weights and the tokenizer, bytes and what is often side by side in
-`sentences.txt`, are the same each time. It needs torch, transformers and tokenizers.
+`sentences.txt`, are the same each time. It needs transformers and tokenizers, and torch for the
+weights: without torch only the description of the model is written.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 WORDS = 512
 END = "</s>"
@@ -28,10 +29,11 @@ def make(folder: Path) -> None:
         vocab_size=WORDS, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     bytes_.train([str(TEXT)], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token=END)
+    chat = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token=END, chat_template=chat)
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(1)
     config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         vocab_size=WORDS,
         hidden_size=256,
         intermediate_size=512,
@@ -44,6 +46,13 @@ def make(folder: Path) -> None:
         # Wide enough that tokens differ.
         initializer_range=1.0,
     )
+    if find_spec("torch") is None:
+        config.save_pretrained(folder)
+        return
+    import torch  # noqa: PLC0415 - it may be missing
+    from transformers import LlamaForCausalLM  # noqa: PLC0415 - it needs torch
+
+    torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

@@ -102,7 +102,7 @@ ENGINES = {
         asked=("A cold worker", "When a node is lost,", "My name is"),
         shown="{token_ids}",
         asks="completions",
-        installed=".engines-vllm/.installed",
+        installed=".engines-vllm/model/config.json",
         installed_by="make engines ENGINE=vllm",
         drivers=("criu",),
         size_mib=6,
