@@ -66,6 +66,9 @@ def _why_unsettled(value: AnyObject) -> str:
                 return f"capture {value.status.capture}"
             if value.status.verified < value.status.verifications:
                 return "is to be verified"
+            kept = value.status.committed
+            if kept is not None and value.status.generations != [kept.generation]:
+                return f"keeps the generations {value.status.generations}"
             return _owing(value) or _without_reason(value)
         case Pod():
             return _pod_unsettled(value)

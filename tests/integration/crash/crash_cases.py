@@ -142,7 +142,8 @@ async def _tidy(session: Session) -> None:
     values = await session.until(
         lambda found: all(map(is_of_base, found)), "the end of the case's objects"
     )
-    assert await rules.damaged(session.cluster.artifacts, values) == []
+    damaged = await rules.damaged(session.cluster.artifacts, values)
+    assert damaged == [], damaged
     assert rules.workers(session.cluster.run) == {}
 
 
@@ -150,7 +151,8 @@ async def everything_settles_well(session: Session, within_s: float = SETTLE_S) 
     """Every object is settled, each order has one outcome, and each artifact is whole."""
     values = await session.until(lambda found: not rules.unsettled(found), "settling", within_s)
     assert rules.doubled(session.reports) == []
-    assert await rules.damaged(session.cluster.artifacts, values) == []
+    damaged = await rules.damaged(session.cluster.artifacts, values)
+    assert damaged == [], damaged
 
 
 async def workers_are_free(

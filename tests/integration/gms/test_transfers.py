@@ -136,7 +136,7 @@ def test_a_save_that_fails_leaves_no_bytes_behind(capture: Weights) -> None:
 
 
 def test_a_save_needs_the_fence_and_the_layout_of_the_plan(capture: Weights) -> None:
-    with pytest.raises(errors.NotFound):
+    with pytest.raises(errors.HoldDeadline):
         capture.run(capture.save_task(fence_token="other"))
     wrong = msgspec.structs.replace(capture.layout, generation=9)
     with pytest.raises(errors.StaleLayout):

@@ -210,6 +210,8 @@ async def test_a_capture_whose_worker_was_let_go_before_its_dump_is_tried_again(
     await world.answer_all()
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.READY, 2)
+    # What the first attempt has saved is of no use to anyone.
+    assert content.status.generations == [2]
 
 
 async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generation(

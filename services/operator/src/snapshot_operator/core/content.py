@@ -82,9 +82,11 @@ def _may_choose_a_node(content: SnapshotContent) -> bool:
     status = content.status
     if status.capture is Capture.PENDING:
         return content.spec.source.artifact is not None
-    is_over = status.capture is Capture.FAILED or content.metadata.deletion_timestamp
+    is_deleted = content.metadata.deletion_timestamp is not None
+    is_over = is_deleted or status.capture in (Capture.READY, Capture.FAILED)
+    left = status.generations if is_deleted else _given_up(status)
     asked = requested(content, VERIFY) != status.verify_request
-    return bool((is_over and status.generations) or asked or status.verifications > status.verified)
+    return bool((is_over and left) or asked or status.verifications > status.verified)
 
 
 def _source(reader: Reader, content: SnapshotContent) -> Pod | None:
@@ -223,13 +225,22 @@ def may_be_read(content: SnapshotContent) -> bool:
 
 
 def _ready(view: ContentView, committed: Committed, now: float) -> Plan:
-    """Order the release first, then the verifications that were asked for."""
+    """Order the release first, then what was asked for; then have older attempts removed."""
     content, status = view.content, view.content.status
     if _is_held(content):
         order = ordering.release(content, status.traceparent, now)
         return owing_plan(content, replace(status, orders=[*status.orders, order]), now)
     checked = quarantine.verification(quarantine.asked(content), committed, _reader(view), now)
+    left = _given_up(status)
+    if checked == status and left and not _is_owed(content, now):
+        return _remove(view, left[0], now)
     return owing_plan(content, checked, now)
+
+
+def _given_up(status: SnapshotContentStatus) -> list[int]:
+    """Return the attempts that may have left files and are not the one that was committed."""
+    committed = status.committed
+    return [n for n in status.generations if committed is None or n != committed.generation]
 
 
 def _is_held(content: SnapshotContent) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from http import HTTPStatus
 
 import aiohttp
@@ -10,6 +9,7 @@ import msgspec
 
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Aborted, DeadlineExceeded
+from snapshot_shared.tasks import any_set
 
 ANSWER_S = 120.0
 AGAIN_S = 0.02
@@ -70,7 +70,7 @@ class CompletionClient:
                 async with self._session.get(f"{self._url}/health"):
                     return
             except aiohttp.ClientConnectionError:
-                await asyncio.sleep(AGAIN_S)
+                await any_set(AGAIN_S)
 
 
 async def connect(port: int) -> CompletionClient:
