@@ -130,16 +130,19 @@ class Captures(NamedTuple):
         }
 
     async def end(self, name: str, contents: int = 1) -> None:
-        """End the workers of a checkpoint, captured once for each content, and restored once."""
+        """End the workers of a checkpoint, captured once for each content, and restored once.
+
+        A worker whose release comes too late, because the operator is away, goes on by itself,
+        with `snapshot-aborted`, also if the artifact is whole.
+        """
         again = f"{name}-again"
         words = ("pods", f"--selector=job-name={name}")
         [source] = await asyncio.to_thread(self.nodes.list, *words)
         events = await events_of(self.nodes, source["metadata"]["name"])
         captures = _by_capture([event.split()[0] for event in events[1:]])
-        assert captures[-1] == ("quiesced", "snapshot-complete")
-        given_up = [each for each in captures if each != captures[-1]]
-        assert len(captures) - len(given_up) == contents
-        assert {*given_up} <= {("quiesced", "snapshot-aborted")}
+        complete, given_up = [("quiesced", f"snapshot-{how}") for how in ("complete", "aborted")]
+        assert captures and {*captures} <= {complete, given_up}, events  # noqa: PT018 - one fact
+        assert captures.count(complete) <= contents, events
         events = await events_of(self.nodes, again)
         assert events[-1:] == ["restored 42 1024"]
         names = (f"job/{name}", f"pod/{again}")

@@ -77,6 +77,8 @@ class Rig:
     token: str = ""
     bus: Any = None
     """The bus as the agent of a node has it, if an operator runs."""
+    others: list[str] = field(default_factory=list)
+    """Other namespaces whose objects the operator has put its finalizer on."""
     environment: dict[str, str] = field(default_factory=dict)
     """What an operator is started with as a program."""
 
@@ -177,7 +179,7 @@ class Rig:
             for item in await self.items(f"{OURS}/{plural}"):
                 meta = item["metadata"]
                 space = meta.get("namespace", item["spec"].get("snapshotRef", {}).get("namespace"))
-                if space == self.namespace:
+                if space in (self.namespace, *self.others):
                     where = f"/namespaces/{space}" if "namespace" in meta else ""
                     path = f"{OURS}{where}/{plural}/{meta['name']}"
                     with contextlib.suppress(NotFound):
@@ -217,7 +219,7 @@ async def opened(
                 await rig.delete(f"{RBAC}/clusterrolebindings/{namespace}")
             await rig.delete(f"/api/v1/namespaces/{namespace}")
         # A refused request is a right that is missing from the role.
-        assert role is None or not proxy.refused
+        assert role is None or not proxy.refused, proxy.refused
 
 
 async def _token(direct: KubeClient, namespace: str, role: dict[str, Any]) -> str:

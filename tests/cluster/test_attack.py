@@ -43,6 +43,7 @@ async def steal(rig: Rig, attacker: Kubectl) -> None:
 
 async def has_a_restore(rig: Rig, attacker: Kubectl) -> str:
     """Have a pod of the attacker wait for a restore, and return the name of that."""
+    rig.others.append(attacker.namespace)
     await asyncio.to_thread(attacker.apply, agents.placeholder("thief", "mine", "node-2"))
     restores = f"/apis/nvidia.com/v1alpha1/namespaces/{attacker.namespace}/snapshotrestores"
 

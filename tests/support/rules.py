@@ -62,20 +62,24 @@ def _why_unsettled(value: AnyObject) -> str:
         case Snapshot():
             return _without_reason(value)
         case SnapshotContent():
-            if value.status.capture not in (Capture.READY, Capture.FAILED):
-                return f"capture {value.status.capture}"
-            if value.status.verified < value.status.verifications:
-                return "is to be verified"
-            kept = value.status.committed
-            if kept is not None and value.status.generations != [kept.generation]:
-                return f"keeps the generations {value.status.generations}"
-            return _owing(value) or _without_reason(value)
+            return _content_unsettled(value)
         case Pod():
             return _pod_unsettled(value)
         case SnapshotRestore():
             return _restore_unsettled(value)
         case _:
             return ""
+
+
+def _content_unsettled(content: SnapshotContent) -> str:
+    status = content.status
+    if status.capture not in (Capture.READY, Capture.FAILED):
+        return f"capture {status.capture}"
+    if status.verified < status.verifications:
+        return "is to be verified"
+    if status.committed is not None and status.generations != [status.committed.generation]:
+        return f"keeps the generations {status.generations}"
+    return _owing(content) or _without_reason(content)
 
 
 def _restore_unsettled(restore: SnapshotRestore) -> str:
