@@ -41,6 +41,15 @@ async def test_a_checkpoint_becomes_ready_when_every_order_is_answered_well(worl
     assert (ready.status, ready.message) == ("True", "generation 1, 2.01 KiB")
 
 
+@pytest.mark.parametrize(("policy", "within_s"), [("Resume", 4.0), ("Terminate", 1800.0)])
+async def test_a_worker_that_is_to_end_waits_for_its_artifact_and_not_for_seconds(
+    world: World, policy: str, within_s: float
+) -> None:
+    await capturing(world, "prepare", sourcePolicy=policy)
+    (dump,) = world.open("dump")
+    assert payload(dump)["release_within_s"] == within_s
+
+
 async def test_the_plan_is_fixed_before_any_part_is_ordered(world: World) -> None:
     await capturing(world)
     (prepare,) = world.open("prepare")

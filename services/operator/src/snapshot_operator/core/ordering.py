@@ -285,7 +285,8 @@ def stage(
             pod=source_ref(content),
             content_uid=uid,
             vector=vector,
-            release_within_s=WAITS_S,
+            # A worker that is to end waits until its weights are saved and committed.
+            release_within_s=WAITS_S if content.spec.source_policy == "Resume" else HOLD_S,
             driver=content.spec.driver,
             **_common("dump", uid, attempt, source_node(content), trace),
         )
