@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -227,7 +228,10 @@ def sums_on(device: int) -> dict[str, int]:
 
 
 def parts_below(root: Path) -> list[str]:
-    return sorted(path.name for path in root.rglob("*") if path.is_file() or path.name == "gpu-0")
+    # A folder may be removed meanwhile, at which `rglob` ends with an error.
+    found = [*os.walk(root)]
+    files = [name for _, _, names in found for name in names]
+    return sorted([*files, *(name for _, names, _ in found for name in names if name == "gpu-0")])
 
 
 def test_a_save_streams_its_progress_and_a_load_publishes_the_same_bytes(
