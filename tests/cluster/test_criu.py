@@ -177,9 +177,11 @@ async def test_a_worker_that_makes_an_io_uring_at_its_start_is_captured_with_no_
     name = await captured(rig, nodes, "llm", "--ring")
     assert await filters(nodes, name) == "Seccomp:\t2"
     # With the profile and without: what is restored has its own filter in both.
-    nodes.apply(placeholder("again", "llm", "node-2", profile=SECCOMP_PROFILE))
-    nodes.apply(placeholder("unconfined", "llm", "node-1"))
-    for restored in ("again", "unconfined"):
+    for restored, node, profile in (
+        ("again", "node-2", SECCOMP_PROFILE),
+        ("unconfined", "node-1", ""),
+    ):
+        nodes.apply(placeholder(restored, "llm", node, profile=profile))
         await rig.restored(restored)
         await did(nodes, restored, "restored 1")
 
