@@ -1,7 +1,7 @@
 """Makes a small LLaMA of random weights, for an engine to serve: `make_model.py FOLDER`.
 
-Nothing is downloaded. The weights and the tokenizer, bytes and what is often side by side in
-`sentences.txt`, are the same each time. It needs transformers and tokenizers, and torch for the
+It downloads nothing. The weights are the same each time, and so is the tokenizer, which is trained
+on `sentences.txt`. It needs transformers and tokenizers, and torch for the
 weights: without torch only the description of the model is written.
 """
 

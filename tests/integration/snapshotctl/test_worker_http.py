@@ -41,7 +41,7 @@ class Engine:
 
 async def test_an_engine_that_begins_to_listen_is_asked_for_the_same_tokens_each_time() -> None:
     port = free_port()
-    connecting = asyncio.create_task(worker_http.connect(port))
+    connecting = asyncio.create_task(worker_http.connect(str(port)))
     await asyncio.sleep(0.1)
     assert not connecting.done()
     engine = Engine({"id": "another each time", "choices": [CHOICE]})
@@ -62,14 +62,14 @@ async def test_an_engine_that_begins_to_listen_is_asked_for_the_same_tokens_each
 async def test_an_answer_that_is_no_completion_ends_the_conversation(answer: Any) -> None:
     port = free_port()
     server = await Engine(answer).serve(port)
-    client = await worker_http.connect(port)
+    client = await worker_http.connect(str(port))
     try:
         with pytest.raises(Aborted):
             await client.ask("A node")
     finally:
         await client.close()
         await server.close()
-    gone = worker_http.CompletionClient(port)
+    gone = worker_http.CompletionClient(str(port))
     with pytest.raises(Aborted):
         await gone.ask("A node")
     await gone.close()
@@ -78,7 +78,7 @@ async def test_an_answer_that_is_no_completion_ends_the_conversation(answer: Any
 async def test_what_an_engine_refuses_is_shown_as_it_says_it() -> None:
     port = free_port()
     server = await Engine({"error": {"message": "too long"}}, status=400).serve(port)
-    client = await worker_http.connect(port)
+    client = await worker_http.connect(str(port))
     try:
         assert b"too long" in await client.ask("A node")
     finally:

@@ -156,7 +156,13 @@ def test_the_driver_of_the_demo_is_that_of_its_checkpoint_alone() -> None:
 
 
 CRIU_HOST = CriuHost(
-    system="Linux", is_root=True, missing=[], tools="/t", has_criu=True, has_init=True
+    system="Linux",
+    is_root=True,
+    missing=[],
+    tools="/t",
+    has_criu=True,
+    has_init=True,
+    has_loopback=True,
 )
 
 

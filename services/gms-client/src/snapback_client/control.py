@@ -31,7 +31,7 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class RestoreContext(msgspec.Struct, frozen=True):
-    """The body of `restore-context.json`: variables by name, None for one that is not set."""
+    """The body of `restore-context.json`: variables by name, None if a variable is not set."""
 
     env: dict[str, str | None]
 

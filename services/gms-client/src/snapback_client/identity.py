@@ -30,7 +30,7 @@ class Identity(NamedTuple):
     `capture` is the uid of the content and `generation` that of the artifact. `seed` is another one
     for each restore, and the same for all processes of one: 32 bits, for generators of random
     numbers and not for secrets, since it can be computed from the rest. `context` has variables of
-    this container, None for one that is not set; it is empty unless a driver brought the process.
+    this container, None if a variable is not set; it is empty unless a driver brought the process.
     """
 
     hostname: str
@@ -45,7 +45,7 @@ class Identity(NamedTuple):
     context: Mapping[str, str | None] = {}
 
     def environment(self) -> dict[str, str | None]:
-        """Return variables for a program, with None for one that has to be unset.
+        """Return variables for a program, with None if a variable has to be unset.
 
         They are SNAPBACK_HOSTNAME, SNAPBACK_SEED and so on, and those of `context`.
         """

@@ -28,7 +28,7 @@ class _Completion(msgspec.Struct, frozen=True):
 class CompletionClient:
     """Asks an engine of this machine for completions, which are the same each time."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: str) -> None:
         """Use a port of this machine; `connect` waits for the engine there."""
         self._url = f"http://127.0.0.1:{port}"
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S))
@@ -73,7 +73,7 @@ class CompletionClient:
                 await any_set(AGAIN_S)
 
 
-async def connect(port: int) -> CompletionClient:
+async def connect(port: str) -> CompletionClient:
     """Wait until an engine listens at a port of this machine."""
     client = CompletionClient(port)
     try:

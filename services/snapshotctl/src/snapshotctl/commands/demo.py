@@ -63,8 +63,6 @@ class Setup:
     engine: Engine
     size_mib: int
     variables: Mapping[str, str]
-    port: int
-    """That of the engine's HTTP, if it is asked there."""
     keeps: bool
     """Whether the cluster goes on afterwards."""
 
@@ -184,9 +182,8 @@ async def demo(  # noqa: PLR0913, PLR0917 - its options, each of which a person 
     shown_engine = demo_engines.engine_of(engine, driver, is_started_here=on is None)
     size = demo_engines.check_size(shown_engine, size_mib)
     variables = demo_engines.variables(shown_engine, size, warm_up)
-    port = machine.free_port() if shown_engine.asks == "completions" else 0
-    if port:
-        variables[demo_engines.PORT_VARIABLE] = str(port)
+    if shown_engine.asks == "completions":
+        variables[demo_engines.PORT_VARIABLE] = str(machine.free_port())
     examples = machine.examples_folder()
     if on is None:
         cluster, connect = tools.demo_cluster(examples.parent.parent, host and host.tools)
@@ -201,7 +198,6 @@ async def demo(  # noqa: PLR0913, PLR0917 - its options, each of which a person 
         engine=shown_engine,
         size_mib=size,
         variables=variables,
-        port=port,
         keeps=keep or on is not None,
     )
     if on is None:
@@ -509,10 +505,11 @@ class _Demo:
         return restore.metadata.uid
 
     async def _refusal(self, captured: Captured) -> str:
-        if not self._engine.has_gpus:
-            return ""
         layouts = [entry.layout for entry in captured.content.status.vector]
         needed = max((layout.bytes for layout in layouts if layout), default=0)
+        if not needed:
+            # It has nothing in GPU memory, so no node is too small for it.
+            return ""
         small = demo_script.small_node(needed)
         if not await self._setup.cluster.add_node(small):
             self._setup.detail(demo_story.wrapped(demo_story.NO_SMALL_NODE))
@@ -578,7 +575,7 @@ class _Demo:
             # It imports aiohttp, which no other command needs.
             from snapshotctl.adapters import worker_http  # noqa: PLC0415
 
-            return await worker_http.connect(self._setup.port)
+            return await worker_http.connect(self._setup.variables[demo_engines.PORT_VARIABLE])
         if self._engine.asks == "files":
             files = self._setup.examples.parent.parent
             return await worker_socket.connect_with_files(worker.sockets, uid, files)

@@ -20,7 +20,7 @@ class CriuHost(NamedTuple):
     tools: str
     has_criu: bool
     has_init: bool
-    has_loopback: bool = True
+    has_loopback: bool
 
 
 def checks(host: CriuHost) -> list[Check]:

@@ -41,8 +41,6 @@ class Engine(NamedTuple):
     """Of its weights, unless it is sized otherwise."""
     memory_mib: int = 0
     """What it needs besides, at a time."""
-    has_gpus: bool = True
-    """Whether its weights are in GPU memory."""
     is_sized: bool = False
     """Whether its weights have the size that SIZE_MIB says."""
     short: Mapping[str, str] = {}
@@ -107,7 +105,6 @@ ENGINES = {
         drivers=("criu",),
         size_mib=6,
         memory_mib=6 * 1024,
-        has_gpus=False,
     ),
 }
 """By the value of `--engine`."""
