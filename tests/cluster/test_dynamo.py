@@ -184,10 +184,6 @@ async def registered(nodes: Kubectl) -> set[str]:
     return {item["metadata"]["name"] for item in found}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an agent waits for the file `restored`, which workers of Dynamo do not write",
-)
 async def test_a_frontend_routes_to_both_copies_of_a_worker_and_to_the_one_that_is_left(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster
 ) -> None:

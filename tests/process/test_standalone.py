@@ -159,6 +159,31 @@ async def test_a_plain_process_waits_in_its_place_until_it_is_restored(node: Pla
     assert [line["did"] for line in lines_of(target) if line["did"]][-1] == "restored 1"
 
 
+ONLY_WAITS = """
+cd "$SNAPSHOT_CONTROL_DIR" && touch ready-for-snapshot && echo waits
+until [ -e snapshot-complete ] || [ -e restore-complete ]; do sleep 0.1; done
+ls && exec sleep 600
+"""
+
+
+async def test_a_worker_that_only_waits_is_restored_though_it_writes_no_file(
+    node: PlainNode,
+) -> None:
+    pods = [node.pod(name=name, command=["sh", "-c", ONLY_WAITS]) for name in ("source", "copy")]
+    for pod in pods:
+        order = replace(node.run_order(pod, standby=pod is not pods[0]), driver="criu")
+        await node.done(order, "started")
+    source, copy = pods
+    await until(lambda: "waits" in log_of(source), "the start of the worker")
+    artifact = await node.captured(source, fresh_uid())
+    await until(lambda: "snapshot-complete" in log_of(source), "the end of its wait")
+    await node.done(node.restore_order(copy, artifact), "restored")
+    await until(lambda: "restore-complete" in log_of(copy), "the end of its wait")
+    # The agent writes `restored` for it, so an abort leaves it alone.
+    await node.done(node.restore_abort(copy), "aborted")
+    assert {file.name for file in copy.control.iterdir()} >= {"restore-complete", "restored"}
+
+
 async def test_a_plain_process_goes_on_in_other_pods_one_after_another_and_ends_with_its_code(
     node: PlainNode,
 ) -> None:

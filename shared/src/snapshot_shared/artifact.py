@@ -137,6 +137,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     image: ShortText = ""
     image_digest: ShortText = ""
     command: list[str] = []
+    protocol: ShortText = ""
 
 
 class SavedObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,6 +24,15 @@ Outcome = Literal["same", "fits", "differs", "refused", "unknown"]
 
 CRIU: tuple[Driver, ...] = ("criu", "criu+cuda")
 
+WAITS = "waits"
+"""The protocol of a worker that was quiet from its empty `ready-for-snapshot` on.
+
+It reads `snapshot-complete` and `restore-complete` and writes no other control file. Workers of
+Dynamo do so.
+"""
+ANSWERS = "answers"
+"""The protocol of a worker that answers the agent by `quiesced` and `restored`."""
+
 
 class Fact(NamedTuple):
     """A row of the table: a field of `Facts`, and what it means for a restore.
@@ -132,6 +141,15 @@ FACTS = (
         "shown",
         "the agent of the node",
         "Nothing of it is in an artifact.",
+    ),
+    Fact(
+        "protocol",
+        "protocol of the worker",
+        "shown",
+        "`ready-for-snapshot` of the worker",
+        f"A worker that `{ANSWERS}` says by the file `restored` that it serves again. For one that "
+        f"`{WAITS}`, a restore ends with `restore-complete`, and its probes say when it serves.",
+        drivers=CRIU,
     ),
 )
 

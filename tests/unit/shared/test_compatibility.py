@@ -25,6 +25,7 @@ SOURCE = Facts(
     image="llm:1",
     image_digest="sha256:a",
     command=["serve", "--all"],
+    protocol="waits",
 )
 
 
@@ -90,7 +91,13 @@ def test_a_node_that_is_newer_or_has_more_fits(here: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "here",
-    [{"image": "llm:2"}, {"image_digest": "sha256:b"}, {"command": ["x"]}, {"python": "3.13"}],
+    [
+        {"image": "llm:2"},
+        {"image_digest": "sha256:b"},
+        {"command": ["x"]},
+        {"python": "3.13"},
+        {"protocol": "answers"},
+    ],
 )
 def test_what_is_shown_alone_refuses_nothing(here: dict[str, Any]) -> None:
     node = replace(SOURCE, **here)

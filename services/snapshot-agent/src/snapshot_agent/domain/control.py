@@ -135,9 +135,9 @@ def request(attempt: int, capture: str, previous: str) -> bytes:
 
 
 def is_signal(data: bytes) -> bool:
-    """Whether a file has the body of a worker that answers by these files, and is not just there.
+    """Return whether a file has the body of a worker that answers by these files.
 
-    A worker that only makes `ready-for-snapshot` is quiet from then on, and waits.
+    A worker whose `ready-for-snapshot` has none is quiet from then on, and waits.
     """
     try:
         decode_json(data, Signal, limit=MAX_BODY_BYTES)

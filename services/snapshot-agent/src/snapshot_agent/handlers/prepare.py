@@ -15,6 +15,7 @@ from snapshot_agent.handlers.background import first, pause, while_alive
 from snapshot_agent.handlers.holds import BEAT_S, Hold, Holds
 from snapshot_agent.ports import Machine, Orders, ProcessDriver, ResolvedContainer, Worker, Workers
 from snapshot_shared.artifact import Facts
+from snapshot_shared.compatibility import ANSWERS, WAITS
 from snapshot_shared.courier import OrderContext
 from snapshot_shared.errors import (
     Aborted,
@@ -79,7 +80,7 @@ class Prepare:
         self._found: ResolvedContainer | None = None
         self._hold: Hold | None = None
         self._layouts: list[LayoutRef] = []
-        self._facts_here: Facts | None = None
+        self._facts_here = Facts()
         self._previous = ""
         self._why = _GIVEN_UP
 
@@ -185,7 +186,12 @@ class Prepare:
             image=self.found.image[:256],
             image_digest=order.image_digest,
             command=list(self.found.command),
+            protocol=WAITS if self._only_waits() else ANSWERS,
         )
+
+    def _only_waits(self) -> bool:
+        ready = self._machine.control.get(self.hold.worker.paths, control.READY)
+        return not self.hold.driver.needs_help and not control.is_signal(ready or b"")
 
     async def _of_the_pod(self, order: PrepareOrder) -> PrepareOrder:
         """Return the order with the devices that the memory server of the pod serves."""
@@ -221,8 +227,7 @@ class Prepare:
         order, worker = self._order, self.hold.worker
         where = worker.paths
         self.hold.quiet_since = self._machine.clocks.monotonic()
-        ready = self._machine.control.get(where, control.READY)
-        if not self.hold.driver.needs_help and not control.is_signal(ready or b""):
+        if self._facts_here.protocol == WAITS:
             return
         self._machine.control.put(
             where,

@@ -23,6 +23,7 @@ from snapshot_agent.ports import (
     Workers,
 )
 from snapshot_shared.artifact import PartManifest, RootManifest, part_path
+from snapshot_shared.compatibility import WAITS
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import (
@@ -257,6 +258,11 @@ class _RestoreSteps:
         if not self._is_signalled():
             body = control.restored(self._order, self._devices)
             self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
+        if self._root is not None and self._root.facts.protocol == WAITS:
+            # Nobody else writes it, and an abort leaves a worker alone that has it.
+            self._machine.control.put(
+                self.worker.paths, control.RESTORED, control.body(self._order.attempt)
+            )
 
     async def _await(self, ready_s: float) -> None:
         order, where = self._order, self.worker.paths
