@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import heapq
 import itertools
+import math
 import random
 import sys
 from collections import deque
@@ -108,6 +109,7 @@ class Process:
         self.is_stopped = False
         self.fuse: int | None = None
         self.blow: Callable[[], None] = self.kill
+        self.resumed_at = -math.inf
         self.stopped_at = 0.0
         self.busy_until = 0.0
         self.cancels_again = 0
@@ -196,6 +198,7 @@ class Process:
         """Let it go on, as SIGCONT does."""
         if self.is_stopped:
             self.is_stopped = False
+            self.resumed_at = self.loop.now
             self.loop.requeue(self.backlog)
 
 

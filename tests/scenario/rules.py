@@ -176,9 +176,9 @@ class Rules:
         if owner not in self._gone and is_ahead and not is_repeated:
             self.fail("stale", f"{which} went out and is not in the store")
         newest = self._attempts.setdefault(subject, order.attempt)
-        if order.attempt < newest:
+        if order.attempt < newest and not self._world.has_just_resumed:
             self.fail("stale", f"{which} went out over attempt {newest}")
-        self._attempts[subject] = order.attempt
+        self._attempts[subject] = max(order.attempt, newest)
         if isinstance(order, StopOrder):
             self._stopped(order)
 

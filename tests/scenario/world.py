@@ -61,7 +61,8 @@ JUMPED_S = 30_000.0
 REWOUND_S = 3600.0
 """How much longer when the store has forgotten a capture, whose hold then ends by itself."""
 IN_FLIGHT_S = 1.0
-"""How long a message may be on its way that was sent before the store was restored, in seconds."""
+"""How long a message may be on its way, in seconds: of before the store was restored, or of an
+operator that was stopped while it sent it."""
 LOOK_S = 1.0
 AGAIN_S = 15.0
 """How often to look when nothing has changed, in seconds."""
@@ -138,6 +139,15 @@ class World:
     def has_just_rewound(self) -> bool:
         """Whether messages may arrive that were sent before the store was restored."""
         return self.loop.now < self.rewound_at + IN_FLIGHT_S
+
+    @property
+    def has_just_resumed(self) -> bool:
+        """Return whether an operator may send an order that it decided on before it was stopped.
+
+        Another operator may have led meanwhile. The nodes refuse the older attempt.
+        """
+        running = [operator for operator in self.operators if operator is not None]
+        return any(self.loop.now < operator.resumed_at + IN_FLIGHT_S for operator in running)
 
     def node(self, name: str) -> SimNode:
         return next(node for node in self.nodes if node.name == name)

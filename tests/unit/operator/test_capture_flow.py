@@ -505,6 +505,18 @@ async def test_an_artifact_stays_while_no_node_can_remove_it(world: World) -> No
     assert not world.cluster.page("SnapshotContent")
 
 
+async def test_a_content_that_is_deleted_between_two_attempts_is_removed_by_a_node(
+    world: World,
+) -> None:
+    await capturing(world, "prepare")
+    content = await world.content()
+    assert content.status.generations == [1]
+    pending = with_status(content, capture=Capture.PENDING, orders=[])
+    deleted = with_meta(pending, deletion_timestamp="2026-01-01T00:00:00Z")
+    plan = reconcile(gather(Tracker(world.cluster, is_full=False), deleted), world.now)
+    assert [order.verb for order in written(plan).status.orders] == ["delete"]
+
+
 async def next_look(world: World) -> float | None:
     """Return when the content is decided about again, which changes nothing now."""
     view = gather(Tracker(world.cluster, is_full=False), await world.content())

@@ -80,9 +80,9 @@ def gather(reader: Reader, content: SnapshotContent) -> ContentView:
 def _may_choose_a_node(content: SnapshotContent) -> bool:
     """Whether a generation is to be removed, or the artifact to be read."""
     status = content.status
-    if status.capture is Capture.PENDING:
-        return content.spec.source.artifact is not None
     is_deleted = content.metadata.deletion_timestamp is not None
+    if status.capture is Capture.PENDING and not is_deleted:
+        return content.spec.source.artifact is not None
     is_over = is_deleted or status.capture in (Capture.READY, Capture.FAILED)
     left = status.generations if is_deleted else _given_up(status)
     asked = requested(content, VERIFY) != status.verify_request
