@@ -23,6 +23,7 @@ from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import Journal
+from snapshot_shared.ledger import Ledger
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.objects.meta import OrderStatus, condition, is_true
@@ -221,7 +222,11 @@ class Rules:
 
     def _acked_order(self, subject: str, order: Order) -> None:
         node, service, _ = parse_order(subject)
-        entry = self.journals[f"{service}@{node}"].ledger.entry(order.order)
+        ledger = self.journals[f"{service}@{node}"].ledger
+        entry = ledger.entry(order.order)
+        if entry is None and order.owner in _deleted_in(ledger):
+            # An ack may arrive after the deletion by which a node forgets the orders of a capture.
+            return
         if entry is None or entry.attempt < order.attempt:
             which = f"{order.order} attempt {order.attempt}"
             self.fail("lost", f"{which} was acked and is in no journal")
@@ -701,3 +706,13 @@ def _is_decided(conditions: Any) -> bool:
         if found is not None and found.status == "True":
             return True
     return False
+
+
+def _deleted_in(ledger: Ledger) -> set[str]:
+    """Return the uids of the contents whose artifact a node has deleted."""
+    entries = ledger.entries.values()
+    return {
+        owner_of(OrderId(entry.order))
+        for entry in entries
+        if entry.terminal is not None and entry.terminal.kind == "deleted"
+    }
