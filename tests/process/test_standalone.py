@@ -31,6 +31,8 @@ from tests.support.waiting import until
 # A plain process has the mounts of this machine, so that none may come or go meanwhile.
 pytestmark = pytest.mark.xdist_group("mounts")
 
+ROOT = Path(__file__).parents[2]
+STATES = Path(__file__).with_name("state_worker.py")
 SHORT = ("--size-mib", "16", "--warm-up", "short")
 
 
@@ -182,6 +184,37 @@ async def test_a_worker_that_only_waits_is_restored_though_it_writes_no_file(
     # The agent writes `restored` for it, so an abort leaves it alone.
     await node.done(node.restore_abort(copy), "aborted")
     assert {file.name for file in copy.control.iterdir()} >= {"restore-complete", "restored"}
+
+
+def lost_by_criu() -> set[str]:
+    """Return the states of which the documentation says that CRIU does not bring them back."""
+    text = (ROOT / "docs/how-to/after-a-restore.md").read_text()
+    _, _, section = text.partition("## What CRIU does not bring back\n")
+    names, _, _ = section.partition("\n## ")
+    rows = re.findall(r"^\| (?!state |---)(.+?) \|", names, re.MULTILINE)
+    return {name.strip("`") for row in rows for name in row.split(", ")}
+
+
+async def test_a_process_lacks_after_its_restore_the_states_that_the_documentation_names(
+    node: PlainNode,
+) -> None:
+    """CPU affinity, timer slack and I/O priority are set again by the helper."""
+    source, copy = [
+        node.pod(name=name, command=[PYTHON, str(STATES)]) for name in ("source", "copy")
+    ]
+    for pod in (source, copy):
+        order = replace(node.run_order(pod, standby=pod is copy), driver="criu")
+        await node.done(order, "started")
+    await until(lambda: len(lines_of(source)) == 1, "the state of the source")
+    artifact = await node.captured(source, fresh_uid())
+    await node.done(node.stop_order(source), "stopped")
+    await node.done(node.restore_order(copy, artifact), "restored")
+    await until(lambda: len(lines_of(copy)) == 1, "the state of the copy")
+    (before,), (after,) = lines_of(source)[:1], lines_of(copy)
+    assert after.pop("of a second thread")
+    lost = {name for name, value in before.items() if after[name] != value}
+    # What this kernel or this processor lacks cannot be lost here.
+    assert lost == lost_by_criu() & before.keys()
 
 
 async def test_a_plain_process_goes_on_in_other_pods_one_after_another_and_ends_with_its_code(

@@ -17,6 +17,7 @@ SOURCE = "criu.json"
 """The file of a part with what was observed of its source."""
 
 MAX_SOURCE_BYTES = 1024 * 1024
+MAX_THREADS = 4096
 
 _Path = Annotated[
     str, Meta(pattern=r"^(?:/|(?:/(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f]+)+)\Z", max_length=4096)
@@ -95,6 +96,24 @@ def credentials_of(seen: SeenTree) -> Credentials:
     )
 
 
+class SourceThread(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Settings of a thread that CRIU leaves behind. `tid` is that of its own pid namespace.
+
+    `cpus` is a list of the kernel, such as `0-3,8`, empty if the thread had all CPUs of its
+    container. `timer_slack_ns` is 0 for the default of 50 µs, and `io_priority` is a value of
+    ioprio_set(2), 0 for none.
+    """
+
+    tid: Annotated[int, Meta(ge=1, le=2**22)]
+    cpus: Annotated[
+        str, Meta(pattern=r"^(?:\d{1,4}(?:-\d{1,4})?(?:,|(?=\Z)))*\Z", max_length=256)
+    ] = ""
+    timer_slack_ns: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    io_priority: Annotated[int, Meta(ge=0, le=2**16 - 1)] = 0
+
+
 class SourceFacts(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
@@ -123,4 +142,5 @@ class SourceFacts(
     ] = []
     archives: Annotated[list[Archive], Meta(max_length=256)] = []
     sockets: Annotated[list[RenamedSocket], Meta(max_length=4096)] = []
+    threads: Annotated[list[SourceThread], Meta(max_length=MAX_THREADS)] = []
     cuda: SourceCuda | None = None

@@ -259,7 +259,7 @@ class _RestoreSteps:
             body = control.restored(self._order, self._devices)
             self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
         if self._root is not None and self._root.facts.protocol == WAITS:
-            # Nobody else writes it, and an abort leaves a worker alone that has it.
+            # The worker does not write it, and an abort leaves a worker alone that has it.
             self._machine.control.put(
                 self.worker.paths, control.RESTORED, control.body(self._order.attempt)
             )

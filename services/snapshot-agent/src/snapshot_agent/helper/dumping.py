@@ -30,11 +30,12 @@ from snapshot_agent.domain.criu_source import (
     RenamedSocket,
     SourceFacts,
     SourceMount,
+    SourceThread,
     credentials_of,
 )
 from snapshot_agent.domain.helping import DumpRequest, Inspect, RestoreRequest
 from snapshot_agent.domain.mounts import Mount
-from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
+from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls, threads
 from snapshot_agent.helper.action_script import ActionScript
 from snapshot_agent.helper.beneath import open_inside
 from snapshot_agent.helper.caller import Caller
@@ -189,6 +190,7 @@ def _dump(
     """Run CRIU; return the facts of the worker as it was dumped, and how long it was stopped."""
     seen = found.seen
     trees = _captured(request, seen)
+    settings = threads.settings(seen, node.cgroups)
     network = seen.root.namespaces["net"]
 
     def look() -> None:
@@ -212,7 +214,8 @@ def _dump(
                 in_child(partial(_pack, tree, part), watch)
             criu.until_ended(watch, look)
         frozen_s = _frozen_s(work / "stats-dump")
-    return _facts(request.pid, found, here, [tree.archive for tree in trees], sockets), frozen_s
+    archives = [tree.archive for tree in trees]
+    return _facts(request.pid, found, here, archives, sockets, settings), frozen_s
 
 
 @contextlib.contextmanager
@@ -249,6 +252,7 @@ def _facts(
     node: SeenNode,
     archives: list[Archive],
     sockets: list[RenamedSocket],
+    settings: list[SourceThread],
 ) -> SourceFacts:
     seen = found.seen
     links = {each.number: each.link for each in seen.root.descriptors}
@@ -266,6 +270,7 @@ def _facts(
         processor=list(node.processor),
         archives=archives,
         sockets=sockets,
+        threads=settings,
         cuda=found.cuda.facts if found.cuda else None,
     )
 

@@ -58,7 +58,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def node(criu: Path) -> SeenNode:
     """Return what this node has. `criu` is the program."""
-    status = _fields("/proc/self/status")
+    status = fields("/proc/self/status")
     return SeenNode(
         criu=_version_of(criu),
         kernel=_version(os.uname().release) or (0, 0),
@@ -157,7 +157,7 @@ def _ended(pid: int) -> SourceExited:
 def _process(found: procfs.Stat) -> SeenProcess | None:
     here = f"/proc/{found.pid}"
     try:
-        status = _fields(f"{here}/status")
+        status = fields(f"{here}/status")
         private, share, resident = _memory_of(here, status)
         seen = SeenProcess(
             pid=found.pid,
@@ -202,7 +202,7 @@ def _memory_of(here: str, status: Mapping[str, str]) -> tuple[int, int, int]:
     Memory that was swapped out counts as well.
     """
     try:
-        rows = _fields(f"{here}/smaps_rollup")
+        rows = fields(f"{here}/smaps_rollup")
     except OSError:
         private = _bytes(status, "RssAnon", "VmSwap", "HugetlbPages")
         return private, private, _bytes(status, "VmRSS")
@@ -226,7 +226,7 @@ def _descriptors(here: str) -> list[Descriptor]:
 
 def _descriptor(here: str, name: str) -> Descriptor:
     path = f"{here}/fd/{name}"
-    link, status, info = os.readlink(path), os.stat(path), _fields(f"{here}/fdinfo/{name}")
+    link, status, info = os.readlink(path), os.stat(path), fields(f"{here}/fdinfo/{name}")
     is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
     # Only a file has links, so that a name which ends so is not taken for a deleted file.
     deleted = link.endswith(_DELETED) and status.st_nlink == 0
@@ -404,6 +404,27 @@ def memory(pid: int, listed: str, cgroups: Path) -> Memory | None:
     return Memory(min(found, default=None), usage)
 
 
+def allowed_cpus(pid: int, listed: str, cgroups: Path) -> set[int]:
+    """Return the CPUs of the cgroup of a process; arguments as of `memory`."""
+    for folder in cgroup_folders(pid, listed, cgroups):
+        for level in (folder, *folder.parents):
+            for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
+                with contextlib.suppress(FileNotFoundError):
+                    return numbers((level / name).read_text())
+            if level == cgroups:
+                break
+    return numbers(_text("/sys/devices/system/cpu/online"))
+
+
+def numbers(text: str) -> set[int]:
+    """Return the numbers of a list of the kernel, such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
 def cgroup_folders(pid: int, listed: str, cgroups: Path) -> list[Path]:
     """Return the folders of the cgroups of a process, one a hierarchy; arguments as of `memory`."""
     found = []
@@ -450,7 +471,8 @@ def _limit(file: Path) -> int | None:
     return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
 
 
-def _fields(path: str) -> dict[str, str]:
+def fields(path: str) -> dict[str, str]:
+    """Return the rows of a file such as /proc/<pid>/status."""
     rows = (line.partition(":") for line in _text(path).splitlines())
     return {name: value.strip() for name, _, value in rows}
 

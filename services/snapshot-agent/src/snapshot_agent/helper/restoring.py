@@ -28,7 +28,7 @@ from snapshot_agent.domain.criu_plan import (
 from snapshot_agent.domain.criu_seen import SeenTree
 from snapshot_agent.domain.criu_source import MAX_SOURCE_BYTES, SOURCE, SourceFacts
 from snapshot_agent.domain.helping import RESTORED, RestoreRequest
-from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls
+from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls, threads
 from snapshot_agent.helper.action_script import ActionScript
 from snapshot_agent.helper.caller import Caller
 from snapshot_agent.helper.children import Watch, in_child, work_folder
@@ -92,6 +92,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
                 except BaseException:
                     undone()
                     raise
+            threads.give_back(found, source.threads)
             _hand_over(request, init, inside)
             return found.key
 
