@@ -217,6 +217,35 @@ async def test_a_process_lacks_after_its_restore_the_states_that_the_documentati
     assert lost == lost_by_criu() & before.keys()
 
 
+READS_ITS_UNLINKED_FILE = """
+import json, tempfile, time
+file = tempfile.TemporaryFile()
+file.write(b"x" * 6000)
+file.flush()
+while True:
+    file.seek(0)
+    print(json.dumps({"bytes": len(file.read())}), flush=True)
+    time.sleep(0.1)
+"""
+
+
+async def test_copies_that_are_restored_at_once_share_no_unlinked_file(node: PlainNode) -> None:
+    words = [PYTHON, "-c", READS_ITS_UNLINKED_FILE]
+    source, *copies = [node.pod(name=f"pod-{number}", command=words) for number in range(9)]
+    for pod in (source, *copies):
+        order = replace(node.run_order(pod, standby=pod is not source), driver="criu")
+        await node.done(order, "started")
+    await until(lambda: lines_of(source), "the start of the worker")
+    (source.control / "ready-for-snapshot").touch()
+    artifact = await node.captured(source, fresh_uid())
+    orders = [node.restore_order(copy, artifact) for copy in copies]
+    await asyncio.gather(*[node.done(order, "restored") for order in orders])
+    for copy in copies:
+        await until(lambda copy=copy: lines_of(copy), f"what {copy.ref.name} reads")
+        assert {line["bytes"] for line in lines_of(copy)} == {6000}
+    assert node.left() == []
+
+
 async def test_a_plain_process_goes_on_in_other_pods_one_after_another_and_ends_with_its_code(
     node: PlainNode,
 ) -> None:

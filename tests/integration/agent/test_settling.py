@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from snapshot_agent.adapters import procfs, settling
+from snapshot_agent.domain.criu_images import mark_of
 from snapshot_agent.domain.cuda import CudaStuck
 from snapshot_agent.helper import cuda
 from snapshot_agent.helper.settling import Records
@@ -190,14 +191,16 @@ def test_a_restore_that_is_given_up_ends_its_placeholder_and_the_files_without_a
     records: Records, worker: Worker, tmp_path: Path, error: Exception
 ) -> None:
     (tmp_path / "data" / "deep").mkdir(parents=True)
-    for name in ("ghost", "a.cr.1.ghost", "deep/b.cr.2f.ghost"):
+    mark, others = mark_of(*worker.key), mark_of(worker.key[0] + 1, worker.key[1])
+    for name in (f"a{mark}.cr.1.ghost", f"deep/b{mark}.cr.2f.ghost", f"c{others}.cr.1.ghost"):
         (tmp_path / "data" / name).touch()
     volumes = [str(tmp_path / "data"), str(tmp_path / "nowhere")]
     with contextlib.suppress(OutcomeUnknown, ValueError), records.restoring(*worker.key, volumes):
         raise error
     assert list((tmp_path / "dumps").iterdir()) == []
     assert worker.ended_by() == signal.SIGKILL
-    assert sorted(path.name for path in (tmp_path / "data").rglob("*")) == ["deep", "ghost"]
+    left = {path.name for path in (tmp_path / "data").rglob("*")}
+    assert left == {f"c{others}.cr.1.ghost", "deep"}
 
 
 def test_a_restore_that_is_undone_leaves_its_placeholder(

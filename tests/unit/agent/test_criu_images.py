@@ -24,6 +24,7 @@ from snapshot_agent.domain.criu_images import (
     frozen_s,
     readdressed,
     renamed,
+    unlinked,
 )
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
 from tests.unit.tables import each
@@ -56,6 +57,9 @@ def _classes() -> Mapping[str, Any]:
         field = entry.field.add(name=f"field_{number}", number=number, type=kind, label=1)
         if number == 4:
             field.name, field.type, field.type_name = "isk", Field.TYPE_MESSAGE, ".criu.isk"
+    regular = file.message_type.add(name="reg")
+    regular.field.add(name="id", number=1, type=Field.TYPE_UINT32, label=1)
+    regular.field.add(name="name", number=6, type=Field.TYPE_STRING, label=1)
     socket = file.message_type.add(name="isk")
     for number, name in enumerate(INET_SK_ENTRY, 1):
         kind = Field.TYPE_BYTES if name in OPAQUE else Field.TYPE_UINT32
@@ -63,7 +67,7 @@ def _classes() -> Mapping[str, Any]:
         socket.field.add(name=name, number=number, type=kind, label=label)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    names = ("file_entry", "isk")
+    names = ("file_entry", "isk", "reg")
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"criu.{name}"))
         for name in names
@@ -131,6 +135,39 @@ def test_only_the_host_name_of_a_real_image_is_another() -> None:
     expected = expected[:8] + struct.pack("<I", len(expected) - 12) + expected[12:]
     assert renamed(UTSNS, "target") == expected
     assert renamed(expected, "source-host") == UTSNS
+
+
+def remaps_of(*rows: tuple[int, int]) -> bytes:
+    """Return an image of files that are found elsewhere: the id of each, and the type of remap."""
+    head = struct.pack("<II", 0x54564319, 0x59133954)
+    return head + b"".join(bytes([6, 0, 0, 0, 8, id_, 16, 1, 24, kind]) for id_, kind in rows)
+
+
+def regular_file(entry: Any) -> Any:
+    return CLASSES["reg"].FromString(entry.field_3)
+
+
+def test_only_the_name_of_an_unlinked_file_of_a_real_image_is_another() -> None:
+    before = entries_of(FILES)
+    first, second = [entry for entry in before if entry.field_1 == 1][:2]
+    gone, linked = regular_file(first), regular_file(second)
+    after = entries_of(unlinked(FILES, remaps_of((gone.id, 1), (linked.id, 0)), ".12-34"))
+    [(old, new)] = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+    gone.name += ".12-34"
+    assert (old, regular_file(new)) == (first, gone)
+
+
+def test_the_name_of_an_unlinked_file_stays_short_enough_for_a_folder() -> None:
+    file = CLASSES["reg"](id=7, name=f"/data/{'x' * 255}")
+    entry = CLASSES["file_entry"](field_1=1, field_2=7, field_3=file.SerializeToString())
+    (found,) = entries_of(unlinked(image_of([entry]), remaps_of((7, 1)), ".12-34"))
+    assert regular_file(found).name == f"/data/{'x' * 128}.12-34"
+
+
+@pytest.mark.parametrize("remaps", [b"", FILES, remaps_of((7, 1))[:-1]])
+def test_an_image_of_other_than_remaps_is_refused(remaps: bytes) -> None:
+    with pytest.raises(ArtifactCorrupt, match="remap-fpath"):
+        unlinked(FILES, remaps, ".12-34")
 
 
 @pytest.mark.parametrize("host", ["", "x" * 65, "\u00e9" * 33, "a\0b"])

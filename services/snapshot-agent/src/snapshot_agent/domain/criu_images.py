@@ -1,4 +1,4 @@
-"""What a restore changes in images of CRIU: the host name, addresses of the pod, and connections.
+"""What a restore changes in images of CRIU: host name, addresses, connections, unlinked files.
 
 Of a dump, how long its worker was stopped.
 
@@ -22,10 +22,13 @@ MAX_ENTRIES = 1 << 17
 # A message of the kinds below has half as many.
 MAX_FIELDS = 64
 MAX_HOST_BYTES = 64
+KEPT_NAME_BYTES = 128
+"""How much stays of the name of an unlinked file, of the 255 bytes that a name may have."""
 
 # criu/include/magic.h
 _COMMON_MAGIC = 0x54564319
 _FILES_MAGIC = 0x56303138
+_REMAPS_MAGIC = 0x59133954
 _UTSNS_MAGIC = 0x54473203
 _SERVICE_MAGIC = 0x55105940
 _STATS_MAGIC = 0x57093306
@@ -35,8 +38,19 @@ _NODENAME = 1
 
 # The message file_entry of fdinfo.proto, and its enum fd_types.
 _FILE_TYPE = 1
+_FILE_REG = 3
 _FILE_ISK = 4
+_REG = 1
 _INETSK = 4
+
+# The message reg_file_entry of regfile.proto.
+_REG_ID = 1
+_REG_NAME = 6
+
+# The message remap_file_path_entry of remap-file-path.proto, and its enum remap_type.
+_ORIGINAL_ID = 1
+_REMAP_TYPE = 3
+_GHOST = 1
 
 # The message inet_sk_entry of sk-inet.proto.
 _FAMILY = 3
@@ -193,6 +207,46 @@ def readdressed(image: bytes, addresses: Mapping[str, str]) -> Readdressed:
             entries[number] = _closed(entries[number], found)
             closed += 1
     return Readdressed(_image(_FILES_MAGIC, entries), moved, closed)
+
+
+def unlinked(image: bytes, remaps: bytes, suffix: str) -> bytes:
+    """Return an image `files.img` in which the names of unlinked files end with `suffix`.
+
+    CRIU makes such a file anew, in its folder and by its name, and unlinks it. Restores that share
+    the folder and run at the same time would take each other's files. `remaps` is the image
+    `remap-fpath.img`, which says what files are unlinked. Raise ArtifactCorrupt.
+    """
+    ghosts = set(_ghosts(remaps))
+    entries = _entries(image, "files", _FILES_MAGIC)
+    return _image(_FILES_MAGIC, [_marked(entry, ghosts, suffix) for entry in entries])
+
+
+def _ghosts(remaps: bytes) -> Iterator[int]:
+    """Yield the ids of the unlinked files of an image `remap-fpath.img`."""
+    for entry in _entries(remaps, "remap-fpath", _REMAPS_MAGIC):
+        fields = _fields(entry, "remap-fpath")
+        if _number(fields, _REMAP_TYPE, "remap-fpath") == _GHOST:
+            yield _number(fields, _ORIGINAL_ID, "remap-fpath")
+
+
+def _marked(entry: bytes, ghosts: set[int], suffix: str) -> bytes:
+    fields = _fields(entry, "files")
+    if _number(fields, _FILE_TYPE, "files") != _REG:
+        return entry
+    file = _fields(_bytes(fields, _FILE_REG, "files"), "files")
+    if _number(file, _REG_ID, "files") not in ghosts:
+        return entry
+    folder, slash, name = _bytes(file, _REG_NAME, "files").rpartition(b"/")
+    new = folder + slash + name[:KEPT_NAME_BYTES] + suffix.encode()
+    return _rewritten(fields, {_FILE_REG: [_rewritten(file, {_REG_NAME: [new]})]})
+
+
+def mark_of(pid: int, start: int) -> str:
+    """Return the suffix of the unlinked files that are made for a placeholder.
+
+    `pid` and `start` are of no other process until the node starts again.
+    """
+    return f".{pid}-{start}"
 
 
 def _changes(addresses: Mapping[str, str]) -> dict[_Words, _Words]:

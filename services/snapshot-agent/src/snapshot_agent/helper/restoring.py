@@ -55,6 +55,9 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.volumes import INIT_VOLUME
 
+REMAPS = "remap-fpath.img"
+"""The image that says what open files are unlinked."""
+
 
 def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, int]:
     """Restore a process; return its pid and start time on the node.
@@ -169,6 +172,10 @@ def _changed_images(
             new = criu_images.readdressed(
                 read_bounded(part, name, criu_images.MAX_IMAGE_BYTES), moved
             ).image
+            if REMAPS in names:
+                remaps = read_bounded(part, REMAPS, criu_images.MAX_IMAGE_BYTES)
+                mark = criu_images.mark_of(request.pid, request.start)
+                new = criu_images.unlinked(new, remaps, mark)
         else:
             continue
         (folder / name).write_bytes(new)

@@ -26,6 +26,7 @@ import msgspec
 
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import cuda as rules
+from snapshot_agent.domain.criu_images import mark_of
 from snapshot_agent.domain.cuda import CudaMissing, CudaStuck
 from snapshot_agent.helper import beneath, cuda, syscalls
 from snapshot_agent.helper.beneath import open_inside
@@ -41,7 +42,6 @@ NFT_S = 5.0
 """How long one call of nft may take, in seconds."""
 
 _TABLE = "CRIU-"
-_GHOST = re.compile(r"\.cr\.[0-9a-f]+\.ghost\Z")
 _RECORD_BYTES = 1024 * 1024
 
 
@@ -263,10 +263,12 @@ def _end(pid: int, start: int, volumes: Sequence[str]) -> None:
                 folders.append(closing.enter_context(opened(open_inside(pid, path))))
         for member in procfs.family_of(pid, start):
             procfs.send(member, signal.SIGKILL)
+        # Those of other restores in the same folder are in use.
+        ghost = re.compile(re.escape(mark_of(pid, start)) + r"\.cr\.[0-9a-f]+\.ghost\Z")
         for folder in folders:
             with contextlib.suppress(OSError):
                 for found in beneath.walk(folder, ()):
-                    if _GHOST.search(found.name) and stat.S_ISREG(found.status.st_mode):
+                    if ghost.search(found.name) and stat.S_ISREG(found.status.st_mode):
                         os.unlink(found.name, dir_fd=found.folder)
 
 
