@@ -197,6 +197,21 @@ def test_a_dump_is_refused_for_what_criu_cannot_dump_or_give_back(
     refused(dump_error(seen), words)
 
 
+@pytest.mark.parametrize(
+    ("link", "fields", "words"),
+    [
+        ("/tmp/a (deleted)", {}, ("100", "/tmp/a ", "another name")),
+        ("/tmp/a", {"deleted": True}, ()),
+        ("/tmp/a", {}, ()),
+    ],
+)
+def test_a_plain_worker_has_no_file_that_was_removed_and_has_another_name(
+    link: str, fields: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    seen = opened(link, mount=1, **fields)
+    refused(dump_error(seen, plain=True), words)
+
+
 def test_the_refusal_of_io_uring_names_the_profile_of_the_pod_and_the_fix() -> None:
     seen = opened("anon_inode:[io_uring]", "anon:[io_uring]")
     found = dump_error(seen, seccomp_profile="Localhost/profiles/own.json")

@@ -373,6 +373,25 @@ def _has_its_files_captured(dump: Dumping) -> SnapbackError | None:
     return None
 
 
+def _has_its_names(dump: Dumping) -> SnapbackError | None:
+    """Refuse a file that was removed while another name of it exists.
+
+    CRIU gives such a file a name for the dump alone. A container takes that name along with its
+    files; a plain worker has none that are captured.
+    """
+    for process in dump.seen.processes if dump.plain else ():
+        for each in process.descriptors:
+            if each.kind == "file" and not each.deleted and each.link.endswith(" (deleted)"):
+                path = each.link.removesuffix(" (deleted)")
+                return NotEligible(
+                    f"process {process.pid} has the file {path} open, which was removed while "
+                    "another name of it exists, so a restore would not find it",
+                    next_step="open the file by the name that is left, or close it",
+                    path=path,
+                )
+    return None
+
+
 def _has_its_root_captured(dump: Dumping) -> SnapbackError | None:
     root = visible(dump.seen.mounts).get("/")
     # A plain worker has the root of its node, as it has where it is restored.
@@ -440,6 +459,7 @@ _DUMP_CHECKS: tuple[Check[Dumping], ...] = (
     _has_no_devices,
     _is_connected_to_itself,
     _has_its_files_captured,
+    _has_its_names,
     _has_its_root_captured,
     _fits_in_memory,
     _fits,
