@@ -131,11 +131,16 @@ def doubled(reports: Iterable[Report]) -> list[str]:
 
 
 def names_a_newer_attempt(report: Report) -> bool:
-    """Say whether a report ends nothing and only answers an order that has been overtaken."""
+    """Return whether a report ends nothing and only answers an order that has been overtaken.
+
+    The same attempt of an order may have been given for another artifact, before the store of the
+    operator was restored from a backup.
+    """
     failure = report.failure
     if report.kind != "rejected" or failure is None or failure.reason != "Superseded":
         return False
-    return int(failure.values.get("attempt", 0)) > report.attempt
+    number = int(failure.values.get("attempt", 0))
+    return number > report.attempt or "known" in failure.values
 
 
 def _value(report: Report) -> tuple[object, ...]:

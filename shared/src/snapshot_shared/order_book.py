@@ -25,7 +25,7 @@ from snapshot_shared.ids import NodeName, OrderId, verb_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Accepted, Delivered, Entry, Record, Reported, Tombstoned
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.orders import TERMINAL, Order, Report, Service
+from snapshot_shared.orders import TERMINAL, ArtifactRef, Order, Report, Service
 from snapshot_shared.spans import order_context
 from snapshot_shared.steps import VERBS_OF
 from snapshot_shared.tasks import over, yield_turn
@@ -93,6 +93,19 @@ def _name(report: Report) -> tuple[str, int, int]:
     return (report.order, report.attempt, report.n)
 
 
+class _WithArtifact(msgspec.Struct):
+    artifact: ArtifactRef | None = None
+
+
+def _artifact_of(order: Order | _WithArtifact) -> str:
+    found: ArtifactRef | None = getattr(order, "artifact", None)
+    return f"artifact {found.content_uid}/gen-{found.generation}" if found else "no artifact"
+
+
+def _artifact_in(payload: msgspec.Raw) -> str:
+    return _artifact_of(msgspec.json.decode(payload, type=_WithArtifact))
+
+
 class ServiceStopped(Aborted):
     """The service was stopped within an order, which was undone."""
 
@@ -135,17 +148,20 @@ class OrderBook:
     def answers(self, order: Order) -> list[Report] | None:
         """Return what answers an order that is on record; None when this one is new.
 
-        The answer to a lower attempt than the known one is a refusal that names the known one.
+        The answer to a lower attempt than the known one is a refusal that names the known one, and
+        so is that to the same attempt with another artifact: the store of the operator was restored
+        from a backup, and counts its attempts again.
         """
         known = self.journal.ledger.entry(order.order)
         if known is None or known.attempt < order.attempt:
             return None
-        if known.attempt == order.attempt:
-            return known.reports
-        newer = Superseded(
-            f"attempt {known.attempt} of {order.order} is known here, this is {order.attempt}",
-            attempt=known.attempt,
-        )
+        number, what = known.attempt, f"attempt {known.attempt} of {order.order} is known here"
+        newer = Superseded(f"{what}, this is {order.attempt}", attempt=number)
+        if number == order.attempt:
+            before, now = _artifact_in(known.accepted.payload), _artifact_of(order)
+            if before == now:
+                return known.reports
+            newer = Superseded(f"{what} with {before}, this is {now}", attempt=number, known=before)
         return [self.refusal(order.order, order.attempt, newer)]
 
     def refusal(self, order: str, attempt: int, error: SnapbackError) -> Report:

@@ -17,7 +17,7 @@ from snapshot_shared.ids import NodeName, Uid, order_id
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
 from snapshot_shared.order_book import OrderBook, Result
-from snapshot_shared.orders import DeleteOrder, Report
+from snapshot_shared.orders import ArtifactRef, DeleteOrder, Report, VerifyOrder
 
 NODE = NodeName("node-1")
 OWNER = Uid("00000000-0000-0000-0000-000000000001")
@@ -34,6 +34,17 @@ def order(attempt: int = 1) -> DeleteOrder:
         namespace="default",
         content_uid=OWNER,
         generation=1,
+    )
+
+
+def verify(generation: int) -> VerifyOrder:
+    digest = f"sha256:{'0' * 64}"
+    artifact = ArtifactRef(
+        namespace="default", content_uid=OWNER, generation=generation, root_digest=digest
+    )
+    name = order_id("verify", OWNER)
+    return VerifyOrder(
+        order=name, attempt=1, node=NODE, owner=OWNER, deadline_s=20.0, artifact=artifact
     )
 
 
@@ -201,6 +212,21 @@ async def test_a_lower_attempt_is_answered_with_the_highest_known_and_changes_no
     assert answer.failure == Superseded(answer.failure.message, attempt=7).to_failure()
     assert [entry.attempt for entry in book.journal.ledger.entries.values()] == [7]
     assert book.answers(order(attempt=8)) is None
+
+
+async def test_an_attempt_that_is_known_with_another_artifact_is_refused_as_superseded(
+    book: OrderBook,
+) -> None:
+    known, other = verify(generation=1), verify(generation=2)
+    await book.accept(known)
+    assert [report.kind for report in book.answers(known) or []] == ["accepted"]
+    answer: Any
+    (answer,) = book.answers(other) or []
+    assert (answer.kind, answer.failure.reason) == ("rejected", "Superseded")
+    assert answer.failure.values == {
+        "attempt": known.attempt,
+        "known": f"artifact {OWNER}/gen-1",
+    }
 
 
 def test_the_order_book_needs_no_nats() -> None:
