@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +164,10 @@ async def test_a_plain_process_waits_in_its_place_until_it_is_restored(node: Pla
 
 
 ONLY_WAITS = """
-cd "$SNAPSHOT_CONTROL_DIR" && touch ready-for-snapshot && echo waits
-until [ -e snapshot-complete ] || [ -e restore-complete ]; do sleep 0.1; done
-ls && exec sleep 600
+at=$SNAPSHOT_CONTROL_DIR
+touch $at/ready-for-snapshot && echo waits
+until [ -e $at/snapshot-complete ] || [ -e $at/restore-complete ]; do sleep 0.1; done
+ls $at && exec sleep 600
 """
 
 
@@ -244,6 +247,37 @@ async def test_copies_that_are_restored_at_once_share_no_unlinked_file(node: Pla
         await until(lambda copy=copy: lines_of(copy), f"what {copy.ref.name} reads")
         assert {line["bytes"] for line in lines_of(copy)} == {6000}
     assert node.left() == []
+
+
+@contextlib.contextmanager
+def mounted(folder: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+async def test_a_mount_of_the_node_that_is_gone_is_missed_by_those_alone_that_used_it(
+    node: PlainNode, tmp_path: Path, *, is_used: bool
+) -> None:
+    change = f"cd {tmp_path}; " if is_used else ""
+    words = ["sh", "-c", f"{change}{ONLY_WAITS}"]
+    source, copy = [node.pod(name=name, command=words) for name in ("source", "copy")]
+    with mounted(tmp_path):
+        await node.done(replace(node.run_order(source), driver="criu"), "started")
+        await until(lambda: "waits" in log_of(source), "the start of the worker")
+        artifact = await node.captured(source, fresh_uid())
+        await node.done(node.stop_order(source), "stopped")
+    await node.done(replace(node.run_order(copy, standby=True), driver="criu"), "started")
+    order = node.restore_order(copy, artifact)
+    if is_used:
+        failure = await node.refused(order, "Incompatible")
+        assert failure.values["expected"] == [str(tmp_path)]
+    else:
+        await node.done(order, "restored")
+        await until(lambda: "restore-complete" in log_of(copy), "the end of its wait")
 
 
 async def test_a_plain_process_goes_on_in_other_pods_one_after_another_and_ends_with_its_code(

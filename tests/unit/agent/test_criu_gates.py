@@ -25,6 +25,7 @@ from snapshot_agent.domain.criu_seen import (
     estimate,
     extensions,
     resident,
+    used_mounts,
     volumes_to_capture,
 )
 from snapshot_agent.domain.criu_source import (
@@ -376,6 +377,33 @@ def test_a_dump_needs_room_for_forked_heaps_shared_memory_once_and_what_is_on_de
         refused(error, (str(needed), str(needed - 1)), "NoSpace")
 
 
+@pytest.mark.parametrize(
+    ("seen", "used"),
+    [
+        (TREE, set()),
+        (opened("/data/a", mount=5), {"/data"}),
+        (opened("/dev/full", "device", mount=10), {"/disk"}),
+        (mapped("/model/weights"), {"/model"}),
+        (with_child(cwd="/scratch/deep"), {"/scratch"}),
+        (
+            opened("socket:[8]", "socket", inode=8)._replace(
+                sockets=[
+                    UnixSocket(8, 1, 10, 0, path="/data/own"),
+                    UnixSocket(9, 1, 10, 0, path="/scratch/of-others"),
+                ]
+            ),
+            {"/data"},
+        ),
+        (opened("anon_inode:inotify", "anon:inotify"), {each.path for each in MOUNTS}),
+    ],
+)
+def test_a_process_uses_the_mounts_of_its_files_folders_and_sockets(
+    seen: SeenTree, used: set[str]
+) -> None:
+    always = {"/", "/dev", "/dev/shm"}
+    assert used_mounts(seen) | always == used | always
+
+
 SOURCE = SourceFacts(
     criu=(4, 2, 1),
     kernel=(6, 16, 3),
@@ -421,6 +449,18 @@ def waiting(**fields: Any) -> dict[str, Any]:
         ({}, {}, {"capabilities": SYS_ADMIN}, ("CAP_NET_RAW", "helper")),
         ({"capabilities": SYS_ADMIN}, {}, {}, ("CAP_SYS_ADMIN", "container")),
         ({"mounts": [SourceMount(path="/lost", fs_type="xfs")]}, {}, {}, ("/lost", "/snapback")),
+        ({"mounts": [SourceMount(path="/lost", fs_type="xfs", is_needed=False)]}, {}, {}, ()),
+        (
+            {
+                "mounts": [
+                    SourceMount(path="/etc", fs_type="xfs", is_needed=False),
+                    SourceMount(path="/etc/hosts", fs_type="xfs"),
+                ]
+            },
+            {},
+            {},
+            ("lacks: /etc;",),
+        ),
         ({}, {"memory": Memory(100 * MIB, 0)}, {}, (str(110 * MIB), str(100 * MIB))),
         ({}, waiting(namespaces={**OWN, "user": 4}), {}, ("100", "user namespace 4", "3")),
     ],

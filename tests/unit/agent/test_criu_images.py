@@ -25,6 +25,7 @@ from snapshot_agent.domain.criu_images import (
     readdressed,
     renamed,
     unlinked,
+    without_mounts,
 )
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
 from tests.unit.tables import each
@@ -162,6 +163,19 @@ def test_the_name_of_an_unlinked_file_stays_short_enough_for_a_folder() -> None:
     entry = CLASSES["file_entry"](field_1=1, field_2=7, field_3=file.SerializeToString())
     (found,) = entries_of(unlinked(image_of([entry]), remaps_of((7, 1)), ".12-34"))
     assert regular_file(found).name == f"/data/{'x' * 128}.12-34"
+
+
+def mounts_of(*paths: bytes) -> bytes:
+    head = struct.pack("<II", 0x54564319, 0x55563928)
+    texts = [bytes([16, 5, 58, len(path)]) + path for path in paths]
+    return head + b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+def test_mounts_are_left_out_by_their_paths() -> None:
+    image = mounts_of(b"/", b"/data", b"/data/deep", b"/data")
+    assert without_mounts(image, {"/data", "/nowhere"}) == mounts_of(b"/", b"/data/deep")
+    with pytest.raises(ArtifactCorrupt, match="mountpoints"):
+        without_mounts(FILES, {"/data"})
 
 
 @pytest.mark.parametrize("remaps", [b"", FILES, remaps_of((7, 1))[:-1]])

@@ -624,6 +624,20 @@ def _is_confined_as_much(restore: _Restore) -> SnapbackError | None:
     return None
 
 
+def spared_mounts(source: SourceFacts, target: SeenTree) -> set[str]:
+    """Return the paths of the mounts that the target lacks and the source did not need.
+
+    A mount that is there, below one that is not, would have no parent in the images of CRIU.
+    """
+    here = {mount.path for mount in target.mounts}
+    needed = {mount.path for mount in source.mounts if mount.is_needed or mount.path in here}
+    return {
+        mount.path
+        for mount in source.mounts
+        if mount.path not in needed and not any(is_below(path, mount.path) for path in needed)
+    }
+
+
 def _has_the_same_mounts(restore: _Restore) -> SnapbackError | None:
     here = {mount.path for mount in restore.target.mounts}
     there = {
@@ -631,7 +645,8 @@ def _has_the_same_mounts(restore: _Restore) -> SnapbackError | None:
         for mount in restore.source.mounts
         if mount.path != "/" and mount.fs_type != "proc"
     }
-    missing, more = sorted(there - here), sorted(here - there - {"/", "/proc"})
+    spared = spared_mounts(restore.source, restore.target)
+    missing, more = sorted(there - here - spared), sorted(here - there - {"/", "/proc"})
     if not missing:
         return None
     return Incompatible(

@@ -1,4 +1,4 @@
-"""What a restore changes in images of CRIU: host name, addresses, connections, unlinked files.
+"""What a restore changes in images of CRIU: names, addresses, connections, files and mounts.
 
 Of a dump, how long its worker was stopped.
 
@@ -10,7 +10,7 @@ bytes, so that an image of a later CRIU goes through. The fields are named as in
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ KEPT_NAME_BYTES = 128
 # criu/include/magic.h
 _COMMON_MAGIC = 0x54564319
 _FILES_MAGIC = 0x56303138
+_MOUNTS_MAGIC = 0x55563928
 _REMAPS_MAGIC = 0x59133954
 _UTSNS_MAGIC = 0x54473203
 _SERVICE_MAGIC = 0x55105940
@@ -42,6 +43,9 @@ _FILE_REG = 3
 _FILE_ISK = 4
 _REG = 1
 _INETSK = 4
+
+# The message mnt_entry of mnt.proto.
+_MOUNTPOINT = 7
 
 # The message reg_file_entry of regfile.proto.
 _REG_ID = 1
@@ -239,6 +243,19 @@ def _marked(entry: bytes, ghosts: set[int], suffix: str) -> bytes:
     folder, slash, name = _bytes(file, _REG_NAME, "files").rpartition(b"/")
     new = folder + slash + name[:KEPT_NAME_BYTES] + suffix.encode()
     return _rewritten(fields, {_FILE_REG: [_rewritten(file, {_REG_NAME: [new]})]})
+
+
+def without_mounts(image: bytes, paths: Collection[str]) -> bytes:
+    """Return an image `mountpoints-*.img` without the mounts at these paths. ArtifactCorrupt."""
+    left_out = {path.encode(errors="surrogateescape") for path in paths}
+    return _image(
+        _MOUNTS_MAGIC,
+        (
+            entry
+            for entry in _entries(image, "mountpoints", _MOUNTS_MAGIC)
+            if _bytes(_fields(entry, "mountpoints"), _MOUNTPOINT, "mountpoints") not in left_out
+        ),
+    )
 
 
 def mark_of(pid: int, start: int) -> str:

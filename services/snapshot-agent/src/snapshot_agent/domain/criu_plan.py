@@ -6,7 +6,7 @@ and those of proc are external to CRIU, each called by its path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from snapshot_agent.domain.criu_source import SourceMount
@@ -30,10 +30,12 @@ _COMMON = (
 )
 
 
-def external_mounts(mounts: Iterable[Mount | SourceMount]) -> list[str]:
+def external_mounts(
+    mounts: Iterable[Mount | SourceMount], *, left_out: Collection[str] = ()
+) -> list[str]:
     """Return the paths of the mounts that source and target each have of their own."""
     # Of those at one path the last covers the others.
-    types = {mount.path: mount.fs_type for mount in mounts}
+    types = {mount.path: mount.fs_type for mount in mounts if mount.path not in left_out}
     return [path for path, fs_type in types.items() if path != "/" and fs_type != "proc"]
 
 

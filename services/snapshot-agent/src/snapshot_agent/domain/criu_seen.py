@@ -31,6 +31,8 @@ MEMORY_PATHS = (_SHARED_MEMORY, "/memfd:", "/SYSV", "/dev/zero")
 _VOLUME_TYPES = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs"}
 """File systems of a node that a volume may be a folder of; those of a network are none."""
 
+_WATCHES = {"anon:inotify", "anon:[fanotify]"}
+
 _RUNTIMES_FILES = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"}
 
 Version = tuple[int, ...]
@@ -248,6 +250,27 @@ def uses(seen: SeenTree) -> Iterator[Use]:
                 yield Use(process.pid, file.path, _mount_of(file.path, by_path))
         mount = _mount_of(process.cwd, by_path)
         yield Use(process.pid, process.cwd, mount, is_folder=True)
+
+
+def used_mounts(seen: SeenTree) -> set[str]:
+    """Return the paths of the mounts that the processes of a tree need to go on.
+
+    Those of shared memory and of sockets with a name count, and all if files are watched: what is
+    watched is not seen.
+    """
+    by_path = visible(seen.mounts)
+    descriptors = [each for process in seen.processes for each in process.descriptors]
+    if any(each.kind in _WATCHES for each in descriptors):
+        return set(by_path)
+    opened = {each.mount for each in descriptors}
+    found = {mount.path for mount in seen.mounts if mount.id in opened}
+    found |= {use.mount.path for use in uses(seen) if use.mount is not None}
+    inodes = {each.inode for each in descriptors if each.kind == "socket"}
+    own = [socket.path for socket in seen.sockets if socket.inode in inodes]
+    for path in (_SHARED_MEMORY, *(path for path in own if path.startswith("/"))):
+        mount = _mount_of(path, by_path)
+        found |= {mount.path} if mount is not None else set()
+    return found
 
 
 def is_memory(path: str) -> bool:

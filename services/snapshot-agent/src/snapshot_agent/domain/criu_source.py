@@ -33,11 +33,17 @@ _Mask = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Link = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*\Z", max_length=4096)]
 
 
-class SourceMount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mount of the container that was dumped."""
+class SourceMount(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A mount of the container that was dumped, and whether a restore needs it.
+
+    A plain worker has all mounts of its node, and needs those that it used.
+    """
 
     path: _Path
     fs_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+    is_needed: bool = True
 
 
 class RenamedSocket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
 
+from msgspec.structs import replace
+
 from snapshot_agent.domain import criu_gates, criu_images, criu_log, criu_seen
 from snapshot_agent.domain.criu_gates import Disk, OnDevices
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
@@ -215,7 +217,12 @@ def _dump(
             criu.until_ended(watch, look)
         frozen_s = _frozen_s(work / "stats-dump")
     archives = [tree.archive for tree in trees]
-    return _facts(request.pid, found, here, archives, sockets, settings), frozen_s
+    facts = _facts(request.pid, found, here, archives, sockets, settings)
+    if request.plain:
+        used = criu_seen.used_mounts(seen)
+        mounts = [replace(each, is_needed=each.path in used) for each in facts.mounts]
+        facts = replace(facts, mounts=mounts)
+    return facts, frozen_s
 
 
 @contextlib.contextmanager

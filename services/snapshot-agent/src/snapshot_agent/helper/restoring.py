@@ -163,6 +163,7 @@ def _changed_images(
     if len(names) > MAX_FILES:
         raise ArtifactCorrupt(f"the part holds {len(names)} files, the limit is {MAX_FILES}")
     changed = []
+    spared = criu_gates.spared_mounts(source, target)
     for name in names:
         if name.startswith("utsns-"):
             host = host_name(request.pid)
@@ -176,6 +177,9 @@ def _changed_images(
                 remaps = read_bounded(part, REMAPS, criu_images.MAX_IMAGE_BYTES)
                 mark = criu_images.mark_of(request.pid, request.start)
                 new = criu_images.unlinked(new, remaps, mark)
+        elif name.startswith("mountpoints-") and spared:
+            image = read_bounded(part, name, criu_images.MAX_IMAGE_BYTES)
+            new = criu_images.without_mounts(image, spared)
         else:
             continue
         (folder / name).write_bytes(new)
@@ -234,6 +238,7 @@ class _Restore:
         self._images = images
         self._work = work
         self._changed = changed
+        self._spared = criu_gates.spared_mounts(source, target)
 
     def run(self, node: Node) -> None:
         """Run CRIU, in a child of the helper that nothing else is done in."""
@@ -259,7 +264,7 @@ class _Restore:
             root=str(self._root),
             pidfile=str(self._work / "pid"),
             network=namespaces["net"],
-            external=external_mounts(self._source.mounts),
+            external=external_mounts(self._source.mounts, left_out=self._spared),
             pipes=inherited(self._source.stdio, stdio),
             script=str(self._work / "script") if self._source.sockets else "",
         )
