@@ -875,7 +875,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Let it take work again: `snapshotctl uncordon NODE`.",
         ),
         "Superseded": Reason(
-            "A higher attempt of the same order, or an abort, is known on the node.",
+            "A higher attempt of the same order, the same attempt with another artifact, or an "
+            "abort is known on the node.",
             "An old message was delivered late, or the operator's store is older than the node's "
             "journal, as after it was restored from a backup.",
             "Nothing is to be done: the newer attempt counts; `attempt` in the values names it.",
