@@ -119,8 +119,9 @@ class Captures:
             await self._cancel_all(names, order.attempt)
             if hold := self._holds.of(content, order.attempt):
                 if order.outcome == "complete":
-                    await self._holds.complete(hold)
-                    if hold.paused_s and order.policy == "Resume":
+                    if not await self._holds.complete(hold):
+                        result["unconfirmed"] = True
+                    elif hold.paused_s and order.policy == "Resume":
                         result["paused_s"] = hold.paused_s
                 else:
                     why = Aborted("the capture was released as aborted").to_failure()

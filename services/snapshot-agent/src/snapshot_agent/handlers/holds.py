@@ -293,27 +293,28 @@ class Holds:
 
     # The three ways in which a hold ends.
 
-    async def complete(self, hold: Hold) -> None:
-        """Report to the worker that the capture is complete, and let it go on."""
+    async def complete(self, hold: Hold) -> bool:
+        """Report to the worker that the capture is complete, and let it go on.
+
+        Return False if the hold has ended otherwise before.
+        """
         async with hold.turn:
             if self.by_content.get(hold.content) is not hold:
-                return
+                return False
             await self.let_go(hold)
             where = hold.worker.paths
             self._machine.control.put(where, control.COMPLETE, control.body(hold.attempt))
             self._machine.control.remove(where, control.QUIESCE)
             self.count(hold, "complete")
             await self._forget(hold)
+            return True
 
     async def give_up(self, hold: Hold, why: Failure) -> None:
         """Undo a capture: let the worker run, end the fence, report to the worker or kill it."""
         async with hold.turn:
-            if self.by_content.get(hold.content) is not hold:
-                return
-            await self.let_go(hold)
-            await self.end_fence(hold.order, hold.deadline)
-            await self.free(hold, why)
-            await self._forget(hold)
+            if self.by_content.get(hold.content) is hold:
+                await self._undo(hold, why)
+                await self._forget(hold)
 
     async def release_alone(self, hold: Hold) -> None:
         """Release at the deadline, with a note for the release order that may still come."""
@@ -322,11 +323,24 @@ class Holds:
             # The order is under way and lets the worker go.
             return
         await self._orders.cancel(order_id("dump", hold.content), hold.attempt, HANGS_S)
-        await self.give_up(hold, _OVERDUE)
         note = Noted(order=hold.order.order, attempt=hold.attempt, key=UNCONFIRMED, value=True)
+        async with hold.turn:
+            if self.by_content.get(hold.content) is hold:
+                await self._undo(hold, _OVERDUE)
+                try:
+                    # A release order that finds no hold reads the note.
+                    await self._orders.journal.append(note)
+                finally:
+                    await self._forget(hold)
+                return
         await self._orders.journal.append(note)
 
     # What they consist of.
+
+    async def _undo(self, hold: Hold, why: Failure) -> None:
+        await self.let_go(hold)
+        await self.end_fence(hold.order, hold.deadline)
+        await self.free(hold, why)
 
     def begin_pause(self, hold: Hold) -> None:
         """Record the time at which a worker is stopped."""
