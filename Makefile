@@ -381,7 +381,7 @@ test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in p
 test-gds: $(STAMP) .kvikio/.installed ## Loads that KvikIO reads into a device, in its compatibility mode, on the fake driver
 	SNAPBACK_KVIKIO=$(CURDIR)/.kvikio $(BIN)/pytest -q -k "gds or kvikio" tests/integration/gms
 
-test-engines: $(STAMP) .engines-vllm/model/config.json .engines-dynamo/model/config.json .tools/criu/criu init $(if $(SNAPBACK_TOOLS),,cluster-tools) ## Capture and restore vLLM as it is, and try a worker of Dynamo on a cluster, as root (installs 6 GB)
+test-engines: $(STAMP) .engines-vllm/model/config.json .engines-dynamo/model/config.json .tools/criu/criu init $(if $(SNAPBACK_TOOLS),,cluster-tools) ## Capture and restore vLLM and workers of Dynamo as they are, as root (installs 6 GB)
 	@$(BIN)/pytest --durations=0 -m engines tests/engines tests/cluster/test_dynamo.py
 
 test-process: $(STAMP) ## Dump and restore processes here with the real CRIU, as root (TURN=1/3, REPEAT=3)
