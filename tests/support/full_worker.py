@@ -25,9 +25,18 @@ IN_CREATE = 0x100
 IO_URING_SETUP = 425
 
 
+_read: dict[str, tuple[tuple[int, int], int]] = {}
+
+
 def attempt_in(name: str) -> int | None:
+    # A file of the control directory that is open while CRIU dumps is missed at the restore.
+    path = CONTROL / name
     try:
-        return int(json.loads((CONTROL / name).read_text())["attempt"])
+        status = path.stat()
+        identity = status.st_ino, status.st_mtime_ns
+        if name not in _read or _read[name][0] != identity:
+            _read[name] = identity, int(json.loads(path.read_text())["attempt"])
+        return _read[name][1]
     except FileNotFoundError:
         return None
 
