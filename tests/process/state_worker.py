@@ -152,9 +152,14 @@ def bind_memory() -> None:
     syscall(238, 1, ctypes.byref(nodes), 64)
 
 
-def memory_policy() -> int:
+def bind_area(area: int) -> None:
+    nodes = ctypes.c_ulong(1)
+    syscall(237, ctypes.c_void_p(area), MEMORY, 2, ctypes.byref(nodes), 64, 0)
+
+
+def memory_policy(area: int | None = None) -> int:
     mode = ctypes.c_int()
-    syscall(239, ctypes.byref(mode), None, 0, None, 0)
+    syscall(239, ctypes.byref(mode), None, 0, ctypes.c_void_p(area), 0 if area is None else 2)
     return mode.value
 
 
@@ -174,7 +179,7 @@ def pend() -> None:
 
 
 def states() -> list[State]:
-    huge, locked, core = mapping(), mapping(), resource.RLIMIT_CORE
+    huge, locked, bound, core = mapping(), mapping(), mapping(), resource.RLIMIT_CORE
     batch = os.SCHED_BATCH, os.sched_param(0)
     return [
         State("CPU affinity", lambda: os.sched_setaffinity(0, {1}), lambda: status("Cpus_allowed")),
@@ -201,6 +206,7 @@ def states() -> list[State]:
             lambda: resource.getrlimit(core),
         ),
         State("set_mempolicy", bind_memory, memory_policy),
+        State("mbind", lambda: bind_area(bound), lambda: memory_policy(bound)),
         State("huge pages", lambda: fill(huge), lambda: smaps(huge, "AnonHugePages")[0] != "0"),
         advised("MADV_HUGEPAGE", 14),
         advised("MADV_DONTFORK", 10),

@@ -147,8 +147,9 @@ FACTS = (
         "protocol of the worker",
         "shown",
         "`ready-for-snapshot` of the worker",
-        f"A worker that `{ANSWERS}` says by the file `restored` that it serves again. For one that "
-        f"`{WAITS}`, a restore ends with `restore-complete`, and its probes say when it serves.",
+        f"A worker that `{ANSWERS}` says by the file `restored` that it serves again. The restore "
+        f"of a worker that `{WAITS}` ends with `restore-complete`, and the probes of its pod say "
+        "when it serves.",
         drivers=CRIU,
     ),
 )

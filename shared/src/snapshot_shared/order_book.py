@@ -19,7 +19,7 @@ import msgspec
 
 from snapshot_shared import instruments
 from snapshot_shared.clocks import Clocks
-from snapshot_shared.codec import encode_json
+from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Aborted, NoSpace, Rejected, SnapbackError, Superseded, failure_of
 from snapshot_shared.ids import NodeName, OrderId, verb_of
 from snapshot_shared.journal import Journal
@@ -93,17 +93,9 @@ def _name(report: Report) -> tuple[str, int, int]:
     return (report.order, report.attempt, report.n)
 
 
-class _WithArtifact(msgspec.Struct):
-    artifact: ArtifactRef | None = None
-
-
-def _artifact_of(order: Order | _WithArtifact) -> str:
+def _artifact_of(order: Order) -> str:
     found: ArtifactRef | None = getattr(order, "artifact", None)
     return f"artifact {found.content_uid}/gen-{found.generation}" if found else "no artifact"
-
-
-def _artifact_in(payload: msgspec.Raw) -> str:
-    return _artifact_of(msgspec.json.decode(payload, type=_WithArtifact))
 
 
 class ServiceStopped(Aborted):
@@ -158,7 +150,8 @@ class OrderBook:
         number, what = known.attempt, f"attempt {known.attempt} of {order.order} is known here"
         newer = Superseded(f"{what}, this is {order.attempt}", attempt=number)
         if number == order.attempt:
-            before, now = _artifact_in(known.accepted.payload), _artifact_of(order)
+            accepted = decode_json(bytes(known.accepted.payload), type(order))
+            before, now = _artifact_of(accepted), _artifact_of(order)
             if before == now:
                 return known.reports
             newer = Superseded(f"{what} with {before}, this is {now}", attempt=number, known=before)

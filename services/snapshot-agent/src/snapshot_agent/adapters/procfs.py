@@ -142,14 +142,14 @@ def child_in(parent: int, inside: int) -> Stat | None:
 
     None when there is none.
     """
-    depth = len(namespace_pids(parent))
+    depth = len(_namespace_pids(parent))
     for process in running():
-        if process.parent == parent and namespace_pids(process.pid)[depth - 1 : depth] == [inside]:
+        if process.parent == parent and _namespace_pids(process.pid)[depth - 1 : depth] == [inside]:
             return process
     return None
 
 
-def namespace_pids(pid: int) -> list[int]:
+def _namespace_pids(pid: int) -> list[int]:
     """Return the pids of a process in its namespaces, outermost first; empty when it is gone."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:

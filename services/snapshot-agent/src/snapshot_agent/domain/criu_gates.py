@@ -376,8 +376,8 @@ def _has_its_files_captured(dump: Dumping) -> SnapbackError | None:
 def _has_its_names(dump: Dumping) -> SnapbackError | None:
     """Refuse a file that was removed while another name of it exists.
 
-    CRIU gives such a file a name for the dump alone. A container takes that name along with its
-    files; a plain worker has none that are captured.
+    CRIU gives such a file a name for the dump alone. The files of a plain worker are not captured,
+    so its restore does not find that name.
     """
     for process in dump.seen.processes if dump.plain else ():
         for each in process.descriptors:

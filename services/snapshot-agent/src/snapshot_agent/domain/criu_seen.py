@@ -255,8 +255,8 @@ def uses(seen: SeenTree) -> Iterator[Use]:
 def used_mounts(seen: SeenTree) -> set[str]:
     """Return the paths of the mounts that the processes of a tree need to go on.
 
-    Those of shared memory and of sockets with a name count, and all if files are watched: what is
-    watched is not seen.
+    The mounts of shared memory and of named sockets are needed. All mounts are, if a process
+    watches files: the kernel does not say which files.
     """
     by_path = visible(seen.mounts)
     descriptors = [each for process in seen.processes for each in process.descriptors]

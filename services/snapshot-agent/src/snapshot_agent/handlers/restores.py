@@ -220,10 +220,14 @@ class _RestoreSteps:
                 await self._restore(self._source(place, directory), set_process)
 
     @property
-    def _devices(self) -> dict[str, str]:
+    def _manifest(self) -> RootManifest:
         if self._root is None:
             raise Internal("the artifact was not checked")
-        return device_map(self._root, self._order.devices)
+        return self._root
+
+    @property
+    def _devices(self) -> dict[str, str]:
+        return device_map(self._manifest, self._order.devices)
 
     def _source(self, place: GenerationRef, directory: int) -> RestoreSource:
         part, driver = self.part, self._driver
@@ -258,7 +262,7 @@ class _RestoreSteps:
         if not self._is_signalled():
             body = control.restored(self._order, self._devices)
             self._machine.control.put(self.worker.paths, control.RESTORE_COMPLETE, body)
-        if self._root is not None and self._root.facts.protocol == WAITS:
+        if self._manifest.facts.protocol == WAITS:
             # The worker does not write it, and an abort leaves a worker alone that has it.
             self._machine.control.put(
                 self.worker.paths, control.RESTORED, control.body(self._order.attempt)

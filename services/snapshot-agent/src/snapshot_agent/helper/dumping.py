@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
 
-from msgspec.structs import replace
-
 from snapshot_agent.domain import criu_gates, criu_images, criu_log, criu_seen
 from snapshot_agent.domain.criu_gates import Disk, OnDevices
 from snapshot_agent.domain.criu_plan import DumpPlan, dump_arguments, external_mounts
@@ -217,12 +215,7 @@ def _dump(
             criu.until_ended(watch, look)
         frozen_s = _frozen_s(work / "stats-dump")
     archives = [tree.archive for tree in trees]
-    facts = _facts(request.pid, found, here, archives, sockets, settings)
-    if request.plain:
-        used = criu_seen.used_mounts(seen)
-        mounts = [replace(each, is_needed=each.path in used) for each in facts.mounts]
-        facts = replace(facts, mounts=mounts)
-    return facts, frozen_s
+    return _facts(request, found, here, archives, sockets, settings), frozen_s
 
 
 @contextlib.contextmanager
@@ -254,7 +247,7 @@ def _frozen_s(stats: Path) -> float | None:
 
 
 def _facts(
-    pid: int,
+    request: DumpRequest,
     found: Found,
     node: SeenNode,
     archives: list[Archive],
@@ -263,12 +256,16 @@ def _facts(
 ) -> SourceFacts:
     seen = found.seen
     links = {each.number: each.link for each in seen.root.descriptors}
+    needed = criu_seen.used_mounts(seen) if request.plain else {each.path for each in seen.mounts}
     return SourceFacts(
         criu=node.criu or (),
         kernel=node.kernel,
-        host=host_name(pid),
+        host=host_name(request.pid),
         addresses=list(seen.addresses),
-        mounts=[SourceMount(path=each.path, fs_type=each.fs_type) for each in seen.mounts],
+        mounts=[
+            SourceMount(path=each.path, fs_type=each.fs_type, is_needed=each.path in needed)
+            for each in seen.mounts
+        ],
         resident=criu_seen.resident(seen),
         capabilities=criu_seen.all_capabilities(seen),
         credentials=credentials_of(seen),

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -76,10 +76,11 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
         target = observe.tree(request.pid, request.start, cgroups=node.cgroups)
         criu_gates.check_restore(source, target, observe.node(node.criu))
         devices = _devices(request, source)
-        changed = _changed_images(part, request, source, target, work)
+        spared = criu_gates.spared_mounts(source, target)
+        changed = _changed_images(part, request, source, target, spared, work)
         in_child(partial(_unpack, request, source, target, part), watch)
         images = Path(node.disk(request), *request.folder)
-        doing = _Restore(request, source, target, images, work, changed)
+        doing = _Restore(request, source, spared, images, work, changed)
         volumes = [row.path for row in source.archives if not row.is_upper]
         with node.records.restoring(request.pid, request.start, volumes) as undone:
             try:
@@ -154,7 +155,12 @@ def _announce(folder: int, inside: int) -> None:
 
 
 def _changed_images(
-    part: int, request: RestoreRequest, source: SourceFacts, target: SeenTree, work: Path
+    part: int,
+    request: RestoreRequest,
+    source: SourceFacts,
+    target: SeenTree,
+    spared: Collection[str],
+    work: Path,
 ) -> list[str]:
     """Write copies of the images that say where the source was; return their names."""
     folder = work / "images"
@@ -163,7 +169,6 @@ def _changed_images(
     if len(names) > MAX_FILES:
         raise ArtifactCorrupt(f"the part holds {len(names)} files, the limit is {MAX_FILES}")
     changed = []
-    spared = criu_gates.spared_mounts(source, target)
     for name in names:
         if name.startswith("utsns-"):
             host = host_name(request.pid)
@@ -227,18 +232,17 @@ class _Restore:
         self,
         request: RestoreRequest,
         source: SourceFacts,
-        target: SeenTree,
+        spared: Collection[str],
         images: Path,
         work: Path,
         changed: Sequence[str],
     ) -> None:
         self._request = request
         self._source = source
-        self._target = target
+        self._spared = spared
         self._images = images
         self._work = work
         self._changed = changed
-        self._spared = criu_gates.spared_mounts(source, target)
 
     def run(self, node: Node) -> None:
         """Run CRIU, in a child of the helper that nothing else is done in."""

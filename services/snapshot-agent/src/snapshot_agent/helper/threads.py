@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from snapshot_agent.adapters import procfs
@@ -40,9 +40,10 @@ def settings(seen: SeenTree, cgroups: Path) -> list[SourceThread]:
     allowed = observe.allowed_cpus(root.pid, listed, cgroups)
     found = []
     for process in seen.processes:
-        for tid, inside in _threads(process.pid, len(root.pids)):
+        for tid, status in _threads(process.pid):
+            inside = _inside(status, len(root.pids))
             with contextlib.suppress(*_GONE):
-                thread = _thread(tid, inside, allowed)
+                thread = _thread(tid, inside, status["Cpus_allowed_list"], allowed)
                 if thread != SourceThread(tid=inside):
                     found.append(thread)
     if len(found) > MAX_THREADS:
@@ -50,8 +51,7 @@ def settings(seen: SeenTree, cgroups: Path) -> list[SourceThread]:
     return found[:MAX_THREADS]
 
 
-def _thread(tid: int, inside: int, allowed: set[int]) -> SourceThread:
-    cpus = observe.fields(f"/proc/{tid}/status")["Cpus_allowed_list"]
+def _thread(tid: int, inside: int, cpus: str, allowed: set[int]) -> SourceThread:
     slack = int(Path(f"/proc/{tid}/timerslack_ns").read_text())
     return SourceThread(
         tid=inside,
@@ -66,16 +66,22 @@ def give_back(root: procfs.Stat, threads: Sequence[SourceThread]) -> None:
 
     A setting that is not possible here, such as a CPU that the container lacks, stays as it is.
     """
+    if not threads:
+        return
     wanted = {thread.tid: thread for thread in threads}
-    for process in procfs.family_of(root.pid, root.start) if wanted else ():
-        for tid, inside in _threads(process.pid, len(procfs.namespace_pids(root.pid))):
-            if thread := wanted.get(inside):
+    try:
+        depth = len(observe.fields(f"/proc/{root.pid}/status")["NSpid"].split())
+    except _GONE:
+        return
+    for process in procfs.family_of(root.pid, root.start):
+        for tid, status in _threads(process.pid):
+            if thread := wanted.get(_inside(status, depth)):
                 try:
                     _give_back(tid, thread)
                 except _GONE:
                     continue
                 except OSError as error:
-                    log.warning("thread %d lacks a setting of its source: %s", inside, error)
+                    log.warning("thread %d lacks a setting of its source: %s", thread.tid, error)
 
 
 def _give_back(tid: int, thread: SourceThread) -> None:
@@ -90,13 +96,17 @@ def _give_back(tid: int, thread: SourceThread) -> None:
         log.warning("thread %d had CPUs %s, the container lacks some", thread.tid, thread.cpus)
 
 
-def _threads(pid: int, depth: int) -> Iterator[tuple[int, int]]:
-    """Yield the threads of a process: their ids here, and in the pid namespace at a depth."""
+def _threads(pid: int) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """Yield the threads of a process, each with its /proc/<tid>/status."""
     with contextlib.suppress(*_GONE):
         for tid in map(int, os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208 - names alone
-            inside = procfs.namespace_pids(tid)
-            if len(inside) == depth:
-                yield tid, inside[-1]
+            with contextlib.suppress(*_GONE):
+                yield tid, observe.fields(f"/proc/{tid}/status")
+
+
+def _inside(status: Mapping[str, str], depth: int) -> int:
+    """Return the id of a thread in the pid namespace at a depth."""
+    return int(status["NSpid"].split()[depth - 1])
 
 
 def _io_priority(tid: int) -> int:
