@@ -264,7 +264,8 @@ def _validator(type_: type[msgspec.Struct], world: World) -> jsonschema.Draft202
 
     def items(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
         # A list that is refused for its length is not read: 18,000 containers take 8 s.
-        if len(instance) <= schema.get("maxItems", len(instance)):
+        longest = schema.get("maxItems")
+        if longest is None or not isinstance(instance, list) or len(instance) <= longest:
             yield from each(validator, value, instance, schema)
 
     schema = closed(msgspec.json.schema(type_))

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from snapshot_shared.errors import InvalidManifest
@@ -272,6 +272,7 @@ JSON = st.recursive(
 )
 
 
+@example(spec={"containers": None}, meta=None, kind="Pod")
 @given(spec=JSON, meta=JSON, kind=st.sampled_from(["DynamoCheckpoint", "Snapshot", "Pod", "Job"]))
 def test_any_document_is_judged_and_none_raises(spec: Any, meta: Any, kind: str) -> None:
     version = {"Pod": "v1", "Job": "batch/v1"}.get(kind, "nvidia.com/v1alpha1")
