@@ -198,6 +198,56 @@ def lost_by_criu() -> set[str]:
     return {name.strip("`") for row in rows for name in row.split(", ")}
 
 
+POLLS = """
+import os, pathlib, signal, time
+control = pathlib.Path(os.environ["SNAPSHOT_CONTROL_DIR"])
+held = open(control / "ready-for-snapshot", "w")
+signal.signal(signal.SIGUSR1, lambda *_: held.close())
+print("waits", flush=True)
+while not {"snapshot-aborted", "restore-complete"} & {*os.listdir(control)}:
+    time.sleep(0.1)
+print("goes on", flush=True)
+time.sleep(600)
+"""
+
+
+async def polling(node: PlainNode) -> Pod:
+    """Run a worker that has a file of its control directory open until it gets SIGUSR1."""
+    worker = node.pod(name="source", command=[PYTHON, "-c", POLLS])
+    await node.done(replace(node.run_order(worker), driver="criu"), "started")
+    await until(lambda: "waits" in log_of(worker), "the start of the worker")
+    return worker
+
+
+async def test_a_process_that_had_a_control_file_open_for_a_moment_is_dumped_again(
+    node: PlainNode,
+) -> None:
+    source = await polling(node)
+    pause = Pause(node.programs, "post-dump")
+    capture = asyncio.create_task(node.captured(source, fresh_uid()))
+    await pause.reached()
+    first = procfs.child_of(source.pid(node.journal))
+    assert first is not None
+    procfs.send(first, signal.SIGUSR1)
+    pause.end()
+    artifact = await capture
+    copy = node.pod(name="copy", command=[PYTHON, "-c", POLLS])
+    await node.done(replace(node.run_order(copy, standby=True), driver="criu"), "started")
+    await node.done(node.restore_order(copy, artifact), "restored")
+    await until(lambda: "goes on" in log_of(copy), "the end of its wait")
+
+
+async def test_a_process_that_keeps_a_control_file_open_is_refused_and_goes_on(
+    node: PlainNode,
+) -> None:
+    source = await polling(node)
+    prepared = await node.prepared(source, content := fresh_uid())
+    failure = await node.refused(node.dump_order(source, content, prepared.vector), "CriuFailed")
+    assert "ready-for-snapshot of its control directory open" in failure.message
+    await node.done(node.abort_order(source, content), "aborted")
+    await until(lambda: "goes on" in log_of(source), "the worker's release")
+
+
 async def test_a_process_lacks_after_its_restore_the_states_that_the_documentation_names(
     node: PlainNode,
 ) -> None:

@@ -22,6 +22,7 @@ from snapshot_agent.domain.criu_images import (
     MAX_IMAGE_BYTES,
     Readdressed,
     frozen_s,
+    open_below,
     readdressed,
     renamed,
     unlinked,
@@ -163,6 +164,28 @@ def test_the_name_of_an_unlinked_file_stays_short_enough_for_a_folder() -> None:
     entry = CLASSES["file_entry"](field_1=1, field_2=7, field_3=file.SerializeToString())
     (found,) = entries_of(unlinked(image_of([entry]), remaps_of((7, 1)), ".12-34"))
     assert regular_file(found).name == f"/data/{'x' * 128}.12-34"
+
+
+@pytest.mark.parametrize(
+    ("folders", "found"),
+    [
+        (["/usr/lib/locale", "/dev/"], ["/usr/lib/locale/C.utf8/LC_CTYPE", "/dev/null"]),
+        (["/usr/lib/loc", "/dev/null"], []),
+        ([], []),
+    ],
+)
+def test_open_files_below_a_folder_are_found_in_a_real_image(
+    folders: list[str], found: list[str]
+) -> None:
+    assert open_below(FILES, b"", folders) == found
+
+
+def test_neither_folders_nor_unlinked_files_are_found_below_a_folder() -> None:
+    files = [regular_file(entry) for entry in entries_of(FILES) if entry.field_1 == 1]
+    assert "/" in {file.name for file in files}
+    linked, *unlinked = [file for file in files if file.name != "/"]
+    remaps = remaps_of(*((file.id, 1) for file in unlinked), (linked.id, 0))
+    assert open_below(FILES, remaps, ["/"]) == [linked.name]
 
 
 def mounts_of(*paths: bytes) -> bytes:

@@ -47,6 +47,7 @@ from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
 from snapshot_shared.orders import Driver
 from snapshot_shared.tasks import in_thread
+from snapshot_shared.volumes import CONTROL_VOLUME
 
 INSPECTED_S = 30.0
 """How long an inspection may take, in seconds."""
@@ -72,11 +73,11 @@ class HelperLost(SnapbackError):
 
 
 class Target(NamedTuple):
-    """A process to dump, and mounts that need not be captured; of those, the ones it watches."""
+    """A process to dump, mounts that need not be captured, and the one with its control files."""
 
     process: Process
     ours: list[str]
-    watched: list[str]
+    control: list[str]
 
 
 class Criu:
@@ -140,7 +141,7 @@ class Criu:
             start=start,
             within_s=dump.deadline - self._monotonic(),
             ours=target.ours,
-            watched=target.watched,
+            control=target.control,
             gpus=await self.gpus(dump.worker),
             scratch=scratch is not None,
             plain=self.plain,
@@ -238,8 +239,9 @@ class Criu:
     def target(self, worker: Worker) -> Target:
         """Return what of a worker is dumped. SourceExited."""
         process = self.process(worker)
-        ours = own_mounts(_mounts_of(process), worker.pod.uid)
-        return Target(process, ours, ours)
+        mounts = _mounts_of(process)
+        control = own_mounts(mounts, worker.pod.uid, [CONTROL_VOLUME])
+        return Target(process, own_mounts(mounts, worker.pod.uid), control)
 
     async def gpus(self, worker: Worker) -> list[str] | None:
         """Return the uuids of a container's GPUs for the helper; None where it has to use none."""

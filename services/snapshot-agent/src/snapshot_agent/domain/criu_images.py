@@ -9,12 +9,19 @@ bytes, so that an image of a later CRIU goes through. The fields are named as in
 
 from __future__ import annotations
 
+import stat
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput
+
+FILES = "files.img"
+"""The image of the open files of a worker."""
+
+REMAPS = "remap-fpath.img"
+"""The image that says what open files are unlinked."""
 
 MAX_IMAGE_BYTES = 16 << 20
 # Of `files.img`: the open files of a worker. Those of 100,000 sockets fill it.
@@ -47,9 +54,10 @@ _INETSK = 4
 # The message mnt_entry of mnt.proto.
 _MOUNTPOINT = 7
 
-# The message reg_file_entry of regfile.proto.
+# The message reg_file_entry of regfile.proto. Folders have it, too; their mode says so.
 _REG_ID = 1
 _REG_NAME = 6
+_REG_MODE = 10
 
 # The message remap_file_path_entry of remap-file-path.proto, and its enum remap_type.
 _ORIGINAL_ID = 1
@@ -223,6 +231,27 @@ def unlinked(image: bytes, remaps: bytes, suffix: str) -> bytes:
     ghosts = set(_ghosts(remaps))
     entries = _entries(image, "files", _FILES_MAGIC)
     return _image(_FILES_MAGIC, [_marked(entry, ghosts, suffix) for entry in entries])
+
+
+def open_below(image: bytes, remaps: bytes, folders: Collection[str]) -> list[str]:
+    """Return the paths of open files below folders that have a name still. ArtifactCorrupt.
+
+    `image` is `files.img`; `remaps` is `remap-fpath.img`, or empty if nothing is unlinked.
+    """
+    heads = tuple(f"{folder.rstrip('/')}/".encode(errors="surrogateescape") for folder in folders)
+    ghosts = set(_ghosts(remaps)) if remaps else set()
+    found = []
+    for entry in _entries(image, "files", _FILES_MAGIC):
+        fields = _fields(entry, "files")
+        if _number(fields, _FILE_TYPE, "files") != _REG:
+            continue
+        file = _fields(_bytes(fields, _FILE_REG, "files"), "files")
+        is_folder = any(stat.S_ISDIR(mode) for mode in _numbers(file, _REG_MODE))
+        if is_folder or _number(file, _REG_ID, "files") in ghosts:
+            continue
+        if (name := _bytes(file, _REG_NAME, "files")).startswith(heads):
+            found.append(name.decode(errors="surrogateescape"))
+    return found
 
 
 def _ghosts(remaps: bytes) -> Iterator[int]:

@@ -59,15 +59,15 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
 class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
     """Write the process and its files into the directory whose descriptor comes with this.
 
-    `watched` are those of `ours` in which the worker may follow what changes. With `scratch` the
-    directory is in the scratch folder, in place of the artifact root. `plain` as of `Inspect`.
+    `control` is where the worker has its control directory. With `scratch` the directory is in the
+    scratch folder, in place of the artifact root. `plain` as of `Inspect`.
     """
 
     pid: Pid
     start: Start
     within_s: Within
     ours: list[Path] = []
-    watched: list[Path] = []
+    control: list[Path] = []
     gpus: Gpus = None
     scratch: bool = False
     plain: bool = False

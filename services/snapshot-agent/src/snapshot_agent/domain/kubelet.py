@@ -56,9 +56,13 @@ def name_in(mounts: str, pod_uid: str) -> str | None:
     return None
 
 
-def own_mounts(mounts: Iterable[Mount], pod_uid: str) -> list[str]:
+def own_mounts(
+    mounts: Iterable[Mount],
+    pod_uid: str,
+    volumes: Iterable[str] = (CONTROL_VOLUME, GMS_VOLUME, INIT_VOLUME),
+) -> list[str]:
     """Return the mounts of a container by which it meets the services of its node."""
-    names = "|".join(map(re.escape, (CONTROL_VOLUME, GMS_VOLUME, INIT_VOLUME)))
+    names = "|".join(map(re.escape, volumes))
     pattern = re.compile(rf"/pods/{re.escape(pod_uid)}/volumes/kubernetes\.io~empty-dir/({names})/")
     return [mount.path for mount in mounts if pattern.search(f"{mount.root}/")]
 

@@ -14,7 +14,7 @@ import os
 import re
 import resource
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -48,6 +48,7 @@ from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NoSpace, NotElig
 from snapshot_shared.files import (
     create_file,
     free_bytes,
+    names_in,
     open_root,
     opened,
     read_bounded,
@@ -56,10 +57,17 @@ from snapshot_shared.files import (
 
 log = logging.getLogger(__name__)
 
+TRIES = 3
+"""How often a worker is dumped until it has no file of its control directory open."""
+
 GRACE_S = 5.0
 """How long CRIU may take to free the worker when its dump has to end early, in seconds."""
 
 _HOST_NAME = re.compile(r"^[a-z0-9][a-z0-9.-]{0,62}\Z")
+
+
+class _OpenControlFile(Exception):
+    """A worker was dumped with a file open that no other control directory has."""
 
 
 class Node(NamedTuple):
@@ -89,6 +97,10 @@ class Captured(NamedTuple):
     source: Callable[[], int]
     archive: Archive
     leave_out: Sequence[str]
+
+
+Dumped = tuple[SourceFacts, float | None]
+"""The facts of a dumped worker, and for how many seconds it was stopped, if CRIU says so."""
 
 
 class Found(NamedTuple):
@@ -171,11 +183,46 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
             _check(request, node, here, seen, OnDevices(checkpointed=True), quiet=True)
             found = Found(seen, cuda._replace(bytes=0))
         with criu_works(), _naming_the_disk(part, node.disk(request), found.bytes):
-            facts, frozen_s = _dump(request, part, node, here, found, caller, watch)
+            facts, frozen_s = _dumped(
+                partial(_dump, request, part, node, here, found, caller, watch), part
+            )
     with _naming_the_disk(part, node.disk(request), found.bytes):
         write_new(part, SOURCE, encode_pretty(facts))
     # CRIU does not know for how long CUDA was locked.
     return None if cuda else frozen_s
+
+
+def _dumped(dump: Callable[[], Dumped], part: int) -> Dumped:
+    """Dump a worker again if it had a file of its control directory open for a moment.
+
+    A worker that polls its control directory opens files there. Those files differ from one
+    directory to the next, so a restore would miss what was open.
+    """
+    path = ""
+    for _ in range(TRIES):
+        try:
+            return dump()
+        except _OpenControlFile as error:
+            path = str(error)
+            log.info("the worker had %s open while it was dumped, so it is dumped again", path)
+            for name in names_in(part):
+                os.unlink(name, dir_fd=part)
+    raise CriuFailed(
+        f"the worker had {path} of its control directory open in each of {TRIES} dumps",
+        next_step="let the worker close the files of its control directory after it has read them",
+        path=path,
+    )
+
+
+def _require_closed(part: int, control: Collection[str]) -> None:
+    has_remaps = criu_images.REMAPS in names_in(part)
+    remaps = _image(part, criu_images.REMAPS) if has_remaps else b""
+    if found := criu_images.open_below(_image(part, criu_images.FILES), remaps, control):
+        raise _OpenControlFile(found[0])
+
+
+def _image(part: int, name: str) -> bytes:
+    return read_bounded(part, name, criu_images.MAX_IMAGE_BYTES)
 
 
 def _dump(
@@ -186,7 +233,7 @@ def _dump(
     found: Found,
     caller: Caller,
     watch: Watch,
-) -> tuple[SourceFacts, float | None]:
+) -> Dumped:
     """Run CRIU; return the facts of the worker as it was dumped, and how long it was stopped."""
     seen = found.seen
     trees = _captured(request, seen)
@@ -204,11 +251,16 @@ def _dump(
             script=str(script.path),
             network=network,
             external=external_mounts(seen.mounts),
-            watched=[*request.watched, *(mount.path for mount in _volumes(request, seen))],
+            watched=[
+                # Those of a plain worker are all mounts of the node.
+                *(request.control if request.plain else request.ours),
+                *(mount.path for mount in _volumes(request, seen)),
+            ],
             locks=not request.plain,
         )
         with _Criu([str(node.criu), *dump_arguments(plan)], part, work, script) as criu:
             criu.until_written(watch, look)
+            _require_closed(part, request.control)
             sockets = socket_names.renamed(request.pid, seen)
             for tree in trees:
                 in_child(partial(_pack, tree, part), watch)

@@ -55,9 +55,6 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.volumes import INIT_VOLUME
 
-REMAPS = "remap-fpath.img"
-"""The image that says what open files are unlinked."""
-
 
 def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, int]:
     """Restore a process; return its pid and start time on the node.
@@ -173,13 +170,13 @@ def _changed_images(
         if name.startswith("utsns-"):
             host = host_name(request.pid)
             new = criu_images.renamed(read_bounded(part, name, criu_images.MAX_IMAGE_BYTES), host)
-        elif name == "files.img":
+        elif name == criu_images.FILES:
             moved = _moved(source.addresses, target.addresses)
             new = criu_images.readdressed(
                 read_bounded(part, name, criu_images.MAX_IMAGE_BYTES), moved
             ).image
-            if REMAPS in names:
-                remaps = read_bounded(part, REMAPS, criu_images.MAX_IMAGE_BYTES)
+            if criu_images.REMAPS in names:
+                remaps = read_bounded(part, criu_images.REMAPS, criu_images.MAX_IMAGE_BYTES)
                 mark = criu_images.mark_of(request.pid, request.start)
                 new = criu_images.unlinked(new, remaps, mark)
         elif name.startswith("mountpoints-") and spared:
