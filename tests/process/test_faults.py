@@ -18,6 +18,7 @@ from snapshot_shared.errors import SourceExited
 from snapshot_shared.orders import Report
 from tests.process.killing import COMPENSATED_S, DUMP_STEPS, dump_in, restore_in, thinned
 from tests.process.node import Container, Node, children_of
+from tests.support.agent_rig import failure_of
 from tests.support.waiting import until
 
 DEADLINE_S = 3.0
@@ -126,6 +127,23 @@ async def test_a_placeholder_waits_when_an_action_of_its_restore_fails(
     assert reason_of(report) == RESTORE_FAILURES[step]
     await halted.container.becomes("waits" if report.kind == "failed" else "goes on")
     await halted.rests()
+
+
+async def test_a_process_with_a_wrong_page_is_ended_before_it_runs_and_its_placeholder_waits(
+    node: Node,
+) -> None:
+    artifact = await node.artifact()
+    part = node.part(artifact.content_uid)
+    pages = max(part.glob("pages-*.img"), key=lambda path: path.stat().st_size)
+    before = pages.read_bytes()
+    target, order = await node.waiting(artifact)
+    pages.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    failure = failure_of(await node.carry_out(order), "ArtifactCorrupt")
+    assert failure.message.startswith(f"{pages.name}: chunk ")
+    await target.becomes("waits")
+    pages.write_bytes(before)
+    await node.done(node.restore_order(target, artifact, attempt=2), "restored")  # type: ignore[arg-type]
+    await target.goes_on()
 
 
 @pytest.mark.parametrize("step", thinned(list(DUMP_STEPS)))

@@ -61,6 +61,7 @@ def test_a_restore_is_over_a_copy_of_the_targets_mounts_in_its_namespaces() -> N
         network=7,
         external=["/dev/shm"],
         pipes={"pipe:[91]": 8},
+        script="/run/restore-1/script",
     )
     assert criu_plan.restore_arguments(plan) == [
         *("restore", "--images-dir", "/artifacts/ns/uid/gen-1/process"),
@@ -68,8 +69,8 @@ def test_a_restore_is_over_a_copy_of_the_targets_mounts_in_its_namespaces() -> N
         *("--manage-cgroups=ignore", "--tcp-established", "--file-locks", "--link-remap"),
         *("--ghost-limit", "1G", "--force-irmap", "--network-lock", "skip"),
         *("--evasive-devices", "--restore-detached", "--root", "/run/restore-1/tree"),
-        *("--pidfile", "/run/restore-1/pid", "--inherit-fd", "fd[7]:extNetNs"),
-        *("--inherit-fd", "fd[8]:pipe:[91]"),
+        *("--pidfile", "/run/restore-1/pid", "--action-script", "/run/restore-1/script"),
+        *("--inherit-fd", "fd[7]:extNetNs", "--inherit-fd", "fd[8]:pipe:[91]"),
         *("--join-ns", "uts:/proc/1/ns/uts", "--join-ns", "ipc:/proc/1/ns/ipc"),
         *("--external", "mnt[/dev/shm]:/run/restore-1/tree/dev/shm"),
     ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.domain.driving import Phase, Phases, Release
 from snapshot_agent.domain.helping import (
     MAX_MESSAGE_BYTES,
+    WHOLE,
     Done,
     DumpRequest,
     Failed,
@@ -42,17 +44,24 @@ from snapshot_agent.domain.mounts import Mount, mounts_in
 from snapshot_agent.domain.spec import INSIDE, nodes_mounts
 from snapshot_agent.ports import DriverState, Dump, Process, RestoreSource, Stage, Worker
 from snapshot_agent.ports import Progress as Report
+from snapshot_shared.artifact import FileEntry
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
+from snapshot_shared.files import opened
 from snapshot_shared.orders import Driver
-from snapshot_shared.tasks import in_thread
+from snapshot_shared.tasks import end_all, in_thread
 from snapshot_shared.volumes import CONTROL_VOLUME
 
 INSPECTED_S = 30.0
 """How long an inspection may take, in seconds."""
 
 CONNECTED_S = 5.0
+
+_PAGES = "pages-"
+"""How the names of images begin that have memory and nothing else."""
+
+_REFUSED = b"0"
 
 READY_S = 2.0
 """How long the helper may take to say that CRIU is there, in seconds."""
@@ -182,34 +191,54 @@ class Criu:
         counter = ByteCounter(source.progress)
         scratch = await self._wanted(source.cipher)
         if scratch is None:
-            await read_checked(source.part, source.files, counter)
-            return await self._restored(placeholder, folder, source, source.folder)
+            # CRIU parses all but the pages as root. Nothing parses pages, so CRIU may read them
+            # while they are checked, as long as no process runs on them.
+            pages = [entry for entry in source.files if entry.name.startswith(_PAGES)]
+            others = [entry for entry in source.files if not entry.name.startswith(_PAGES)]
+            await read_checked(source.part, others, counter)
+            return await self._restored(placeholder, folder, source, pages, counter)
         async with scratch.place(sum(entry.size for entry in source.files)) as place:
             await read_checked(source.part, source.files, counter, place.fd, cipher=source.cipher)
-            return await self._restored(placeholder, folder, source, [place.name], scratch=True)
+            return await self._restored(placeholder, folder, source, [], counter, place.name)
 
     async def _restored(
         self,
         placeholder: Worker,
         init: Path,
         source: RestoreSource,
-        folder: Sequence[str],
-        *,
-        scratch: bool = False,
+        pages: Sequence[FileEntry],
+        counter: ByteCounter,
+        scratch: str = "",
     ) -> Process:
-        """Have the process restored from a folder. `init` is that of the first program."""
+        """Have the process restored while its pages are checked. ArtifactCorrupt: none has run.
+
+        `init` is the folder of the first program. The images are in the folder `scratch` of the
+        scratch folder, if it has a name, and otherwise in the artifact.
+        """
         pid, start = await in_thread(self.process, placeholder)
         request = RestoreRequest(
             pid=pid,
             start=start,
             within_s=source.deadline - self._monotonic(),
-            folder=list(folder),
+            folder=[scratch] if scratch else list(source.folder),
             init=str(init),
-            scratch=scratch,
+            scratch=bool(scratch),
             gpus=await self.gpus(placeholder),
             chosen=dict(source.devices),
         )
-        done = await self._ask(request)
+        with _pipe() as (verdict, writer):
+            checking = asyncio.ensure_future(read_checked(source.part, pages, counter))
+            asked = asyncio.ensure_future(self._ask(request, (verdict,)))
+            try:
+                await asyncio.wait((asked, checking), return_when=asyncio.FIRST_COMPLETED)
+                if checking.done():
+                    os.write(writer, WHOLE if checking.exception() is None else _REFUSED)
+                    # The helper undoes a restore that was refused, and says that it failed.
+                    await asyncio.gather(asked, return_exceptions=True)
+                    checking.result()
+                done = await asked
+            finally:
+                await end_all(asked, checking)
         return Process(done.pid, done.start)
 
     async def _wanted(self, cipher: PartCipher | None = None) -> Scratch | None:
@@ -316,6 +345,14 @@ class PlainCriu(Criu):
             return super().release(worker, phase)
         except SourceExited:
             return Release()
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    """Make a pipe for a block; yield the descriptors of its reader and of its writer."""
+    reader, writer = os.pipe()
+    with opened(reader), opened(writer):
+        yield reader, writer
 
 
 def _mounts_of(process: Process) -> list[Mount]:

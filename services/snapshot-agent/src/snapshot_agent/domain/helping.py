@@ -19,6 +19,9 @@ MAX_MESSAGE_BYTES = 128 * 1024
 RESTORED = "restored"
 """The file by which the first program of a placeholder learns of the restored process."""
 
+WHOLE = b"1"
+"""By which an agent says that all bytes of a restore are right; anything else refuses them."""
+
 Pid = Annotated[int, Meta(ge=2, le=2**22)]
 Start = Annotated[int, Meta(ge=0, le=2**62)]
 Within = Annotated[float, Meta(gt=0, le=86_400)]
@@ -76,6 +79,8 @@ class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
     """Restore a process below a placeholder, from a folder below the artifact root.
 
+    The descriptor of a pipe comes with this. Its writer has checked all images but those of pages,
+    and writes WHOLE when these are right, too. The process does not run before that.
     With `scratch` it is below the scratch folder instead. `folder` has the names of that path.
     `init` is the folder of the placeholder's first program.
     `chosen` has devices of the source and the ones here that were given their weights, by uuid.

@@ -229,7 +229,9 @@ class Helper:
                     raise InvalidMessage("a dump has one descriptor, of the part's directory")
                 return Done(frozen_s=dump(request, fds[0], self._node, caller))
             case RestoreRequest():
-                pid, start = restore(request, self._node, caller)
+                if len(fds) != 1:
+                    raise InvalidMessage("a restore has one descriptor, of the pipe of its verdict")
+                pid, start = restore(request, fds[0], self._node, caller)
                 return Done(pid=pid, start=start)
             case Settle():
                 return Done(ended=self._node.records.settle(request.pid, request.start))

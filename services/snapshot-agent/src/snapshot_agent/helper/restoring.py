@@ -27,7 +27,7 @@ from snapshot_agent.domain.criu_plan import (
 )
 from snapshot_agent.domain.criu_seen import SeenTree
 from snapshot_agent.domain.criu_source import MAX_SOURCE_BYTES, SOURCE, SourceFacts
-from snapshot_agent.domain.helping import RESTORED, RestoreRequest
+from snapshot_agent.domain.helping import RESTORED, WHOLE, RestoreRequest
 from snapshot_agent.helper import archive, cuda_worker, observe, socket_names, syscalls, threads
 from snapshot_agent.helper.action_script import ActionScript
 from snapshot_agent.helper.caller import Caller
@@ -56,8 +56,10 @@ from snapshot_shared.files import (
 from snapshot_shared.volumes import INIT_VOLUME
 
 
-def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, int]:
+def restore(request: RestoreRequest, verdict: int, node: Node, caller: Caller) -> tuple[int, int]:
     """Restore a process; return its pid and start time on the node.
+
+    It runs after its agent has written WHOLE into the pipe `verdict`.
 
     What is half restored when it is given up is ended together with the placeholder. A process that
     cannot have its devices is ended, and the placeholder waits on.
@@ -77,7 +79,7 @@ def restore(request: RestoreRequest, node: Node, caller: Caller) -> tuple[int, i
         changed = _changed_images(part, request, source, target, spared, work)
         in_child(partial(_unpack, request, source, target, part), watch)
         images = Path(node.disk(request), *request.folder)
-        doing = _Restore(request, source, spared, images, work, changed)
+        doing = _Restore(request, source, spared, images, work, changed, verdict)
         volumes = [row.path for row in source.archives if not row.is_upper]
         with node.records.restoring(request.pid, request.start, volumes) as undone:
             try:
@@ -233,6 +235,7 @@ class _Restore:
         images: Path,
         work: Path,
         changed: Sequence[str],
+        verdict: int,
     ) -> None:
         self._request = request
         self._source = source
@@ -240,6 +243,7 @@ class _Restore:
         self._images = images
         self._work = work
         self._changed = changed
+        self._verdict = verdict
 
     def run(self, node: Node) -> None:
         """Run CRIU, in a child of the helper that nothing else is done in."""
@@ -267,7 +271,7 @@ class _Restore:
             network=namespaces["net"],
             external=external_mounts(self._source.mounts, left_out=self._spared),
             pipes=inherited(self._source.stdio, stdio),
-            script=str(self._work / "script") if self._source.sockets else "",
+            script=str(self._work / "script"),
         )
         with ActionScript(self._work, "post-restore") as script:
             criu = subprocess.Popen(
@@ -280,21 +284,26 @@ class _Restore:
                 restore_signals=False,
                 preexec_fn=_enter,  # noqa: PLW1509 - there are no threads
             )
-            self._rename_sockets(criu.pid, script)
+            self._let_go(criu.pid, script)
             status = criu.wait()
         if status < 0:
             raise OutcomeUnknown(f"CRIU was ended by signal {-status} while it restored")
         if status:
             raise criu_failed(self._work, "restore")
 
-    def _rename_sockets(self, criu: int, script: ActionScript) -> None:
-        """Give sockets their names when CRIU has made them, before any process runs."""
+    def _let_go(self, criu: int, script: ActionScript) -> None:
+        """Let the restored processes run if their bytes are right, once sockets have their names.
+
+        If the bytes are wrong, CRIU ends the processes, of which none has run.
+        """
         with opened(os.pidfd_open(criu)) as pidfd:
             ready, _, _ = select.select([script.asks, pidfd], [], [])
-        if script.asks in ready:
-            with opened(open_root(self._root)) as root:
-                socket_names.rename(root, self._source.sockets)
-            script.answer(go_on=True)
+            if script.asks in ready:
+                with opened(open_root(self._root)) as root:
+                    socket_names.rename(root, self._source.sockets)
+                ready, _, _ = select.select([self._verdict, pidfd], [], [])
+                is_whole = self._verdict in ready and os.read(self._verdict, 1) == WHOLE
+                script.answer(go_on=is_whole)
 
     @property
     def _root(self) -> Path:
