@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
 from snapshot_shared.orders import DumpOrder
+from snapshot_shared.steps import CRIU_STEPS
 from tests.bench import engines
 from tests.integration.gms.test_run import ask
 from tests.integration.snapshotctl.conftest import Cli, needs_engines
@@ -144,6 +145,12 @@ def test_a_worker_that_was_restored_is_asked_and_has_programs_beside_it(
             "demo-llm-restored",
             "demo-llm-restored-too-small",
         }
+        spans = cli.ok("trace", "pod/demo-llm-restored", "-o", "json").value()
+        shown = [span["name"] for span in spans if span["name"] in CRIU_STEPS]
+        assert shown == [
+            *("check-images", "check-pages", "read-images", "unpack-files", "restore-memory"),
+            *("await-pages", "thaw-restored"),
+        ]
         dead = cli.run("exec", source, "--", "true")
         assert (dead.code, "name a pod that runs: demo-llm-restored\n" in dead.err) == (3, True)
     finally:

@@ -55,6 +55,14 @@ OPERATOR_STEPS: tuple[str, ...] = ("apply", "capture", "restoration")
 GMS_STEPS: tuple[str, ...] = ("attach", "allocate", "export", "commit-layout", "transfer")
 """Spans of sessions that carry a traceparent, and of the processes that move bytes."""
 
+CRIU_STEPS: tuple[str, ...] = (
+    *("check-images", "check-pages"),
+    *("write-images", "pack-files", "thaw-process"),
+    *("read-images", "unpack-files", "restore-memory", "await-pages", "thaw-restored"),
+    *("checkpoint-devices", "restore-devices"),
+)
+"""Spans of what happens within `dump-process` and `restore-process`."""
+
 GMS_CALLS: tuple[str, ...] = tuple(
     f"gms-{call}"
     for call in (
@@ -122,7 +130,7 @@ def find(step: str, *, verb: str = "", service: str = "") -> list[Place]:
 
 def all_names() -> frozenset[str]:
     """Return every name that a span of the product may have: steps, orders and the rest."""
-    found = {*OPERATOR_STEPS, *GMS_STEPS, *GMS_CALLS}
+    found = {*OPERATOR_STEPS, *GMS_STEPS, *GMS_CALLS, *CRIU_STEPS}
     found.update(order_span(verb) for verb in STEPS)
     for service, verbs in VERBS_OF.items():
         for operation in ("publish", "process"):

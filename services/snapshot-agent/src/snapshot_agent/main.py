@@ -198,12 +198,12 @@ class _Node:
 
     def _by_criu(self, helper: Path) -> dict[Driver, ProcessDriver]:
         """Return the drivers over the helper of the node."""
-        monotonic, scratch = self.clocks.monotonic, self._scratch()
+        monotonic, more = self.clocks.monotonic, (self._scratch(), self.telemetry.span)
         if self.node_gpus is None:
             plain = PlainCriu, PlainCriuCuda
-            return {kind.name: kind(helper, monotonic, scratch) for kind in plain}
-        with_cuda = CriuCuda(helper, monotonic, self.node_gpus, scratch)
-        return {Criu.name: Criu(helper, monotonic, scratch), with_cuda.name: with_cuda}
+            return {kind.name: kind(helper, monotonic, *more) for kind in plain}
+        with_cuda = CriuCuda(helper, monotonic, self.node_gpus, *more)
+        return {Criu.name: Criu(helper, monotonic, *more), with_cuda.name: with_cuda}
 
     def _scratch(self) -> Scratch | None:
         """Return the scratch folder, if the node has one. InvalidInput when it has to have one."""

@@ -30,6 +30,7 @@ from snapshot_agent.domain.driving import Phase, Phases, Release
 from snapshot_agent.domain.helping import (
     MAX_MESSAGE_BYTES,
     WHOLE,
+    Begun,
     Done,
     DumpRequest,
     Failed,
@@ -67,6 +68,9 @@ READY_S = 2.0
 """How long the helper may take to say that CRIU is there, in seconds."""
 
 
+Span = Callable[[str], contextlib.AbstractContextManager[object]]
+
+
 class HelperUnavailable(SnapbackError):
     """The helper of this node does not answer, so nothing was done to the worker."""
 
@@ -102,15 +106,21 @@ class Criu:
     """How long the helper may take to settle a worker, in seconds."""
 
     def __init__(
-        self, helper: Path, monotonic: Callable[[], float], scratch: Scratch | None = None
+        self,
+        helper: Path,
+        monotonic: Callable[[], float],
+        scratch: Scratch | None = None,
+        span: Span = contextlib.nullcontext,
     ) -> None:
         """Ask the helper at the socket `helper`; `monotonic` is the clock of all deadlines.
 
-        CRIU writes below the artifact root itself, unless that wants a `scratch` folder.
+        CRIU writes below the artifact root itself, unless that wants a `scratch` folder. `span`
+        records a block as a span of this name.
         """
         self._helper = helper
         self._monotonic = monotonic
         self._scratch = scratch
+        self._span = span
         self.stages: Sequence[Stage] = (
             Stage(
                 "dump-process",
@@ -195,10 +205,14 @@ class Criu:
             # while they are checked, as long as no process runs on them.
             pages = [entry for entry in source.files if entry.name.startswith(_PAGES)]
             others = [entry for entry in source.files if not entry.name.startswith(_PAGES)]
-            await read_checked(source.part, others, counter)
+            with self._span("check-images"):
+                await read_checked(source.part, others, counter)
             return await self._restored(placeholder, folder, source, pages, counter)
         async with scratch.place(sum(entry.size for entry in source.files)) as place:
-            await read_checked(source.part, source.files, counter, place.fd, cipher=source.cipher)
+            with self._span("check-images"):
+                await read_checked(
+                    source.part, source.files, counter, place.fd, cipher=source.cipher
+                )
             return await self._restored(placeholder, folder, source, [], counter, place.name)
 
     async def _restored(
@@ -226,8 +240,13 @@ class Criu:
             gpus=await self.gpus(placeholder),
             chosen=dict(source.devices),
         )
+
+        async def check() -> None:
+            with self._span("check-pages"):
+                await read_checked(source.part, pages, counter)
+
         with _pipe() as (verdict, writer):
-            checking = asyncio.ensure_future(read_checked(source.part, pages, counter))
+            checking = asyncio.ensure_future(check())
             asked = asyncio.ensure_future(self._ask(request, (verdict,)))
             try:
                 await asyncio.wait((asked, checking), return_when=asyncio.FIRST_COMPLETED)
@@ -293,7 +312,10 @@ class Criu:
     ) -> Done:
         """Send a request and return its answer. The helper ends the work when this is cancelled."""
         loop = asyncio.get_running_loop()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller,
+            contextlib.ExitStack() as under_way,
+        ):
             caller.setblocking(False)  # noqa: FBT003 - its only form
             try:
                 async with asyncio.timeout(CONNECTED_S):
@@ -312,7 +334,10 @@ class Criu:
                     raise error_of(reply.failure)
                 if isinstance(reply, Done):
                     return reply
-                if report is not None:
+                if isinstance(reply, Begun):
+                    under_way.close()
+                    under_way.enter_context(self._span(reply.step))
+                elif report is not None:
                     await report(reply.done)
 
 

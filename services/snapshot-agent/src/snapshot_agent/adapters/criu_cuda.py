@@ -7,11 +7,12 @@ brings them to the devices of their new container.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from snapshot_agent.adapters import settling
-from snapshot_agent.adapters.criu import Criu, PlainCriu
+from snapshot_agent.adapters.criu import Criu, PlainCriu, Span
 from snapshot_agent.adapters.scratch import Scratch
 from snapshot_agent.ports import DriverState, PodDevices, Worker
 from snapshot_shared.errors import SnapbackError
@@ -58,9 +59,10 @@ class CriuCuda(_WithCuda):
         monotonic: Callable[[], float],
         pod_devices: PodDevices,
         scratch: Scratch | None = None,
+        span: Span = contextlib.nullcontext,
     ) -> None:
         """Ask the helper at the socket `helper`, and `pod_devices` for the GPUs of containers."""
-        super().__init__(helper, monotonic, scratch)
+        super().__init__(helper, monotonic, scratch, span)
         self._pod_devices = pod_devices
 
     async def gpus(self, worker: Worker) -> list[str] | None:

@@ -113,6 +113,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     total: int = 0
 
 
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+    """A step of `CRIU_STEPS` begins, and the one before it is over."""
+
+    step: ShortText
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The work is done. `bytes` is the estimate of an inspection.
 
@@ -139,4 +145,4 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     failure: Failure
 
 
-Reply = Progress | Done | Failed
+Reply = Progress | Begun | Done | Failed

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import socket
 
-from snapshot_agent.domain.helping import MAX_MESSAGE_BYTES, Progress, Reply, Request
+from snapshot_agent.domain.helping import MAX_MESSAGE_BYTES, Begun, Progress, Reply, Request
 from snapshot_shared.codec import decode_json, encode_json
 
 MAX_DESCRIPTORS = 4
@@ -44,6 +44,10 @@ class Caller:
         """Send a reply; an agent that is gone is no error."""
         with contextlib.suppress(OSError):
             self._sock.send(encode_json(reply))
+
+    def begin(self, step: str) -> None:
+        """Say that a step of `CRIU_STEPS` begins."""
+        self.send(Begun(step=step))
 
     def progress(self, done: int, total: int) -> None:
         """Report progress."""

@@ -176,6 +176,8 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
     cuda = found.cuda if found.cuda and found.cuda.pids else None
     locks, undo_s = (cuda.pids, cuda.undo_s) if cuda else ((), 0.0)
     record = node.records.dumping(request.pid, request.start, network, locks, undo_s)
+    if cuda:
+        caller.begin("checkpoint-devices")
     with record as criu_works, cuda_worker.held(cuda, watch) if cuda else nullcontext():
         if cuda:
             # Its memory has grown, and its devices are closed.
@@ -258,12 +260,15 @@ def _dump(
             ],
             locks=not request.plain,
         )
+        caller.begin("write-images")
         with _Criu([str(node.criu), *dump_arguments(plan)], part, work, script) as criu:
             criu.until_written(watch, look)
             _require_closed(part, request.control)
             sockets = socket_names.renamed(request.pid, seen)
+            caller.begin("pack-files")
             for tree in trees:
                 in_child(partial(_pack, tree, part), watch)
+            caller.begin("thaw-process")
             criu.until_ended(watch, look)
         frozen_s = _frozen_s(work / "stats-dump")
     archives = [tree.archive for tree in trees]

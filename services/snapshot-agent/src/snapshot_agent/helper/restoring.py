@@ -71,18 +71,21 @@ def restore(request: RestoreRequest, verdict: int, node: Node, caller: Caller) -
         _opened_init(request) as init,
         work_folder() as work,
     ):
+        caller.begin("read-images")
         source = criu_gates.read_source(read_bounded(part, SOURCE, MAX_SOURCE_BYTES))
         target = observe.tree(request.pid, request.start, cgroups=node.cgroups)
         criu_gates.check_restore(source, target, observe.node(node.criu))
         devices = _devices(request, source)
         spared = criu_gates.spared_mounts(source, target)
         changed = _changed_images(part, request, source, target, spared, work)
+        caller.begin("unpack-files")
         in_child(partial(_unpack, request, source, target, part), watch)
         images = Path(node.disk(request), *request.folder)
-        doing = _Restore(request, source, spared, images, work, changed, verdict)
+        doing = _Restore(request, source, spared, images, work, changed, verdict, caller)
         volumes = [row.path for row in source.archives if not row.is_upper]
         with node.records.restoring(request.pid, request.start, volumes) as undone:
             try:
+                caller.begin("restore-memory")
                 in_child(partial(doing.run, node), watch)
             except CriuFailed:
                 undone()
@@ -90,6 +93,7 @@ def restore(request: RestoreRequest, verdict: int, node: Node, caller: Caller) -
             inside = int((work / "pid").read_text())
             found = _restored(request, inside)
             if source.cuda is not None and source.cuda.processes:
+                caller.begin("restore-devices")
                 try:
                     cuda_worker.bring_back(found, source.cuda.processes, devices, watch)
                 except BaseException:
@@ -236,6 +240,7 @@ class _Restore:
         work: Path,
         changed: Sequence[str],
         verdict: int,
+        caller: Caller,
     ) -> None:
         self._request = request
         self._source = source
@@ -244,6 +249,7 @@ class _Restore:
         self._work = work
         self._changed = changed
         self._verdict = verdict
+        self._caller = caller
 
     def run(self, node: Node) -> None:
         """Run CRIU, in a child of the helper that nothing else is done in."""
@@ -301,7 +307,9 @@ class _Restore:
             if script.asks in ready:
                 with opened(open_root(self._root)) as root:
                     socket_names.rename(root, self._source.sockets)
+                self._caller.begin("await-pages")
                 ready, _, _ = select.select([self._verdict, pidfd], [], [])
+                self._caller.begin("thaw-restored")
                 is_whole = self._verdict in ready and os.read(self._verdict, 1) == WHOLE
                 script.answer(go_on=is_whole)
 
