@@ -50,7 +50,7 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process test-engines clean moved test-torch test-gds accept wheels test-wheels bench-engines
+.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process test-engines clean moved test-torch test-gds accept wheels test-wheels bench-engines accept-bundle
 
 ##@ Try it
 ##@ Set up
@@ -229,6 +229,22 @@ conformance: $(STAMP) ## Whether a device keeps the rules (DEVICE=simulated|cuda
 accept: ## First acceptance on a GPU (GIB=8, OUT=accept.json, ONLY="step,step")
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/accept.py \
 		--gib $(or $(GIB),8) --out $(or $(OUT),accept.json) $(if $(ONLY),--only $(ONLY))
+
+# pip chooses packages for its own Python and wheels for the other one. Machines with a GPU have numpy,
+# a quarter of the bytes, and `nkeys` has no wheel.
+accept-bundle: $(STAMP) .tools/criu/criu init ## What the acceptance needs on a machine without network, in .accept (VERSION=3.12)
+	@rm -rf .accept && mkdir -p .accept/tools
+	@$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --require-hashes \
+		-r requirements.lock -r tests/support/kvikio.lock --dest .accept/wheels \
+		--implementation cp --python-version $(or $(VERSION),3.12) \
+		$(foreach glibc,28 27 24 17,--platform manylinux_2_$(glibc)_x86_64) --platform manylinux2014_x86_64
+	@for sdist in .accept/wheels/*.tar.gz; do \
+		$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir .accept/wheels \
+			$$sdist && rm $$sdist || exit 1; \
+	done
+	@rm .accept/wheels/numpy-*
+	@cp -r .tools/criu .tools/snapback-init .accept/tools && cp tests/gpu/carried .accept/run
+	@echo "Carry this tree with .accept to the machine, and run there: .accept/run --gib 8 --out accept.json --folder /the/disk"
 
 resume-saves: $(STAMP) ## Kill saves at 20 points and go on with each (COUNT=20, SIZE_MIB=256)
 	RESUMED_SAVES=$(or $(COUNT),20) RESUMED_SAVES_MIB=$(or $(SIZE_MIB),256) \
