@@ -9,43 +9,39 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.restore import RestoreView, reconcile, restore_for
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
-from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
-from snapshot_shared.objects.meta import ObjectMeta
-from snapshot_shared.objects.snapback import SnapshotRestore
+from snapshot_shared.objects.kubernetes import Container, Pod
+from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import Driver
 from snapshot_shared.transitions import Restore
+from tests.support import builders
+from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import restore_document
-from tests.support.operator_world import World
+from tests.support.operator_world import World, written
+from tests.unit.tables import each
+
+
+def marks(**annotations: str) -> dict[str, str]:
+    return {f"nvidia.com/{name.replace('_', '-')}": text for name, text in annotations.items()}
 
 
 def pod(*cold: str, **annotations: str) -> Pod:
-    marks = {f"nvidia.com/{name.replace('_', '-')}": text for name, text in annotations.items()}
-    return Pod(
-        metadata=ObjectMeta(
-            name="p",
-            namespace="team",
-            uid="u",
-            annotations={"nvidia.com/restore-from": "a"} | marks,
-        ),
-        spec=PodSpec(containers=[Container(name="main"), Container(name="engine")]),
-        status=PodStatus(phase="Running", node_name="node-1", cold_containers=list(cold)),
-    )
+    found = builders.pod(phase="Running", node_name="node-1", cold_containers=list(cold))
+    found = with_spec(found, containers=[Container(name="main"), Container(name="engine")])
+    return with_meta(found, annotations=marks(restore_from="a", **annotations))
 
 
-def ended(found: Pod) -> Any:
+def ended(found: Pod, content: SnapshotContent | None = None) -> Any:
     """Return the failure with which a decision ends the restore of a pod, if it does."""
-    (write,) = reconcile(RestoreView(restore_for(found), found, missing="none yet"), 0.0).writes
-    status = write.new.status  # type: ignore[union-attr]
+    view = RestoreView(restore_for(found), found, content, missing="none yet")
+    status = written(reconcile(view, 0.0)).status
     assert (status.state is Restore.FAILED) == (status.failure is not None)
     return status.failure
 
 
 def test_nothing_is_restored_into_a_worker_that_was_started_cold() -> None:
     failure = ended(pod("main", "engine"))
-    assert (failure.reason, "SNAPSHOT_RESTORE_STANDBY=1" in failure.message) == (
-        "NotInStandby",
-        True,
-    )
+    assert failure.reason == "NotInStandby"
+    assert "SNAPSHOT_RESTORE_STANDBY=1" in failure.message
     assert "create it again" in failure.next_step
 
 
@@ -57,32 +53,23 @@ def test_another_container_of_the_pod_may_have_started_cold() -> None:
 
 def test_a_container_that_the_pod_does_not_have_is_none_in_standby() -> None:
     failure = ended(pod(restore_container="proxy"))
-    assert (failure.reason, failure.message) == (
-        "NotInStandby",
-        "the container proxy is none of the pod",
-    )
+    assert failure.reason == "NotInStandby"
+    assert failure.message == "the container proxy is none of the pod"
 
 
+@each("driver", get_args(Driver))
 async def test_a_process_is_brought_into_no_container_that_runs_a_worker_of_its_own(
-    world: World,
+    world: World, driver: Driver
 ) -> None:
-    found = pod()
-    workers = replace(found, status=replace(found.status, worker_containers=["main"]))
-    for driver in get_args(Driver):
-        content = await world.content()
-        committed = replace(content.status.committed, driver=driver)
-        content = replace(content, status=replace(content.status, committed=committed))
-        plans = [
-            reconcile(RestoreView(restore_for(each), each, content), 0.0)
-            for each in (found, workers)
-        ]
-        needs = driver in ("criu", "criu+cuda")
-        states: list[Any] = [plan.writes[0].new.status for plan in plans]  # type: ignore[union-attr]
-        assert [status.state is Restore.FAILED for status in states] == [False, needs]
-        if needs:
-            failure = states[1].failure
-            assert failure.reason == "NotInStandby"
-            assert f"nvidia.com/restore-driver: {driver}" in failure.next_step
+    content = await world.content()
+    committed = replace(content.status.committed, driver=driver)
+    content = with_status(content, committed=committed)
+    assert ended(pod(), content) is None
+    failure = ended(with_status(pod(), worker_containers=["main"]), content)
+    assert (failure is not None) == (driver in ("criu", "criu+cuda"))
+    if failure is not None:
+        assert failure.reason == "NotInStandby"
+        assert f"nvidia.com/restore-driver: {driver}" in failure.next_step
 
 
 def test_an_annotation_without_a_value_leaves_open_what_it_is_about() -> None:
@@ -92,8 +79,7 @@ def test_an_annotation_without_a_value_leaves_open_what_it_is_about() -> None:
 
 async def restored(world: World, **pins: str) -> SnapshotRestore:
     document = restore_document()
-    marks = {f"nvidia.com/{name.replace('_', '-')}": text for name, text in pins.items()}
-    document["metadata"]["annotations"] |= marks
+    document["metadata"]["annotations"] |= marks(**pins)
     await world.perform(document)
     return await world.restore("restored")
 
