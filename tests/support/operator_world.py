@@ -38,6 +38,7 @@ from snapshot_shared.objects.meta import Condition, OrderStatus, condition
 from snapshot_shared.orders import TERMINAL, PartResult, Presence, Report
 from snapshot_shared.telemetry import Telemetry
 from tests.support import builders
+from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, presence
 
 DIGEST = "sha256:" + "0" * 64
@@ -99,8 +100,9 @@ class World:
         orders: MemoryOrders | None = None,
         namespaces: Selection = ALL,
         metrics: Metrics = OFF,
+        now: float = 1_000_000.0,
     ) -> None:
-        self.now = 1_000_000.0
+        self.now = now
         self.store = store or SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
         self.cluster = Cluster(self.store, INDEXES)
         self.orders = orders or MemoryOrders()
@@ -147,8 +149,14 @@ class World:
     def clock(self) -> float:
         return self.now
 
+    def another(self, *hidden: str) -> World:
+        """Return an operator that starts now on this store, and hears nothing of these kinds."""
+        other = World(store=BlindStore(self.store, hidden), orders=self.orders, now=self.now)
+        other.answered = self.answered
+        return other
+
     async def apply(self, *documents: dict[str, Any]) -> None:
-        await self._sync()
+        await self.sync()
         raw = [msgspec.Raw(msgspec.json.encode(document)) for document in documents]
         reply = await self.api.apply(ApplyRequest(documents=raw))
         assert reply.failure is None
@@ -160,18 +168,19 @@ class World:
 
     async def see(self, *, absent_s: float) -> None:
         """Fold presence; nodes that are not there were last seen `absent_s` ago."""
-        await self._sync()
+        await self.sync()
         last = {node.metadata.name: 1000.0 - absent_s for node in self.cluster.all("Node")}
         await fold_presence(self.cluster, self.present, last, now=self.now, monotonic=1000.0)
         await self.settle()
 
-    async def _sync(self) -> None:
+    async def sync(self) -> None:
+        """Read all kinds from the store, once."""
         if not self.is_synced:
             self.is_synced = True
             await self.cluster.sync()
 
     async def settle(self) -> None:
-        await self._sync()
+        await self.sync()
         await self.manager.drain()
 
     async def advance(self, seconds: float) -> None:

@@ -21,7 +21,6 @@ from snapshot_shared.objects.snapback import (
     GpuMemoryServiceSpec,
     SnapshotContent,
 )
-from tests.support.blind_store import BlindStore
 from tests.support.builders import with_meta, with_spec
 from tests.support.objects import (
     checkpoint_document,
@@ -286,22 +285,23 @@ async def test_a_shared_artifact_counts_once_and_stays_while_a_sharer_is_asked_f
 # What memory shows may be late, and two may begin side by side.
 
 
-async def blind_to_each_other(world: World) -> tuple[World, BlindStore]:
+async def blind_to_the_first(world: World) -> World:
     """Return a second operator whose checkpoint has begun beside one that it does not see."""
     await apply(world, "first")
-    blind = BlindStore(world.store, {"DynamoCheckpoint"})
-    second = World(store=blind)
-    second.now = world.now
-    second.orders.history += world.orders.history
+    second = world.another("DynamoCheckpoint")
     await apply(second, "second")
     assert jobs(second) == ["first", "second"]
-    return second, blind
+    return second
+
+
+async def see_all(world: World) -> None:
+    await world.store.show()
+    await world.settle()
 
 
 async def test_two_that_began_unseen_by_each_other_end_with_one_artifact(world: World) -> None:
-    second, blind = await blind_to_each_other(world)
-    await blind.show()
-    await second.settle()
+    second = await blind_to_the_first(world)
+    await see_all(second)
     assert await standing(second, "second") == ("Creating", "SharesIdentity")
     await second.answer_all()
     assert jobs(second) == ["first"]
@@ -312,9 +312,8 @@ async def test_two_that_began_unseen_by_each_other_end_with_one_artifact(world: 
 async def test_one_that_gave_up_captures_after_its_worker_has_ended_when_the_owner_goes(
     world: World,
 ) -> None:
-    second, blind = await blind_to_each_other(world)
-    await blind.show()
-    await second.settle()
+    second = await blind_to_the_first(world)
+    await see_all(second)
     await second.delete("DynamoCheckpoint", "first")
     assert await standing(second, "second") == ("Creating", "WorkerEnding")
     await second.answer_all()
@@ -342,11 +341,10 @@ async def test_one_that_has_begun_gives_up_its_name_for_a_worker_and_the_worker_
 
 
 async def test_one_whose_capture_is_under_way_goes_on_beside_the_owner(world: World) -> None:
-    second, blind = await blind_to_each_other(world)
+    second = await blind_to_the_first(world)
     await second.answer_well(second.open("run")[1])
     assert (await status(second, "second")).snapshot_name == "second"
-    await blind.show()
-    await second.settle()
+    await see_all(second)
     await second.answer_all()
     found = [await status(second, name) for name in ("first", "second")]
     assert [(item.phase, item.shares) for item in found] == [("Ready", "")] * 2
@@ -356,8 +354,7 @@ async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet
     world: World,
 ) -> None:
     await captured(world, "first")
-    late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
-    late.now = world.now
+    late = world.another("Snapshot", "SnapshotContent")
     await apply(late, "second")
     await late.advance(1.0)
     assert jobs(late) == ["first"]
@@ -366,8 +363,7 @@ async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet
 
 async def test_ready_is_not_taken_back_for_an_artifact_that_is_not_seen_yet(world: World) -> None:
     await captured(world, "first", "second", "third")
-    late = World(store=BlindStore(world.store, {"Snapshot", "SnapshotContent"}))
-    late.now = world.now
+    late = world.another("Snapshot", "SnapshotContent")
     seen: list[str] = []
 
     def watch(_old: AnyObject | None, new: AnyObject | None) -> None:
@@ -385,12 +381,9 @@ async def test_a_conflict_with_an_owner_that_has_failed_unseen_refuses_nothing(
     world: World,
 ) -> None:
     await apply(world, "first")
-    blind = BlindStore(world.store, ())
-    late = World(store=blind)
-    late.now = world.now
-    await late.cluster.sync()
-    late.is_synced = True
-    blind.hidden.add("DynamoCheckpoint")
+    late = world.another()
+    await late.sync()
+    late.store.hidden.add("DynamoCheckpoint")
     await world.delete("DynamoCheckpoint", "first")
     await late.apply(document("second", podTemplateSpec=pod_template(args=["--seed", "1"])))
     assert (await status(late, "second")).phase != "Failed"

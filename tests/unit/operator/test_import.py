@@ -24,7 +24,6 @@ from snapshot_shared.objects.snapback import (
 )
 from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore
-from tests.support.blind_store import BlindStore
 from tests.support.objects import checkpoint_document, restore_document, snapshot_document
 from tests.support.operator_world import DIGEST, World, payload, row_of, world_of
 
@@ -278,10 +277,7 @@ async def test_an_import_does_not_begin_on_what_memory_has_not_seen_yet() -> Non
     first = await world_of(1)
     await first.capture("first")
     made = await first.content()
-    late = World(store=BlindStore(first.store, set(KINDS) - {"Node"}), orders=first.orders)
-    late.now = first.now
-    await late.cluster.sync()
-    late.is_synced = True
+    late = first.another(*KINDS.keys() - {"Node"})
     await late.apply(naming(made))
     await late.advance(10.0)
     assert (await ready(late))[1] == "ArtifactInUse"

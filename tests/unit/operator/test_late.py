@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from snapshot_operator.core import fold
 from snapshot_operator.core.restore import restore_for
 from snapshot_operator.local import garbage
-from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.cluster import key_of
 from snapshot_operator.runtime.manager import Input
 from snapshot_shared.api import PodsRequest, TemplateRequest
@@ -22,7 +21,6 @@ from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
 from snapshot_shared.orders import Report
 from snapshot_shared.views import orders_of
 from tests.support import builders
-from tests.support.blind_store import BlindStore
 from tests.support.objects import (
     checkpoint_document,
     pod_document,
@@ -34,21 +32,19 @@ from tests.support.operator_world import World, world_of
 from tests.unit.tables import each
 
 
-async def two_operators(nodes: int = 1) -> tuple[World, World, BlindStore]:
-    """Return an operator that works, and one that was just as far and hears of nothing since."""
+async def two_operators(nodes: int = 1) -> tuple[World, World]:
+    """Return an operator that works, and one that has seen as much so far."""
     first = await world_of(nodes, answered=())
-    blind = BlindStore(first.store, ())
-    second = World(store=blind, orders=first.orders)
-    await second.cluster.sync()
-    second.is_synced = True
-    return first, second, blind
+    second = first.another()
+    await second.sync()
+    return first, second
 
 
 async def test_a_report_for_an_order_that_is_not_seen_yet_waits_for_it() -> None:
-    first, second, blind = await two_operators()
+    first, second = await two_operators()
     await first.answer("run")
-    (content,) = first.cluster.page("SnapshotContent")
-    blind.hidden.add("SnapshotContent")
+    content = await first.content()
+    second.store.hidden.add("SnapshotContent")
     await second.cluster.find(content.metadata.uid)
     await first.answer("prepare")
     (dump,) = first.open("dump")
@@ -62,8 +58,8 @@ async def test_a_report_for_an_order_that_is_not_seen_yet_waits_for_it() -> None
 
 
 async def test_the_sweep_leaves_an_order_alone_whose_owner_is_not_seen_yet() -> None:
-    first, second, blind = await two_operators()
-    blind.hidden.update({"SnapshotContent", "Snapshot", "DynamoCheckpoint", "Pod"})
+    first, second = await two_operators()
+    second.store.hidden.update({"SnapshotContent", "Snapshot", "DynamoCheckpoint", "Pod"})
     await first.answer("run")
     (prepare,) = first.open("prepare")
     await second.sweep.once()
@@ -72,16 +68,16 @@ async def test_the_sweep_leaves_an_order_alone_whose_owner_is_not_seen_yet() -> 
 
 async def test_a_pod_that_is_not_seen_yet_is_not_given_up() -> None:
     first = await world_of(1, answered=())
-    second = World(store=BlindStore(first.store, {"Pod"}))
-    await second.cluster.sync()
+    second = first.another("Pod")
+    await second.sync()
     (pod,) = first.cluster.page("Pod")
     request = PodsRequest(node="node-1", pods=[pod.metadata.uid])
     assert (await second.nodes.pods(request)).unknown == []
 
 
 async def test_the_template_of_a_pod_whose_placement_is_not_seen_yet_is_given() -> None:
-    first, second, blind = await two_operators(nodes=0)
-    blind.hidden.add("Pod")
+    first, second = await two_operators(nodes=0)
+    second.store.hidden.add("Pod")
     await first.join(presence("node-1"))
     (pod,) = first.cluster.page("Pod")
     meta = pod.metadata
@@ -108,8 +104,8 @@ async def test_a_pod_that_the_store_does_not_know_or_has_given_up_is_named_to_it
 async def test_a_pod_that_is_placed_nowhere_or_elsewhere_is_named_to_the_node_that_runs_it() -> (
     None
 ):
-    first, second, blind = await two_operators(nodes=0)
-    blind.hidden.add("Pod")
+    first, second = await two_operators(nodes=0)
+    second.store.hidden.add("Pod")
     (pod,) = first.cluster.page("Pod")
     uid = pod.metadata.uid
 
@@ -122,20 +118,11 @@ async def test_a_pod_that_is_placed_nowhere_or_elsewhere_is_named_to_the_node_th
     assert await unknown("node-2") == [uid]
 
 
-async def restarted(world: World) -> World:
-    """Return another operator on the same store, which has just started."""
-    other = World(store=BlindStore(world.store, ()), orders=world.orders)
-    other.answered = world.answered
-    other.now = world.now
-    other.manager._started_at = world.now
-    return other
-
-
 async def test_an_operator_that_was_away_hears_answers_before_it_calls_them_late() -> None:
     first = await world_of(1, answered=("run",))
     (prepare,) = first.open("prepare")
     first.now += 3000.0
-    second = await restarted(first)
+    second = first.another()
     await second.advance(10.0)
     assert second.open("prepare") == [prepare]
     assert not second.open("abort")
@@ -146,7 +133,7 @@ async def test_an_operator_that_was_away_hears_answers_before_it_calls_them_late
 async def test_what_is_not_answered_after_a_restart_is_late_in_the_end() -> None:
     first = await world_of(1, answered=("run",))
     first.now += 3000.0
-    second = await restarted(first)
+    second = first.another()
     await second.advance(16.0)
     assert second.open("abort")
 
@@ -157,9 +144,8 @@ async def test_a_clock_that_was_set_back_gives_no_order_more_than_its_whole_time
     await first.answer("run")
     (prepare,) = first.open("prepare")
     whole_s = (prepare.deadline - prepare.ordered_at).total_seconds()
-    second = await restarted(first)
-    second.now -= 7200.0
-    second.manager._started_at = second.now
+    first.now -= 7200.0
+    second = first.another()
     await second.advance(whole_s + 1.0)
     assert second.open("abort")
 
@@ -218,9 +204,8 @@ async def test_an_operator_that_does_not_see_a_kind_yet_ends_nothing(
     first = await world_of(2)
     await stage(first)
     before = {value.metadata.uid: shown(value) for value in await first.everything()}
-    blind = BlindStore(first.store, {hidden})
-    second = World(store=blind)
-    second.now = first.now + 1
+    first.now += 1.0
+    second = first.another(hidden)
     await second.advance(1.0)
     await second.advance(5.0)
     stored = [value for kind in KINDS for value in await first.store.list(kind)]
@@ -265,8 +250,8 @@ async def test_a_pod_a_snapshot_of_it_and_a_restore_may_be_applied_together_in_a
 @pytest.mark.parametrize("kind", ["Job", "Snapshot"])
 async def test_a_name_is_not_taken_by_what_is_gone_from_the_store(kind: str) -> None:
     """That it was deleted is seen late, and a conflict would be the end of the checkpoint."""
-    store = BlindStore(World().store, hidden=())
-    world = World(store=store)
+    world = World().another()
+    store = world.store
     await world.join(presence("node-1"), presence("node-2"))
     await world.capture("first")
     child: Any = await world.get(kind, "first")
@@ -301,12 +286,10 @@ async def test_a_restore_made_by_an_operator_that_missed_the_end_of_its_pod_is_d
 
 
 async def test_an_object_is_kept_whose_owner_is_only_not_seen_yet() -> None:
-    store = SqliteStore(None, timestamp=lambda: "2026-01-01T00:00:00Z").open()
-    before = World(store=store)
-    await before.join(presence("node-1"))
+    before = await world_of(1)
     await before.apply(restore_document(source="to-come"), checkpoint_document())
-    late = World(store=BlindStore(store, ["Pod", "DynamoCheckpoint"]))
-    await late.cluster.sync()
+    late = before.another("Pod", "DynamoCheckpoint")
+    await late.sync()
     owned = [value for value in await late.everything() if value.metadata.owner_references]
     assert {type(value).__name__ for value in owned} == {"SnapshotRestore", "Job"}
 
