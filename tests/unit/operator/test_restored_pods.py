@@ -12,31 +12,24 @@ from snapshot_operator.core.plan import NOTHING, Create
 from snapshot_operator.core.restore import RESTORED, RestoreView, restore_for
 from snapshot_operator.kube.controllers import PodView, reconcile
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Container, ContainerStatus, Pod, PodSpec, PodStatus
-from snapshot_shared.objects.meta import Condition, ObjectMeta
+from snapshot_shared.objects.kubernetes import Container, ContainerStatus, Pod
+from snapshot_shared.objects.meta import Condition
 from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.transitions import Restore
 from tests.support import builders
-from tests.support.builders import with_meta, with_status
+from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.operator_world import DIGEST, payload, written
 from tests.unit.tables import each
 
-POD_UID = "00000000-0000-0000-0000-00000000000a"
 UID = "0f0e0d0c-0000-0000-0000-000000000000"
 DAMAGED = Failure(reason="ArtifactCorrupt", message="a chunk differs")
 NODES = frozenset({"node-1"})
 
 
-def pod(*conditions: Condition, phase: Any = "Running", **annotations: str) -> Pod:
-    wanted = annotations or {"nvidia.com/restore-from": "llm"}
-    return Pod(
-        metadata=ObjectMeta(
-            name="p", namespace="team", uid=POD_UID, annotations=wanted, generation=3
-        ),
-        spec=PodSpec(containers=[Container(name="main")]),
-        status=PodStatus(phase=phase, node_name="node-1", conditions=list(conditions)),
-    )
+def pod(*conditions: Condition, phase: str = "Running") -> Pod:
+    rows = list(conditions)
+    return builders.pod(source="llm", phase=phase, node_name="node-1", conditions=rows)
 
 
 def restore(state: Restore, failure: Failure | None = None, **status: Any) -> SnapshotRestore:
@@ -45,33 +38,33 @@ def restore(state: Restore, failure: Failure | None = None, **status: Any) -> Sn
 
 
 def restored(status: Any, reason: str) -> Condition:
-    return Condition(type=RESTORED, status=status, reason=reason)
+    return builders.row(RESTORED, status, reason)
 
 
-def test_a_pod_that_asks_for_a_restore_gets_one() -> None:
-    (write,) = reconcile(PodView(pod()), 0.0).writes
+def created(found: Pod) -> Create:
+    """Return the write that makes the restore of a pod."""
+    (write,) = reconcile(PodView(found), 0.0).writes
     assert isinstance(write, Create)
+    return write
 
 
 QUOTA = Failure(reason="Refused", message="exceeded quota: restores")
 
 
 def test_a_restore_that_is_not_taken_now_is_said_at_the_pod_and_made_later() -> None:
-    (write,) = reconcile(PodView(pod()), 0.0).writes
-    assert isinstance(write, Create)
-    assert write.waits is not None
-    found = written(write.waits(QUOTA))
+    waits = created(pod()).waits
+    assert waits is not None
+    found = written(waits(QUOTA))
     (row,) = found.status.conditions
     assert (row.type, row.status, row.reason) == (RESTORED, "False", "Refused")
     assert row.message == QUOTA.message
-    (again,) = reconcile(PodView(found), 60.0).writes
-    assert isinstance(again, Create)
+    assert created(found)
 
 
 @each(
     "found",
     [
-        pod(other="x"),
+        with_meta(pod(), annotations={"other": "x"}),
         pod(phase="Succeeded"),
         pod(phase="Failed"),
         pod(restored("True", "RestoreSucceeded")),
@@ -99,11 +92,10 @@ def test_the_end_of_a_restore_is_said_at_the_pod_once(
 
 
 def test_a_restore_that_the_api_server_refuses_is_said_at_the_pod_with_its_message() -> None:
-    (made,) = reconcile(PodView(pod()), 0.0).writes
-    assert isinstance(made, Create)
-    assert made.refused is not None
+    refused = created(pod()).refused
+    assert refused is not None
     refusal = Failure(reason="InvalidManifest", message="spec.source: Invalid value")
-    (row,) = written(made.refused(refusal)).status.conditions
+    (row,) = written(refused(refusal)).status.conditions
     assert (row.status, row.reason, row.message) == ("False", refusal.reason, refusal.message)
 
 
@@ -120,16 +112,14 @@ def waiting(**status: Any) -> Pod:
 
 def beside(worker: int | None, helper: int | ContainerStatus | None) -> Pod:
     """A pod with a container beside its worker; both run, or have ended with these codes."""
-    rows = [container("main", worker), helper]
-    if not isinstance(helper, ContainerStatus):
-        rows[1] = container("side", helper)
-    spec = PodSpec(containers=[Container(name="main"), Container(name="side")])
-    return replace(waiting(container_statuses=rows), spec=spec)
+    side = helper if isinstance(helper, ContainerStatus) else container("side", helper)
+    found = waiting(container_statuses=[container("main", worker), side])
+    return with_spec(found, containers=[Container(name="main"), Container(name="side")])
 
 
 def committing(state: Restore = Restore.COMMITTING, **status: Any) -> SnapshotRestore:
     """A restore whose devices are loaded, and that waits for its pod alone."""
-    artifact = ArtifactRef(namespace="team", content_uid=UID, generation=1, root_digest=DIGEST)
+    artifact = ArtifactRef(namespace="default", content_uid=UID, generation=1, root_digest=DIGEST)
     fields = {"attempt": 1, "node_name": "node-1", "artifact": artifact, **status}
     return restore(state, **fields)
 
@@ -149,7 +139,7 @@ def test_a_worker_that_waits_for_a_restore_that_has_failed_is_given_up_once(
     (order,) = new.status.orders
     said = payload(order)
     assert (order.verb, order.node, order.attempt) == ("abort", "node-1", 1)
-    assert (said["pod"]["uid"], said["why"]) == (POD_UID, DAMAGED.message)
+    assert (said["pod"]["uid"], said["why"]) == (pod().metadata.uid, DAMAGED.message)
     again = replace(made, status=new.status)
     assert restores.reconcile(RestoreView(again, found, known=NODES), 1.0).writes == ()
 
