@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from snapshot_operator.core.checkpoint import _job
 from snapshot_operator.kube.restoring import (
     Images,
     placeholder_problems,
@@ -19,11 +20,9 @@ from snapshot_operator.kube.restoring import (
     startup_probe,
 )
 from snapshot_operator.kube.shaping import job_manifest, with_agent_affinity
-from snapshot_shared.objects.kubernetes import Job, JobSpec, PodSpec, PodTemplateSpec
-from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.validation import restore_problems
 from tests.support.json_patch import applied
-from tests.support.objects import checkpoint_document
+from tests.support.objects import checkpoint, checkpoint_document
 from tests.unit.tables import each
 
 FROM = "nvidia.com/restore-from"
@@ -51,17 +50,13 @@ STANDBY = [
 
 
 def pod(*containers: dict[str, Any], volumes: Any = (MODELS,), **annotations: str) -> Any:
-    named = {name.replace("_", "-"): text for name, text in annotations.items()}
+    marks = {f"nvidia.com/{key.replace('_', '-')}": text for key, text in annotations.items()}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "generateName": "llm-",
-            "annotations": {
-                "team": "a",
-                FROM: "llm",
-                **{f"nvidia.com/{key}": text for key, text in named.items()},
-            },
+            "annotations": {"team": "a", FROM: "llm", **marks},
         },
         "spec": {
             "nodeSelector": {"gpu": "yes"},
@@ -145,24 +140,23 @@ def test_settings_of_the_user_that_contradict_a_restore_are_replaced_in_their_pl
     assert mount["name"] == "snapshot-control"
 
 
+STARTUP = {"exec": {"command": ["a"]}, "timeoutSeconds": 3}
+LIVENESS = {"httpGet": {"port": 1}}
+READINESS = {"grpc": {"port": 2}}
+
+
 @each(
     ("probes", "kept"),
     [
+        ({"startupProbe": STARTUP, "livenessProbe": LIVENESS}, STARTUP),
         (
             {
-                "startupProbe": {"exec": {"command": ["a"]}, "timeoutSeconds": 3},
-                "livenessProbe": {"httpGet": {"port": 1}},
-            },
-            {"exec": {"command": ["a"]}, "timeoutSeconds": 3},
-        ),
-        (
-            {
-                "livenessProbe": {"httpGet": {"port": 1}, "initialDelaySeconds": 60},
+                "livenessProbe": {**LIVENESS, "initialDelaySeconds": 60},
                 "readinessProbe": {"httpGet": {"port": 2}},
             },
-            {"httpGet": {"port": 1}},
+            LIVENESS,
         ),
-        ({"readinessProbe": {"grpc": {"port": 2}, "successThreshold": 3}}, {"grpc": {"port": 2}}),
+        ({"readinessProbe": {**READINESS, "successThreshold": 3}}, READINESS),
         ({}, {"exec": {"command": ["cat", "/snapshot-control/restored"]}}),
     ],
 )
@@ -173,9 +167,7 @@ def test_the_startup_probe_is_the_first_probe_of_the_container_asked_every_secon
 
 
 def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> None:
-    control = (
-        Path(__file__).parents[3].joinpath("services/gms-client/src/snapback_client/control.py")
-    )
+    control = Path(__file__).parents[3] / "services/gms-client/src/snapback_client/control.py"
     assert 'RESTORED = "restored"' in control.read_text()
 
 
@@ -202,13 +194,15 @@ def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> 
             "spec.volumes[0]",
             "snapback-init is the name of the volume of the first process; rename this volume",
         ),
-        *(
-            (
-                pod(**{f"{verb}_driver": "podman"}),
-                f"metadata.annotations[nvidia.com/{verb}-driver]",
-                "'podman' is not one of cooperative, respawn, criu, criu+cuda",
-            )
-            for verb in ("restore", "capture")
+        (
+            pod(restore_driver="podman"),
+            "metadata.annotations[nvidia.com/restore-driver]",
+            "'podman' is not one of cooperative, respawn, criu, criu+cuda",
+        ),
+        (
+            pod(capture_driver="podman"),
+            "metadata.annotations[nvidia.com/capture-driver]",
+            "'podman' is not one of cooperative, respawn, criu, criu+cuda",
         ),
     ],
 )
@@ -320,28 +314,25 @@ def test_a_placeholder_is_changed_no_further_also_where_its_source_has_gone(shar
     assert standby_patch(once, IMAGES, "criu", shared) == []
 
 
-def test_a_placeholder_has_the_mounts_of_the_worker_of_its_checkpoint_and_one_more() -> None:
+@each("shared", [{}, {"size": "1Gi"}, {"disabled": True}])
+def test_a_placeholder_has_the_mounts_of_the_worker_of_its_checkpoint_and_one_more(
+    shared: Any,
+) -> None:
     document = checkpoint_document(driver="criu")
     spec = document["spec"]["job"]["podTemplateSpec"]["spec"]
     spec["containers"][0]["resources"] = {"claims": [{"name": "snapback-devices"}]}
-    job = Job(
-        metadata=ObjectMeta(name="a", namespace="team"),
-        spec=JobSpec(template=PodTemplateSpec(spec=PodSpec(containers=[]))),
-    )
-    for shared in ({}, {"size": "1Gi"}, {"disabled": True}):
-        document["spec"]["job"]["sharedMemory"] = shared
-        document["spec"]["gpuMemoryService"] = {"enabled": True}
-        source = job_manifest(job, document)["spec"]["template"]["spec"]
-        restored = pod(spec["containers"][0])
-        found = patched(restored, "criu", shared)["spec"]
+    document["spec"]["job"]["sharedMemory"] = shared
+    document["spec"]["gpuMemoryService"] = {"enabled": True}
+    source = job_manifest(_job(checkpoint()), document)["spec"]["template"]["spec"]
+    found = patched(pod(spec["containers"][0]), "criu", shared)["spec"]
 
-        def mounted(spec: Any) -> dict[str, Any]:
-            volumes = {each["name"]: each for each in spec["volumes"]}
-            mounts = spec["containers"][0]["volumeMounts"]
-            return {row["mountPath"]: volumes[row["name"]] for row in mounts}
+    def mounted(spec: Any) -> dict[str, Any]:
+        volumes = {each["name"]: each for each in spec["volumes"]}
+        mounts = spec["containers"][0]["volumeMounts"]
+        return {row["mountPath"]: volumes[row["name"]] for row in mounts}
 
-        own = {"/snapback": {"name": "snapback-init", "emptyDir": {}}}
-        assert mounted(found) == mounted(source) | own
+    own = {"/snapback": {"name": "snapback-init", "emptyDir": {}}}
+    assert mounted(found) == mounted(source) | own
 
 
 def test_without_a_checkpoint_the_shared_memory_of_a_placeholder_is_what_its_pod_says() -> None:
