@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.core import capture, checkpoint, content, ordering, restore, snapshot
@@ -22,7 +21,6 @@ from snapshot_shared.objects.kubernetes import (
     Node,
     NodeSpec,
     Pod,
-    PodStatus,
 )
 from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, is_true
 from snapshot_shared.objects.snapback import (
@@ -35,8 +33,7 @@ from snapshot_shared.objects.snapback import (
 from snapshot_shared.orders import SCHEMA_VERSION, AbortOrder, PartResult, order_in
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders, objects
-from tests.support.builders import NOW, STAMP, Object, with_meta, with_spec, with_status
-from tests.support.objects import restore_document
+from tests.support.builders import NOW, STAMP, UID, Object, with_meta, with_spec, with_status
 from tests.support.operator_world import DIGEST, row_of, written
 from tests.unit.tables import each
 
@@ -54,12 +51,20 @@ def dump(kind: str, **fields: Any) -> OrderStatus:
 
 
 def pod(phase: str, **status: Any) -> Pod:
-    return with_status(msgspec.convert(restore_document(), Pod), phase=phase, **status)
+    return builders.pod(source="llm", phase=phase, **status)
 
 
 def reason(state: Capture, source: Pod | None, *orders: OrderStatus) -> str:
     found = capture.end_of(ContentView(content_in(state, *orders), None, source=source), NOW)
     return found.reason if found is not None else ""
+
+
+def abort_of(value: SnapshotContent, source: Pod) -> AbortOrder:
+    """Return the order that ends a capture."""
+    (abort,) = written(capture.step(ContentView(value, None, source=source), NOW)).status.orders
+    order = order_in(abort.payload)
+    assert isinstance(order, AbortOrder)
+    return order
 
 
 def beside(code: int | None, phase: str = "Running", **labels: str) -> Pod:
@@ -106,22 +111,14 @@ def test_a_capture_ends_with_its_worker_or_a_container_beside_while_the_process_
 def test_the_neighbours_of_a_failed_container_are_ended_where_they_are_there_to_be_captured_alone(
     source_policy: Any, labels: dict[str, str], expected: str
 ) -> None:
-    value = content_in(Capture.STAGING, source_policy=source_policy)
-    view = ContentView(value, None, source=beside(3, **labels))
-    (abort,) = written(capture.step(view, NOW)).status.orders
-    order = order_in(abort.payload)
-    assert isinstance(order, AbortOrder)
+    order = abort_of(content_in(Capture.STAGING, source_policy=source_policy), beside(3, **labels))
     assert order.on_failure == expected
     assert "container side of pod" in order.why
 
 
 def test_a_worker_that_was_started_to_be_captured_goes_on_after_any_other_end() -> None:
-    value = content_in(Capture.STAGING, source_policy="Terminate", deadline_seconds=1)
-    view = ContentView(value, None, source=beside(None, **{CHECKPOINT_ID: "abc"}))
-    (abort,) = written(capture.step(view, NOW)).status.orders
-    order = order_in(abort.payload)
-    assert isinstance(order, AbortOrder)
-    assert order.on_failure == "Resume"
+    late = content_in(Capture.STAGING, source_policy="Terminate", deadline_seconds=1)
+    assert abort_of(late, beside(None, **{CHECKPOINT_ID: "abc"})).on_failure == "Resume"
 
 
 READY = with_status(
@@ -186,7 +183,6 @@ def test_a_restore_ends_with_its_pod_and_with_the_reason_of_it_where_that_says_o
 LIMIT_S = 100
 CREATED = NOW - 10.0
 END = CREATED + LIMIT_S
-UID = "00000000-0000-4000-8000-000000000001"
 ARTIFACT = ArtifactSource(content_uid=UID, generation=1, root_digest=DIGEST)
 
 
@@ -232,17 +228,20 @@ def test_what_waits_fails_at_the_instant_of_its_deadline_and_no_sooner(
 
 
 def test_a_worker_whose_containers_cannot_start_says_why_and_waits() -> None:
-    status = PodStatus(reason="PodTemplateInvalid", message="container main: no secret")
-    pod = replace(POD, status=status)
+    pod = builders.pod(reason="PodTemplateInvalid", message="container main: no secret")
     plan = checkpoint.reconcile(CheckpointView(CHECKPOINT, JOB, pod), CREATED + 1.0)
     assert not has_failed(plan)
-    (new,) = [write.new for write in plan.writes if isinstance(write, SetStatus)]
+    (new,) = statuses(plan)
     row = row_of(new)
     assert row.reason == "PodTemplateInvalid"
     assert row.message.startswith("container main: no secret. Next: ")
     assert plan.wake_at == END
 
 
+def statuses(plan: Plan) -> list[Any]:
+    """Return the objects whose status a plan writes."""
+    return [write.new for write in plan.writes if isinstance(write, SetStatus)]
+
+
 def has_failed(plan: Plan) -> bool:
-    written = [write.new for write in plan.writes if isinstance(write, SetStatus)]
-    return any(is_true(value.status.conditions, "Failed") for value in written)
+    return any(is_true(value.status.conditions, "Failed") for value in statuses(plan))
