@@ -13,22 +13,21 @@ from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import PartResult, Report
 from snapshot_shared.views import is_answered
 from tests.support import builders
+from tests.support.builders import DIGEST, UID
 from tests.unit.tables import each
 
-UID = "00000000-0000-4000-8000-000000000001"
 FAILURE = Failure(reason="NoSpace", message="full")
-PART = PartResult(part="process", bytes=1, digest="sha256:" + "0" * 64)
+PART = PartResult(part="process", bytes=1, digest=DIGEST)
 
 
 def order(verb: str = "dump", **changes: Any) -> OrderStatus:
     """An order that was given at 100 and is late from 200 on."""
-    base = builders.order(verb, UID, at=100.0, attempt=2, deadline=time_of(200.0))
-    return replace(base, **changes)
+    fields = {"at": 100.0, "attempt": 2, "deadline": time_of(200.0), **changes}
+    return builders.order(verb, UID, **fields)
 
 
 def report(kind: str, verb: str = "dump", **changes: Any) -> Report:
-    base = builders.told(order=f"{verb}-{UID}", attempt=2, kind=kind)
-    return replace(base, **changes)
+    return builders.told(order=f"{verb}-{UID}", attempt=2, kind=kind, **changes)
 
 
 def ended(kind: str, verb: str = "dump", **changes: Any) -> OrderStatus:
@@ -53,18 +52,13 @@ def test_the_highest_report_wins_and_the_first_end_stays() -> None:
     assert states("save", "leased", "accepted") == ["leased", "leased"]
     assert states("save", "accepted", "staged", "leased") == ["accepted", "staged", "staged"]
     assert states("save", "failed", "staged", "rejected") == ["failed"] * 3
-    assert states("run", "started", "ready", "exited", "ready") == [
-        "started",
-        "ready",
-        "exited",
-        "exited",
-    ]
+    kept = ["started", "ready", "exited", "exited"]
+    assert states("run", "started", "ready", "exited", "ready") == kept
 
 
 def test_a_lease_that_is_told_late_is_still_remembered() -> None:
-    (found,) = (
-        fold.fold([ended("staged", "save", part=PART)], report("leased", "save"), 160.0) or []
-    )
+    staged = ended("staged", "save", part=PART)
+    (found,) = fold.fold([staged], report("leased", "save"), 160.0) or []
     assert (found.state, found.leased) == ("staged", True)
     assert fold.fold([found], report("leased", "save"), 160.0) is None
 

@@ -18,11 +18,10 @@ from snapshot_shared.objects.kubernetes import ContainerStatus
 from snapshot_shared.objects.meta import time_of
 from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, RunOrder, StopOrder
 from tests.support import builders
-from tests.support.builders import with_meta, with_spec, with_status
+from tests.support.builders import UID, with_meta, with_spec, with_status
 from tests.support.objects import checkpoint, checkpoint_document, restore_document
 from tests.support.operator_world import DIGEST, World, payload, world_of
 
-UID = "00000000-0000-4000-8000-000000000001"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 BUDGETS_S = {
     "run": 60.0,
@@ -71,16 +70,13 @@ async def test_every_order_has_the_time_of_its_verb_and_begins_with_its_first_tr
     ],
 )
 async def test_a_capture_is_told_the_digest_of_the_image_that_its_container_runs(
-    world: World, name: str, known: str
+    name: str, known: str
 ) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer("run")
+    world = await world_of(1, answered=("run",))
     content, pod = await world.content(), world.cluster.page("Pod")[0]
-    rows = [
-        ContainerStatus(name="aside", image_id="x"),
-        ContainerStatus(name="main", image_id=name),
-    ]
-    seen: Any = with_status(pod, container_statuses=rows)
+    aside = ContainerStatus(name="aside", image_id="x")
+    main = ContainerStatus(name="main", image_id=name)
+    seen: Any = with_status(pod, container_statuses=[aside, main])
     order = ordering.prepare(content, seen, 1, TRACE, 0.0)
     assert payload(order)["image_digest"] == known
     assert payload(ordering.prepare(content, None, 1, TRACE, 0.0))["image_digest"] == ""
@@ -88,10 +84,9 @@ async def test_a_capture_is_told_the_digest_of_the_image_that_its_container_runs
 
 @pytest.mark.parametrize(("driver", "more_s"), [("criu", 0.0), ("criu+cuda", 310.0)])
 async def test_an_agent_has_time_to_give_a_worker_its_cuda_memory_before_it_goes_on(
-    world: World, driver: Driver, more_s: float
+    driver: Driver, more_s: float
 ) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer("run")
+    world = await world_of(1, answered=("run",))
     held = with_spec(await world.content(), driver=driver)
     release = ordering.release(held, TRACE, 0.0)
     abort, of_memory = ordering.abort_capture(held, "why", TRACE, 0.0, "Resume")
@@ -101,19 +96,23 @@ async def test_an_agent_has_time_to_give_a_worker_its_cuda_memory_before_it_goes
     assert (of_memory.service, payload(of_memory)["deadline_s"]) == ("gms", 60.0)
 
 
-def run_order(**changes: Any) -> RunOrder:
-    base = RunOrder(
+COMMON: dict[str, Any] = {
+    "attempt": 3,
+    "node": "node-1",
+    "owner": UID,
+    "deadline_s": 60.0,
+    "pod": PodRef(namespace="default", name="p", uid=UID, container="main"),
+}
+
+
+def run_order(traceparent: str = TRACE) -> RunOrder:
+    return RunOrder(
         order=f"run-{UID}",
-        attempt=3,
-        node="node-1",
-        owner=UID,
-        deadline_s=60.0,
-        traceparent=TRACE,
-        pod=PodRef(namespace="default", name="p", uid=UID, container="main"),
-        template_digest="sha256:" + "0" * 64,
+        traceparent=traceparent,
+        template_digest=DIGEST,
         devices=[DeviceRef(ordinal=0, uuid="GPU-a")],
+        **COMMON,
     )
-    return replace(base, **changes)
 
 
 def test_the_next_try_of_an_order_is_the_same_order_with_a_span_of_its_own() -> None:
@@ -151,48 +150,35 @@ def test_an_order_names_the_pod_in_its_namespace(namespace: str | None, named: s
 
 def test_only_what_cleans_and_is_due_is_given_again() -> None:
     run = ordering.status_of(run_order(), "agent", 100.0)
-    pod = PodRef(namespace="default", name="p", uid=UID, container="main")
-    ending = StopOrder(
-        order=f"stop-{UID}", attempt=3, node="node-1", owner=UID, deadline_s=60.0, pod=pod
-    )
-    stop = ordering.status_of(ending, "agent", 100.0)
+    stop = ordering.status_of(StopOrder(order=f"stop-{UID}", **COMMON), "agent", 100.0)
     assert ordering.renewed([run, stop], 174.0) is None
     assert ordering.renewed([run, stop], 175.0, besides="stop") is None
     kept, again = ordering.renewed([run, stop], 175.0) or []
     assert (kept, again.attempt) == (run, 4)
 
 
-async def test_a_child_gets_the_time_that_its_owner_has_left(world: World) -> None:
+@pytest.mark.parametrize(("after_s", "left_s"), [(400.0, 600), (999.5, 1)])
+async def test_a_child_gets_the_time_that_its_owner_has_left_and_one_second_at_least(
+    world: World, after_s: float, left_s: int
+) -> None:
     await world.apply(checkpoint_document(activeDeadlineSeconds=1000))
     (run,) = world.open("run")
-    world.now += 400.0
+    world.now += after_s
     await world.answer_well(run)
     snapshot = await world.get("Snapshot", "llm")
-    assert snapshot.spec.deadline_seconds == 600
-    assert (await world.content()).spec.deadline_seconds == 600
+    assert snapshot.spec.deadline_seconds == left_s
+    assert (await world.content()).spec.deadline_seconds == left_s
     assert snapshot.metadata.finalizers == [FINALIZER]
     assert FINALIZER in (await world.content()).metadata.finalizers
 
 
-async def test_a_snapshot_that_a_checkpoint_makes_is_adopted_from_the_first_moment_on(
-    world: World,
-) -> None:
-    await world.apply(checkpoint_document())
-    await world.answer("run")
+async def test_a_snapshot_that_a_checkpoint_makes_is_adopted_from_the_first_moment_on() -> None:
+    world = await world_of(1, answered=("run",))
     value, job = await world.get("DynamoCheckpoint", "llm"), await world.get("Job", "llm")
     young = with_status(value, snapshot_name="")
     plan = reconcile(CheckpointView(young, job, world.cluster.page("Pod")[0]), world.now)
     (made,) = [write.value for write in plan.writes if isinstance(write, Create)]
     assert made.metadata.finalizers == [FINALIZER]
-
-
-async def test_a_child_that_comes_in_the_last_second_gets_one(world: World) -> None:
-    await world.apply(checkpoint_document(activeDeadlineSeconds=1000))
-    (run,) = world.open("run")
-    world.now += 999.5
-    await world.answer_well(run)
-    assert (await world.get("Snapshot", "llm")).spec.deadline_seconds == 1
-    assert (await world.content()).spec.deadline_seconds == 1
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("Resume", None), ("Terminate", 1000)])
