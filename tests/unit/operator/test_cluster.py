@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from snapshot_operator.core.controllers import Index
 from snapshot_operator.local.store import SqliteStore
@@ -14,6 +13,7 @@ from snapshot_operator.ports import Event
 from snapshot_operator.runtime.cluster import MAX_REMEMBERED, Cluster, Interest, Key, key_of
 from snapshot_shared.objects.kinds import AnyObject
 from tests.support.blind_store import BlindStore
+from tests.support.builders import with_status
 from tests.support.objects import checkpoint
 
 KIND = "DynamoCheckpoint"
@@ -22,10 +22,6 @@ INDEXES = (
     Index("queue", KIND, lambda value: [] if value.status.message else [""], is_queue=True),
     Index("all", KIND, lambda _: [""], by_change=True),
 )
-
-
-def with_message(value: Any, message: str) -> Any:
-    return replace(value, status=replace(value.status, message=message))
 
 
 class Seen:
@@ -61,13 +57,13 @@ async def test_our_own_write_is_read_at_once_although_no_event_came(seen: Seen) 
     seen.store.hidden.add(KIND)
     stored = await seen.cluster.create(checkpoint())
     assert seen.cluster.get(KIND, "default", "llm") == stored
-    newer = await seen.cluster.update_status(with_message(stored, "x"))
+    newer = await seen.cluster.update_status(with_status(stored, message="x"))
     assert seen.cluster.by_uid(stored.metadata.uid) == newer
 
 
 async def test_a_late_event_does_not_bring_back_an_older_version(seen: Seen) -> None:
     stored = await seen.cluster.create(checkpoint())
-    newer = await seen.cluster.update_status(with_message(stored, "x"))
+    newer = await seen.cluster.update_status(with_status(stored, message="x"))
     seen.forget()
     seen.store._take(Event("MODIFIED", stored))
     assert seen.cluster.by_uid(stored.metadata.uid) == newer
@@ -132,9 +128,9 @@ async def test_an_incarnation_is_gone_when_another_one_has_its_name(seen: Seen) 
 async def test_an_index_follows_every_change(seen: Seen) -> None:
     stored = await seen.cluster.create(checkpoint())
     assert seen.cluster.by_index("message", "x") == []
-    newer = await seen.cluster.update_status(with_message(stored, "x"))
+    newer = await seen.cluster.update_status(with_status(stored, message="x"))
     assert seen.cluster.by_index("message", "x") == [newer]
-    other = await seen.cluster.update_status(with_message(newer, "y"))
+    other = await seen.cluster.update_status(with_status(newer, message="y"))
     assert seen.cluster.by_index("message", "x") == []
     assert seen.cluster.by_index("message", "y") == [other]
     await seen.cluster.delete(other)
@@ -145,12 +141,12 @@ async def test_a_value_is_touched_when_an_object_comes_or_goes_and_not_when_it_c
     seen: Seen,
 ) -> None:
     stored = await seen.cluster.create(checkpoint())
-    newer = await seen.cluster.update_status(with_message(stored, "x"))
+    newer = await seen.cluster.update_status(with_status(stored, message="x"))
     seen.forget()
     annotated = await seen.cluster.annotate(newer, "a", "b")
     assert ("message", "x") not in seen.interests
     assert ("all", "") in seen.interests
-    await seen.cluster.update_status(with_message(annotated, "y"))
+    await seen.cluster.update_status(with_status(annotated, message="y"))
     assert {("message", "x"), ("message", "y")} <= seen.interests
 
 
@@ -158,9 +154,9 @@ async def test_the_next_of_a_queue_is_woken_when_the_first_leaves_and_no_other(s
     values = [await seen.cluster.create(checkpoint(name)) for name in ("b", "a", "c")]
     assert seen.cluster.first("queue", "") == key_of(values[0])
     seen.forget()
-    await seen.cluster.update_status(with_message(values[2], "placed"))
+    await seen.cluster.update_status(with_status(values[2], message="placed"))
     assert not seen.firsts
-    await seen.cluster.update_status(with_message(values[0], "placed"))
+    await seen.cluster.update_status(with_status(values[0], message="placed"))
     assert seen.firsts == {key_of(values[1])}
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 import snapshot_operator
 from snapshot_operator.core.conditions import timestamp
@@ -29,8 +29,11 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job
 from snapshot_shared.objects.meta import condition
 from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot, SnapshotContent
+from snapshot_shared.tasks import end_all
+from tests.support.builders import with_status
 from tests.support.objects import checkpoint, checkpoint_document, presence
 from tests.support.operator_world import World, row_of
+from tests.support.waiting import until
 
 NOW = "2026-01-01T00:00:00Z"
 
@@ -47,32 +50,25 @@ def store(path: Path) -> Iterator[SqliteStore]:
     made.close()
 
 
-@pytest.fixture
-def holder(path: Path, store: SqliteStore) -> Iterator[sqlite3.Connection]:
-    """Another process that writes and does not end it."""
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    yield other
-    other.close()
-
-
-def with_message(value: Any, message: str) -> Any:
-    return replace(value, status=replace(value.status, message=message))
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Have another process write to the file, and not end it, meanwhile."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
 
 
 async def test_a_write_to_a_held_store_is_refused_in_time_and_is_no_conflict(
     path: Path, store: SqliteStore
 ) -> None:
     stored = await store.create(checkpoint())
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreBusy) as refused:
-        await store.update_status(with_message(stored, "mine"))
-    assert not isinstance(refused.value, Conflict)
-    assert await store.find(stored.metadata.uid) == stored
-    other.execute("ROLLBACK")
-    other.close()
-    await store.update_status(with_message(stored, "mine"))
+    with held(path):
+        with pytest.raises(StoreBusy) as refused:
+            await store.update_status(with_status(stored, message="mine"))
+        assert not isinstance(refused.value, Conflict)
+        assert await store.find(stored.metadata.uid) == stored
+    await store.update_status(with_status(stored, message="mine"))
 
 
 def test_a_write_is_on_the_disk_before_it_returns(store: SqliteStore) -> None:
@@ -80,8 +76,8 @@ def test_a_write_is_on_the_disk_before_it_returns(store: SqliteStore) -> None:
     assert store._db.execute("PRAGMA synchronous").fetchone() == (full,)
 
 
-def test_a_held_store_cannot_be_opened(path: Path, holder: sqlite3.Connection) -> None:
-    with pytest.raises(StoreBusy):
+def test_a_held_store_cannot_be_opened(path: Path, store: SqliteStore) -> None:
+    with held(path), pytest.raises(StoreBusy):
         SqliteStore(path, timestamp=lambda: NOW, busy_s=0.1).open()
 
 
@@ -96,12 +92,12 @@ async def test_a_store_without_room_says_so_and_goes_on_when_there_is_some() -> 
     done = await asyncio.gather(*fillers, return_exceptions=True)
     assert isinstance(done[-1], NoSpace)
     with pytest.raises(NoSpace):
-        await world.cluster.update_status(with_message(stored, "x" * 10_000))
+        await world.cluster.update_status(with_status(stored, message="x" * 10_000))
     await fold_one_presence(world.cluster, presence("node-1"), 0.0)
     assert world.cluster.get("Node", None, "node-1") is None
     assert world.cluster.by_uid(stored.metadata.uid) == stored
     database.execute("PRAGMA max_page_count=1000000")
-    await world.cluster.update_status(with_message(stored, "x" * 10_000))
+    await world.cluster.update_status(with_status(stored, message="x" * 10_000))
     await fold_one_presence(world.cluster, presence("node-1"), 1.0)
     assert world.cluster.get("Node", None, "node-1") is not None
 
@@ -111,22 +107,20 @@ async def test_work_waits_while_the_store_is_held_and_goes_on_when_it_is_free(
 ) -> None:
     world = World(store=store)
     await world.apply(checkpoint_document())
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
+
+    def phase() -> str:
+        found: Any = world.cluster.get("DynamoCheckpoint", "default", "llm")
+        return str(found.status.phase)
+
+    job = await world.get("Job", "llm")
     running = asyncio.ensure_future(world.manager.run())
     try:
-        job = await world.get("Job", "llm")
-        with pytest.raises(StoreBusy):
+        with held(path), pytest.raises(StoreBusy):
             await world.cluster.delete(job)
-        other.execute("ROLLBACK")
         await world.cluster.delete(job)
-        async with asyncio.timeout(10.0):
-            while (await world.get("DynamoCheckpoint", "llm")).status.phase != "Failed":  # noqa: ASYNC110 - nothing says so
-                await asyncio.sleep(0.05)
+        await until(lambda: phase() == "Failed", phase, within_s=10.0)
     finally:
-        other.close()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await end_all(running)
 
 
 async def test_a_store_with_a_damaged_page_is_refused_with_what_to_do(path: Path) -> None:
