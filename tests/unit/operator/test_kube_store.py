@@ -258,12 +258,9 @@ async def test_an_object_that_is_nested_too_deep_to_be_decoded_hides_no_other(
 ) -> None:
     nested = b'{"a":' * 5000 + b"1" + b"}" * 5000
     deep = event("ADDED", document("deep", "u-2", 7))
-    lines = [
-        deep.replace(b'"spec": {"containers"', b'"spec": {"x":' + nested + b', "containers"'),
-        event("ADDED", document("next", "u-3", 8)),
-    ]
-    assert len(lines[0]) > len(deep)
-    found = await following.reported(*lines)
+    deeper = deep.replace(b'"spec": {"containers"', b'"spec": {"x":' + nested + b', "containers"')
+    assert len(deeper) > len(deep)
+    found = await following.reported(deeper, event("ADDED", document("next", "u-3", 8)))
     assert [value.metadata.name for _, value in found] == ["deep", "next"]
 
 
@@ -370,36 +367,35 @@ def test_a_container_that_runs_names_the_image_that_it_runs() -> None:
 
 @each("rows", ["containerStatuses", "initContainerStatuses"])
 @each(
-    ("waiting", "said"),
+    ("waiting", "reason", "message"),
     [
         (
             {"reason": "CreateContainerConfigError", "message": 'secret "llm" not found'},
-            ("PodTemplateInvalid", 'container main: secret "llm" not found'),
+            "PodTemplateInvalid",
+            'container main: secret "llm" not found',
         ),
-        ({"reason": "ErrImagePull"}, ("ImagePullBackOff", "container main: ErrImagePull")),
-        ({"reason": "ContainerCreating"}, ("", "")),
+        ({"reason": "ErrImagePull"}, "ImagePullBackOff", "container main: ErrImagePull"),
+        ({"reason": "ContainerCreating"}, "", ""),
     ],
 )
 def test_a_pod_whose_container_cannot_start_says_why(
-    rows: str, waiting: dict[str, str], said: tuple[str, str]
+    rows: str, waiting: dict[str, str], reason: str, message: str
 ) -> None:
     status = pod(**{rows: [{"name": "main", "state": {"waiting": waiting}}]}).status
-    assert (status.reason, status.message) == said
+    assert (status.reason, status.message) == (reason, message)
 
 
-STANDBY = "SNAPSHOT_RESTORE_STANDBY"
+STANDBY = {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"}
+NO_STANDBY = {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "0"}
+OF_A_FIELD = {"name": "SNAPSHOT_RESTORE_STANDBY", "valueFrom": {"fieldRef": {}}}
 
 
 @each(
     ("annotations", "env", "cold"),
     [
-        ({"nvidia.com/restore-from": "llm"}, [{"name": STANDBY, "value": "1"}], []),
-        ({"nvidia.com/restore-from": "llm"}, [{"name": STANDBY, "value": "0"}], ["main"]),
-        (
-            {"nvidia.com/restore-from": "llm"},
-            [{"name": STANDBY, "value": "1"}, {"name": STANDBY, "valueFrom": {"fieldRef": {}}}],
-            ["main"],
-        ),
+        ({"nvidia.com/restore-from": "llm"}, [STANDBY], []),
+        ({"nvidia.com/restore-from": "llm"}, [NO_STANDBY], ["main"]),
+        ({"nvidia.com/restore-from": "llm"}, [STANDBY, OF_A_FIELD], ["main"]),
         ({"nvidia.com/restore-from": "llm"}, None, ["main"]),
         ({}, None, []),
     ],
@@ -477,9 +473,8 @@ def template(**container: Any) -> dict[str, Any]:
 def test_a_checkpoint_is_decoded_whatever_kubernetes_allows_in_its_template() -> None:
     long = {"kubectl.kubernetes.io/last-applied-configuration": "x" * 100_000}
     found = checkpoint(template(), annotations=long)
-    assert [container.name for container in found.spec.job.pod_template_spec.spec.containers] == [
-        "main"
-    ]
+    (container,) = found.spec.job.pod_template_spec.spec.containers
+    assert container.name == "main"
     assert found.metadata.annotations == {}
 
 
