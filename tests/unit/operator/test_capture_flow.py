@@ -14,9 +14,10 @@ from snapshot_operator.runtime.cluster import Tracker
 from snapshot_shared.errors import HoldDeadline, Superseded
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import Condition, condition, is_true
+from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
+from tests.support import builders
 from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import checkpoint_document, presence, snapshot_document
 from tests.support.operator_world import DIGEST, World, payload, row_of, world_of, written
@@ -46,8 +47,7 @@ async def test_a_worker_that_is_to_end_waits_for_its_artifact_and_not_for_second
     world: World, policy: str, within_s: float
 ) -> None:
     await capturing(world, "prepare", sourcePolicy=policy)
-    (dump,) = world.open("dump")
-    assert payload(dump)["release_within_s"] == within_s
+    assert payload(world.open("dump")[0])["release_within_s"] == within_s
 
 
 async def test_the_plan_is_fixed_before_any_part_is_ordered(world: World) -> None:
@@ -91,9 +91,8 @@ async def test_the_pause_of_a_worker_is_measured_once_whatever_is_answered_first
             await world.answer_well(seal)
         else:
             await world.report(release, paused_s=0.25)
-    content = await world.content()
-    assert content.status.capture is Capture.READY
-    assert content.status.paused_seconds == 0.25
+    found = (await world.content()).status
+    assert (found.capture, found.paused_seconds) == (Capture.READY, 0.25)
     await world.advance(60.0)
     text = metrics.text().decode()
     assert "snapback_capture_pause_duration_seconds_count 1.0" in text
@@ -101,9 +100,7 @@ async def test_the_pause_of_a_worker_is_measured_once_whatever_is_answered_first
 
 
 async def test_a_worker_that_ends_is_released_only_after_ready_is_stored(world: World) -> None:
-    await capturing(world, "prepare", sourcePolicy="Terminate")
-    for order in world.open():
-        await world.answer_well(order)
+    await capturing(world, "prepare", "dump", "save", sourcePolicy="Terminate")
     assert not world.open("release")
     await world.answer("seal")
     assert (await world.content()).status.capture is Capture.READY
@@ -191,10 +188,9 @@ async def test_an_artifact_is_no_larger_than_its_limit(
     world: World, more: int, end: Capture
 ) -> None:
     await capturing(world, "prepare")
-    (dump,) = world.open("dump")
     most = 2**50 - 2 * 1024
     part = PartResult(part="process", bytes=most + more, digest=DIGEST)
-    await world.report(dump, part=part)
+    await world.report(world.open("dump")[0], part=part)
     await world.answer_all()
     assert (await world.content()).status.capture is end
 
@@ -230,8 +226,7 @@ async def test_a_failed_capture_aborts_at_agent_and_gms_and_removes_its_generati
     await world.fail(world.open("save")[0], "DeviceError")
     assert sorted(order.service for order in world.open("abort")) == ["agent", "gms"]
     assert not world.open("delete")
-    for order in world.open():
-        await world.answer_well(order)
+    await world.answer("dump", "save", "abort")
     (delete,) = world.open("delete")
     assert payload(delete)["generation"] == 1
     await world.answer_all()
@@ -244,9 +239,8 @@ async def test_an_answer_that_never_comes_ends_in_a_reason_after_the_deadline(wo
         await world.advance(320.0)
         for abort in world.open("abort"):
             await world.answer_well(abort)
-    content = await world.content()
-    assert content.status.failure.reason == "AgentUnresponsive"
-    assert content.status.capture is Capture.FAILED
+    found = (await world.content()).status
+    assert (found.capture, found.failure.reason) == (Capture.FAILED, "AgentUnresponsive")
 
 
 async def test_a_worker_that_exits_before_it_is_ready_fails_the_checkpoint_with_its_code(
@@ -343,8 +337,7 @@ async def test_a_silent_node_fails_no_capture_and_goes_on_with_it_when_it_return
     await capturing(world)
     await world.silence(95.0)
     await world.advance(0.0)
-    content = await world.content()
-    assert content.status.capture is Capture.PREPARING
+    assert (await world.content()).status.capture is Capture.PREPARING
     assert world.cluster.page("Pod")[0].status.phase == "Unknown"
     await world.join(presence("node-1"))
     assert world.cluster.page("Pod")[0].status.phase == "Running"
@@ -356,19 +349,16 @@ async def test_a_capture_on_a_node_that_is_deleted_ends_and_owes_it_nothing(worl
     await capturing(world)
     await world.silence(95.0)
     await world.delete("Node", "node-1")
-    content = await world.content()
-    assert content.status.capture is Capture.FAILED
-    assert content.status.failure.reason == "NodeLost"
-    assert content.status.obligations == []
+    found = (await world.content()).status
+    assert (found.capture, found.failure.reason) == (Capture.FAILED, "NodeLost")
+    assert found.obligations == []
 
 
 async def test_deleting_a_checkpoint_removes_its_artifact_its_worker_and_its_children(
     world: World,
 ) -> None:
     await world.capture()
-    found = await world.get("DynamoCheckpoint", "llm")
-    await world.cluster.delete(found)
-    await world.settle()
+    await world.delete("DynamoCheckpoint", "llm")
     assert {order.verb for order in world.open()} == {"delete", "stop"}
     await world.answer_all()
     kinds = [type(value).__name__ for value in await world.everything()]
@@ -424,9 +414,9 @@ async def test_snapshots_of_one_second_never_run_at_once(world: World) -> None:
     for _ in names:
         (prepare,) = world.open("prepare")
         await world.answer_well(prepare)
-        while open_orders := [order for order in world.open() if order.verb != "prepare"]:
-            assert len(world.open("prepare")) == 0
-            for order in open_orders:
+        while others := [order for order in world.open() if order.verb != "prepare"]:
+            assert not world.open("prepare")
+            for order in others:
                 await world.answer_well(order)
     contents = world.cluster.page("SnapshotContent")
     assert {content.status.capture for content in contents} == {Capture.READY}
@@ -472,8 +462,7 @@ async def deletion_waits(world: World) -> tuple[str, str]:
 async def test_a_worker_that_is_held_is_let_go_first_even_if_its_content_is_deleted_by_then(
     world: World, deleted_at: str | None
 ) -> None:
-    await capturing(world, sourcePolicy="Terminate")
-    await world.answer_all()
+    await world.capture(sourcePolicy="Terminate")
     found = await world.content()
     kept = [item for item in found.status.orders if item.verb != "release"]
     held = with_meta(with_status(found, orders=kept), deletion_timestamp=deleted_at)
@@ -551,9 +540,7 @@ async def test_a_delete_that_is_due_waits_for_a_node_and_for_no_time(
 async def test_a_release_that_failed_is_ordered_again_until_the_worker_goes_on(
     world: World,
 ) -> None:
-    await capturing(world, "prepare")
-    for order in world.open():
-        await world.answer_well(order)
+    await capturing(world, "prepare", "dump", "save")
     await world.fail(world.open("release")[0], "NoSpace")
     await world.answer("seal")
     assert not world.open("release")
@@ -603,8 +590,7 @@ async def test_saves_name_the_last_artifact_of_the_same_worker_as_their_parent(
 async def test_the_artifact_of_the_same_worker_is_a_nearer_parent_than_a_newer_one(
     world: World,
 ) -> None:
-    await capturing(world)
-    await world.answer_all()
+    await world.capture()
     first = await world.content()
     await world.join(presence("node-2"))
     world.now += 5
@@ -614,9 +600,8 @@ async def test_the_artifact_of_the_same_worker_is_a_nearer_parent_than_a_newer_o
 
 
 async def test_a_damaged_artifact_or_one_that_is_going_is_nobodys_parent(world: World) -> None:
-    await capturing(world)
-    await world.answer_all()
+    await world.capture()
     content = await world.content()
-    rows = [*content.status.conditions, Condition(type="Quarantined", status="True", reason="x")]
+    rows = [*content.status.conditions, builders.row("Quarantined", "True", "x")]
     await world.cluster.update_status(with_status(content, conditions=rows))
     assert await snapshot_again(world, "second") == [None, None]
