@@ -5,7 +5,9 @@ Orders are collected as they are published; the test answers them with reports, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -31,7 +33,7 @@ from snapshot_operator.runtime.world import ALL, Selection
 from snapshot_shared import api
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import BusUnavailable, Failure
+from snapshot_shared.errors import BusUnavailable, Failure, StoreBusy
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import Condition, OrderStatus, condition
@@ -154,6 +156,25 @@ class World:
         other = World(store=BlindStore(self.store, hidden), orders=self.orders, now=self.now)
         other.answered = self.answered
         return other
+
+    @contextlib.contextmanager
+    def refusing_status(
+        self, is_refused: Callable[[Any], bool], error: type[Exception] = StoreBusy
+    ) -> Iterator[None]:
+        """Have the store take no status of these objects meanwhile."""
+        update = self.store.update_status
+
+        async def refusing(value: AnyObject) -> AnyObject:
+            if is_refused(value):
+                raise error("refused by the test")
+            taken: AnyObject = await update(value)
+            return taken
+
+        self.store.update_status = refusing
+        try:
+            yield
+        finally:
+            self.store.update_status = update
 
     async def apply(self, *documents: dict[str, Any]) -> None:
         await self.sync()

@@ -64,6 +64,12 @@ async def status(world: World, name: str) -> Any:
     return (await world.get("DynamoCheckpoint", name)).status
 
 
+async def shared(world: World, name: str) -> tuple[str, str]:
+    """Return the phase of a checkpoint, and with whom it shares."""
+    found = await status(world, name)
+    return found.phase, found.shares
+
+
 async def standing(world: World, name: str) -> tuple[str, str]:
     """Return the phase of a checkpoint, and the reason of its condition Ready."""
     found = await status(world, name)
@@ -107,9 +113,8 @@ async def test_of_those_that_are_applied_in_one_request_one_captures_for_all(
     world: World, order: tuple[str, ...]
 ) -> None:
     await world.perform(*(document(name) for name in order))
-    found = [await status(world, name) for name in ("a", "b", "c")]
-    assert [item.phase for item in found] == ["Ready"] * 3
-    assert [item.shares for item in found] == ["", "a", "a"]
+    found = [await shared(world, name) for name in ("a", "b", "c")]
+    assert found == [("Ready", ""), ("Ready", "a"), ("Ready", "a")]
     assert len(contents(world)) == 1
 
 
@@ -203,8 +208,7 @@ async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(wo
     await apply(world, "first", "second")
     await world.remove("DynamoCheckpoint", "first")
     assert await world.get("DynamoCheckpoint", "first") is None
-    found = await status(world, "second")
-    assert (found.phase, found.shares) == ("Ready", "")
+    assert await shared(world, "second") == ("Ready", "")
 
 
 async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_again(
@@ -219,21 +223,18 @@ async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_
         assert found.phase == "Creating"
         assert (found.content_name, found.bytes, found.shares) == ("", 0, "")
     await world.answer_all()
-    second, third = await status(world, "second"), await status(world, "third")
-    assert [(item.phase, item.shares) for item in (second, third)] == [
-        ("Ready", ""),
-        ("Ready", "second"),
-    ]
-    assert second.content_name != lent
-    assert [content.metadata.name for content in contents(world)] == [second.content_name]
+    assert await shared(world, "second") == ("Ready", "")
+    assert await shared(world, "third") == ("Ready", "second")
+    own = (await status(world, "second")).content_name
+    assert own != lent
+    assert [content.metadata.name for content in contents(world)] == [own]
 
 
 async def test_a_ready_owner_whose_artifact_is_gone_owns_no_more(world: World) -> None:
     await captured(world, "first", "second")
     await world.remove("Snapshot", "first")
     await captured(world, "third")
-    found = await status(world, "second")
-    assert (found.phase, found.shares) == ("Ready", "")
+    assert await shared(world, "second") == ("Ready", "")
     assert (await status(world, "third")).shares == "second"
 
 
@@ -250,8 +251,7 @@ async def test_a_snapshot_with_the_name_of_a_sharer_does_not_concern_it(world: W
     await captured(world, "first", "second")
     await world.apply(snapshot_document("second", world.cluster.page("Pod")[0].metadata.name))
     await world.advance(1.0)
-    found = await status(world, "second")
-    assert (found.phase, found.shares) == ("Ready", "first")
+    assert await shared(world, "second") == ("Ready", "first")
 
 
 async def test_damage_of_the_artifact_is_shown_by_all_that_share_it(world: World) -> None:
@@ -317,8 +317,7 @@ async def test_one_that_gave_up_captures_after_its_worker_has_ended_when_the_own
     await second.delete("DynamoCheckpoint", "first")
     assert await standing(second, "second") == ("Creating", "WorkerEnding")
     await second.answer_all()
-    found = await status(second, "second")
-    assert (found.phase, found.shares) == ("Ready", "")
+    assert await shared(second, "second") == ("Ready", "")
 
 
 @pytest.mark.parametrize(
@@ -346,8 +345,8 @@ async def test_one_whose_capture_is_under_way_goes_on_beside_the_owner(world: Wo
     assert (await status(second, "second")).snapshot_name == "second"
     await see_all(second)
     await second.answer_all()
-    found = [await status(second, name) for name in ("first", "second")]
-    assert [(item.phase, item.shares) for item in found] == [("Ready", "")] * 2
+    assert await shared(second, "first") == ("Ready", "")
+    assert await shared(second, "second") == ("Ready", "")
 
 
 async def test_no_worker_is_started_in_place_of_an_artifact_that_is_not_seen_yet(
@@ -394,16 +393,11 @@ async def test_a_conflict_with_an_owner_that_has_failed_unseen_refuses_nothing(
 async def test_a_checkpoint_that_stopped_between_its_job_and_its_status_owns_the_job(
     world: World,
 ) -> None:
-    update = world.store.update_status
+    def names_its_job(value: Any) -> bool:
+        return isinstance(value, DynamoCheckpoint) and bool(value.status.job_name)
 
-    async def stopped(value: Any) -> Any:
-        if isinstance(value, DynamoCheckpoint) and value.status.job_name:
-            raise ConnectionError("stopped")
-        return await update(value)
-
-    world.store.update_status = stopped
-    await apply(world, "first")
-    world.store.update_status = update
+    with world.refusing_status(names_its_job, ConnectionError):
+        await apply(world, "first")
     assert (await status(world, "first")).job_name == ""
     await world.advance(1.0)
     assert (await status(world, "first")).job_name == "first"

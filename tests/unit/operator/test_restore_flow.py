@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.plan import Finalize, Plan
 from snapshot_operator.core.restore import RestoreView, reconcile
-from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import ContainerStatus, PodStatus
+from snapshot_shared.objects.kubernetes import ContainerStatus
 from snapshot_shared.objects.meta import is_true, time_of
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
 from snapshot_shared.views import with_columns
+from tests.support import builders
 from tests.support.builders import with_meta, with_status
 from tests.support.objects import checkpoint_document, presence, restore_document, snapshot_document
 from tests.support.operator_world import World, payload, written
@@ -26,9 +24,8 @@ from tests.support.operator_world import World, payload, written
 
 async def test_a_pod_is_restored_when_every_order_is_answered_well(world: World) -> None:
     await world.perform(restore_document())
-    pod = await world.get("Pod", "restored")
     assert (await world.restore("restored")).status.state is Restore.RESTORED
-    assert is_true(pod.status.conditions, "Ready")
+    assert is_true((await world.get("Pod", "restored")).status.conditions, "Ready")
     assert (await world.content()).status.readers == []
 
 
@@ -130,20 +127,16 @@ async def test_a_restore_waits_for_the_memory_server_of_its_pod_and_names_device
     )
 
     def begun(memory_server: str) -> SnapshotRestoreStatus:
-        status = PodStatus(node_name="node-2", memory_server=memory_server)  # type: ignore[arg-type]
-        target = replace(pod, status=status)
+        target = builders.pod("restored", node_name="node-2", memory_server=memory_server)
         view = RestoreView(with_columns(pending), target, content)
         return written(reconcile(view, world.now)).status  # type: ignore[no-any-return]
 
-    pod = await world.get("Pod", "restored")
     assert begun("starting").conditions[0].reason == "WaitingForMemoryServer"
     ready = begun("ready")
     assert [device.uuid for device in ready.devices] == ["gpu-0", "gpu-1"]
-    loads = [json.loads(bytes(order.payload)) for order in ready.orders]
-    assert [(load["device"], load["pod"]["name"]) for load in loads] == [
-        ("gpu-0", "restored"),
-        ("gpu-1", "restored"),
-    ]
+    loads = [payload(order) for order in ready.orders]
+    assert [load["device"] for load in loads] == ["gpu-0", "gpu-1"]
+    assert [load["pod"]["name"] for load in loads] == ["restored", "restored"]
 
 
 async def test_a_deleted_restore_goes_once_its_content_has_taken_it_off_the_readers(
@@ -223,18 +216,10 @@ async def test_a_restore_that_has_no_place_yet_does_not_keep_what_is_deleted(wor
 
 
 async def test_nothing_is_loaded_before_the_content_has_registered_the_reader(world: World) -> None:
-    update = world.store.update_status
-
-    async def unregistered(value: AnyObject) -> AnyObject:
-        if isinstance(value, SnapshotContent):
-            raise StoreBusy("another process has the object store open and writes")
-        return await update(value)
-
-    world.store.update_status = unregistered
-    await world.apply(restore_document())
+    with world.refusing_status(lambda value: isinstance(value, SnapshotContent)):
+        await world.apply(restore_document())
     assert (await world.content()).status.readers == []
     assert not world.open("load")
-    world.store.update_status = update
     await world.advance(1.0)
     assert (await world.content()).status.readers
     assert len(world.open("load")) == 2
@@ -277,8 +262,7 @@ async def test_a_reader_whose_object_is_gone_keeps_the_artifact_no_longer(world:
         restore = await world.store.remove_finalizer(restore, name) or restore
     await world.cluster.delete(restore)
     await world.advance(1.0)
-    readers = (await world.content()).status.readers
-    assert restore.metadata.uid not in readers
+    assert restore.metadata.uid not in (await world.content()).status.readers
 
 
 @pytest.mark.parametrize(
@@ -347,9 +331,7 @@ async def test_two_restores_never_share_a_device(world: World) -> None:
     one, two = await world.get("Pod", "one"), await world.get("Pod", "two")
     assert one.status.phase == "Running"
     assert (two.status.phase, two.status.reason) == ("Pending", "Unschedulable")
-    await world.cluster.delete(one)
-    await world.settle()
-    await world.answer_all()
+    await world.remove("Pod", "one")
     assert (await world.restore("two")).status.state is Restore.RESTORED
 
 

@@ -13,7 +13,6 @@ from snapshot_operator.core.backpressure import is_full
 from snapshot_operator.runtime.sweep import RETRY_S
 from snapshot_shared.api import VerifyRequest
 from snapshot_shared.errors import BusUnavailable, StoreBusy
-from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import checkpoint_document, restore_document
@@ -44,15 +43,8 @@ async def test_an_order_that_could_not_be_published_goes_out_with_the_next_try(
             await sweep
 
 
-async def captured_elsewhere() -> World:
-    """Give a world with a running worker, whose stream has just become full."""
-    world = await world_of(2, answered=("run",))
-    await asyncio.sleep(0)
-    return world
-
-
 async def test_a_full_stream_is_rid_of_what_nobody_awaits_before_anything_is_published() -> None:
-    world = await captured_elsewhere()
+    world = await world_of(2, answered=("run",))
     (prepare,) = world.open("prepare")
     left = replace(prepare, order=prepare.order.replace("prepare", "dump"))
     world.orders.stream = {left.order: left}
@@ -62,7 +54,7 @@ async def test_a_full_stream_is_rid_of_what_nobody_awaits_before_anything_is_pub
 
 
 async def test_what_cleans_up_is_published_before_other_orders_that_are_missing() -> None:
-    world = await captured_elsewhere()
+    world = await world_of(2, answered=("run",))
     await world.answer("prepare")
     await world.delete("DynamoCheckpoint", "llm")
     aborts = {order.order for order in world.open("abort")}
@@ -77,7 +69,7 @@ async def test_what_cleans_up_is_published_before_other_orders_that_are_missing(
 async def test_an_order_that_is_answered_during_a_sweep_does_not_go_out_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = await captured_elsewhere()
+    world = await world_of(2, answered=("run",))
     (prepare,) = world.open("prepare")
     world.orders.stream.clear()
     measure = world.orders.fill
@@ -94,7 +86,7 @@ async def test_an_order_that_is_answered_during_a_sweep_does_not_go_out_again(
 async def test_the_first_sweep_has_every_unanswered_order_delivered_again_and_later_ones_none() -> (
     None
 ):
-    world = await captured_elsewhere()
+    world = await world_of(2, answered=("run",))
     (prepare,) = world.open("prepare")
     world.orders.history.clear()
     await world.sweep.once()
@@ -107,7 +99,7 @@ async def test_an_owner_that_cannot_be_read_keeps_its_order_and_stops_nothing_el
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after a rollback to a release that cannot decode one object."""
-    world = await captured_elsewhere()
+    world = await world_of(2, answered=("run",))
     (prepare,) = world.open("prepare")
     unread, gone = (f"00000000-0000-0000-0000-00000000000{n}" for n in (1, 2))
     left = [replace(prepare, order=f"prepare-{uid}") for uid in (unread, gone)]
@@ -127,7 +119,7 @@ async def test_an_owner_that_cannot_be_read_keeps_its_order_and_stops_nothing_el
 
 
 async def test_orders_of_a_full_stream_are_delivered_again_before_what_does_not_fit() -> None:
-    world = await captured_elsewhere()
+    world = await world_of(2, answered=("run",))
     await world.answer("prepare")
     dump, *saves = (*world.open("dump"), *world.open("save"))
     world.orders.stream = {saves[-1].order: saves[-1]}
@@ -202,20 +194,9 @@ async def test_a_restore_waits_without_a_side_effect(world: World) -> None:
     assert (await world.restore("restored")).status.state is Restore.RESTORED
 
 
-async def test_a_restore_whose_pod_has_its_place_already_waits_too(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_restore_whose_pod_has_its_place_already_waits_too(world: World) -> None:
     await world.capture()
-    update = world.store.update_status
-
-    async def unregistered(value: AnyObject) -> AnyObject:
-        if isinstance(value, SnapshotContent):
-            raise StoreBusy("another process has the object store open and writes")
-        found: AnyObject = await update(value)
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(world.store, "update_status", unregistered)
+    with world.refusing_status(lambda value: isinstance(value, SnapshotContent)):
         await world.apply(restore_document(node="node-2"))
     await fill(world, 0.8)
     await world.advance(1.0)
