@@ -14,16 +14,12 @@ from snapshot_operator.local.store import SqliteStore
 from snapshot_shared.api import FoundGeneration, InventoryRequest, VerifyRequest
 from snapshot_shared.errors import NotEligible
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, is_true
-from snapshot_shared.objects.snapback import (
-    ArtifactSource,
-    Snapshot,
-    SnapshotContent,
-    SnapshotSource,
-    SnapshotSpec,
-)
+from snapshot_shared.objects.meta import OrderStatus, is_true
+from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent, SnapshotSource
 from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore
+from tests.support import builders
+from tests.support.builders import UID, with_meta, with_spec
 from tests.support.objects import checkpoint_document, restore_document, snapshot_document
 from tests.support.operator_world import DIGEST, World, payload, row_of, world_of
 
@@ -160,8 +156,7 @@ async def test_who_has_lost_a_content_of_the_same_name_stands_for_it_no_more(wor
     made = await retained(world)
     await imported(world, made, deletionPolicy="Retain")
     await world.apply(naming(made, "other"))
-    await world.cluster.delete(await world.content())
-    await world.settle()
+    await world.delete("SnapshotContent", (await world.content()).metadata.name)
     await world.report(world.open("verify")[0], proven=proof_of(made))
     assert (await ready(world, "other"))[0]
     assert await failed(world) == "SnapshotContentDeleted"
@@ -299,13 +294,9 @@ async def test_what_an_import_has_is_not_moved_into_quarantine(world: World) -> 
 def test_the_content_of_an_import_is_named_by_namespace_uid_and_generation(
     namespace: str | None, space: str
 ) -> None:
-    uid = "00000000-0000-4000-8000-000000000001"
-    artifact = ArtifactSource(content_uid=uid, generation=3, root_digest=DIGEST)
-    snapshot = Snapshot(
-        metadata=ObjectMeta(name="again", namespace=namespace),
-        spec=SnapshotSpec(source=SnapshotSource(artifact=artifact)),
-    )
-    assert content_name(snapshot) == import_name(space, uid, 3)
+    artifact = ArtifactSource(content_uid=UID, generation=3, root_digest=DIGEST)
+    snapshot = with_spec(builders.snapshot(), source=SnapshotSource(artifact=artifact))
+    assert content_name(with_meta(snapshot, namespace=namespace)) == import_name(space, UID, 3)
 
 
 def test_the_same_uid_in_another_namespace_is_another_artifact() -> None:

@@ -17,7 +17,8 @@ from snapshot_shared import subjects
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.orders import TERMINAL, DeadLetter, Report
+from snapshot_shared.orders import DeadLetter, Report
+from snapshot_shared.tasks import end_all
 from tests.scenario.bus import SimBus, SimServer
 from tests.support import builders
 from tests.support.operator_world import world_of
@@ -37,15 +38,16 @@ class Intake:
         world = self.world
         self.reports = Reports(self.bus, world.cluster, world.manager, world.clock)  # type: ignore[arg-type]
         self.task = asyncio.ensure_future(self.reports.run())
+        (self.run,) = world.open("run")
 
-    async def stop(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-
-    async def send(self, order: OrderStatus, data: bytes, kind: str = "failed") -> None:
+    async def come(self, order: OrderStatus, data: bytes, kind: str) -> None:
+        """Have a message come on the subject of a report of this kind."""
         subject = subjects.report(NodeName(order.node), OrderId(order.order), kind)  # type: ignore[arg-type]
         await self.bus.publish(subject, data)
         await asyncio.sleep(1.0)
+
+    async def send(self, order: OrderStatus, data: bytes, kind: str = "failed") -> None:
+        await self.come(order, data, kind)
         await self.world.settle()
         await asyncio.sleep(1.0)
 
@@ -53,20 +55,34 @@ class Intake:
         found = await self.bus.replay(subjects.DEAD, subjects.dead(OPERATOR))
         return [msgspec.json.decode(delivery.data, type=DeadLetter) for delivery in found]
 
+    @property
+    def pending(self) -> Any:
+        """What is not acknowledged."""
+        (durable,) = self.server.streams[subjects.REPORTS].durables.values()
+        return durable.pending
+
+    @property
+    def phase(self) -> str:
+        """The phase of the pod that is ordered to run."""
+        (pod,) = self.world.cluster.page("Pod")
+        return pod.status.phase  # type: ignore[union-attr]
+
 
 @pytest.fixture
 async def intake(virtual_time: None) -> AsyncIterator[Intake]:
     found = Intake()
     await found.start()
     yield found
-    await found.stop()
+    await end_all(found.task)
+
+
+def told(order: OrderStatus, kind: str = "failed", **fields: Any) -> bytes:
+    return msgspec.json.encode(report_on(order, kind, **fields))
 
 
 def hostile(order: OrderStatus, values: str) -> bytes:
-    data = msgspec.json.encode(
-        report_on(order, failure=Failure(reason="Bad", message="x", values={"v": "HERE"}))
-    )
-    return data.replace(b'"HERE"', values.encode())
+    failure = Failure(reason="Bad", message="x", values={"v": "HERE"})
+    return told(order, failure=failure).replace(b'"HERE"', values.encode())
 
 
 @pytest.mark.parametrize(
@@ -82,29 +98,23 @@ def hostile(order: OrderStatus, values: str) -> bytes:
 async def test_values_that_are_not_plain_are_a_dead_letter_and_the_operator_goes_on(
     intake: Intake, values: str
 ) -> None:
-    (order,) = intake.world.open("run")
-    await intake.send(order, hostile(order, values))
+    await intake.send(intake.run, hostile(intake.run, values))
     assert not intake.task.done()
     (letter,) = await intake.letters()
     assert letter.failure.reason == "InvalidMessage"
     assert (await intake.world.get("DynamoCheckpoint", "llm")).status.phase == "Creating"
-    started = msgspec.json.encode(report_on(order, TERMINAL["run"]))
-    await intake.send(order, started, TERMINAL["run"])
-    (pod,) = intake.world.cluster.page("Pod")
-    assert pod.status.phase == "Running"  # type: ignore[union-attr]
+    await intake.send(intake.run, told(intake.run, "started"), "started")
+    assert intake.phase == "Running"
 
 
 async def test_a_failure_whose_values_are_lists_is_taken(intake: Intake) -> None:
-    (order,) = intake.world.open("run")
-    await intake.send(order, hostile(order, '["a session", 7, null]'))
+    await intake.send(intake.run, hostile(intake.run, '["a session", 7, null]'))
     assert await intake.letters() == []
-    (pod,) = intake.world.cluster.page("Pod")
-    assert pod.status.phase == "Failed"  # type: ignore[union-attr]
+    assert intake.phase == "Failed"
 
 
 async def test_a_report_of_another_subject_than_it_says_is_a_dead_letter(intake: Intake) -> None:
-    (order,) = intake.world.open("run")
-    await intake.send(order, msgspec.json.encode(report_on(order, "started")), "failed")
+    await intake.send(intake.run, told(intake.run, "started"), "failed")
     (letter,) = await intake.letters()
     assert "came on" in letter.failure.message
 
@@ -112,26 +122,21 @@ async def test_a_report_of_another_subject_than_it_says_is_a_dead_letter(intake:
 async def test_a_report_for_an_object_that_is_gone_is_acknowledged_and_changes_nothing(
     intake: Intake,
 ) -> None:
-    (order,) = intake.world.open("run")
-    gone = "00000000-0000-0000-0000-000000000009"
-    stray = replace(order, order=f"run-{gone}")
-    await intake.send(stray, msgspec.json.encode(report_on(stray, "started")), "started")
+    stray = replace(intake.run, order="run-00000000-0000-0000-0000-000000000009")
+    await intake.send(stray, told(stray, "started"), "started")
     assert await intake.letters() == []
-    (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
-    assert not durable.pending
+    assert not intake.pending
 
 
 @pytest.mark.parametrize("kind", ["Node", "Job", "Snapshot"])
 async def test_a_report_for_an_object_of_a_kind_without_orders_is_acknowledged(
     intake: Intake, kind: str
 ) -> None:
-    (order,) = intake.world.open("run")
-    await intake.world.answer_well(order)
+    await intake.world.answer_well(intake.run)
     (named,) = intake.world.cluster.all(kind)
-    forged = replace(order, order=f"run-{named.metadata.uid}")
-    await intake.send(forged, msgspec.json.encode(report_on(forged, "started")), "started")
-    (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
-    assert not durable.pending
+    forged = replace(intake.run, order=f"run-{named.metadata.uid}")
+    await intake.send(forged, told(forged, "started"), "started")
+    assert not intake.pending
     assert await intake.letters() == []
     assert intake.world.cluster.by_uid(named.metadata.uid) == named
 
@@ -139,15 +144,11 @@ async def test_a_report_for_an_object_of_a_kind_without_orders_is_acknowledged(
 async def test_a_report_is_acknowledged_when_its_effect_is_stored_and_not_before(
     intake: Intake,
 ) -> None:
-    (order,) = intake.world.open("run")
-    subject = subjects.report(NodeName(order.node), OrderId(order.order), "started")
-    await intake.bus.publish(subject, msgspec.json.encode(report_on(order, "started")))
-    await asyncio.sleep(1.0)
-    (durable,) = intake.server.streams[subjects.REPORTS].durables.values()
-    assert durable.pending
+    await intake.come(intake.run, told(intake.run, "started"), "started")
+    assert intake.pending
     await intake.world.settle()
     await asyncio.sleep(1.0)
-    assert not durable.pending
+    assert not intake.pending
 
 
 async def test_reports_that_come_together_are_one_write_of_the_status() -> None:
@@ -182,22 +183,22 @@ async def test_a_lost_report_of_a_cleaning_order_delays_the_deletion_and_does_no
     assert not world.cluster.page("Pod")
 
 
+def superseded_by(attempt: int) -> Failure:
+    return Failure(reason="Superseded", message="older", values={"attempt": attempt})
+
+
 async def test_an_attempt_below_that_of_the_nodes_journal_is_raised_above_it() -> None:
     """As after the store was restored from a backup."""
     world = await world_of(1, answered=("run",))
     (prepare,) = world.open("prepare")
-    superseded = Failure(reason="Superseded", message="older", values={"attempt": 7})
-    await world.report(prepare, "rejected", failure=superseded)
+    await world.report(prepare, "rejected", failure=superseded_by(7))
     await world.answer("abort")
     (again,) = world.open("prepare")
     assert again.attempt == 8
     await world.answer_all()
-    found = await world.get("DynamoCheckpoint", "llm")
-    assert found.status.phase == "Ready"
-    await world.cluster.delete(found)
-    await world.settle()
+    assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
+    await world.delete("DynamoCheckpoint", "llm")
     (stop,) = world.open("stop")
-    stopped = Failure(reason="Superseded", message="older", values={"attempt": 3})
-    await world.report(stop, "rejected", failure=stopped)
+    await world.report(stop, "rejected", failure=superseded_by(3))
     (stop,) = world.open("stop")
     assert stop.attempt == 4
