@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from tests.scenario.bus import SimBus, SimServer
 from tests.support.brokers import VirtualLoop
 from tests.support.operator_world import World, world_of
 
@@ -22,6 +23,14 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture
 def virtual_time() -> None:
     """Time that passes at once wherever all wait."""
+
+
+@pytest.fixture
+async def bus(virtual_time: None) -> SimBus:
+    """The bus of the operator, on a server that has what it needs."""
+    found = await SimBus(SimServer(), "operator").connect()
+    await found.ensure_assets()
+    return found
 
 
 @pytest.fixture

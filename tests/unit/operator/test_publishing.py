@@ -20,7 +20,7 @@ from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry
 from snapshot_shared.views import mirrored
-from tests.scenario.bus import SimBus, SimServer
+from tests.scenario.bus import SimBus
 from tests.scenario.streams import Stream
 from tests.support import builders
 from tests.support.objects import checkpoint_document
@@ -36,13 +36,6 @@ TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 def order(attempt: int, **more: str) -> OrderStatus:
     payload = builders.payload(order=ORDER, attempt=attempt, **more)
     return builders.order("prepare", UID, attempt=attempt, payload=payload)
-
-
-@pytest.fixture
-async def bus(virtual_time: None) -> SimBus:
-    found = await SimBus(SimServer(), "operator").connect()
-    await found.ensure_assets()
-    return found
 
 
 @pytest.fixture
@@ -128,20 +121,17 @@ async def test_replacing_puts_an_order_in_place_of_whatever_stands_there(
 class Mirrored:
     """The objects of a world, and their mirror on a server that comes and goes."""
 
+    def __init__(self, bus: SimBus) -> None:
+        self.bus, self.server = bus, bus._server
+
     async def start(self) -> None:
         self.world = await world_of(1, answered=())
-        self.server = SimServer()
-        self.bus = await SimBus(self.server, "operator").connect()
-        await self.bus.ensure_assets()
         await self.bus.put(subjects.OBJECTS_BUCKET, "pods.default.gone", b"{}")
         changes = ChangePublisher(self.bus, "one", self.world.cluster)  # type: ignore[arg-type]
         self.world.cluster.subscribe(changes.watcher)
         works = (changes.run(), changes.keep_mirror(), self.bus.keep_assets())
         self.tasks = [asyncio.ensure_future(work) for work in works]
         await asyncio.sleep(1.0)
-
-    async def stop(self) -> None:
-        await end_all(*self.tasks)
 
     @property
     def stream(self) -> Stream:
@@ -150,6 +140,11 @@ class Mirrored:
     def limit(self, most: int) -> None:
         """Have the server take no value of more bytes; -1 for any."""
         self.stream.config = self.stream.config.evolve(max_msg_size=most)
+
+    async def miss(self, name: str) -> None:
+        """Have the server take nothing from now on, not even a new checkpoint."""
+        self.limit(1)
+        await self.world.apply(checkpoint_document(name))
 
     def comparisons(self) -> list[float]:
         """Return the times at which the mirror is listed from now on, in seconds."""
@@ -176,11 +171,11 @@ class Mirrored:
 
 
 @pytest.fixture
-async def mirror(virtual_time: None) -> AsyncIterator[Mirrored]:
-    found = Mirrored()
+async def mirror(bus: SimBus) -> AsyncIterator[Mirrored]:
+    found = Mirrored(bus)
     await found.start()
     yield found
-    await found.stop()
+    await end_all(*found.tasks)
 
 
 async def test_the_mirror_has_at_start_what_is_there_and_nothing_else(mirror: Mirrored) -> None:
@@ -233,8 +228,7 @@ async def test_what_has_not_changed_is_not_written_again_after_a_reconnection(
 async def test_what_can_never_be_written_is_tried_less_and_less_often(mirror: Mirrored) -> None:
     await asyncio.sleep(2 * RETRY_S)
     times = mirror.comparisons()
-    mirror.limit(1)
-    await mirror.world.apply(checkpoint_document(name="other"))
+    await mirror.miss("other")
     await asyncio.sleep(86400.0)
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert gaps[0] == pytest.approx(RETRY_S, abs=0.5)
@@ -245,8 +239,7 @@ async def test_what_can_never_be_written_is_tried_less_and_less_often(mirror: Mi
 async def test_what_could_not_be_written_for_long_is_tried_again_soon_after_a_reconnection(
     mirror: Mirrored,
 ) -> None:
-    mirror.limit(1)
-    await mirror.world.apply(checkpoint_document(name="other"))
+    await mirror.miss("other")
     await asyncio.sleep(7200.0)
     mirror.server.crash()
     mirror.server.restart()
@@ -259,14 +252,12 @@ async def test_what_could_not_be_written_for_long_is_tried_again_soon_after_a_re
 async def test_a_write_that_fails_after_the_mirror_was_written_again_is_tried_again_soon(
     mirror: Mirrored,
 ) -> None:
-    mirror.limit(1)
-    await mirror.world.apply(checkpoint_document(name="other"))
+    await mirror.miss("other")
     await asyncio.sleep(7200.0)
     mirror.limit(-1)
     await asyncio.sleep(COMPARE_EVERY_S)
     assert await mirror.differences() == set()
-    mirror.limit(1)
-    await mirror.world.apply(checkpoint_document(name="third"))
+    await mirror.miss("third")
     await asyncio.sleep(1.0)
     assert await mirror.differences() != set()
     mirror.limit(-1)
@@ -278,8 +269,7 @@ async def test_a_mirror_that_takes_nothing_is_logged_once_a_comparison(
     mirror: Mirrored, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="snapshot_operator.runtime.nats")
-    mirror.limit(1)
-    await mirror.world.apply(checkpoint_document(name="other"))
+    await mirror.miss("other")
     await asyncio.sleep(1.0)
     assert len(await mirror.differences()) > 2
     times = mirror.comparisons()

@@ -19,7 +19,7 @@ from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import DeadLetter, Report
 from snapshot_shared.tasks import end_all
-from tests.scenario.bus import SimBus, SimServer
+from tests.scenario.bus import SimBus
 from tests.support import builders
 from tests.support.operator_world import world_of
 
@@ -31,11 +31,11 @@ def report_on(order: OrderStatus, kind: str = "failed", **fields: Any) -> Report
 class Intake:
     """A world whose reports come over a bus."""
 
+    def __init__(self, bus: SimBus) -> None:
+        self.bus = bus
+
     async def start(self) -> None:
-        self.world, self.server = await world_of(1, answered=()), SimServer()
-        self.bus = await SimBus(self.server, "operator").connect()
-        await self.bus.ensure_assets()
-        world = self.world
+        self.world = world = await world_of(1, answered=())
         self.reports = Reports(self.bus, world.cluster, world.manager, world.clock)  # type: ignore[arg-type]
         self.task = asyncio.ensure_future(self.reports.run())
         (self.run,) = world.open("run")
@@ -58,7 +58,7 @@ class Intake:
     @property
     def pending(self) -> Any:
         """What is not acknowledged."""
-        (durable,) = self.server.streams[subjects.REPORTS].durables.values()
+        (durable,) = self.bus._server.streams[subjects.REPORTS].durables.values()
         return durable.pending
 
     @property
@@ -69,8 +69,8 @@ class Intake:
 
 
 @pytest.fixture
-async def intake(virtual_time: None) -> AsyncIterator[Intake]:
-    found = Intake()
+async def intake(bus: SimBus) -> AsyncIterator[Intake]:
+    found = Intake(bus)
     await found.start()
     yield found
     await end_all(found.task)
