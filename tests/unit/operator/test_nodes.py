@@ -45,27 +45,26 @@ def present(found: Node) -> Node:
     return node_from(presence("node-1"), found, NOW)
 
 
+def changed(found: Node) -> dict[str, str | None]:
+    """Return the labels that a node gets, and loses."""
+    writes = [write for write in label_node(found, NOW).writes if isinstance(write, Label)]
+    assert label_node(found, NOW).writes == tuple(writes)
+    return {write.key: write.text for write in writes}
+
+
 def test_a_node_gets_the_label_with_its_agent_and_once() -> None:
-    (write,) = label_node(present(node()), NOW).writes
-    assert isinstance(write, Label)
-    assert (write.key, write.text) == (AGENT_LABEL, "true")
+    assert changed(present(node())) == {AGENT_LABEL: "true"}
     assert label_node(present(labelled()), NOW) == NOTHING
 
 
 def test_a_node_has_a_label_for_the_seccomp_profile_that_its_agent_announces() -> None:
     says = replace(presence("node-1"), seccomp_profile="profiles/a.json")
-    found = node_from(says, labelled(), NOW)
-    (write,) = label_node(found, NOW).writes
-    assert isinstance(write, Label)
-    assert (write.key, write.text) == (SECCOMP_LABEL, "profiles_a.json")
+    assert changed(node_from(says, labelled(), NOW)) == {SECCOMP_LABEL: "profiles_a.json"}
     both = node(**{AGENT_LABEL: "true", SECCOMP_LABEL: "profiles_a.json"})
     assert label_node(node_from(says, both, NOW), NOW) == NOTHING
-    (write,) = label_node(present(both), NOW).writes
-    assert isinstance(write, Label)
-    assert (write.key, write.text) == (SECCOMP_LABEL, None)
+    assert changed(present(both)) == {SECCOMP_LABEL: None}
     lost = node_absent(node_from(says, both, NOW), LOST_AFTER_S, NOW)
-    texts = {write.key: write.text for write in label_node(lost, NOW).writes}  # type: ignore[union-attr]
-    assert texts == {AGENT_LABEL: None, SECCOMP_LABEL: None}
+    assert changed(lost) == {AGENT_LABEL: None, SECCOMP_LABEL: None}
 
 
 @pytest.mark.parametrize("absent_s", [0.0, LOST_AFTER_S - 1.0])
@@ -76,9 +75,7 @@ def test_a_node_that_is_silent_for_less_than_it_takes_to_be_lost_keeps_it(absent
 
 def test_a_node_that_is_lost_loses_it_and_gets_it_again_with_its_agent() -> None:
     lost = node_absent(present(labelled()), LOST_AFTER_S, NOW)
-    (write,) = label_node(lost, NOW).writes
-    assert isinstance(write, Label)
-    assert write.text is None
+    assert changed(lost) == {AGENT_LABEL: None}
     assert label_node(present(lost), NOW) == NOTHING
     never = node_absent(node(), LOST_AFTER_S, NOW)
     assert label_node(never, NOW) == NOTHING
@@ -91,8 +88,7 @@ def test_a_node_whose_agent_was_never_looked_for_is_left_as_it_is() -> None:
 
 def test_a_node_changes_twice_for_an_agent_that_stays_away() -> None:
     missed = node_absent(present(node()), 10.0, NOW)
-    row = row_of(missed)
-    assert row.message == "no presence since 1970-01-12T13:46:30Z"
+    assert row_of(missed).message == "no presence since 1970-01-12T13:46:30Z"
     assert node_absent(missed, 40.0, NOW + 30.0) == missed
     lost = node_absent(missed, LOST_AFTER_S, NOW + 80.0)
     assert is_true(lost.status.conditions, "Lost")
@@ -282,14 +278,10 @@ async def test_no_pod_goes_to_a_node_with_no_version_in_common() -> None:
 
 
 async def test_a_capture_waits_until_its_node_has_a_version_in_common() -> None:
-    world = await world_of(1, answered=())
-    (run,) = world.open("run")
-    await world.report(run, "started")
-    await world.join(replace(presence("node-1"), schemas=[2]))
-    await world.report(run, "ready")
+    world = await warm(replace(presence("node-1"), schemas=[2]))
     assert world.open("prepare") == []
     found = await world.get("Snapshot", "llm")
-    (content,) = world.cluster.page("SnapshotContent")
+    content = await world.content()
     waits = row_of(content)
     assert (waits.reason, waits.message) == ("UnsupportedVersion", BOTH)
     assert found.status.bound_snapshot_content_name == content.metadata.name
@@ -304,8 +296,7 @@ async def test_an_order_that_its_node_cannot_read_is_tried_again_before_the_free
     failure = (await world.content()).status.failure
     assert (failure.reason, failure.retryable) == ("UnsupportedVersion", True)
     assert failure.values == {"found": 2, "supported": [1]}
-    for abort in world.open("abort"):
-        await world.report(abort)
+    await world.answer("abort")
     assert [order.attempt for order in world.open("prepare")] == [2]
 
 
@@ -318,19 +309,19 @@ HAS_IT = replace(presence("node-1"), drivers=["cooperative", "criu"], criu="4.2"
 UNFIT = replace(HAS_IT, drivers=["cooperative"], unready=unready(WHY, "criu"))
 
 
-async def warm(world: World, last: Presence) -> None:
-    """A worker for the driver criu is warm, and its node says this of itself."""
-    await world.join(presence("node-1"))
-    await world.apply(checkpoint_document(driver="criu"))
+async def warm(last: Presence, **job: Any) -> World:
+    """Return a world in which a worker is warm, and its node says this of itself."""
+    world = await world_of(1)
+    await world.apply(checkpoint_document(**job))
     (run,) = world.open("run")
     await world.report(run, "started")
     await world.join(last)
     await world.report(run, "ready")
+    return world
 
 
 async def test_a_capture_waits_for_the_self_test_of_its_node_and_names_what_failed() -> None:
-    world = World()
-    await warm(world, UNFIT)
+    world = await warm(UNFIT, driver="criu")
     assert world.open("prepare") == []
     row = await world.row("Snapshot")
     assert (row.reason, row.message) == (
@@ -342,8 +333,7 @@ async def test_a_capture_waits_for_the_self_test_of_its_node_and_names_what_fail
 
 
 async def test_a_capture_names_the_drivers_of_a_node_that_does_not_have_its_own() -> None:
-    world = World()
-    await warm(world, replace(UNFIT, unready=[]))
+    world = await warm(replace(UNFIT, unready=[]), driver="criu")
     assert world.open("prepare") == []
     row = await world.row("Snapshot")
     assert row.reason == "DriverUnavailable"
@@ -351,9 +341,7 @@ async def test_a_capture_names_the_drivers_of_a_node_that_does_not_have_its_own(
 
 
 async def test_a_capture_begins_on_a_node_that_does_not_say_which_drivers_it_has() -> None:
-    world = World()
-    await warm(world, presence("node-1"))
-    assert world.open("prepare")
+    assert (await warm(presence("node-1"), driver="criu")).open("prepare")
 
 
 async def test_a_node_keeps_what_its_agent_says_of_criu() -> None:
