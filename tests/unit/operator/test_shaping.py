@@ -79,26 +79,17 @@ def test_the_worker_runs_once_and_without_a_service_mesh() -> None:
 
 def test_the_targets_readiness_is_that_it_may_be_captured_and_its_other_probes_go() -> None:
     main = find_container(shaped()["spec"], "main")
-    assert main["readinessProbe"]["exec"]["command"] == [
-        "cat",
-        "/snapshot-control/ready-for-snapshot",
-    ]
+    command = ["cat", "/snapshot-control/ready-for-snapshot"]
+    assert main["readinessProbe"]["exec"]["command"] == command
     assert not main.keys() & {"livenessProbe", "startupProbe"}
 
 
 def test_the_control_directory_is_the_containers_own_and_the_environment_keeps_its_order() -> None:
     main = find_container(shaped()["spec"], "main")
-    assert main["volumeMounts"][-1] == {
-        "name": "snapshot-control",
-        "mountPath": "/snapshot-control",
-        "subPath": "main",
-    }
-    assert [row["name"] for row in main["env"]] == [
-        "Z",
-        "A",
-        "SNAPSHOT_CONTROL_DIR",
-        "DYN_SNAPSHOT_CONTROL_DIR",
-    ]
+    mount = {"name": "snapshot-control", "mountPath": "/snapshot-control", "subPath": "main"}
+    assert main["volumeMounts"][-1] == mount
+    names = ["Z", "A", "SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR"]
+    assert [row["name"] for row in main["env"]] == names
     assert main["env"][2]["value"] == "/snapshot-control"
 
 
@@ -108,11 +99,9 @@ def test_an_unknown_target_is_refused_with_the_containers_that_there_are() -> No
 
 
 def test_the_job_is_owned_by_its_checkpoint_and_carries_what_was_decided() -> None:
-    document = checkpoint_document(
-        activeDeadlineSeconds=120, backoffLimit=2, sourcePolicy="Terminate"
-    )
-    value: Any = checkpoint(activeDeadlineSeconds=120, backoffLimit=2, sourcePolicy="Terminate")
-    manifest = job_manifest(_job(value), document)
+    job = {"activeDeadlineSeconds": 120, "backoffLimit": 2, "sourcePolicy": "Terminate"}
+    value = checkpoint(**job)
+    manifest = job_manifest(_job(value), checkpoint_document(**job))
     assert manifest["metadata"]["ownerReferences"][0]["kind"] == "DynamoCheckpoint"
     labels = {"nvidia.com/snapshot-checkpoint-id": identity_hash(value)}
     assert manifest["metadata"]["labels"] == labels
@@ -124,9 +113,9 @@ def test_the_job_is_owned_by_its_checkpoint_and_carries_what_was_decided() -> No
 CLAIM = {"claims": [{"name": "gpu"}]}
 
 
-def with_server(**changes: Any) -> dict[str, Any]:
-    main = {"name": "main", "resources": CLAIM}
-    spec = {"containers": [main], "initContainers": [{"name": "fetch"}], **changes}
+def with_server(target: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    main = {"name": "main", "resources": CLAIM, **(target or {})}
+    spec: dict[str, Any] = {"containers": [main], **changes}
     with_memory_server(spec, main, "gms:1")
     return spec
 
@@ -134,7 +123,7 @@ def with_server(**changes: Any) -> dict[str, Any]:
 def test_a_memory_server_runs_before_the_worker_and_beside_it_with_the_devices_of_its_claim() -> (
     None
 ):
-    spec = with_server()
+    spec = with_server(initContainers=[{"name": "fetch"}])
     server, fetch = spec["initContainers"]
     assert (server["name"], server["image"], fetch["name"]) == ("gms-server", "gms:1", "fetch")
     assert server["restartPolicy"] == "Always"
@@ -165,10 +154,7 @@ def test_a_memory_server_of_the_template_keeps_what_it_says() -> None:
 
 def test_a_memory_server_asks_for_little_and_is_restricted_as_the_user_of_the_worker() -> None:
     user = {"runAsNonRoot": True, "runAsUser": 1000, "privileged": True}
-    main: dict[str, Any] = {"name": "main", "resources": CLAIM, "securityContext": user}
-    spec: dict[str, Any] = {"containers": [main]}
-    with_memory_server(spec, main, "gms:1")
-    [server] = spec["initContainers"]
+    [server] = with_server({"securityContext": user})["initContainers"]
     assert server["resources"]["requests"] == {"cpu": "50m", "memory": "128Mi"}
     assert server["securityContext"] == {
         "runAsNonRoot": True,
@@ -180,15 +166,13 @@ def test_a_memory_server_asks_for_little_and_is_restricted_as_the_user_of_the_wo
 
 
 def test_a_memory_server_serves_workers_of_the_group_of_the_volumes() -> None:
-    [server, _] = with_server(securityContext={"fsGroup": 2000})["initContainers"]
+    [server] = with_server(securityContext={"fsGroup": 2000})["initContainers"]
     assert {"name": "SNAPBACK_LEASE_GROUP", "value": "2000"} in server["env"]
 
 
 def test_a_worker_that_claims_no_devices_has_no_memory_server() -> None:
-    main = {"name": "main", "resources": {"limits": {"cpu": "1"}}}
-    spec: dict[str, Any] = {"containers": [main]}
-    with_memory_server(spec, main, "gms:1")
-    assert spec == {"containers": [{"name": "main", "resources": {"limits": {"cpu": "1"}}}]}
+    claimless = {"resources": {"limits": {"cpu": "1"}}}
+    assert with_server(claimless) == {"containers": [{"name": "main", **claimless}]}
 
 
 def of_gms(target: dict[str, Any] | None = None, **gms: Any) -> dict[str, Any]:
@@ -201,6 +185,21 @@ def of_gms(target: dict[str, Any] | None = None, **gms: Any) -> dict[str, Any]:
     return document
 
 
+JOB = _job(checkpoint())
+
+
+def pod_spec(document: dict[str, Any]) -> Any:
+    """Return the spec of the pods of a checkpoint's Job."""
+    return job_manifest(JOB, document, "gms:1")["spec"]["template"]["spec"]
+
+
+def devices_claimed(document: dict[str, Any]) -> Any:
+    """Return the one request of the claim of a checkpoint's pods."""
+    claimed: Any = devices_template(JOB, document)
+    [request] = claimed["spec"]["spec"]["devices"]["requests"]
+    return request["exactly"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "count"), [({}, 1), ({"tensorParallelSize": 0}, 1), ({"pipelineParallelSize": 2}, 2)]
 )
@@ -208,9 +207,7 @@ def test_a_parallel_size_of_zero_is_one_rank(sizes: dict[str, int], count: int) 
     document = of_gms({"resources": {}})
     document["spec"]["identity"].pop("tensorParallelSize", None)
     document["spec"]["identity"] |= {"pipelineParallelSize": 0} | sizes
-    claimed: Any = devices_template(_job(checkpoint("llm")), document)
-    [request] = claimed["spec"]["spec"]["devices"]["requests"]
-    assert request["exactly"]["count"] == count
+    assert devices_claimed(document)["count"] == count
 
 
 @pytest.mark.parametrize(
@@ -227,15 +224,13 @@ def test_a_worker_claims_as_many_devices_as_its_limit_says_or_it_has_ranks(
     resources: Any, count: int
 ) -> None:
     document = of_gms({"resources": resources}, deviceClassName="gpu.example.com")
-    job = _job(checkpoint("llm"))
-    claimed: Any = devices_template(job, document)
-    [request] = claimed["spec"]["spec"]["devices"]["requests"]
-    assert request["exactly"] == {"deviceClassName": "gpu.example.com", "count": count}
-    assert claimed["metadata"]["ownerReferences"][0]["name"] == "llm"
-    spec = job_manifest(job, document)["spec"]["template"]["spec"]
-    name = claimed["metadata"]["name"]
+    wanted = {"deviceClassName": "gpu.example.com", "count": count}
+    assert devices_claimed(document) == wanted
+    meta: Any = (devices_template(JOB, document) or {})["metadata"]
+    assert meta["ownerReferences"][0]["name"] == "llm"
+    spec = pod_spec(document)
     assert spec["resourceClaims"] == [
-        {"name": "snapback-devices", "resourceClaimTemplateName": name}
+        {"name": "snapback-devices", "resourceClaimTemplateName": meta["name"]}
     ]
     [main], [server] = spec["containers"], spec["initContainers"]
     assert main["resources"]["claims"] == [{"name": "snapback-devices"}]
@@ -247,16 +242,14 @@ def test_a_worker_claims_as_many_devices_as_its_limit_says_or_it_has_ranks(
 def test_no_devices_are_claimed_for_a_worker_without_gms_or_with_claims_of_its_own(
     document: dict[str, Any],
 ) -> None:
-    assert devices_template(_job(checkpoint("llm")), document) is None
+    assert devices_template(JOB, document) is None
 
 
 def test_a_checkpoint_that_does_not_name_gms_has_no_memory_server_and_needs_no_claim() -> None:
     document = of_gms()
     del document["spec"]["gpuMemoryService"]
-    job = _job(checkpoint("llm"))
-    assert devices_template(job, document) is None
-    spec = job_manifest(job, document)["spec"]["template"]["spec"]
-    assert not {"initContainers", "resourceClaims"} & set(spec)
+    assert devices_template(JOB, document) is None
+    assert not {"initContainers", "resourceClaims"} & set(pod_spec(document))
 
 
 SAVER: dict[str, Any] = {
@@ -273,13 +266,11 @@ SAVER: dict[str, Any] = {
 }
 
 
-def pod_of(saver: dict[str, Any] | None, **template: Any) -> dict[str, Any]:
+def pod_of(saver: dict[str, Any] | None, **template: Any) -> Any:
     """Return the pod of a checkpoint with a saver of this shape."""
     document = of_gms(checkpoint={"saver": saver})
     document["spec"]["job"]["podTemplateSpec"]["spec"] |= template
-    spec: dict[str, Any] = job_manifest(_job(checkpoint("llm")), document, "gms:1")["spec"]
-    pod: dict[str, Any] = spec["template"]["spec"]
-    return pod
+    return pod_spec(document)
 
 
 def test_a_saver_runs_behind_the_memory_server_as_the_user_has_shaped_it() -> None:
@@ -334,7 +325,7 @@ def test_a_worker_has_shared_memory_of_the_size_that_is_named(
 ) -> None:
     document = of_gms(enabled=False)
     document["spec"]["job"]["sharedMemory"] = shared
-    spec = job_manifest(_job(checkpoint("llm")), document)["spec"]["template"]["spec"]
+    spec = pod_spec(document)
     memory = {"medium": "Memory", "sizeLimit": limit}
     assert {"name": "shared-memory", "emptyDir": memory} in spec["volumes"]
     mount = {"name": "shared-memory", "mountPath": "/dev/shm"}
@@ -346,5 +337,4 @@ def test_no_shared_memory_is_mounted_that_is_not_wanted_or_there(is_disabled: bo
     own = [] if is_disabled else [{"name": "mine", "mountPath": "/dev/shm"}]
     document = of_gms({"volumeMounts": own}, enabled=False)
     document["spec"]["job"]["sharedMemory"] = {"disabled": is_disabled}
-    spec = job_manifest(_job(checkpoint("llm")), document)["spec"]["template"]["spec"]
-    assert "shared-memory" not in [each["name"] for each in spec["volumes"]]
+    assert "shared-memory" not in [each["name"] for each in pod_spec(document)["volumes"]]
