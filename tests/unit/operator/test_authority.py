@@ -15,9 +15,10 @@ from snapshot_operator.core.restore import gather
 from snapshot_operator.runtime.cluster import Tracker
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import AbortOrder, DeleteOrder, LoadOrder, Order, astray, order_in
 from snapshot_shared.views import orders_of
-from tests.support.builders import payload
+from tests.support.builders import payload, with_meta, with_status
 from tests.support.objects import checkpoint, checkpoint_document, restore_document
 from tests.support.operator_world import World, world_of
 from tests.support.operator_world import payload as fields
@@ -134,25 +135,24 @@ async def test_a_verb_or_an_id_of_another_object_is_foreign() -> None:
         assert foreign(replace(checkpoint(), metadata=owner.metadata), item) == "verb"
 
 
-async def victim() -> World:
+async def victim() -> tuple[World, SnapshotContent]:
     """Return a world in which the namespace `victim` has an artifact and a running worker."""
     world = await world_of(4)
     document = checkpoint_document()
     document["metadata"]["namespace"] = "victim"
     await world.perform(document)
-    return world
+    return world, await world.content()
 
 
 async def write_status(world: World, value: Any, **changes: Any) -> None:
     """Write a status without the operator, as a user who has the right to."""
-    await world.store.update_status(replace(value, status=replace(value.status, **changes)))
+    await world.store.update_status(with_status(value, **changes))
     await world.cluster.refresh(value)
 
 
 @pytest.mark.parametrize("verb", ["delete", "abort"])
 async def test_an_order_that_was_written_into_a_status_is_not_published(verb: str) -> None:
-    world = await victim()
-    content = await world.content()
+    world, content = await victim()
     await world.apply(checkpoint_document("mine"), restore_document("mine", "target"))
     restore = await world.restore("target")
     common: dict[str, Any] = {
@@ -179,20 +179,18 @@ async def test_an_order_that_was_written_into_a_status_is_not_published(verb: st
 
 
 async def test_a_content_of_another_namespace_that_a_status_names_is_none() -> None:
-    world = await victim()
-    content = await world.content()
+    world, content = await victim()
     await world.apply(checkpoint_document("mine"))
     mine = await world.get("DynamoCheckpoint", "mine")
-    named = replace(mine.status, phase="Ready", content_name=content.metadata.name)
-    assert content_behind(world.cluster.get, replace(mine, status=named)) is None
+    named = with_status(mine, phase="Ready", content_name=content.metadata.name)
+    assert content_behind(world.cluster.get, named) is None
     theirs = world.cluster.get("DynamoCheckpoint", "victim", "llm")
     assert theirs is not None
     assert content_behind(world.cluster.get, theirs) == content
 
 
 async def test_a_restore_whose_status_names_a_content_of_another_namespace_loads_nothing() -> None:
-    world = await victim()
-    content = await world.content()
+    world, content = await victim()
     await world.capture("mine")
     await world.apply(restore_document("mine", "target"))
     restore = await world.restore("target")
@@ -214,7 +212,7 @@ async def test_an_artifact_of_the_namespace_of_the_restore_alone_may_be_loaded()
     loads = [(owner, item) for owner, item in await story() if item.verb == "load"]
     assert loads
     for owner, item in loads:
-        moved = replace(owner, metadata=replace(owner.metadata, namespace="team"))
+        moved = with_meta(owner, namespace="team")
         assert foreign(moved, altered(item, pod={"namespace": "team"})) == "artifact"
 
 

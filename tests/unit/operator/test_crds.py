@@ -130,9 +130,8 @@ def test_conditions_are_told_apart_by_their_type(kind: str) -> None:
 @each("variant", [0, 1])
 @each("kind", KINDS_OF_OURS)
 def test_what_the_schema_allows_can_be_decoded(kind: str, variant: int) -> None:
-    value = msgspec.json.decode(
-        msgspec.json.encode(document(kind, variant=variant)), type=KINDS[kind].type
-    )
+    data = msgspec.json.encode(document(kind, variant=variant))
+    value = msgspec.json.decode(data, type=KINDS[kind].type)
     assert value.metadata.name == f"{kind.lower()}-{variant}"
 
 
@@ -194,21 +193,13 @@ FIRST = NAMES[0]
 
 
 def there(*, labels: Any = None, version: str = "0.0.1", is_established: bool = True) -> Found:
-    return msgspec.convert(
-        {
-            "metadata": {
-                "name": FIRST,
-                "labels": dict([PART_OF]) if labels is None else labels,
-                "annotations": {VERSION_ANNOTATION: version},
-            },
-            "status": {
-                "conditions": [
-                    {"type": "Established", "status": "True" if is_established else "False"}
-                ]
-            },
-        },
-        Found,
-    )
+    metadata = {
+        "name": FIRST,
+        "labels": dict([PART_OF]) if labels is None else labels,
+        "annotations": {VERSION_ANNOTATION: version},
+    }
+    row = {"type": "Established", "status": "True" if is_established else "False"}
+    return msgspec.convert({"metadata": metadata, "status": {"conditions": [row]}}, Found)
 
 
 def all_there(**first: Any) -> dict[str, Found]:
@@ -263,7 +254,6 @@ def test_versions_are_compared_as_numbers(older: str, newer: str) -> None:
 
 
 def test_the_operator_may_write_definitions_of_its_own_kinds_alone() -> None:
-    rules = [
-        rule for rule in cluster_role()["rules"] if "apiextensions.k8s.io" in rule["apiGroups"]
-    ]
-    assert [rule["resourceNames"] for rule in rules] == [list(NAMES)]
+    rules, group = cluster_role()["rules"], "apiextensions.k8s.io"
+    named = [rule["resourceNames"] for rule in rules if group in rule["apiGroups"]]
+    assert named == [list(NAMES)]

@@ -15,12 +15,11 @@ from snapshot_operator.main import OperatorSettings
 from snapshot_shared.api import RetentionRequest
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import Condition, OwnerReference
+from snapshot_shared.objects.meta import OwnerReference
 from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     Snapshot,
     SnapshotContent,
-    SnapshotRestore,
     SnapshotSource,
 )
 from snapshot_shared.settings import load
@@ -71,17 +70,20 @@ def contents(*names: str, pod: str = "worker", namespace: str = "default") -> li
     return [content_of(name, namespace, pod, age) for name, age in zip(names, ages, strict=True)]
 
 
-def let_go(holdings: Holdings, limits: Limits, now: float) -> list[Decision]:
-    return [verdict for verdict in judged(holdings, limits, now) if verdict.goes]
+def let_go(holdings: Holdings, limits: Limits) -> list[Decision]:
+    return [verdict for verdict in judged(holdings, limits, NOW) if verdict.goes]
+
+
+def names_of(gone: list[Decision]) -> list[str]:
+    return [item.value.metadata.name for item in gone]
 
 
 def chosen(
     found: list[SnapshotContent], limits: Limits, *pods: Pod, state: Restore | None = None
 ) -> list[str]:
     """Return what goes; each of the pods has a restore in a state, if one is given."""
-    restores = [restoring(pod, state) for pod in pods if state is not None]
-    held = holdings(found, *pods)._replace(restores=restores)
-    return [item.value.metadata.name for item in let_go(held, limits, NOW)]
+    restores = [with_status(restore_for(pod), state=state) for pod in pods if state is not None]
+    return names_of(let_go(holdings(found, *pods)._replace(restores=restores), limits))
 
 
 @each(
@@ -110,10 +112,8 @@ def test_the_oldest_are_let_go_until_every_limit_is_kept_but_never_the_newest(
 
 def test_each_namespace_has_limits_of_its_own() -> None:
     found = contents("a", "b") + contents("a", "b", "c", namespace="other")
-    gone = let_go(holdings(found), Limits(count=2), NOW)
-    assert [(item.value.metadata.namespace, item.value.metadata.name) for item in gone] == [
-        ("other", "a")
-    ]
+    (gone,) = let_go(holdings(found), Limits(count=2))
+    assert (gone.value.metadata.namespace, gone.value.metadata.name) == ("other", "a")
 
 
 def test_the_newest_of_every_identity_stays() -> None:
@@ -121,10 +121,7 @@ def test_the_newest_of_every_identity_stays() -> None:
     assert chosen(found, Limits(count=1)) == ["a"]
 
 
-def condition_of(type_: str) -> list[Condition]:
-    return [Condition(type=type_, status="True", reason="r")]
-
-
+QUARANTINED = [builders.row("Quarantined", "True", "r")]
 OPEN_RELEASE = builders.order("release", "x")
 
 
@@ -133,7 +130,7 @@ OPEN_RELEASE = builders.order("release", "x")
     [
         {"readers": ["somebody"]},
         {"orders": [OPEN_RELEASE]},
-        {"conditions": condition_of("Quarantined")},
+        {"conditions": QUARANTINED},
         {"verifications": 1},
     ],
 )
@@ -152,7 +149,7 @@ def test_what_is_to_be_retained_stays() -> None:
 
 def test_a_quarantined_one_is_not_the_newest_that_is_kept_for_an_identity() -> None:
     *others, newest = contents("a", "b", "c")
-    spoiled = with_status(newest, conditions=condition_of("Quarantined"))
+    spoiled = with_status(newest, conditions=QUARANTINED)
     assert chosen([*others, spoiled], Limits(count=1)) == ["a"]
 
 
@@ -169,7 +166,7 @@ def test_what_is_being_captured_or_deleted_is_not_counted() -> None:
         ({}, "the namespace holds 3 artifacts, the limit is 2"),
         ({"readers": ["x", "y"]}, "it is being restored by 2 pods"),
         ({"orders": [OPEN_RELEASE]}, "its capture or a verification is under way"),
-        ({"conditions": condition_of("Quarantined")}, "it is in quarantine"),
+        ({"conditions": QUARANTINED}, "it is in quarantine"),
     ],
 )
 def test_every_artifact_is_judged_with_the_reason(change: dict[str, Any], why: str) -> None:
@@ -184,10 +181,6 @@ def test_within_the_limits_everything_stays_for_that_reason() -> None:
     found = contents("a", "b")
     first, _ = judged(holdings(found), Limits(), NOW)
     assert (first.goes, first.why) == (False, "it is within the limits")
-
-
-def restoring(pod: Pod, state: Restore) -> SnapshotRestore:
-    return with_status(restore_for(pod), state=state)
 
 
 def asking(source: str, **status: Any) -> Pod:
@@ -229,16 +222,15 @@ def test_a_checkpoint_goes_as_a_whole_and_not_before_its_worker_has_ended(
     pairs = [owned(content.spec.snapshot_ref.name, content) for content in found]
     worker = with_meta(asking("none", phase=phase), uid=derived_uid("pod", "pod-a"))
     held = Holdings([c for c, _ in pairs], [s for _, s in pairs], found, [worker])
-    gone = let_go(held, Limits(count=1), NOW)
-    assert [item.value.metadata.name for item in gone] == expected
+    gone = let_go(held, Limits(count=1))
+    assert names_of(gone) == expected
     assert all(isinstance(item.value, DynamoCheckpoint) for item in gone)
 
 
 def test_a_snapshot_with_the_name_of_a_checkpoint_that_is_not_its_own_goes_by_itself() -> None:
     found = contents("a", "b")
     held = holdings(found)._replace(checkpoints=[checkpoint("a", model="example/one")])
-    gone = let_go(held, Limits(count=1), NOW)
-    assert [item.value for item in gone] == [snapshot_of(found[0])]
+    assert [item.value for item in let_go(held, Limits(count=1))] == [snapshot_of(found[0])]
 
 
 def test_an_artifact_stays_while_a_pod_asks_for_a_checkpoint_that_shares_it() -> None:
@@ -250,8 +242,7 @@ def test_an_artifact_stays_while_a_pod_asks_for_a_checkpoint_that_shares_it() ->
     snapshots = [s for _, s in pairs]
     for source, expected in (("other", ["a"]), ("sharer", [])):
         held = Holdings(checkpoints, snapshots, found, [asking(source)])
-        gone = let_go(held, Limits(count=1), NOW)
-        assert [item.value.metadata.name for item in gone] == expected
+        assert names_of(let_go(held, Limits(count=1))) == expected
 
 
 async def captured_twice() -> World:
