@@ -35,18 +35,15 @@ VERBS = (
 
 async def apply(world: World, *documents: Any, dry_run: bool = False) -> Any:
     raw = [msgspec.Raw(msgspec.json.encode(document)) for document in documents]
-    request = ApplyRequest(
-        documents=raw, traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-01", dry_run=dry_run
-    )
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    request = ApplyRequest(documents=raw, traceparent=trace, dry_run=dry_run)
     return await world.ask("apply", request)
 
 
 async def test_applying_twice_changes_nothing_the_second_time() -> None:
     world = World()
-    first, second = (
-        await apply(world, checkpoint_document()),
-        await apply(world, checkpoint_document()),
-    )
+    first = await apply(world, checkpoint_document())
+    second = await apply(world, checkpoint_document())
     assert [result.action for result in first.results] == ["created"]
     assert [result.action for result in second.results] == ["unchanged"]
     assert first.results[0].uid == second.results[0].uid
@@ -123,8 +120,7 @@ async def test_noise_is_answered_with_a_reason(verb: str, data: bytes) -> None:
 
 
 async def test_a_name_that_does_not_exist_says_how_to_list_what_does() -> None:
-    request = GetRequest(kind="dckpt", name="none")
-    answer = await World().ask("get", request)
+    answer = await World().ask("get", GetRequest(kind="dckpt", name="none"))
     assert answer.failure.reason == "NotFound"
     assert "snapshotctl get dynamocheckpoints" in answer.failure.next_step
 
@@ -134,14 +130,12 @@ async def test_lists_come_in_pages_that_join_without_gaps() -> None:
     names = [f"c{index:03}" for index in range(25)]
     await apply(world, *[checkpoint_document(name) for name in names])
     found: list[str] = []
-    after = ""
-    while True:
+    after: str | None = ""
+    while after is not None:
         request = GetRequest(kind="DynamoCheckpoint", limit=10, after=after)
         page = await world.ask("get", request)
         found += [item["metadata"]["name"] for item in page.items]
-        if not page.next:
-            break
-        after = page.next
+        after = page.next or None
     assert found == names
 
 
@@ -175,18 +169,19 @@ async def test_only_the_node_of_a_pod_is_given_its_spec_and_the_digest_fits() ->
     request = TemplateRequest(
         namespace="default", name="restored", uid=payload(run)["pod"]["uid"], node="node-1"
     )
-    own, others = subjects.template(NodeName("node-1")), subjects.template(NodeName("node-2"))
-    answer = await world.ask("template.*", request, {ASKED: own})
+
+    async def ask(request: TemplateRequest, node: str) -> Any:
+        """Ask with the key of a node."""
+        return await world.ask("template.*", request, {ASKED: subjects.template(NodeName(node))})
+
+    answer = await ask(request, "node-1")
     assert digest(encode_json(answer.spec)) == payload(run)["template_digest"]
     wrong = msgspec.structs.replace(request, node="node-2")
-    answer = await world.ask("template.*", wrong, {ASKED: others})
-    assert answer.failure.reason == "Forbidden"
+    assert (await ask(wrong, "node-2")).failure.reason == "Forbidden"
     # Another node's key does not help whoever knows the pod.
-    answer = await world.ask("template.*", request, {ASKED: others})
-    assert answer.failure.reason == "Forbidden"
+    assert (await ask(request, "node-2")).failure.reason == "Forbidden"
     stale = msgspec.structs.replace(request, uid="00000000-0000-4000-8000-000000000000")
-    answer = await world.ask("template.*", stale, {ASKED: own})
-    assert answer.failure.reason == "StalePodReference"
+    assert (await ask(stale, "node-1")).failure.reason == "StalePodReference"
 
 
 async def test_the_loop_turns_while_the_largest_manifest_is_checked() -> None:
@@ -206,13 +201,8 @@ async def test_the_loop_turns_while_the_largest_manifest_is_checked() -> None:
 
 def in_cluster() -> World:
     world = World()
-    ids = iter(range(100))
     world.api = Api(
-        world.cluster,
-        world.retention,
-        world.clock,
-        lambda: f"request-{next(ids)}",
-        is_in_cluster=True,
+        world.cluster, world.retention, world.clock, lambda: "request", is_in_cluster=True
     )
     return world
 
@@ -238,18 +228,15 @@ async def test_the_operator_of_a_cluster_stores_nothing_for_others() -> None:
 async def test_the_operator_of_a_cluster_deletes_no_objects_of_kubernetes_for_others(
     kind: str, name: str, command: str
 ) -> None:
-    request = DeleteRequest(kind=kind, name=name)
-    reply = await in_cluster().ask("delete", request)
-    assert reply.failure.reason == "Forbidden"
-    assert reply.failure.next_step == command
+    reply = await in_cluster().ask("delete", DeleteRequest(kind=kind, name=name))
+    assert (reply.failure.reason, reply.failure.next_step) == ("Forbidden", command)
 
 
 async def test_the_operator_of_a_cluster_deletes_what_it_captured() -> None:
     world = in_cluster()
     await world.cluster.sync()
     await world.cluster.create(checkpoint())
-    request = DeleteRequest(kind="dckpt", name="llm")
-    assert (await world.ask("delete", request)).failure is None
+    assert (await world.ask("delete", CHANGES["delete"])).failure is None
 
 
 LATE_S = 33.0
@@ -285,8 +272,7 @@ async def test_a_change_whose_client_has_given_up_is_refused_and_done_never(
 
 async def test_a_change_that_comes_in_time_is_done(running: World) -> None:
     headers = age_headers(running.now - 1.0, PATIENCE_S)
-    request = CordonRequest(node="node-1", unschedulable=True)
-    assert (await running.ask("cordon", request, headers)).changed
+    assert (await running.ask("cordon", CHANGES["cordon"], headers)).changed
 
 
 async def test_a_question_is_answered_however_old_it_is(running: World) -> None:
@@ -311,9 +297,7 @@ async def test_an_intervention_that_names_another_incarnation_is_a_conflict(
     running: World, verb: str
 ) -> None:
     await running.answer("run")
-    request: Any = AbortRequest(kind="dckpt", name="llm", by="x", uid="of-before")
-    if verb == "verify":
-        request = VerifyRequest(kind="dckpt", name="llm", uid="of-before")
+    request = msgspec.structs.replace(CHANGES[verb], uid="of-before")
     assert (await running.ask(verb, request)).failure.reason == "Conflict"
 
 

@@ -27,8 +27,8 @@ from snapshot_operator.core.plan import (
 )
 from snapshot_operator.runtime.cluster import Key, Tracker
 from snapshot_shared.errors import Refused
-from snapshot_shared.objects.meta import Condition
 from snapshot_shared.transitions import Capture, Restore
+from tests.support import builders
 from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import checkpoint_document, restore_document
 from tests.support.operator_world import World, world_of
@@ -59,7 +59,7 @@ def removing(value: Any) -> list[Any]:
     return [*value.status.orders, replace(first, order="delete-x", verb="delete")]
 
 
-FAILED = [Condition(type="Failed", status="True", reason="x")]
+FAILED = [builders.row("Failed", "True", "x")]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,5 @@ async def test_a_write_that_is_refused_is_said_of_its_object(
     monkeypatch.setattr(world.cluster, call, refuse)
     with pytest.raises(Refused):
         await world.interpreter.apply(Plan((writes[call],)))
-    assert [(name, found.reason, found.message) for name, found in world.warnings] == [
-        ("llm", "Refused", "exceeded quota")
-    ]
+    ((name, failure),) = world.warnings
+    assert (name, failure.reason, failure.message) == ("llm", "Refused", "exceeded quota")
