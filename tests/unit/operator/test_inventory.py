@@ -56,14 +56,13 @@ def test_a_generation_of_no_content_is_moved() -> None:
 
 @each("capture", Capture)
 @each("mode", ["off", "incomplete", "all"])
+@each("sealed", [False, True])
+@each("generation", [1, 2])
 def test_whatever_an_attempt_of_a_content_may_have_written_is_kept(
-    capture: Capture, mode: Literal["off", "incomplete", "all"]
+    capture: Capture, mode: Literal["off", "incomplete", "all"], sealed: bool, generation: int
 ) -> None:
-    for sealed in (False, True):
-        for generation in (1, 2):
-            item = found(generation=generation, sealed=sealed)
-            policy = Policy(mode, after_s=0.0)
-            assert verdict(item, content(capture), policy=policy) == "keep"
+    item, policy = found(generation=generation, sealed=sealed), Policy(mode, after_s=0.0)
+    assert verdict(item, content(capture), policy=policy) == "keep"
 
 
 @each("capture", UNDER_WAY)
@@ -109,9 +108,8 @@ def of(node: str) -> dict[str, str]:
 async def test_the_store_is_read_when_an_agent_asks() -> None:
     world = World()
     stored = await world.cluster.create(content(Capture.PENDING, 0))
-    request = InventoryRequest(
-        node="node-1", generations=[found(OTHER), found(stored.metadata.uid)]
-    )
+    generations = [found(OTHER), found(stored.metadata.uid)]
+    request = InventoryRequest(node="node-1", generations=generations)
     reply = await world.ask("inventory.*", request, of("node-1"))
     assert reply.verdicts == ["quarantine", "keep"]
 
@@ -126,9 +124,9 @@ def test_the_settings_say_what_is_moved_and_after_how_long() -> None:
     assert load(OperatorSettings, environment).policy == Policy("incomplete", 7 * DAY_S)
     environment |= {"SNAPBACK_QUARANTINE": "all", "SNAPBACK_QUARANTINE_DAYS": "0.5"}
     assert load(OperatorSettings, environment).policy == Policy("all", DAY_S / 2)
-    wrong = {**environment, "SNAPBACK_QUARANTINE": "some", "SNAPBACK_QUARANTINE_DAYS": "0"}
+    environment |= {"SNAPBACK_QUARANTINE": "some", "SNAPBACK_QUARANTINE_DAYS": "0"}
     with pytest.raises(InvalidInput) as caught:
-        load(OperatorSettings, wrong)
+        load(OperatorSettings, environment)
     assert "SNAPBACK_QUARANTINE='some'" in str(caught.value)
     assert "SNAPBACK_QUARANTINE_DAYS='0'" in str(caught.value)
 
@@ -145,5 +143,4 @@ def test_a_node_says_what_below_its_artifact_root_is_nobodys() -> None:
     assert (told.status, told.reason) == ("True", "UnknownArtifactsMoved")
     assert "3 moved into .quarantine" in told.message
     node = node_from(clean, node, NOW)
-    told = row_of(node, UNKNOWN_ARTIFACTS)
-    assert told.status == "False"
+    assert row_of(node, UNKNOWN_ARTIFACTS).status == "False"

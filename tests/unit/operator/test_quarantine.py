@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.api import VerifyReply, VerifyRequest
 from snapshot_shared.errors import Failure, NotEligible, NotFound
-from snapshot_shared.objects.meta import Condition, condition, is_true
+from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload, row_of, world_of
@@ -21,12 +21,22 @@ DAMAGE = Failure(
 )
 
 
-async def damage_found(world: World, name: str = "restored", verb: str = "load") -> None:
-    """Have a restore find damage."""
-    await world.apply(restore_document(name=name, node="node-2"))
+async def come_to(world: World, verb: str) -> OrderStatus:
+    """Answer one order after another well until there is one of this verb."""
     while not world.open(verb):
         await world.answer_well(world.open()[0])
-    await world.report(world.open(verb)[0], "failed", failure=DAMAGE)
+    return world.open(verb)[0]
+
+
+async def find_damage(world: World, verb: str = "load") -> None:
+    """Have the restore of a pod on node-2 find damage, and be answered no further."""
+    await world.apply(restore_document(node="node-2"))
+    await world.report(await come_to(world, verb), "failed", failure=DAMAGE)
+
+
+async def damage_found(world: World, verb: str = "load") -> None:
+    """Have a restore find damage, and end."""
+    await find_damage(world, verb)
     await world.answer_all()
 
 
@@ -44,7 +54,7 @@ async def row(world: World, type_: str) -> Condition:
 async def test_damage_that_a_restore_finds_brings_the_content_into_quarantine(
     world: World, verb: str, part: str
 ) -> None:
-    await damage_found(world, verb=verb)
+    await damage_found(world, verb)
     found = await row(world, "Quarantined")
     assert (found.status, found.reason) == ("True", "ArtifactCorrupt")
     for word in (part, "chunk 3 of shard-0", "pod default/restored", "node-2"):
@@ -54,18 +64,16 @@ async def test_damage_that_a_restore_finds_brings_the_content_into_quarantine(
 async def test_all_who_use_a_damaged_content_say_so_and_stay_captured(world: World) -> None:
     await damage_found(world)
     for kind in ("DynamoCheckpoint", "Snapshot"):
-        value = await world.get(kind, "llm")
-        ready = row_of(value)
+        ready = await world.row(kind)
         assert (ready.status, ready.reason) == ("False", "ArtifactCorrupt")
         assert "chunk 3 of shard-0" in ready.message
-        assert not is_true(value.status.conditions, "Failed")
+        assert not is_true((await world.get(kind, "llm")).status.conditions, "Failed")
     assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
 
 
 async def test_who_looks_only_after_the_damage_was_found_still_learns_of_the_capture() -> None:
     world = await world_of(2, answered=())
-    while not world.open("seal"):
-        await world.answer_well(world.open()[0])
+    await come_to(world, "seal")
     under_way = {kind: await world.get(kind, "llm") for kind in ("DynamoCheckpoint", "Snapshot")}
     await world.answer_all()
     await damage_found(world)
@@ -78,7 +86,7 @@ async def test_who_looks_only_after_the_damage_was_found_still_learns_of_the_cap
         found = (await world.get(kind, "llm")).status
         truths = [(row.type, row.status) for row in found.conditions]
         assert truths == [("Ready", "False"), ("Failed", "False")]
-        assert condition(found.conditions, "Ready").reason == "ArtifactCorrupt"
+        assert (await world.row(kind)).reason == "ArtifactCorrupt"
         assert found.bytes == value.status.bytes > 0
     assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
 
@@ -206,8 +214,7 @@ async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere
 async def test_a_quarantine_that_was_lifted_stays_so_while_its_finder_is_still_being_dropped(
     world: World,
 ) -> None:
-    await world.apply(restore_document(node="node-2"))
-    await world.report(world.open("load")[0], "failed", failure=DAMAGE)
+    await find_damage(world)
     assert (await row(world, "Quarantined")).status == "True"
     await ask(world)
     await world.answer_well(world.open("verify")[0])
@@ -221,8 +228,7 @@ async def test_damage_found_while_a_verification_reads_is_not_lifted_by_that_one
 ) -> None:
     reply = await ask(world)
     (early,) = world.open("verify")
-    await world.apply(restore_document(name="restored", node="node-2"))
-    await world.report(world.open("load")[0], "failed", failure=DAMAGE)
+    await find_damage(world)
     await world.answer_well(early)
     assert (await row(world, "Quarantined")).status == "True"
     (late,) = world.open("verify")
