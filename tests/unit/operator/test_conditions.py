@@ -21,6 +21,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.objects.meta import Condition, OwnerReference
 from snapshot_shared.objects.snapback import DynamoCheckpoint
+from snapshot_shared.tasks import end_all
 from tests.support import builders
 from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import checkpoint
@@ -114,8 +115,7 @@ def test_the_condition_comes_with_the_first_status_and_is_written_once() -> None
 def test_one_that_is_over_and_was_written_by_another_product_is_named_too() -> None:
     value = with_status(adopted(), phase="Ready", location="/checkpoints/a")
     new = written(reconcile_checkpoint(CheckpointView(value), NOW))
-    assert new.status.phase == "Ready"
-    assert new.status.location == "/checkpoints/a"
+    assert (new.status.phase, new.status.location) == ("Ready", "/checkpoints/a")
 
 
 def test_a_checkpoint_is_adopted_after_its_condition_is_written() -> None:
@@ -149,33 +149,20 @@ def standing(*rows: Row) -> DynamoCheckpoint:
 
 
 @each(
-    ("rows", "said"),
+    ("rows", "type_"),
     [
-        ([("Ready", False, "PodPending", "soon")], [("Normal", "PodPending", "soon")]),
-        ([("Ready", False, "WorkerNotReady", "see")], [("Warning", "WorkerNotReady", "see")]),
-        ([("Ready", False, "Refused", "no quota")], [("Warning", "Refused", "no quota")]),
-        (
-            [("Ready", True, "Captured", "1 byte"), ("Failed", False, "Captured", "")],
-            [("Normal", "Captured", "1 byte")],
-        ),
-        (
-            [("Ready", False, "JobGone", "no job"), ("Failed", True, "JobGone", "no job")],
-            [("Warning", "JobGone", "no job")],
-        ),
-        (
-            [("DeprecatedFieldSet", True, "DeprecatedFieldSet", "one")],
-            [("Warning", "DeprecatedFieldSet", "one")],
-        ),
-        (
-            [("nvidia.com/Restored", False, "LoadFailed", "no room")],
-            [("Warning", "LoadFailed", "no room")],
-        ),
+        ([("Ready", False, "PodPending", "soon")], "Normal"),
+        ([("Ready", False, "WorkerNotReady", "see")], "Warning"),
+        ([("Ready", False, "Refused", "no quota")], "Warning"),
+        ([("Ready", True, "Captured", "1 byte"), ("Failed", False, "Captured", "")], "Normal"),
+        ([("Ready", False, "JobGone", "no job"), ("Failed", True, "JobGone", "no job")], "Warning"),
+        ([("DeprecatedFieldSet", True, "DeprecatedFieldSet", "one")], "Warning"),
+        ([("nvidia.com/Restored", False, "LoadFailed", "no room")], "Warning"),
     ],
 )
-def test_a_condition_that_gets_another_reason_says_so_once(
-    rows: list[Row], said: list[tuple[str, str, str]]
-) -> None:
-    assert list(happenings(standing(), standing(*rows))) == said
+def test_a_condition_that_gets_another_reason_says_so_once(rows: list[Row], type_: str) -> None:
+    _, _, reason, message = rows[0]
+    assert list(happenings(standing(), standing(*rows))) == [(type_, reason, message)]
     assert not list(happenings(standing(*rows), standing(*rows)))
 
 
@@ -207,8 +194,7 @@ async def test_events_are_posted_in_order_and_one_that_is_refused_ends_nothing()
         running = asyncio.ensure_future(recorder.run())
         async with asyncio.timeout(10.0):
             seen = [await got.get() for _ in reasons]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await end_all(running)
     assert [body["reason"] for _, body in seen] == reasons
     path, body = seen[1]
     assert path == "/api/v1/namespaces/default/events"
