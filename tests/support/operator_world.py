@@ -280,6 +280,12 @@ class World:
         kind = "get" if verb == "view" else verb.removesuffix(".*")
         return msgspec.json.decode(answer, type=getattr(api, f"{kind.capitalize()}Reply"))
 
+    async def verify(self, kind: str = "DynamoCheckpoint", name: str = "llm") -> api.VerifyReply:
+        """Ask for an artifact to be read as a whole."""
+        reply = await self.api.verify(api.VerifyRequest(kind=kind, name=name))
+        await self.settle()
+        return reply
+
     async def delete(self, kind: str, name: str) -> None:
         await self.cluster.delete(await self.get(kind, name))
         await self.settle()

@@ -168,22 +168,19 @@ async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
 @pytest.mark.parametrize(
     ("labels", "status", "warned"),
     [
-        ({"team": "team=a"}, 200, ()),
-        (
-            {"team": "team=b", "other": "team=a"},
-            200,
-            ("namespace team is not selected (team=a): the pod starts cold",),
-        ),
-        ({"team": "team=a"}, 503, ("namespace team cannot be read now: the pod starts cold",)),
+        ({"team": "team=a"}, 200, ""),
+        ({"team": "team=b", "other": "team=a"}, 200, "is not selected (team=a)"),
+        ({"team": "team=a"}, 503, "cannot be read now"),
     ],
 )
 async def test_a_pod_starts_cold_where_the_operator_reconciles_nothing(
-    behind: Api, admission: Admission, labels: dict[str, str], status: int, warned: tuple[str, ...]
+    behind: Api, admission: Admission, labels: dict[str, str], status: int, warned: str
 ) -> None:
     behind.labels, behind.status = labels, status
     selective = Admission(admission._client, selector="team=a")
     answer = await selective.pod(request(pod(restore_from="llm")))
-    assert (answer.refused, answer.warned) == ((), warned)
+    warnings = (f"namespace team {warned}: the pod starts cold",) if warned else ()
+    assert (answer.refused, answer.warned) == ((), warnings)
     assert bool(answer.patch) != bool(warned)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from snapshot_operator.core.census import census
-from snapshot_shared.api import VerifyRequest
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from tests.support.objects import checkpoint_document, presence, restore_document
@@ -89,8 +88,7 @@ async def test_an_artifact_that_is_verified_a_hundred_times_is_no_larger_than_af
 
     async def size_after(times: int) -> int:
         for _ in range(times):
-            await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
-            await world.settle()
+            await world.verify("Snapshot")
             await world.answer_all()
         return len(encode_json(await world.content()))
 

@@ -14,14 +14,7 @@ from snapshot_operator.core.owning import child_meta
 from snapshot_operator.core.plan import FINALIZER, Plan, SetStatus
 from snapshot_operator.core.restore import RestoreView, restore_for
 from snapshot_operator.core.snapshot import SnapshotView
-from snapshot_shared.objects.kubernetes import (
-    ContainerStatus,
-    Job,
-    JobSpec,
-    Node,
-    NodeSpec,
-    Pod,
-)
+from snapshot_shared.objects.kubernetes import ContainerStatus, Job, JobSpec, Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, is_true
 from snapshot_shared.objects.snapback import (
     CHECKPOINT_ID,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from snapshot_operator.core.content import content_name, import_name
 from snapshot_operator.core.retention import Holdings, Limits, judged
 from snapshot_operator.local.store import SqliteStore
-from snapshot_shared.api import FoundGeneration, InventoryRequest, VerifyRequest
+from snapshot_shared.api import FoundGeneration, InventoryRequest
 from snapshot_shared.errors import NotEligible
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import OrderStatus, is_true
@@ -161,7 +161,7 @@ async def test_who_has_lost_a_content_of_the_same_name_stands_for_it_no_more(wor
     assert (await ready(world, "other"))[0]
     assert await failed(world) == "SnapshotContentDeleted"
     with pytest.raises(NotEligible):
-        await world.api.verify(VerifyRequest(kind="Snapshot", name="again"))
+        await world.verify("Snapshot", "again")
     verdicts = judged(Holdings.of(world.cluster.all), Limits(count=1), world.now)
     assert [verdict.value.metadata.name for verdict in verdicts] == ["other"]
 

@@ -10,13 +10,7 @@ import pytest
 from snapshot_operator.core.interventions import MAX_REQUESTED
 from snapshot_operator.core.quarantine import asked
 from snapshot_operator.local.scheduler import Waiting, place
-from snapshot_shared.api import (
-    AbortRequest,
-    CordonRequest,
-    HealthRequest,
-    RequeueRequest,
-    VerifyRequest,
-)
+from snapshot_shared.api import AbortRequest, CordonRequest, HealthRequest, RequeueRequest
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import is_true
 from snapshot_shared.objects.snapback import ABORT, CAPTURE_ON_DRAIN, VERIFY
@@ -136,8 +130,7 @@ async def test_a_pod_that_is_captured_on_drain_is_captured_on_a_cordoned_node(wo
 async def test_a_verification_goes_to_a_node_that_is_not_cordoned(world: World) -> None:
     await world.capture()
     await cordon(world, "node-1")
-    await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
-    await world.settle()
+    await world.verify("Snapshot")
     assert not world.open("verify")
     await world.join(presence("node-2"))
     assert [order.node for order in world.open("verify")] == ["node-2"]

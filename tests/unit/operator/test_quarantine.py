@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_shared.api import VerifyReply, VerifyRequest
 from snapshot_shared.errors import Failure, NotEligible, NotFound
 from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
 from snapshot_shared.transitions import Restore
@@ -38,12 +37,6 @@ async def damage_found(world: World, verb: str = "load") -> None:
     """Have a restore find damage, and end."""
     await find_damage(world, verb)
     await world.answer_all()
-
-
-async def ask(world: World, kind: str = "DynamoCheckpoint", name: str = "llm") -> VerifyReply:
-    reply = await world.api.verify(VerifyRequest(kind=kind, name=name))
-    await world.settle()
-    return reply
 
 
 async def row(world: World, type_: str) -> Condition:
@@ -153,7 +146,7 @@ async def test_damage_that_a_second_device_finds_after_the_restore_has_failed_co
 
 async def test_a_verification_reads_the_committed_generation_on_a_ready_node(world: World) -> None:
     content = await world.content()
-    reply = await ask(world)
+    reply = await world.verify()
     assert (reply.content, reply.verification) == (content.metadata.name, 1)
     (order,) = world.open("verify")
     assert order.node == "node-1"
@@ -170,20 +163,20 @@ async def test_a_verification_may_be_asked_for_by_any_of_the_three_names(
     world: World, kind: str
 ) -> None:
     name = (await world.content()).metadata.name if kind == "SnapshotContent" else "llm"
-    await ask(world, kind, name)
+    await world.verify(kind, name)
     assert world.open("verify")
 
 
 async def test_a_verification_under_way_is_joined(world: World) -> None:
-    assert (await ask(world)).verification == 1
-    assert (await ask(world)).verification == 1
+    assert (await world.verify()).verification == 1
+    assert (await world.verify()).verification == 1
     await world.answer_all()
-    assert (await ask(world)).verification == 2
+    assert (await world.verify()).verification == 2
     assert [order.attempt for order in world.orders.history if order.verb == "verify"] == [1, 2]
 
 
 async def test_a_verification_that_finds_damage_brings_into_quarantine(world: World) -> None:
-    await ask(world)
+    await world.verify()
     failure = Failure(reason="ArtifactMissing", message="shard-0 does not exist")
     await world.report(world.open("verify")[0], "failed", failure=failure)
     assert (await row(world, "Verified")).status == "False"
@@ -197,7 +190,7 @@ async def test_a_verification_that_finds_nothing_lifts_the_quarantine_everywhere
 ) -> None:
     before = await world.row("DynamoCheckpoint")
     await damage_found(world)
-    await ask(world)
+    await world.verify()
     await world.answer_all()
     assert (await row(world, "Quarantined")).status == "False"
     after = await world.get("DynamoCheckpoint", "llm")
@@ -216,7 +209,7 @@ async def test_a_quarantine_that_was_lifted_stays_so_while_its_finder_is_still_b
 ) -> None:
     await find_damage(world)
     assert (await row(world, "Quarantined")).status == "True"
-    await ask(world)
+    await world.verify()
     await world.answer_well(world.open("verify")[0])
     await world.advance(1.0)
     assert (await world.restore("restored")).status.state is Restore.DROPPING
@@ -226,7 +219,7 @@ async def test_a_quarantine_that_was_lifted_stays_so_while_its_finder_is_still_b
 async def test_damage_found_while_a_verification_reads_is_not_lifted_by_that_one(
     world: World,
 ) -> None:
-    reply = await ask(world)
+    reply = await world.verify()
     (early,) = world.open("verify")
     await find_damage(world)
     await world.answer_well(early)
@@ -244,7 +237,7 @@ async def test_damage_found_while_a_verification_reads_is_not_lifted_by_that_one
 async def test_a_verification_that_could_not_read_says_that_nothing_is_known(
     world: World, reason: str
 ) -> None:
-    await ask(world)
+    await world.verify()
     await world.fail(world.open("verify")[0], reason)
     found = await row(world, "Verified")
     assert (found.status, found.reason) == ("Unknown", reason)
@@ -256,7 +249,7 @@ async def test_a_verification_that_could_not_read_says_that_nothing_is_known(
 async def test_a_verification_that_is_older_than_the_node_knows_is_made_past_that(
     world: World,
 ) -> None:
-    await ask(world)
+    await world.verify()
     superseded = Failure(reason="Superseded", message="older", values={"attempt": 7})
     await world.report(world.open("verify")[0], "rejected", failure=superseded)
     (order,) = world.open("verify")
@@ -268,7 +261,7 @@ async def test_a_verification_that_is_older_than_the_node_knows_is_made_past_tha
 
 
 async def test_an_answer_after_the_deadline_still_counts(world: World) -> None:
-    await ask(world)
+    await world.verify()
     (order,) = world.open("verify")
     await world.advance(4000.0)
     found = await row(world, "Verified")
@@ -280,7 +273,7 @@ async def test_an_answer_after_the_deadline_still_counts(world: World) -> None:
 async def test_a_verification_waits_for_a_node_that_can_read(world: World) -> None:
     back = dict(world.present)
     await world.silence(10.0)
-    await ask(world)
+    await world.verify()
     assert not world.open("verify")
     assert (await row(world, "Verified")).reason == "NoNode"
     await world.join(back["node-2"])
@@ -289,7 +282,7 @@ async def test_a_verification_waits_for_a_node_that_can_read(world: World) -> No
 
 
 async def test_a_verification_does_not_hold_up_a_deletion(world: World) -> None:
-    await ask(world)
+    await world.verify()
     await world.delete("DynamoCheckpoint", "llm")
     await world.answer("delete")
     assert world.open("verify")
@@ -298,15 +291,15 @@ async def test_a_verification_does_not_hold_up_a_deletion(world: World) -> None:
 
 async def test_only_what_is_captured_can_be_verified(world: World) -> None:
     with pytest.raises(NotFound):
-        await ask(world, name="none")
+        await world.verify(name="none")
     await world.apply(checkpoint_document("young"))
     with pytest.raises(NotEligible, match="young holds no captured artifact"):
-        await ask(world, name="young")
+        await world.verify(name="young")
 
 
 async def test_settled_quarantine_and_verification_plan_nothing_more(world: World) -> None:
     await damage_found(world)
-    await ask(world)
+    await world.verify()
     await world.answer_all()
     before: Any = await world.everything()
     await world.advance(60.0)

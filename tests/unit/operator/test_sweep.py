@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.backpressure import is_full
 from snapshot_operator.runtime.sweep import RETRY_S
-from snapshot_shared.api import VerifyRequest
 from snapshot_shared.errors import BusUnavailable, StoreBusy
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
@@ -211,8 +210,7 @@ async def test_a_restore_whose_pod_has_its_place_already_waits_too(world: World)
 async def test_a_verification_waits(world: World) -> None:
     await world.capture()
     await fill(world, 0.8)
-    await world.api.verify(VerifyRequest(kind="Snapshot", name="llm"))
-    await world.settle()
+    await world.verify("Snapshot")
     assert not world.open("verify")
     found = row_of(await world.content(), "Verified")
     assert found.reason == "BusFull"
