@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,7 +63,7 @@ async def test_a_consumer_goes_on_at_once_when_its_leader_changes() -> None:
         try:
             found.start(*SERVERS)
             await bus.connect()
-            await _ensured(bus)
+            await _at_last(bus.ensure_assets)
             deliveries = bus.consume(subjects.ORDERS, "agent-n", "snap.order.n.agent.*")
             first = asyncio.ensure_future(anext(deliveries))
             await _stored(bus, "snap.order.n.agent.stop-1")
@@ -85,23 +85,19 @@ async def test_a_consumer_goes_on_at_once_when_its_leader_changes() -> None:
             await found.end()
 
 
-async def _ensured(bus: Bus) -> None:
+async def _at_last(call: Callable[[], Awaitable[object]]) -> None:
+    """Call again and again until the bus is there."""
     async with asyncio.timeout(30.0):
         while True:
             try:
-                return await bus.ensure_assets()
+                await call()
+                return
             except BusUnavailable:
                 await asyncio.sleep(0.2)
 
 
 async def _stored(bus: Bus, subject: str) -> None:
-    async with asyncio.timeout(20.0):
-        while True:
-            try:
-                await bus.publish(subject, b"{}")
-                return
-            except BusUnavailable:
-                await asyncio.sleep(0.2)
+    await _at_last(lambda: bus.publish(subject, b"{}"))
 
 
 async def test_assets_that_could_not_be_ensured_are_ensured_again_soon(nats_url: str) -> None:

@@ -34,7 +34,7 @@ from snapshot_shared.orders import (
 )
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.telemetry import Telemetry
-from tests.support.builders import accepted
+from tests.support.builders import accepted, told
 from tests.support.nats_server import running_nats_server
 from tests.support.waiting import until
 
@@ -108,11 +108,17 @@ class Desk:
             await courier.book.drain()
             journal.close()
 
-    async def send(self, value: Order | bytes, order_id: str = ORDER) -> None:
+    async def send(self, value: Order | bytes) -> None:
         data = value if isinstance(value, bytes) else encode_json(value)
-        await self.bus.publish(subjects.order(NODE, "agent", OrderId(order_id)), data)
+        name = ORDER if isinstance(value, bytes) else value.order
+        await self.bus.publish(subjects.order(NODE, "agent", OrderId(name)), data)
 
-    async def reports(self, until: str) -> list[Report]:
+    async def answered(self, value: Order | bytes, until: str = "deleted") -> list[Report]:
+        """Send an order, and collect the reports up to and with one of this kind."""
+        await self.send(value)
+        return await self.reports(until)
+
+    async def reports(self, until: str = "deleted") -> list[Report]:
         """Collect reports up to and with one of this kind."""
         found: list[Report] = []
         try:
@@ -136,34 +142,38 @@ class Desk:
         return found
 
 
+@asynccontextmanager
+async def desk_at(url: str, folder: Path) -> AsyncIterator[Desk]:
+    bus = await Bus(url, "test").connect()
+    await bus.ensure_assets()
+    yield Desk(bus, folder / "journal")
+    await bus.close()
+
+
 @pytest.fixture
 async def desk(nats_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
-    bus = await Bus(nats_url, "test").connect()
-    await bus.ensure_assets()
-    yield Desk(bus, tmp_path / "journal")
-    await bus.close()
+    async with desk_at(nats_url, tmp_path) as found:
+        yield found
+
+
+def kinds(reports: list[Report]) -> list[str]:
+    return [report.kind for report in reports]
 
 
 async def test_a_good_order_after_poison_of_the_same_id_and_attempt_is_heard_of(desk: Desk) -> None:
     async with desk.courier():
-        await desk.send(encode_json(order(node="node-2")))
-        assert [report.kind for report in await desk.reports("rejected")] == ["rejected"]
-        await desk.send(order())
-        found = await desk.reports("deleted")
-    assert [report.kind for report in found] == ["accepted", "deleted"]
+        assert kinds(await desk.answered(order(node="node-2"), "rejected")) == ["rejected"]
+        assert kinds(await desk.answered(order())) == ["accepted", "deleted"]
 
 
 async def test_whoever_guesses_the_number_of_a_report_cannot_keep_it_from_being_stored(
     desk: Desk,
 ) -> None:
     elsewhere = subjects.report(NodeName("node-2"), OrderId(ORDER), "accepted")
-    guess = encode_json(
-        Report(order=ORDER, attempt=1, n=1, kind="accepted", node="node-2", service="agent", at=0.0)
-    )
+    guess = encode_json(told(order=ORDER, node="node-2"))
     await desk.bus.publish(elsewhere, guess, message_id=f"{ORDER}.1.1")
     async with desk.courier():
-        await desk.send(order())
-        found = await desk.reports("deleted")
+        found = await desk.answered(order())
     assert [(report.node, report.kind) for report in found] == [
         ("node-2", "accepted"),
         (NODE, "accepted"),
@@ -191,9 +201,8 @@ async def test_a_poison_order_is_rejected_kept_and_the_next_is_served(
     good = order_id("delete", OWNER, "gen-2")
     async with desk.courier():
         await desk.send(poison)
-        await desk.send(order(order=good, generation=2), good)
-        found = await desk.reports("deleted")
-    assert [report.kind for report in found] == ["rejected", "accepted", "deleted"]
+        found = await desk.answered(order(order=good, generation=2))
+    assert kinds(found) == ["rejected", "accepted", "deleted"]
     assert found[0].failure is not None
     assert found[0].failure.reason
     (letter,) = await desk.bus.replay(subjects.DEAD, "snap.dead.>")
@@ -214,7 +223,7 @@ async def test_an_order_that_reaches_into_another_namespace_is_rejected(desk: De
             RestoreOrder(**common, deadline_s=9.0, artifact=stolen, pod=pod),
             ReleaseOrder(**common, deadline_s=9.0, content_uid=OTHER, pod=pod),
         ):
-            await desk.send(value, name)
+            await desk.send(value)
             failure = await desk.failure("rejected")
             assert "reaches beyond its owner" in failure.message, failure
 
@@ -230,9 +239,8 @@ async def test_an_order_of_an_unknown_version_is_rejected_naming_both_and_so_is_
         await desk.send(order(schema=2))
         assert await desk.failure("rejected") == first
     async with desk.courier():
-        # An order that does not even decode.
-        await desk.send(encode_json({"type": "snapback.v2.move_order", "attempt": 3, "schema": 2}))
-        (found,) = await desk.reports("rejected")
+        unknown = encode_json({"type": "snapback.v2.move_order", "attempt": 3, "schema": 2})
+        (found,) = await desk.answered(unknown, "rejected")
     assert (first.reason, first.retryable) == ("UnsupportedVersion", True)
     assert first.values == {"found": 2, "supported": [1]}
     assert found.attempt == 3
@@ -262,13 +270,9 @@ async def test_what_a_newer_build_accepted_and_this_one_cannot_read_ends_by_name
 async def test_a_repeat_is_answered_from_the_record_and_does_nothing_again(desk: Desk) -> None:
     async with desk.courier():
         for _ in range(2):
-            await desk.send(order())
-            found = await desk.reports("deleted")
-            assert [(report.kind, report.n) for report in found] == [
-                ("accepted", 1),
-                ("deleted", 2),
-            ]
-            assert found[-1].bytes == 7
+            found = await desk.answered(order())
+            facts = [(report.kind, report.n, report.bytes) for report in found]
+            assert facts == [("accepted", 1, 0), ("deleted", 2, 7)]
     assert desk.handler.log == ["tombstone", "remove"]
 
 
@@ -276,12 +280,9 @@ async def test_a_lower_attempt_than_the_known_one_is_rejected_with_the_known_one
     desk: Desk,
 ) -> None:
     async with desk.courier():
-        await desk.send(order(attempt=7))
-        await desk.reports("deleted")
-        await desk.send(order(attempt=1))
-        (first,) = await desk.reports("rejected")
-        await desk.send(order(attempt=1))
-        (again,) = await desk.reports("rejected")
+        await desk.answered(order(attempt=7))
+        (first,) = await desk.answered(order(attempt=1), "rejected")
+        (again,) = await desk.answered(order(attempt=1), "rejected")
     assert first.attempt == 1
     assert first.failure is not None
     assert (first.failure.reason, first.failure.values) == ("Superseded", {"attempt": 7})
@@ -291,43 +292,33 @@ async def test_a_lower_attempt_than_the_known_one_is_rejected_with_the_known_one
 
 
 async def test_a_refusal_that_cannot_be_published_is_made_when_the_order_comes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "ACK_WAIT_S", 1.0)
-    async with running_nats_server(tmp_path / "nats") as server:
-        bus = await Bus(server.url, "test").connect()
-        await bus.ensure_assets()
-        desk = Desk(bus, tmp_path / "journal")
-        async with desk.courier():
-            await desk.send(order(attempt=7))
-            await desk.reports("deleted")
-            await bus.client.jetstream().delete_stream(subjects.REPORTS)
-            await desk.send(order(attempt=1))
-            await asyncio.sleep(0.5)
-            await bus.ensure_assets()
-            assert (await desk.failure("rejected")).reason == "Superseded"
-        await bus.close()
+    async with desk.courier():
+        await desk.answered(order(attempt=7))
+        await desk.bus.client.jetstream().delete_stream(subjects.REPORTS)
+        await desk.send(order(attempt=1))
+        await asyncio.sleep(0.5)
+        await desk.bus.ensure_assets()
+        assert (await desk.failure("rejected")).reason == "Superseded"
 
 
 async def test_a_higher_attempt_is_carried_out_and_not_answered_for_the_lower(desk: Desk) -> None:
     async with desk.courier():
-        await desk.send(order(attempt=1))
-        await desk.reports("deleted")
-        await desk.send(order(attempt=2))
-        found = await desk.reports("deleted")
+        await desk.answered(order(attempt=1))
+        found = await desk.answered(order(attempt=2))
     assert [(report.kind, report.attempt) for report in found] == [("accepted", 2), ("deleted", 2)]
     assert desk.handler.log == ["tombstone", "remove"] * 2
 
 
 async def test_an_order_that_has_ended_does_not_end_otherwise(desk: Desk) -> None:
     async with desk.courier() as courier:
-        await desk.send(order())
-        await desk.reports("deleted")
+        await desk.answered(order())
         (entry,) = courier.book.journal.ledger.entries.values()
         await courier.book.report(entry, "failed")
         other = order_id("delete", OWNER, "gen-2")
-        await desk.send(order(order=other), other)
-        found = await desk.reports("deleted")
+        found = await desk.answered(order(order=other))
     assert [(report.order, report.kind) for report in found] == [
         (other, "accepted"),
         (other, "deleted"),
@@ -373,7 +364,7 @@ async def test_a_service_that_ends_within_a_replayable_step_runs_it_again(desk: 
     await _crash_while(desk, blocked)
     handler.table = handler.good
     async with desk.courier():
-        await desk.reports("deleted")
+        await desk.reports()
     assert handler.log[-2:] == ["tombstone", "remove"]
 
 
@@ -410,31 +401,26 @@ async def test_a_report_that_could_not_be_published_is_published_before_the_next
 
     monkeypatch.setattr(desk.bus, "publish", losing)
     async with desk.courier():
-        await desk.send(order())
-        found = await desk.reports("deleted")
-    assert [report.kind for report in found] == ["accepted", "deleted"]
+        assert kinds(await desk.answered(order())) == ["accepted", "deleted"]
 
 
 async def test_reports_that_a_wiped_server_forgot_are_told_again_after_the_reconnection(
     tmp_path: Path,
 ) -> None:
-    async with running_nats_server(tmp_path / "one") as server:
-        bus = await Bus(server.url, "test").connect()
-        await bus.ensure_assets()
-        desk = Desk(bus, tmp_path / "journal")
-        async with desk.courier():
-            await desk.send(order())
-            await desk.reports("deleted")
-            again = bus.reconnections()
-            server.kill()
-            shutil.rmtree(tmp_path / "one")
-            await server.start_async()
-            async with asyncio.timeout(10):
-                await again.wait()
-            await bus.ensure_assets()
-            found = await desk.reports("deleted")
-        await bus.close()
-    assert [report.kind for report in found] == ["accepted", "deleted"]
+    async with (
+        running_nats_server(tmp_path / "one") as server,
+        desk_at(server.url, tmp_path) as desk,
+        desk.courier(),
+    ):
+        await desk.answered(order())
+        again = desk.bus.reconnections()
+        server.kill()
+        shutil.rmtree(tmp_path / "one")
+        await server.start_async()
+        async with asyncio.timeout(10):
+            await again.wait()
+        await desk.bus.ensure_assets()
+        assert kinds(await desk.reports()) == ["accepted", "deleted"]
     assert desk.handler.log == ["tombstone", "remove"]
 
 
@@ -443,26 +429,22 @@ async def test_life_signs_that_a_deleted_stream_took_along_are_told_again_unaske
 ) -> None:
     monkeypatch.setattr("snapshot_shared.courier.LIFE_SIGNS_EVERY_S", 0.2)
     async with desk.courier() as courier:
-        await desk.send(order())
-        await desk.reports("deleted")
+        await desk.answered(order())
         (entry,) = courier.book.journal.ledger.entries.values()
         await courier.book.report(entry, "exited", exit_code=1)
         await desk.reports("exited")
         await desk.bus.client.jetstream().delete_stream(subjects.REPORTS)
         await desk.bus.ensure_assets()
-        found = await desk.reports("exited")
-    assert [report.kind for report in found] == ["exited"]
+        assert kinds(await desk.reports("exited")) == ["exited"]
 
 
 async def test_what_is_told_again_is_written_down_no_more(desk: Desk) -> None:
     async with desk.courier() as courier:
-        await desk.send(order())
-        await desk.reports("deleted")
+        await desk.answered(order())
         for _ in range(3):
             courier.book.queue_since(NOW - 1)
             await until(lambda: len(courier.book.outbox) == 0, "the retelling")
-        await desk.send(order(attempt=2))
-        assert [report.attempt for report in await desk.reports("deleted")] == [2, 2]
+        assert [report.attempt for report in await desk.answered(order(attempt=2))] == [2, 2]
         await courier.book.drain()
         written = (desk.folder / "journal").read_bytes()
     assert written.count(b'"delivered"') == 4
@@ -470,11 +452,9 @@ async def test_what_is_told_again_is_written_down_no_more(desk: Desk) -> None:
 
 async def _crash_while(desk: Desk, blocked: asyncio.Event) -> None:
     """Take an order and vanish as SIGKILL would leave it: only what is on disk remains."""
-    snapshot: bytes
     async with desk.courier():
-        await desk.send(order())
+        await desk.answered(order(), "accepted")
         async with asyncio.timeout(10):
             await blocked.wait()
-        await desk.reports("accepted")
         snapshot = (desk.folder / "journal").read_bytes()
     (desk.folder / "journal").write_bytes(snapshot)

@@ -101,6 +101,28 @@ def names(folder: Path | str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+def build(root: Path, tree: dict[str, Any]) -> None:
+    """Make folders, which are dictionaries, files, which are bytes, and what has a word."""
+    for name, what in tree.items():
+        path = root / name
+        match what:
+            case dict():
+                path.mkdir()
+                build(path, what)
+            case bytes():
+                path.write_bytes(what)
+            case ("holes", places):
+                with path.open("wb") as file:
+                    for place in places:
+                        file.seek(place * 16384)
+                        file.write(b"data" * 1000)
+                    file.truncate(700_001)
+            case ("link", to):
+                path.symlink_to(to)
+            case _:
+                os.mkfifo(path)
+
+
 def seen(root: Path) -> dict[str, Any]:
     """Return all there is to see in a tree, but where it is."""
     linked: dict[tuple[int, int], list[str]] = {}
@@ -137,43 +159,42 @@ def seen(root: Path) -> dict[str, Any]:
 
 def change_as_a_container_does(root: Path) -> None:
     """Change a tree in each way that an overlay records."""
-    (root / "changed").write_bytes(b"new content")
-    (root / "deleted").unlink()
-    (root / "kept" / "gone").unlink()
-    shutil.rmtree(root / "opaque")
-    (root / "opaque").mkdir(mode=0o2751)
-    (root / "opaque" / "only").write_bytes(b"only this")
-    shutil.rmtree(root / "was-folder")
-    (root / "was-folder").write_bytes(b"a file now")
-    (root / "was-file").unlink()
-    (root / "was-file").mkdir()
-    (root / "was-file" / "inside").write_bytes(b"")
-    (root / "was-link").unlink()
-    (root / "was-link").mkdir()
-    (root / "was-link" / "inside").write_bytes(b"not in another place")
-
+    for name in ("deleted", "kept/gone", "was-file", "was-link"):
+        (root / name).unlink()
+    for name in ("opaque", "was-folder"):
+        shutil.rmtree(root / name)
+    build(
+        root,
+        {
+            "changed": b"new content",
+            "opaque": {"only": b"only this"},
+            "was-folder": b"a file now",
+            "was-file": {"inside": b""},
+            "was-link": {"inside": b"not in another place"},
+            "new": {
+                "one": b"shared" * 100,
+                "link": ("link", "/etc/passwd"),
+                "l" * 250: ("link", "t" * 300),
+                LONG: b"long",
+                RAW: b"raw",
+                "d" * 200: {"e" * 200: {RAW: b""}},
+                "big": os.urandom(300_001),
+                "setuid": b"#!",
+            },
+        },
+    )
+    (root / "opaque").chmod(0o2751)
     new = root / "new"
-    new.mkdir()
-    (new / "one").write_bytes(b"shared" * 100)
     os.link(new / "one", root / "other-name")
     os.link(new / "one", new / "third")
-    (new / "link").symlink_to("/etc/passwd")
     os.link(new / "link", new / "link-again", follow_symlinks=False)
-    (new / ("l" * 250)).symlink_to("t" * 300)
     os.mkfifo(new / "fifo", 0o640)
-    (new / LONG).write_bytes(b"long")
-    (new / RAW).write_bytes(b"raw")
-    deep = new / ("d" * 200) / ("e" * 200)
-    deep.mkdir(parents=True)
-    (deep / RAW).write_bytes(b"")
     with (new / "sparse").open("wb") as file:
         file.seek(1 << 20)
         file.write(b"x" * 5000)
         file.truncate(64 << 20)
     with (new / "hole").open("wb") as file:
         file.truncate(12345)
-    (new / "big").write_bytes(os.urandom(300_001))
-    (new / "setuid").write_bytes(b"#!")
     os.chown(new / "setuid", 4_000_000_000, 3_000_000)
     (new / "setuid").chmod(0o6755)
     os.setxattr(new / "setuid", "user.a=b%", b"\x00\xff\n")
@@ -198,20 +219,16 @@ ACL = bytes.fromhex(
 )
 
 
-def lower_tree(lower: Path) -> None:
-    for folder in ("kept", "opaque/deep", "was-folder/deep", "elsewhere"):
-        (lower / folder).mkdir(parents=True)
-    for name in (
-        "changed",
-        "deleted",
-        "kept/gone",
-        "kept/stays",
-        "opaque/deep/file",
-        "was-folder/deep/file",
-        "was-file",
-    ):
-        (lower / name).write_bytes(name.encode())
-    (lower / "was-link").symlink_to("elsewhere")
+LOWER: dict[str, Any] = {
+    "changed": b"changed",
+    "deleted": b"deleted",
+    "kept": {"gone": b"kept/gone", "stays": b"kept/stays"},
+    "opaque": {"deep": {"file": b"opaque/deep/file"}},
+    "was-folder": {"deep": {"file": b"was-folder/deep/file"}},
+    "was-file": b"was-file",
+    "was-link": ("link", "elsewhere"),
+    "elsewhere": {},
+}
 
 
 @pytest.mark.root
@@ -223,9 +240,7 @@ def test_the_changes_in_an_overlay_come_back_in_another_one(
     disk.mkdir()
     if is_tmpfs:
         mounted(disk, "-t", "tmpfs", "tmpfs")
-    for name in ("lower", "upper-a", "upper-b", "work-a", "work-b"):
-        (disk / name).mkdir()
-    lower_tree(disk / "lower")
+    build(disk, {"lower": LOWER, "upper-a": {}, "upper-b": {}, "work-a": {}, "work-b": {}})
     for name in "ab":
         options = f"lowerdir={disk}/lower,upperdir={disk}/upper-{name},workdir={disk}/work-{name}"
         mounted(tmp_path / name, "-t", "overlay", "overlay", "-o", options)
@@ -250,14 +265,11 @@ def test_the_changes_in_an_overlay_come_back_in_another_one(
 @needs_root
 @pytest.mark.root
 def test_whiteouts_that_are_attributes_are_whiteouts(source: Path, target: Path) -> None:
-    (source / "d").mkdir()
+    build(source, {"d": {"gone": b""}})
     os.setxattr(source / "d", "trusted.overlay.opaque", b"x")
-    (source / "d" / "gone").write_bytes(b"")
     os.setxattr(source / "d" / "gone", "trusted.overlay.whiteout", b"")
     os.link(source / "d" / "gone", source / "d" / "gone-too")
-    (target / "d" / "gone" / "deep").mkdir(parents=True)
-    for name in ("gone-too", "stays"):
-        (target / "d" / name).write_bytes(b"")
+    build(target, {"d": {"gone": {"deep": {}}, "gone-too": b"", "stays": b""}})
 
     unpacked(packed(source, is_upper=True), target, is_upper=True)
 
@@ -298,12 +310,9 @@ def test_sockets_are_left_out(source: Path, target: Path) -> None:
 
 
 def test_paths_to_leave_out_are_left_out_on_both_sides(source: Path, target: Path) -> None:
-    for name in ("run/secret", "run/secret-not", "etc"):
-        (source / name).mkdir(parents=True)
-    for name in ("run/secret/token", "run/secret-not/token", "etc/hosts", "etc/passwd"):
-        (source / name).write_bytes(b"source")
-    (target / "etc").mkdir()
-    (target / "etc" / "passwd").write_bytes(b"target")
+    run = {"secret": {"token": b"source"}, "secret-not": {"token": b"source"}}
+    build(source, {"run": run, "etc": {"hosts": b"source", "passwd": b"source"}})
+    build(target, {"etc": {"passwd": b"target"}})
 
     unpacked(packed(source, ["run/secret", "etc/hosts"]), target, ["etc/passwd"])
 
@@ -313,8 +322,7 @@ def test_paths_to_leave_out_are_left_out_on_both_sides(source: Path, target: Pat
 
 
 def test_packing_leaves_no_trace_in_the_tree(source: Path) -> None:
-    (source / "d").mkdir()
-    (source / "d" / "f").write_bytes(b"content")
+    build(source, {"d": {"f": b"content"}})
     paths = [source, source / "d", source / "d" / "f"]
     for path in paths:
         os.utime(path, ns=(WHEN, WHEN))
@@ -365,9 +373,7 @@ def test_a_tree_as_deep_as_a_path_can_be_comes_back_and_a_deeper_one_is_refused(
 
 
 def test_more_files_than_the_limit_are_refused_on_both_sides(source: Path, target: Path) -> None:
-    for name in "abc":
-        (source / name).mkdir()
-        (source / name / "f").write_bytes(b"12345")
+    build(source, {name: {"f": b"12345"} for name in "abc"})
 
     with opened(open_root(source)) as tree, tempfile.TemporaryFile() as sink:
         with pytest.raises(NotEligible, match="too many files"):
@@ -384,9 +390,9 @@ def test_more_files_than_the_limit_are_refused_on_both_sides(source: Path, targe
 
 
 def test_other_programs_can_read_an_archive(source: Path, target: Path) -> None:
-    (source / RAW.replace("\n", "")).write_bytes(b"raw")
+    raw = RAW.replace("\n", "")
+    build(source, {raw: b"raw", "d": {}})
     os.setxattr(source, "user.x", b"1")
-    (source / "d").mkdir()
     with (source / "d" / ("s" * 150)).open("wb") as file:
         file.seek(1 << 20)
         file.write(b"in the middle")
@@ -401,7 +407,7 @@ def test_other_programs_can_read_an_archive(source: Path, target: Path) -> None:
         pytest.skip("there is no program `tar`")
     subprocess.run(["tar", "-C", target, "-xf", archive], check=True)
     assert (target / "d" / ("s" * 150)).read_bytes() == (source / "d" / ("s" * 150)).read_bytes()
-    assert (target / RAW.replace("\n", "")).read_bytes() == b"raw"
+    assert (target / raw).read_bytes() == b"raw"
 
 
 def entry(
@@ -583,11 +589,8 @@ def test_a_hostile_archive_is_refused_and_touches_nothing_outside(
     tmp_path: Path, target: Path, why: str, name: str
 ) -> None:
     canary = tmp_path / "canary"
-    canary.mkdir()
-    (canary / "secret").write_bytes(b"secret")
-    (target / "out").symlink_to("../canary")
-    (target / "left" / "out").mkdir(parents=True)
-    (target / "left" / "out" / "mount").write_bytes(b"mount")
+    build(tmp_path, {"canary": {"secret": b"secret"}})
+    build(target, {"out": ("link", "../canary"), "left": {"out": {"mount": b"mount"}}})
     kept = [canary, canary / "secret", target / "left" / "out" / "mount"]
     before = [as_it_is(path) for path in kept]
     archive = tmp_path / "hostile.tar"
@@ -611,11 +614,9 @@ def as_it_is(path: Path) -> tuple[object, ...]:
 def test_an_opaque_folder_keeps_the_mounts_in_it(
     tmp_path: Path, target: Path, mounted: Callable[..., None]
 ) -> None:
-    for path in ("run/a/mount", "run/b/c"):
-        (target / path).mkdir(parents=True)
+    build(target, {"run": {"a": {"mount": {}, "beside": b""}, "b": {"c": {}}}})
     mounted(target / "run/a/mount", "-t", "tmpfs", "tmpfs")
     (target / "run/a/mount/inside").write_bytes(b"")
-    (target / "run/a/beside").write_bytes(b"")
     archive = archive_of(tmp_path, entry("run", DIR, **attribute("trusted.overlay.opaque")))
 
     unpacked(archive, target, ["run/a/mount"], is_upper=True)
@@ -721,12 +722,8 @@ def test_unpacking_needs_nothing_of_the_root_that_it_has(source: Path, target: P
 
 
 def change_only_new(source: Path) -> None:
-    (source / RAW).write_bytes(b"raw")
-    (source / "d").mkdir()
-    (source / "d" / LONG).write_bytes(b"long")
+    build(source, {RAW: b"raw", "d": {LONG: b"long"}, "link": ("link", RAW), "fifo": "fifo"})
     os.link(source / RAW, source / "d" / "again")
-    (source / "link").symlink_to(RAW)
-    os.mkfifo(source / "fifo")
     os.setxattr(source / "d", "user.x", b"\xff")
     with (source / "sparse").open("wb") as file:
         file.seek(1 << 20)
@@ -735,13 +732,9 @@ def change_only_new(source: Path) -> None:
 
 @pytest.mark.root
 def test_each_block_that_is_all_zero_becomes_a_hole(
-    tmp_path: Path, mounted: Callable[..., None]
+    source: Path, target: Path, mounted: Callable[..., None]
 ) -> None:
-    disk = tmp_path / "disk"
-    mounted(disk, "-t", "tmpfs", "-o", "huge=never", "tmpfs")
-    source, target = disk / "source", disk / "target"
-    source.mkdir()
-    target.mkdir()
+    mounted(target, "-t", "tmpfs", "-o", "huge=never", "tmpfs")
     content = (b"x" + bytes(4095) + bytes(4096)) * 64 + bytes(4096) + b"y" * 5000 + bytes(3000)
     (source / "f").write_bytes(content)
 
@@ -768,9 +761,7 @@ def read_only(tmp_path: Path, mounted: Callable[..., None]) -> Path:
     """Return a read-only tree: `run/lock`, `etc/hosts` and nothing else."""
     disk = tmp_path / "read-only"
     mounted(disk, "-t", "tmpfs", "tmpfs")
-    (disk / "run" / "lock").mkdir(parents=True)
-    (disk / "etc").mkdir()
-    (disk / "etc" / "hosts").write_bytes(b"hosts")
+    build(disk, {"run": {"lock": {}}, "etc": {"hosts": b"hosts"}})
     mounted(disk, "-o", "remount,ro")
     return disk
 
@@ -862,35 +853,12 @@ TREES: Any = st.recursive(
 )
 
 
-def build(root: Path, tree: dict[str, Any]) -> None:
-    for name, what in tree.items():
-        path = root / name
-        match what:
-            case dict():
-                path.mkdir()
-                build(path, what)
-            case bytes():
-                path.write_bytes(what)
-            case ("holes", places):
-                with path.open("wb") as file:
-                    for place in places:
-                        file.seek(place * 16384)
-                        file.write(b"data" * 1000)
-                    file.truncate(700_001)
-            case ("link", to):
-                path.symlink_to(to)
-            case _:
-                os.mkfifo(path)
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tree=st.dictionaries(NAMES, TREES, max_size=5))
 def test_any_tree_comes_back(tree: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "source"), Path(folder, "target")
-        source.mkdir()
-        target.mkdir()
-        build(source, tree)
+        build(Path(folder), {"source": tree, "target": {}})
         unpacked(packed(source), target)
         assert seen(target) == seen(source)
 
@@ -915,8 +883,7 @@ def test_a_damaged_archive_is_unpacked_or_refused_and_nothing_else(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "source"), Path(folder, "target")
-        source.mkdir()
-        target.mkdir()
+        build(Path(folder), {"source": {}, "target": {}})
         change_only_new(source)
         archive = packed(source)
         data = bytearray(archive.read_bytes())

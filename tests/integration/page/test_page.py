@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from msgspec.structs import replace
 
 from snapshot_operator.api.objects import Api
 from snapshot_operator.core.restore import restore_for
@@ -32,11 +31,11 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.http import http_port
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
-from snapshot_shared.objects.meta import Condition, ObjectMeta
-from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotRestore
+from snapshot_shared.objects.kubernetes import Node, Pod
+from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.service import system_clocks
 from snapshot_shared.transitions import Restore
+from tests.support import builders
 from tests.support.nats_server import running_nats_server
 from tests.support.objects import checkpoint as stored_checkpoint
 from tests.support.objects import restore_document
@@ -91,7 +90,8 @@ class Served:
         try:
             async with http_port("127.0.0.1:0", str, page.routes()) as port:
                 self.url = f"http://127.0.0.1:{port}"
-                yield self
+                async with aiohttp.ClientSession(self.url) as self.http:
+                    yield self
                 page.close()
         finally:
             announcing.cancel()
@@ -113,10 +113,9 @@ async def served(nats_url: str) -> AsyncIterator[Served]:
 
 
 @pytest.fixture
-async def light(served: Served) -> AsyncIterator[aiohttp.ClientSession]:
-    """A page around no operator, for what is about requests alone."""
-    async with aiohttp.ClientSession(served.url) as session:
-        yield session
+def light(served: Served) -> aiohttp.ClientSession:
+    """A client of a page around no operator, for what is about requests alone."""
+    return served.http
 
 
 class Stream:
@@ -342,14 +341,16 @@ def _stored(number: int) -> AnyObject:
     return stored_checkpoint(f"llm-{number}")
 
 
+NODE = Node(metadata=ObjectMeta(name="node-1"))
+
+
 async def test_nothing_is_read_and_nothing_kept_without_readers(served: Served) -> None:
     view = served.view
     await served.cluster.create(_stored(1))
-    async with aiohttp.ClientSession(served.url) as http:
-        assert served.requests == 0
-        async with reading(http) as stream:
-            await stream.until(lambda s: s["objects"]["all"] == 1)
-            assert view._task is not None
+    assert served.requests == 0
+    async with reading(served.http) as stream:
+        await stream.until(lambda s: s["objects"]["all"] == 1)
+        assert view._task is not None
     nothing = "the facts stay although nobody reads"
     await until(lambda: view._task is None and not view._facts.entries, nothing)
     before = served.requests
@@ -365,7 +366,7 @@ async def test_what_changes_while_the_objects_are_listed_is_shown_as_it_is_then(
 ) -> None:
     cluster = served.cluster
     stored = [await cluster.create(_stored(number)) for number in range(450)]
-    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+    async with reading(served.http) as stream:
         async with asyncio.timeout(PATIENCE_S):
             while not served.requests:  # noqa: ASYNC110 - the next turn of the loop
                 await asyncio.sleep(0)
@@ -377,25 +378,23 @@ async def test_what_changes_while_the_objects_are_listed_is_shown_as_it_is_then(
 
 async def test_a_change_is_shown_without_another_request(served: Served) -> None:
     found = await served.cluster.create(_stored(1))
-    assert isinstance(found, DynamoCheckpoint)
-    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+    async with reading(served.http) as stream:
         await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Pending")
         before = served.requests
-        status = replace(found.status, phase="Creating")
-        await served.cluster.update_status(replace(found, status=status))
+        await served.cluster.update_status(builders.with_status(found, phase="Creating"))
         await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Creating")
         assert served.requests == before
-        async with http.get("/api/objects/dynamocheckpoints/default/llm-1") as response:
+        async with served.http.get("/api/objects/dynamocheckpoints/default/llm-1") as response:
             assert ["model", "example/llm-1"] in (await response.json())["facts"]
 
 
 async def test_a_durable_that_is_paused_is_shown_until_it_is_resumed(served: Served) -> None:
-    await served.cluster.create(Node(metadata=ObjectMeta(name="node-1")))
+    await served.cluster.create(NODE)
     manager = served.bus.client.jetstream()
     await manager.add_consumer("ORDERS", durable_name="agent-node-1", ack_policy="explicit")
     brake = "$JS.API.CONSUMER.PAUSE.ORDERS.agent-node-1"
     held = ["agent gets no orders: its durable agent-node-1 is paused"]
-    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+    async with reading(served.http) as stream:
         await stream.until(lambda s: s["nodes"]["rows"][0]["held"] == [])
         await served.bus.request(brake, b'{"pause_until": "2999-01-01T00:00:00Z"}')
         await stream.until(lambda s: s["nodes"]["rows"][0]["held"] == held)
@@ -404,14 +403,12 @@ async def test_a_durable_that_is_paused_is_shown_until_it_is_resumed(served: Ser
 
 
 async def test_a_cordoned_node_is_read_again_for_its_spec(served: Served) -> None:
-    node = await served.cluster.create(Node(metadata=ObjectMeta(name="node-1")))
-    assert isinstance(node, Node)
-    ready = Condition(type="Ready", status="True", reason="AgentPresent")
-    status = replace(node.status, conditions=[ready])
-    node = await served.cluster.update_status(replace(node, status=status))
-    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+    ready = builders.row("Ready", "True", "AgentPresent")
+    node = builders.with_status(await served.cluster.create(NODE), conditions=[ready])
+    node = await served.cluster.update_status(node)
+    async with reading(served.http) as stream:
         await stream.until(lambda s: s["nodes"]["rows"][0]["phase"] == "Ready")
-        await served.cluster.update_spec(replace(node, spec=NodeSpec(unschedulable=True)))
+        await served.cluster.update_spec(builders.with_spec(node, unschedulable=True))
         await stream.until(lambda s: s["nodes"]["rows"][0]["phase"] == "Ready,SchedulingDisabled")
 
 
@@ -419,33 +416,30 @@ async def test_a_pod_follows_its_restore_although_the_pod_does_not_change(served
     cluster = served.cluster
     pod = await cluster.create(parse(restore_document()))
     assert isinstance(pod, Pod)
-    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+    async with reading(served.http) as stream:
         await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Pending")
         restore = await cluster.create(restore_for(pod))
-        assert isinstance(restore, SnapshotRestore)
-        status = replace(restore.status, state=Restore.LOADING)
-        await cluster.update_status(replace(restore, status=status))
+        await cluster.update_status(builders.with_status(restore, state=Restore.LOADING))
         await stream.until(lambda s: s["objects"]["rows"][0]["phase"] == "Loading")
-    [row, below] = stream.sections["objects"]["rows"]
-    assert (row["kind"], below["kind"]) == ("Pod", "SnapshotRestore")
+    kinds = [row["kind"] for row in stream.sections["objects"]["rows"]]
+    assert kinds == ["Pod", "SnapshotRestore"]
 
 
 async def test_readers_share_one_observer_and_one_too_many_is_refused(served: Served) -> None:
-    async with aiohttp.ClientSession(served.url) as http, contextlib.AsyncExitStack() as stack:
-        first = await stack.enter_async_context(reading(http))
-        await first.until(lambda s: "objects" in s)
-        requests = served.requests
-        for _ in range(2):
-            other = await stack.enter_async_context(reading(http))
-            await other.until(lambda s: "objects" in s)
-        assert served.requests == requests
-        async with http.get("/events") as refused:
+    async with contextlib.AsyncExitStack() as stack:
+        requests = []
+        for _ in range(3):
+            stream = await stack.enter_async_context(reading(served.http))
+            await stream.until(lambda s: "objects" in s)
+            requests.append(served.requests)
+        assert len(set(requests)) == 1
+        async with served.http.get("/events") as refused:
             assert refused.status == 503
             assert int(refused.headers["Retry-After"]) > 0
 
 
 async def test_a_reader_gets_a_beat_when_nothing_changes(served: Served) -> None:
-    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+    async with reading(served.http) as stream:
         while await stream.event() != "beat":
             pass
         assert stream.sections["now"] > 0
@@ -462,7 +456,7 @@ async def test_a_reader_that_takes_nothing_is_dropped_and_the_others_are_not_hel
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect((host, int(port)))
     slow.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    async with aiohttp.ClientSession(served.url) as http, reading(http) as stream:
+    async with reading(served.http) as stream:
         await stream.until(lambda s: s["objects"]["all"] == 150)
         async with asyncio.timeout(PATIENCE_S):
             number = 150
@@ -479,8 +473,7 @@ async def test_a_bus_that_is_gone_is_a_problem_and_what_changed_meanwhile_is_sho
     async with (
         running_nats_server(tmp_path / "nats") as server,
         Served(await objects(), server.url).running() as served,
-        aiohttp.ClientSession(served.url) as http,
-        reading(http) as stream,
+        reading(served.http) as stream,
     ):
         await stream.until(lambda s: s["problems"]["all"] == 0)
         await asyncio.to_thread(server.stop)
