@@ -477,6 +477,13 @@ async def rig(folder: Path, url: str) -> AsyncIterator[Rig]:
         shutil.rmtree(sockets)
 
 
+def stat_of(pid: int) -> procfs.Stat:
+    """The process that has a pid now, which there must be."""
+    found = procfs.read(pid)
+    assert found is not None
+    return found
+
+
 def state_of(pid: int) -> str:
     """The state letter of a process; X when it is gone."""
     try:

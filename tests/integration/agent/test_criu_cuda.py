@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_agent.adapters import procfs
 from snapshot_agent.adapters.criu_cuda import AGAIN_S, CriuCuda, GpusUnknown
 from snapshot_agent.domain import helping
 from snapshot_agent.domain.control import ContainerPaths
@@ -20,6 +19,7 @@ from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import CriuFailed, NotEligible
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.orders import PodRef
+from tests.support.agent_rig import stat_of
 from tests.support.cuda_rig import GivenDevices
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
@@ -78,10 +78,8 @@ def driver(tmp_path: Path, kubelet: GivenDevices, clock: list[float]) -> CriuCud
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Worker:
-    found = procfs.read(os.getpid())
-    assert found is not None
     paths = ContainerPaths(tmp_path, tmp_path, placeholder=tmp_path)
-    return Worker(POD, Process(*found.key), paths)
+    return Worker(POD, Process(*stat_of(os.getpid()).key), paths)
 
 
 async def test_the_helper_is_told_which_gpus_the_kubelet_gave_to_a_worker_if_that_answers(

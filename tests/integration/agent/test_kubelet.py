@@ -22,7 +22,7 @@ from snapshot_agent.domain.helping import RESTORED
 from snapshot_agent.ports import Process
 from snapshot_shared.orders import PodRef
 from snapshot_shared.volumes import CONTROL_VOLUME, folder_of
-from tests.support.agent_rig import fresh_uid, is_gone
+from tests.support.agent_rig import fresh_uid, is_gone, stat_of
 from tests.support.hanging import HangingRoot
 from tests.support.waiting import until
 
@@ -137,8 +137,7 @@ except ControlFolderBroken as error:
 def first() -> Iterator[Process]:
     """A process with a child."""
     with subprocess.Popen(["sh", "-c", "sleep 600 & echo; wait"], stdout=subprocess.PIPE) as shell:
-        found = procfs.read(shell.pid)
-        assert found is not None
+        found = stat_of(shell.pid)
         assert shell.stdout is not None
         shell.stdout.readline()
         yield Process(*found.key)

@@ -23,6 +23,7 @@ from snapshot_agent.domain.criu_source import RenamedSocket
 from snapshot_agent.helper import observe, socket_names
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
 from snapshot_shared.files import open_root, opened
+from tests.support.agent_rig import stat_of
 
 MIB = 1024 * 1024
 WORKER = """
@@ -56,8 +57,8 @@ WORKER = """
 
 
 @contextlib.contextmanager
-def running(argv: list[str], ready: int) -> Iterator[procfs.Stat]:
-    """Start a program whose family writes `ready` bytes once each has what it needs."""
+def running(*argv: str) -> Iterator[procfs.Stat]:
+    """Start a program whose family writes a byte once all have what they need."""
     child = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -67,10 +68,9 @@ def running(argv: list[str], ready: int) -> Iterator[procfs.Stat]:
     )
     assert child.stdin is not None
     assert child.stdout is not None
-    found = procfs.read(child.pid)
-    assert found is not None
+    found = stat_of(child.pid)
     try:
-        assert len(child.stdout.read(ready)) == ready
+        assert len(child.stdout.read(1)) == 1
         yield found
     finally:
         for each in procfs.family_of(child.pid, found.start):
@@ -78,6 +78,10 @@ def running(argv: list[str], ready: int) -> Iterator[procfs.Stat]:
         child.stdin.close()
         child.stdout.close()
         child.wait()
+
+
+def python(script: str, *arguments: str) -> contextlib.AbstractContextManager[procfs.Stat]:
+    return running(sys.executable, "-c", textwrap.dedent(script), *arguments)
 
 
 @pytest.fixture
@@ -94,8 +98,7 @@ def seen_of(worker: procfs.Stat) -> criu_seen.SeenTree:
 
 @pytest.fixture
 def found(tmp_path: Path, listener: socket.socket) -> Iterator[procfs.Stat]:
-    path = listener.getsockname()
-    with running([sys.executable, "-c", textwrap.dedent(WORKER), str(tmp_path), path], 1) as begun:
+    with python(WORKER, str(tmp_path), listener.getsockname()) as begun:
         yield begun
 
 
@@ -176,8 +179,7 @@ def outside(seen: criu_seen.SeenTree) -> criu_seen.UnixSocket:
 
 def test_a_terminal_and_devices_with_their_numbers_are_seen() -> None:
     shell = "exec 5</dev/urandom; echo; exec sleep 600"
-    script = f"import os, pty, sys; pty.spawn(['sh', '-c', '{shell}'])"
-    with running([sys.executable, "-c", script], 1) as found:
+    with python(f"import pty; pty.spawn(['sh', '-c', '{shell}'])") as found:
         seen = seen_of(found).processes[1]
     assert seen.tty != 0
     assert {each.kind for each in seen.descriptors if each.number < 3} == {"tty"}
@@ -187,7 +189,7 @@ def test_a_terminal_and_devices_with_their_numbers_are_seen() -> None:
 
 def test_a_process_that_leads_no_session_is_seen_alone_with_its_children() -> None:
     script = "sh -c 'sleep 600 & echo; wait' & sleep 600 & wait"
-    with running(["sh", "-c", script], 1) as found:
+    with running("sh", "-c", script) as found:
         (inner,) = (
             each
             for each in procfs.family_of(found.pid, found.start)
@@ -201,7 +203,7 @@ def test_a_process_that_leads_no_session_is_seen_alone_with_its_children() -> No
 
 
 def test_a_process_that_has_ended_or_another_of_its_pid_is_an_error() -> None:
-    with running(["sh", "-c", "echo; exec sleep 600"], 1) as found, pytest.raises(SourceExited):
+    with running("sh", "-c", "echo; exec sleep 600") as found, pytest.raises(SourceExited):
         observe.tree(found.pid, found.start + 1, cgroups=Path("/sys/fs/cgroup"))
     with pytest.raises(SourceExited):
         seen_of(found)
@@ -221,7 +223,7 @@ def apart() -> Iterator[procfs.Stat]:
             sys.stdin.read()
     """)
     argv = ["unshare", "--pid", "--net", "--fork", "--mount-proc", sys.executable, "-c", script]
-    with running(argv, 1) as found:
+    with running(*argv) as found:
         yield next(
             each
             for each in procfs.family_of(found.pid, found.start)
@@ -250,7 +252,7 @@ def test_another_network_namespace_is_looked_at_and_left(apart: procfs.Stat) -> 
     disk = Disk("/", criu_seen.estimate(seen) * 2)
     check_dump(Dumping(seen, node, captured=paths, quiet=True, disk=disk))
     with pytest.raises(NotEligible, match="process namespace"):
-        check_dump(Dumping(seen_of(self()), node, captured=paths, quiet=True, disk=disk))
+        check_dump(Dumping(seen_of(this_process()), node, captured=paths, quiet=True, disk=disk))
 
 
 OVERLAY = """
@@ -279,7 +281,7 @@ def test_a_folder_of_the_node_that_a_worker_has_named_by_an_overlay_of_its_own_i
     (tmp_path / "upper").mkdir()
     (tmp_path / "upper" / "secret").write_text("of another pod")
     argv = [*USER, sys.executable, "-c", textwrap.dedent(OVERLAY), str(tmp_path)]
-    with running(argv, 1) as found:
+    with running(*argv) as found:
         inside = procfs.child_of(found.pid)
         assert inside is not None
         seen, here = seen_of(inside), observe.node(Path("/nowhere"))
@@ -303,7 +305,7 @@ def test_what_keeps_a_process_from_privileges_is_seen(*, is_confined: bool) -> N
         assert prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
     """)
     end = "import sys; print(flush=True); sys.stdin.read()"
-    with running([sys.executable, "-c", script * is_confined + end], 1) as found:
+    with python(script * is_confined + end) as found:
         root = seen_of(found).root
     own = Path("/proc/self/status").read_text()
     if is_confined:
@@ -315,22 +317,20 @@ def test_what_keeps_a_process_from_privileges_is_seen(*, is_confined: bool) -> N
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may have other groups")
 def test_the_groups_of_a_process_and_its_user_for_files_are_seen() -> None:
-    script = textwrap.dedent("""
+    script = """
         import ctypes, os, sys
         os.setgroups([3000, 4000])
         ctypes.CDLL(None).setfsuid(1000)
         print(flush=True)
         sys.stdin.read()
-    """)
-    with running([sys.executable, "-c", script], 1) as found:
+    """
+    with python(script) as found:
         root = seen_of(found).root
     assert (root.groups, root.uids) == ((3000, 4000), (0, 0, 0, 1000))
 
 
-def self() -> procfs.Stat:
-    found = procfs.read(os.getpid())
-    assert found is not None
-    return found
+def this_process() -> procfs.Stat:
+    return stat_of(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def bound(tmp_path: Path) -> Iterator[Path]:
 
 def renamed() -> list[RenamedSocket]:
     """Return what is found of the sockets of this process."""
-    return socket_names.renamed(os.getpid(), seen_of(self()))
+    return socket_names.renamed(os.getpid(), seen_of(this_process()))
 
 
 def test_a_socket_that_was_renamed_is_found_by_its_file_while_that_is_there(bound: Path) -> None:

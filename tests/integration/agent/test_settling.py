@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from snapshot_agent.adapters import procfs, settling
+from snapshot_agent.adapters import settling
 from snapshot_agent.domain.criu_images import mark_of
 from snapshot_agent.domain.cuda import CudaStuck
 from snapshot_agent.helper import cuda
 from snapshot_agent.helper.settling import Records
 from snapshot_shared.errors import Aborted, OutcomeUnknown
+from tests.support.agent_rig import stat_of
 from tests.support.cuda_rig import CudaNode
 
 NETWORK = 1
@@ -32,9 +33,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        found = procfs.read(self._process.pid)
-        assert found is not None
-        self.key = found.key
+        self.key = stat_of(self._process.pid).key
 
     def runs(self) -> bool:
         return self._process.poll() is None
@@ -223,11 +222,10 @@ def test_a_pid_that_another_process_has_now_is_not_ended(records: Records, worke
 
 def killed_dump(records: Records, pid: int, *, at: str) -> tuple[int, int]:
     """Kill a dump of a CUDA process in its midst; return the process."""
-    found = procfs.read(pid)
-    assert found is not None
+    key = stat_of(pid).key
     child = os.fork()
     if child == 0:
-        with records.dumping(*found.key, NETWORK, [pid], 10.0) as criu_works:
+        with records.dumping(*key, NETWORK, [pid], 10.0) as criu_works:
             cuda.lock_all([pid], 5)
             cuda.checkpoint_all([pid], 10)
             if at == "locked":
@@ -237,7 +235,7 @@ def killed_dump(records: Records, pid: int, *, at: str) -> tuple[int, int]:
                     os._exit(0)
             os._exit(0)
     os.waitpid(child, 0)
-    return found.key
+    return key
 
 
 @pytest.mark.parametrize("at", ["locked", "thawed"])
