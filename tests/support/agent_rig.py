@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from snapshot_agent.adapters import procfs
+from snapshot_agent.domain import control
 from snapshot_agent.main import serve
 from snapshot_shared import subjects
 from snapshot_shared.api import (
+    FactsReply,
     Fault,
     PodsReply,
     PodsRequest,
@@ -46,6 +48,7 @@ from snapshot_shared.orders import (
     ArtifactRef,
     DeleteOrder,
     DeviceRef,
+    Driver,
     DumpOrder,
     Order,
     PartResult,
@@ -63,11 +66,16 @@ from snapshot_shared.orders import (
     service_of,
 )
 from tests.support import forks
+from tests.support.builders import UID
 from tests.support.waiting import until
 
 AgentProcess = forks.Forked | asyncio.subprocess.Process
 WORKER = Path(__file__).with_name("tiny_worker.py")
 PATIENCE_S = 20.0
+NOWHERE = ArtifactRef(
+    namespace="default", content_uid=UID, generation=1, root_digest="sha256:" + "0" * 64
+)
+"""An artifact that no node has."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -200,6 +208,11 @@ class Rig:
         await self.until_serving(lambda: process.returncode is not None)
         return process
 
+    async def restarted(self, process: AgentProcess) -> None:
+        """Kill an agent, and start the next one."""
+        await killed(process)
+        await self.process()
+
     def guards(self) -> list[int]:
         """The pids of the guards of this node."""
         return [pid for pid, text in below(self.state).items() if "adapters.guard" in text]
@@ -316,6 +329,10 @@ class Rig:
                         return report
                 await self._news.wait()
 
+    async def exited(self, pod: Pod) -> Report:
+        """Wait for the end of a pod's worker."""
+        return await self.answer(self.run_order(pod), "exited")
+
     async def carry_out(self, order: Order) -> Report:
         """Send an order and wait for its end."""
         await self.send(order)
@@ -375,25 +392,26 @@ class Rig:
         await until(lambda: len(pod.events()) > int(standby), "the start of the worker")
         return pod
 
+    def _of_capture(self, kind: type[T], pod: Pod | None, content: str, **fields: Any) -> T:
+        """Return an order about the capture of a pod, which is named after its content."""
+        return self._of(kind, content, pod=pod and pod.ref, **{"content_uid": content, **fields})
+
     def prepare_order(
         self, pod: Pod, content: str, attempt: int = 1, **fields: Any
     ) -> PrepareOrder:
-        fields = {"content_uid": content, "fence_token": f"{content}.{attempt}", **fields}
-        return self._of(PrepareOrder, content, attempt, pod=pod.ref, **fields)
+        fields = {"attempt": attempt, "fence_token": f"{content}.{attempt}", **fields}
+        return self._of_capture(PrepareOrder, pod, content, **fields)
 
     def dump_order(
-        self, pod: Pod, content: str, vector: list[VectorEntry], attempt: int = 1, **fields: Any
+        self, pod: Pod, content: str, vector: list[VectorEntry], **fields: Any
     ) -> DumpOrder:
-        fields = {"content_uid": content, "vector": vector, **fields}
-        return self._of(DumpOrder, content, attempt, pod=pod.ref, **fields)
+        return self._of_capture(DumpOrder, pod, content, vector=vector, **fields)
 
-    def release_order(
-        self, pod: Pod, content: str, attempt: int = 1, **fields: Any
-    ) -> ReleaseOrder:
-        return self._of(ReleaseOrder, content, attempt, pod=pod.ref, content_uid=content, **fields)
+    def release_order(self, pod: Pod, content: str, **fields: Any) -> ReleaseOrder:
+        return self._of_capture(ReleaseOrder, pod, content, **fields)
 
     def abort_order(self, pod: Pod | None, content: str, **fields: Any) -> AbortOrder:
-        return self._of(AbortOrder, content, pod=pod and pod.ref, content_uid=content, **fields)
+        return self._of_capture(AbortOrder, pod, content, **fields)
 
     def restore_abort(self, pod: Pod, **fields: Any) -> AbortOrder:
         """Give up the restore of a worker."""
@@ -409,9 +427,9 @@ class Rig:
     def seal_order(self, pod: Pod, prepared: Report, *parts: PartResult | None) -> SealOrder:
         """Seal what was staged for the capture that this report is of."""
         content = prepared.order.removeprefix("prepare-")
+        fields: dict[str, Any] = {"namespace": "default", "vector": prepared.vector}
         found = [part for part in parts if part is not None]
-        fields: dict[str, Any] = {"namespace": "default", "content_uid": content, "parts": found}
-        return self._of(SealOrder, content, pod=pod.ref, vector=prepared.vector, **fields)
+        return self._of_capture(SealOrder, pod, content, parts=found, **fields)
 
     async def staged(self, pod: Pod, content: str, **fields: Any) -> tuple[Report, Report]:
         """Prepare and dump without devices; the worker is still held."""
@@ -423,10 +441,21 @@ class Rig:
         """Prepare a capture; the worker is held."""
         return await self.done(self.prepare_order(pod, content, **fields), "prepared")
 
-    async def held(self, *arguments: str, **fields: Any) -> tuple[Pod, str, Report]:
-        """Give a worker that is prepared for a capture, and what was reported of that."""
+    async def held(
+        self, *arguments: str, driver: Driver = "cooperative", **fields: Any
+    ) -> tuple[Pod, str, DumpOrder]:
+        """Give a worker that is prepared for a capture, its content, and the order to dump it."""
         pod, content = await self.running(*arguments), fresh_uid()
-        return pod, content, await self.prepared(pod, content, **fields)
+        prepared = await self.prepared(pod, content, driver=driver, **fields)
+        return pod, content, self.dump_order(pod, content, prepared.vector, driver=driver)
+
+    async def asked(self) -> tuple[Pod, PrepareOrder]:
+        """Give a worker that was asked to be quiet and never is, and the order that asked."""
+        pod = await self.running("--never-quiet")
+        order = self.prepare_order(pod, fresh_uid())
+        await self.send(order)
+        await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
+        return pod, order
 
     async def captured(self, pod: Pod, content: str, **fields: Any) -> ArtifactRef:
         """Capture a worker whole and release it; `fields` are those of the driven orders."""
@@ -434,6 +463,14 @@ class Rig:
         sealed = await self.done(self.seal_order(pod, prepared, dumped.part), "sealed")
         await self.done(self.release_order(pod, content, **fields), "released")
         return artifact_of(content, sealed)
+
+    async def restorable(
+        self, *arguments: str, waits: str = "", **fields: Any
+    ) -> tuple[Pod, ArtifactRef]:
+        """Capture a worker; give another one, which waits for a restore, and the artifact."""
+        source = await self.running(*arguments)
+        artifact = await self.captured(source, fresh_uid(), **fields)
+        return await self.running(*waits.split(), standby=True), artifact
 
     def place_order(self, pod: Pod, artifact: ArtifactRef, **fields: Any) -> PlaceOrder:
         return self._of_pod(PlaceOrder, pod, artifact=artifact, **fields)
@@ -457,7 +494,7 @@ def artifact_of(content: str, sealed: Report) -> ArtifactRef:
     )
 
 
-def failure_of(report: Report, reason: str) -> Failure:
+def failure_of(report: Report | FactsReply, reason: str) -> Failure:
     """Return the failure that a report has, which is for this reason."""
     assert report.failure is not None, report
     assert report.failure.reason == reason, report

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from snapshot_agent import main
@@ -26,31 +25,32 @@ from snapshot_shared.orders import VectorEntry
 from tests.support.agent_rig import Rig, failure_of, fresh_uid, is_gone, state_of
 from tests.support.waiting import until
 
+MIB = 1024 * 1024
+
 
 def sockets(rig: Rig) -> list[Path]:
     return sorted((rig.state / "guards").glob("*.sock"))
 
 
-async def test_a_worker_is_captured_whole_and_goes_on(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running("--answer", "42", "--state-bytes", str(20 * 1024 * 1024))
-        content = fresh_uid()
-        artifact = await rig.captured(pod, content)
-        await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
-        assert state_of(pod.pid(rig.journal)) not in "TX"
-        assert rig.guards() == []
-        assert sockets(rig) == []
-        assert not (pod.control / control.QUIESCE).exists()
+async def test_a_worker_is_captured_whole_and_goes_on(node: Rig) -> None:
+    pod = await node.running("--answer", "42", "--state-bytes", str(20 * MIB))
+    content = fresh_uid()
+    artifact = await node.captured(pod, content)
+    await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
+    assert state_of(pod.pid(node.journal)) not in "TX"
+    assert (node.guards(), sockets(node)) == ([], [])
+    assert not (pod.control / control.QUIESCE).exists()
 
-    folder = rig.generation(content)
+    folder = node.generation(content)
     root_bytes = (folder / "root.json").read_bytes()
+    part_bytes = (folder / "process" / "part.json").read_bytes()
     root = decode_json(root_bytes, RootManifest)
-    part = decode_json((folder / "process" / "part.json").read_bytes(), PartManifest)
+    part = decode_json(part_bytes, PartManifest)
     assert digest(root_bytes) == artifact.root_digest
-    assert root.parts[0].digest == digest((folder / "process" / "part.json").read_bytes())
-    assert {entry.name for entry in part.files} == {"answer.json", "weights.bin"}
+    assert root.parts[0].digest == digest(part_bytes)
+    chunks = {entry.name: len(entry.chunks) for entry in part.files}
+    assert chunks == {"answer.json": 1, "weights.bin": 3}
     assert part.bytes == root.bytes == sum(entry.size for entry in part.files)
-    assert [len(entry.chunks) for entry in part.files] == [1, 3]
     assert part.facts is not None
     assert part.facts.driver == "cooperative"
     assert json.loads((folder / "process" / "answer.json").read_text()) == {"answer": "42"}
@@ -60,11 +60,11 @@ async def test_a_worker_is_captured_whole_and_goes_on(rig: Rig) -> None:
 
 async def test_progress_reports_rising_bytes_up_to_the_size_of_the_part(rig: Rig) -> None:
     async with rig.agent(), rig.bus.listening(f"snap.progress.{rig.node}.>") as queue:
-        pod = await rig.running("--state-bytes", str(20 * 1024 * 1024))
+        pod = await rig.running("--state-bytes", str(20 * MIB))
         _, dumped = await rig.staged(pod, fresh_uid())
         assert dumped.part is not None
-        done: list[int] = []
-        while not done or done[-1] < dumped.part.bytes:
+        done = [0]
+        while done[-1] < dumped.part.bytes:
             delivery = await asyncio.wait_for(queue.get(), 5)
             done.append(json.loads(delivery.data)["done"])
     assert done == sorted(done)
@@ -93,19 +93,16 @@ async def test_a_worker_whose_policy_is_terminate_gets_its_report_and_is_ended(n
     order = node.release_order(pod, content, policy="Terminate")
     assert (await node.done(order, "released")).paused_s == 0
     assert is_gone(pod.pid(node.journal))
-    exited = await node.answer(node.run_order(pod), "exited")
-    assert exited.exit_code == 128 + signal.SIGTERM
+    assert (await node.exited(pod)).exit_code == 128 + signal.SIGTERM
 
 
-async def test_a_worker_can_be_captured_again_and_old_state_does_not_come_along(rig: Rig) -> None:
-    async with rig.agent():
-        pod = await rig.running()
-        await rig.captured(pod, fresh_uid())
-        await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
-        (pod.control / "state" / "stale").write_text("of the first capture")
-        second = fresh_uid()
-        await rig.captured(pod, second)
-    names = {path.name for path in (rig.generation(second) / "process").iterdir()}
+async def test_a_worker_can_be_captured_again_and_old_state_does_not_come_along(node: Rig) -> None:
+    pod, second = await node.running(), fresh_uid()
+    await node.captured(pod, fresh_uid())
+    await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
+    (pod.control / "state" / "stale").write_text("of the first capture")
+    await node.captured(pod, second)
+    names = {path.name for path in (node.generation(second) / "process").iterdir()}
     assert names == {"answer.json", "weights.bin", "part.json"}
 
 
@@ -114,27 +111,23 @@ async def test_a_second_capture_of_the_same_container_is_refused_while_one_holds
 ) -> None:
     pod, content = await node.running(), fresh_uid()
     await node.staged(pod, content)
-    failure = await node.refused(
-        node.prepare_order(pod, fresh_uid()), "NotEligible", kind="rejected"
-    )
-    assert content in failure.message
+    another = node.prepare_order(pod, fresh_uid())
+    assert content in (await node.refused(another, "NotEligible", kind="rejected")).message
 
 
 async def test_a_container_is_free_again_when_the_memory_server_of_its_pod_does_not_answer(
     node: Rig,
 ) -> None:
     pod, content = await node.running(), fresh_uid()
-    order = node.prepare_order(pod, content)
-    asked = msgspec.structs.replace(order, memory_server=True)
+    asked = node.prepare_order(pod, content, memory_server=True)
     assert (await node.refused(asked, "GmsUnavailable")).retryable
-    await node.done(msgspec.structs.replace(order, attempt=2), "prepared")
+    await node.prepared(pod, content, attempt=2)
 
 
 async def test_a_worker_that_never_becomes_ready_is_left_as_it_was(node: Rig) -> None:
     pod = await node.running("--never-ready")
-    failure = await node.refused(
-        node.prepare_order(pod, fresh_uid(), ready_s=0.3), "DeadlineExceeded"
-    )
+    order = node.prepare_order(pod, fresh_uid(), ready_s=0.3)
+    failure = await node.refused(order, "DeadlineExceeded")
     assert failure.retryable
     assert "ready" in failure.message
     assert not (pod.control / control.QUIESCE).exists()
@@ -147,9 +140,7 @@ async def test_a_worker_that_never_becomes_quiet_is_let_go(node: Rig) -> None:
     await node.refused(node.prepare_order(pod, content, quiesce_s=0.3), "DeadlineExceeded")
     assert not (pod.control / control.QUIESCE).exists()
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
-    assert (await node.status())["captures"] == []
-    assert node.guards() == []
-    assert sockets(node) == []
+    assert ((await node.status())["captures"], node.guards(), sockets(node)) == ([], [], [])
 
     # The lock is free again: the next attempt gets as far as this one.
     await node.refused(node.prepare_order(pod, content, 2, quiesce_s=0.3), "DeadlineExceeded")
@@ -161,7 +152,7 @@ async def test_a_worker_that_never_becomes_quiet_is_killed_where_the_policy_says
     pod = await node.running("--never-quiet")
     order = node.prepare_order(pod, fresh_uid(), quiesce_s=0.3, on_failure="Kill")
     await node.done(order, "failed")
-    await node.answer(node.run_order(pod), "exited")
+    await node.exited(pod)
     assert is_gone(pod.pid(node.journal))
 
 
@@ -173,7 +164,7 @@ async def test_an_abort_that_says_so_ends_all_containers_of_the_pod_and_another_
         content = fresh_uid()
         await node.prepared(pod, content)
         await node.done(node.abort_order(pod, content, on_failure=on_failure), "aborted")
-    assert (await node.answer(node.run_order(stuck), "exited")).exit_code == 128 + signal.SIGKILL
+    assert (await node.exited(stuck)).exit_code == 128 + signal.SIGKILL
     assert is_gone(stuck.pid(node.journal))
     assert not is_gone(other.pid(node.journal))
     assert node.guards() == []
@@ -185,14 +176,14 @@ async def test_a_worker_that_exits_instead_of_becoming_quiet_is_named_with_its_c
     pod = await node.running("--exit-at-quiesce", "9")
     failure = await node.refused(node.prepare_order(pod, fresh_uid()), "SourceExited")
     assert failure.values["exit_code"] == 9
-    assert (await node.answer(node.run_order(pod), "exited")).exit_code == 9
+    assert (await node.exited(pod)).exit_code == 9
     assert node.guards() == []
 
 
 async def test_a_pod_of_another_uid_is_refused(node: Rig) -> None:
     pod = await node.running()
-    other = node.pod()
-    await node.refused(node.prepare_order(other, fresh_uid()), "StalePodReference", kind="rejected")
+    order = node.prepare_order(node.pod(), fresh_uid())
+    await node.refused(order, "StalePodReference", kind="rejected")
     assert pod.events()[-1].startswith("started")
 
 
@@ -204,85 +195,75 @@ async def test_a_pod_of_another_uid_is_refused(node: Rig) -> None:
 async def test_a_dump_of_another_plan_or_driver_is_refused_and_the_worker_stays_held(
     node: Rig, more: list[VectorEntry], fields: dict[str, Any]
 ) -> None:
-    pod, content, prepared = await node.held()
-    order = node.dump_order(pod, content, [*prepared.vector, *more], **fields)
+    pod, content, dump = await node.held()
+    order = node.dump_order(pod, content, [*dump.vector, *more], **fields)
     await node.refused(order, "NotEligible", kind="rejected")
     assert len((await node.status())["captures"]) == 1
     assert not node.generation(content).exists()
 
 
 async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_worker_is_frozen(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifacts, "free_bytes", lambda _: 2**20 - 1)
-    async with rig.agent():
-        pod = await rig.running("--state-bytes", str(2**20))
-        failure = await rig.refused(rig.prepare_order(pod, fresh_uid()), "NoSpace")
-        assert failure.values["free"] == 2**20 - 1
-        # The worker is told the same reason.
-        told = json.loads((pod.control / "snapshot-aborted").read_bytes())
-        assert (told["reason"], told["message"]) == ("NoSpace", failure.message)
-        await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
+    pod = await node.running("--state-bytes", str(2**20))
+    failure = await node.refused(node.prepare_order(pod, fresh_uid()), "NoSpace")
+    assert failure.values["free"] == 2**20 - 1
+    # The worker is told the same reason.
+    told = json.loads((pod.control / control.ABORTED).read_bytes())
+    assert (told["reason"], told["message"]) == ("NoSpace", failure.message)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 
 async def test_an_abort_lets_the_worker_go_on_and_keeps_the_attempt_from_coming_back(
     node: Rig,
 ) -> None:
-    pod, content, prepared = await node.held()
+    pod, content, dump = await node.held()
     await node.done(node.abort_order(pod, content), "aborted")
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     assert node.guards() == []
 
-    await node.refused(
-        node.dump_order(pod, content, prepared.vector), "Superseded", kind="rejected"
-    )
+    await node.refused(dump, "Superseded", kind="rejected")
 
     await node.prepared(pod, content, attempt=2)
 
 
 async def test_an_abort_ends_a_prepare_that_waits(node: Rig) -> None:
-    pod, content = await node.running("--never-quiet"), fresh_uid()
-    order = node.prepare_order(pod, content)
-    await node.send(order)
-    await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
-    await node.done(node.abort_order(pod, content), "aborted")
+    pod, order = await node.asked()
+    await node.done(node.abort_order(pod, order.content_uid), "aborted")
     failure_of(await node.answer(order), "Aborted")
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert node.guards() == []
 
 
 async def test_a_worker_without_a_release_goes_on_at_the_deadline_of_the_hold(node: Rig) -> None:
-    pod, content = await node.running(), fresh_uid()
-    order = node.prepare_order(pod, content, hold_s=5.0)
-    prepared = await node.carry_out(order)
-    await node.carry_out(node.dump_order(pod, content, prepared.vector))
+    pod, content, dump = await node.held(hold_s=5.0)
+    await node.carry_out(dump)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     # By the agent itself, and not by its guard.
     log = node.state / "guards" / "log"
     assert not log.exists() or "freed" not in log.read_text()
     assert (node.generation(content) / "process" / "part.json").exists()
-    report = await node.done(node.release_order(pod, content), "released")
-    assert report.unconfirmed
+    assert (await node.done(node.release_order(pod, content), "released")).unconfirmed
     assert (await node.status())["captures"] == []
 
 
 async def test_a_worker_for_whose_dump_no_order_comes_goes_on_and_can_be_prepared_again(
     node: Rig,
 ) -> None:
-    pod, content, prepared = await node.held(dump_within_s=0.5)
+    pod, content, dump = await node.held(dump_within_s=0.5)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-    failure = await node.refused(node.dump_order(pod, content, prepared.vector), "HoldDeadline")
-    assert failure.retryable
+    assert (await node.refused(dump, "HoldDeadline")).retryable
     await node.done(node.abort_order(pod, content), "aborted")
     await node.prepared(pod, content, attempt=2)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_worker_for_whose_release_no_order_comes_goes_on(node: Rig, fails: bool) -> None:
-    pod, content, prepared = await node.held(dump_within_s=0.5 if fails else 60.0)
+    pod, content, dump = await node.held(dump_within_s=0.5 if fails else 60.0)
     if fails:
         (pod.control / control.STATE / "link").symlink_to("/etc/hostname")
-    dump = node.dump_order(pod, content, prepared.vector, release_within_s=0.5)
+    dump = node.dump_order(pod, content, dump.vector, release_within_s=0.5)
     report = await node.carry_out(dump)
     assert report.kind == ("failed" if fails else "staged")
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
@@ -293,7 +274,7 @@ async def test_a_release_that_comes_too_late_ends_the_worker_where_it_is_to_end(
     pod, content, _ = await node.held(hold_s=1.0)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     pid = pod.pid(node.journal)
-    late = msgspec.structs.replace(node.release_order(pod, content), policy="Terminate")
+    late = node.release_order(pod, content, policy="Terminate")
     assert (await node.carry_out(late)).unconfirmed
     assert not Path(f"/proc/{pid}").exists()
 
@@ -309,7 +290,7 @@ async def test_a_worker_that_dies_while_it_is_held_does_not_stop_its_release(nod
     pod, content = await node.running(), fresh_uid()
     await node.staged(pod, content)
     os.kill(pod.pid(node.journal), signal.SIGKILL)
-    await node.answer(node.run_order(pod), "exited")
+    await node.exited(pod)
     await until(lambda: not node.guards(), "the end of the guard")
     await node.done(node.release_order(pod, content), "released")
     assert sockets(node) == []
@@ -359,8 +340,8 @@ async def test_a_worker_whose_dump_was_undone_is_not_given_to_the_program_again(
     log = tmp_path / "undone"
     monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, fails))
     async with rig.agent():
-        pod, content, prepared = await rig.held()
-        await rig.refused(rig.dump_order(pod, content, prepared.vector), "NoSpace")
+        pod, content, dump = await rig.held()
+        await rig.refused(dump, "NoSpace")
         assert log.read_text() == "undone\n"
     if returns:
         async with rig.agent():
@@ -383,8 +364,8 @@ async def test_a_worker_that_its_driver_is_done_with_is_not_given_to_the_program
     log = tmp_path / "undone"
     monkeypatch.setattr(main, "Cooperative", undone_by_a_program(log, reads))
     async with rig.agent():
-        pod, content, prepared = await rig.held()
-        await rig.send(rig.dump_order(pod, content, prepared.vector))
+        pod, _, dump = await rig.held()
+        await rig.send(dump)
         await asyncio.wait_for(is_done.wait(), 5)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
     assert not log.exists()
@@ -400,8 +381,8 @@ async def test_what_is_copied_while_the_guard_lets_the_worker_run_becomes_no_par
     driver = undone_by_a_program(tmp_path / "undone", overtaken)
     monkeypatch.setattr(main, "Cooperative", driver)
     async with rig.agent():
-        pod, content, prepared = await rig.held()
-        await rig.done(rig.dump_order(pod, content, prepared.vector), "failed")
+        _, content, dump = await rig.held()
+        await rig.done(dump, "failed")
         assert not (rig.generation(content) / "process" / "part.json").exists()
 
 
@@ -414,8 +395,8 @@ async def test_a_dump_that_takes_longer_than_a_silence_is_not_ended(
     driver = undone_by_a_program(tmp_path / "undone", slowly)
     monkeypatch.setattr(main, "Cooperative", driver)
     async with rig.agent():
-        pod, content, prepared = await rig.held(dump_within_s=0.5)
-        await rig.done(rig.dump_order(pod, content, prepared.vector), "staged")
+        pod, content, dump = await rig.held(dump_within_s=0.5)
+        await rig.done(dump, "staged")
         await rig.done(rig.release_order(pod, content), "released")
         await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
 
@@ -435,8 +416,8 @@ async def test_an_abort_lasts_as_long_as_a_driver_may_take_to_let_a_worker_go(
     monkeypatch.setattr(captures, "LET_GO_S", 0.2)
     monkeypatch.setattr(captures, "UNDO_S", 0.2)
     async with rig.agent():
-        pod, content, prepared = await rig.held()
-        await rig.send(rig.dump_order(pod, content, prepared.vector))
+        pod, content, dump = await rig.held()
+        await rig.send(dump)
         await asyncio.wait_for(begun.wait(), 5)
         await rig.done(rig.abort_order(pod, content), "aborted")
         assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
@@ -480,20 +461,18 @@ async def test_what_is_not_as_it_was_staged_is_not_sealed(
 
 
 async def test_an_artifact_is_verified_whole_and_a_flipped_bit_is_named(node: Rig) -> None:
-    pod, content = await node.running("--state-bytes", str(9 * 1024 * 1024)), fresh_uid()
+    pod, content = await node.running("--state-bytes", str(9 * MIB)), fresh_uid()
     artifact = await node.captured(pod, content)
     report = await node.done(node.verify_order(artifact), "verified")
-    assert report.bytes > 9 * 1024 * 1024
+    assert report.bytes > 9 * MIB
     assert report.proven is not None
-    assert report.proven.bytes == report.bytes
-    assert report.proven.driver == "cooperative"
+    assert (report.proven.bytes, report.proven.driver) == (report.bytes, "cooperative")
     assert [(part.part, part.bytes) for part in report.proven.parts] == [("process", report.bytes)]
 
     with (node.generation(content) / "process" / "weights.bin").open("r+b") as file:
-        file.seek(8 * 1024 * 1024 + 5)
+        file.seek(8 * MIB + 5)
         file.write(b"!")
-    again = node.verify_order(artifact, 2)
-    failure = await node.refused(again, "ArtifactCorrupt")
+    failure = await node.refused(node.verify_order(artifact, 2), "ArtifactCorrupt")
     assert (failure.values["file"], failure.values["chunk"]) == ("weights.bin", 1)
 
 
@@ -514,11 +493,9 @@ async def test_delete_removes_one_generation_and_nothing_beside_it(node: Rig) ->
 
 
 async def test_what_was_deleted_is_not_written_again_by_an_order_that_comes_late(node: Rig) -> None:
-    pod, content, prepared = await node.held()
+    _, content, dump = await node.held()
     await node.done(node.delete_order(content), "deleted")
-    await node.refused(
-        node.dump_order(pod, content, prepared.vector), "Superseded", kind="rejected"
-    )
+    await node.refused(dump, "Superseded", kind="rejected")
     assert not node.generation(content).exists()
 
 

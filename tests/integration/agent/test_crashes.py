@@ -8,13 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
 from snapshot_agent.handlers.holds import BEAT_S, SILENCE_S
-from tests.support.agent_rig import Pod, Rig, failure_of, fresh_uid, killed, state_of
+from tests.support.agent_rig import Rig, failure_of, killed, state_of
 from tests.support.waiting import until
 
 
@@ -23,14 +21,16 @@ def catches_sigterm(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) & 1 << (signal.SIGTERM - 1))
 
 
-async def prepared_by_a_process(rig: Rig) -> tuple[asyncio.subprocess.Process, Pod, str]:
-    process = await rig.process()
-    pod, content, _ = await rig.held()
-    return process, pod, content
+async def started(rig: Rig, stderr: int) -> asyncio.subprocess.Process:
+    """Start an agent that need not serve."""
+    command = [sys.executable, "-m", "snapshot_agent.main"]
+    env = {**os.environ, **rig.environment}
+    return await asyncio.create_subprocess_exec(*command, env=env, stderr=stderr)
 
 
 async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_killed(rig: Rig) -> None:
-    process, pod, _ = await prepared_by_a_process(rig)
+    process = await rig.process()
+    pod, _, _ = await rig.held()
     pid = pod.pid(rig.journal)
     # As if the agent had died in the middle of a dump.
     os.kill(pid, signal.SIGSTOP)
@@ -47,25 +47,23 @@ async def test_a_worker_runs_again_five_to_ten_seconds_after_its_agent_was_kille
 async def test_a_worker_whose_agent_is_stopped_goes_on_after_five_seconds_and_is_not_dumped_then(
     rig: Rig,
 ) -> None:
-    process, pod, content = await prepared_by_a_process(rig)
-    prepared = await rig.answer(rig.prepare_order(pod, content))
+    process = await rig.process()
+    pod, content, dump = await rig.held()
     os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
     assert time.monotonic() - began > SILENCE_S - BEAT_S
-    await rig.send(rig.dump_order(pod, content, prepared.vector))
+    await rig.send(dump)
     os.kill(process.pid, signal.SIGCONT)
-    failure = failure_of(
-        await rig.answer(rig.dump_order(pod, content, prepared.vector)), "HoldDeadline"
-    )
-    assert failure.retryable
-    assert not (rig.root / "default" / content / "gen-1").exists()
+    assert failure_of(await rig.answer(dump), "HoldDeadline").retryable
+    assert not rig.generation(content).exists()
 
 
 async def test_a_worker_that_is_quiet_for_longer_than_a_silence_is_held_by_an_agent_that_lives(
     rig: Rig,
 ) -> None:
-    process, pod, _ = await prepared_by_a_process(rig)
+    process = await rig.process()
+    pod, _, _ = await rig.held()
     await asyncio.sleep(SILENCE_S + MARGIN_S + BEAT_S)
     assert len(rig.guards()) == 1
     assert "snapshot-aborted 1" not in pod.events()
@@ -76,11 +74,11 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     rig: Rig,
 ) -> None:
     process = await rig.process()
-    pod, content, prepared = await rig.held("--state-bytes", str(2**28))
+    pod, content, dump = await rig.held("--state-bytes", str(2**28))
     pid = pod.pid(rig.journal)
-    dump = replace(rig.dump_order(pod, content, prepared.vector), deadline_s=1.0)
+    dump = rig.dump_order(pod, content, dump.vector, deadline_s=1.0)
     await rig.send(dump)
-    part = rig.root / "default" / content / "gen-1" / "process"
+    part = rig.generation(content) / "process"
     await until(part.exists, "the first byte of the part")
     os.kill(process.pid, signal.SIGSTOP)
     assert state_of(pid) == "T"
@@ -89,34 +87,32 @@ async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_ho
     await pod.goes_on()
     os.kill(process.pid, signal.SIGCONT)
     assert (await rig.answer(dump)).kind == "failed"
-    released = await rig.carry_out(rig.release_order(pod, content))
-    assert (released.kind, released.unconfirmed) == ("released", True)
+    assert (await rig.done(rig.release_order(pod, content), "released")).unconfirmed
     assert (await rig.status())["captures"] == []
 
 
 async def test_an_agent_that_returns_in_time_takes_the_guard_over_and_the_hold_goes_on(
     rig: Rig,
 ) -> None:
-    process, pod, content = await prepared_by_a_process(rig)
+    process = await rig.process()
+    pod, content, dump = await rig.held()
     (guard,) = rig.guards()
-    await killed(process)
-    await rig.process()
+    await rig.restarted(process)
     assert rig.guards() == [guard]
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
-    prepared = await rig.answer(rig.prepare_order(pod, content))
-    await rig.done(rig.dump_order(pod, content, prepared.vector), "staged")
+    await rig.done(dump, "staged")
     await rig.done(rig.release_order(pod, content), "released")
     await until(lambda: "snapshot-complete 1" in pod.events(), "the worker's release")
     assert rig.guards() == []
 
 
 async def test_an_agent_that_returns_without_a_guard_arms_another(rig: Rig) -> None:
-    process, _, content = await prepared_by_a_process(rig)
+    process = await rig.process()
+    _, content, _ = await rig.held()
     (guard,) = rig.guards()
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(guard, signal.SIGKILL)
-    await killed(process)
-    await rig.process()
+    await rig.restarted(process)
     (another,) = rig.guards()
     assert another != guard
     assert [held["content"] for held in (await rig.status())["captures"]] == [content]
@@ -125,28 +121,22 @@ async def test_an_agent_that_returns_without_a_guard_arms_another(rig: Rig) -> N
 async def test_an_agent_that_returns_after_the_guard_has_acted_reports_the_release(
     rig: Rig,
 ) -> None:
-    process, pod, content = await prepared_by_a_process(rig)
+    process = await rig.process()
+    pod, content, _ = await rig.held()
     (guard,) = rig.guards()
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(guard, signal.SIGTERM)
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
-    await killed(process)
-    await rig.process()
-    report = await rig.done(rig.release_order(pod, content), "released")
-    assert report.unconfirmed
+    await rig.restarted(process)
+    assert (await rig.done(rig.release_order(pod, content), "released")).unconfirmed
     assert (await rig.status())["captures"] == []
 
 
 async def test_a_prepare_that_was_cut_off_is_undone_and_failed_retryably(rig: Rig) -> None:
     process = await rig.process()
-    pod, content = await rig.running("--never-quiet"), fresh_uid()
-    order = rig.prepare_order(pod, content)
-    await rig.send(order)
-    await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
-    await killed(process)
-    await rig.process()
-    failure = failure_of(await rig.answer(order), "AgentRestarted")
-    assert failure.retryable
+    pod, order = await rig.asked()
+    await rig.restarted(process)
+    assert failure_of(await rig.answer(order), "AgentRestarted").retryable
     assert not (pod.control / control.QUIESCE).exists()
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert rig.guards() == []
@@ -155,15 +145,14 @@ async def test_a_prepare_that_was_cut_off_is_undone_and_failed_retryably(rig: Ri
 
 async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on(rig: Rig) -> None:
     process = await rig.process()
-    pod, content, prepared = await rig.held("--state-bytes", str(256 * 1024 * 1024))
-    order = rig.dump_order(pod, content, prepared.vector)
-    await rig.send(order)
+    pod, content, dump = await rig.held("--state-bytes", str(2**28))
+    await rig.send(dump)
     copy = rig.generation(content) / "process" / "weights.bin"
     await until(copy.exists, "the begin of the copy")
     await killed(process)
     assert state_of(pod.pid(rig.journal)) == "T"
     await rig.process()
-    failure_of(await rig.answer(order), "OutcomeUnknown")
+    failure_of(await rig.answer(dump), "OutcomeUnknown")
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
     await pod.goes_on()
     assert rig.guards() == []
@@ -172,17 +161,12 @@ async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on
 
 async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> None:
     async with rig.agent():
-        pod = await rig.running("--never-quiet")
-        order = rig.prepare_order(pod, fresh_uid())
-        await rig.send(order)
-        await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
+        pod, order = await rig.asked()
     assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
     assert rig.guards() == []
     await pod.goes_on()
     async with rig.agent():
-        report = await rig.answer(order)
-    assert report.failure is not None
-    assert report.failure.reason == "ServiceStopped"
+        failure_of(await rig.answer(order), "ServiceStopped")
 
 
 async def test_an_order_that_ended_before_a_restart_is_answered_from_the_record(rig: Rig) -> None:
@@ -202,17 +186,10 @@ async def test_an_order_that_ended_before_a_restart_is_answered_from_the_record(
 
 async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
     process = await rig.process()
-    pod = await rig.running("--never-quiet")
-    await rig.send(rig.prepare_order(pod, fresh_uid()))
-    await until((pod.control / control.QUIESCE).exists, "the request to be quiet")
+    pod, _ = await rig.asked()
     await killed(process)
-    lonely = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "snapshot_agent.main",
-        env={**os.environ, **rig.environment, "SNAPBACK_NATS_URL": "nats://127.0.0.1:1"},
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    rig.settings["SNAPBACK_NATS_URL"] = "nats://127.0.0.1:1"
+    lonely = await started(rig, asyncio.subprocess.DEVNULL)
     try:
         await until((pod.control / control.ABORTED).exists, "the worker's release", within_s=10.0)
         # On a busy machine the guard may have been faster than the start of the agent.
@@ -225,13 +202,7 @@ async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
 
 
 async def test_only_one_agent_works_with_a_state_folder(node: Rig) -> None:
-    second = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "snapshot_agent.main",
-        env={**os.environ, **node.environment},
-        stderr=asyncio.subprocess.PIPE,
-    )
+    second = await started(node, asyncio.subprocess.PIPE)
     _, message = await asyncio.wait_for(second.communicate(), 20)
     assert second.returncode == 1
     assert b"AlreadyExists" in message

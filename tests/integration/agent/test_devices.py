@@ -23,7 +23,7 @@ from snapshot_shared.orders import (
     Report,
     SaveOrder,
 )
-from tests.support.agent_rig import Pod, Rig, artifact_of, fresh_uid, killed
+from tests.support.agent_rig import Pod, Rig, artifact_of, fresh_uid
 from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "worker.py"
@@ -43,13 +43,18 @@ async def with_devices(rig: Rig, count: int) -> list[DeviceRef]:
 
 async def started(rig: Rig, devices: list[DeviceRef], *, standby: bool = False) -> Pod:
     variables = {"SIZE_MIB": "16", "WARMUP_REQUESTS": "0"}
-    pod = rig.pod(env=[{"name": name, "value": value} for name, value in variables.items()])
-    pod.spec["containers"][0]["command"] = [sys.executable, str(EXAMPLE)]
+    env = [{"name": name, "value": value} for name, value in variables.items()]
+    pod = rig.pod(env=env, command=[sys.executable, str(EXAMPLE)])
     order = rig.run_order(pod, standby=standby, devices=devices)
     await rig.done(order, "started")
     if not standby:
         await rig.answer(order, "ready")
     return pod
+
+
+def common_of(rig: Rig, verb: str, owner: str, part: str) -> dict[str, Any]:
+    """Return what all orders about a part have."""
+    return {**rig.common(verb, owner), "order": f"{verb}-{owner}-{part}"}
 
 
 async def captured(
@@ -63,16 +68,9 @@ async def captured(
     for entry in prepared.vector:
         if entry.layout is None:
             continue
-        common = rig.common("save", content) | {"order": f"save-{content}-{entry.part}"}
-        save = SaveOrder(
-            namespace="default",
-            content_uid=content,
-            part=entry.part,
-            layout=entry.layout,
-            fence_token=f"{content}.1",
-            **common,
-        )
-        saved = await rig.carry_out(save)
+        order = common_of(rig, "save", content, entry.part)
+        order |= {"namespace": "default", "content_uid": content, "fence_token": f"{content}.1"}
+        saved = await rig.carry_out(SaveOrder(layout=entry.layout, part=entry.part, **order))
         assert saved.part is not None, saved.failure
         parts.append(saved.part)
     sealed = await rig.carry_out(rig.seal_order(pod, prepared, *parts))
@@ -92,21 +90,21 @@ async def loaded(
         part = f"gpu-{device.ordinal}"
         layout = next(entry.layout for entry in prepared.vector if entry.part == part)
         assert layout is not None
-        common = rig.common("load", pod.ref.uid) | {"order": f"load-{pod.ref.uid}-{part}"}
+        what: dict[str, Any] = {
+            "device": device.uuid,
+            "layout_id": layout.layout_id,
+            "load_token": f"{pod.ref.uid}.1.{part}",
+        }
         load = LoadOrder(
             artifact=ref,
             part=part,
             part_digest=part_digests[part],
-            device=device.uuid,
-            layout_id=layout.layout_id,
             structure_hash=layout.structure_hash,
-            load_token=f"{pod.ref.uid}.1.{part}",
-            **common,
+            **what,
+            **common_of(rig, "load", pod.ref.uid, part),
         )
         await rig.done(load, "loaded")
-        common |= rig.common("commit", pod.ref.uid) | {"order": f"commit-{pod.ref.uid}-{part}"}
-        token, layout_id = load.load_token, load.layout_id
-        commit = CommitOrder(device=load.device, load_token=token, layout_id=layout_id, **common)
+        commit = CommitOrder(**what, **common_of(rig, "commit", pod.ref.uid, part))
         await rig.done(commit, "committed")
 
 
@@ -130,9 +128,8 @@ async def test_a_worker_with_weights_on_two_devices_is_captured_and_restored_ont
 
         # One device fewer than the artifact needs: refused with both values.
         small = await started(rig, second[:1], standby=True)
-        failure = await rig.refused(
-            rig.restore_order(small, ref, devices=second[:1]), "Incompatible"
-        )
+        order = rig.restore_order(small, ref, devices=second[:1])
+        failure = await rig.refused(order, "Incompatible")
         assert failure.values["expected"] == ["gpu-0", "gpu-1"]
         assert failure.values["found"] == ["gpu-0"]
 
@@ -158,8 +155,7 @@ async def test_an_abort_lets_the_worker_go_while_gms_hangs_and_ends_the_fence_af
 ) -> None:
     devices = await with_devices(rig, 1)
     async with rig.agent():
-        pod = await started(rig, devices)
-        content = fresh_uid()
+        pod, content = await started(rig, devices), fresh_uid()
         await rig.prepared(pod, content, devices=devices)
         [gms] = rig._processes
         gms.send_signal(signal.SIGSTOP)
@@ -178,18 +174,15 @@ async def test_a_killed_agent_ends_the_fence_of_a_capture_that_it_cannot_go_on_w
 ) -> None:
     devices = await with_devices(rig, 1)
     process = await rig.process()
-    pod = await started(rig, devices)
-    content = fresh_uid()
+    pod, content = await started(rig, devices), fresh_uid()
     await rig.prepared(pod, content, devices=devices)
     # The guard acts, and the agent does not come back in time.
     os.kill(process.pid, signal.SIGSTOP)
     (guard,) = rig.guards()
     os.kill(guard, signal.SIGTERM)
     await until((pod.control / control.ABORTED).exists, "the guard's release")
-    await killed(process)
-    await rig.process()
-    report = await rig.carry_out(rig.release_order(pod, content))
-    assert report.unconfirmed
+    await rig.restarted(process)
+    assert (await rig.carry_out(rig.release_order(pod, content))).unconfirmed
     await until((pod.control / control.READY).exists, "the worker's wake")
 
 
@@ -199,9 +192,8 @@ async def test_a_device_with_nothing_committed_is_not_captured_by_a_driver_that_
     devices = await with_devices(rig, 1)
     await rig.process()
     pod = await rig.running()
-    refused = await rig.refused(
-        rig.prepare_order(pod, fresh_uid(), devices=devices), "NotEligible", kind="rejected"
-    )
+    order = rig.prepare_order(pod, fresh_uid(), devices=devices)
+    refused = await rig.refused(order, "NotEligible", kind="rejected")
     assert refused.message == f"nothing is committed on {devices[0].uuid}"
     assert "criu+cuda" in refused.next_step
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
@@ -211,8 +203,7 @@ async def test_without_the_memory_service_no_worker_is_asked_to_be_quiet(node: R
     pod = await node.running()
     device = DeviceRef(ordinal=0, uuid="GPU-of-no-node")
     order = node.prepare_order(pod, fresh_uid(), devices=[device])
-    failure = await node.refused(order, "GmsUnavailable")
-    assert failure.retryable
+    assert (await node.refused(order, "GmsUnavailable")).retryable
     assert not any("quiesce" in event for event in pod.events())
 
 

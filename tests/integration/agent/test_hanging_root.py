@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from snapshot_agent.adapters import presence
 from snapshot_agent.domain import control
@@ -58,9 +57,9 @@ def is_signalled(pod: Pod, name: str) -> bool:
 
 async def dumping(rig: Rig, disk: HangingRoot, **fields: Any) -> tuple[Pod, DumpOrder, int]:
     """A worker whose dump hangs while it is frozen, and its process."""
-    pod, content, prepared = await rig.held()
+    pod, content, dump = await rig.held()
     disk.hang()
-    dump = rig.dump_order(pod, content, prepared.vector, **fields)
+    dump = rig.dump_order(pod, content, dump.vector, **fields)
     await rig.send(dump)
     pid = pod.pid(rig.journal)
     await until(lambda: disk.waiting and state_of(pid) in "Tt", "a dump that hangs")
@@ -104,10 +103,10 @@ async def test_a_worker_whose_dump_hangs_is_released_when_the_capture_is_given_u
 ) -> None:
     pod, dump, pid = await dumping(rig, disk)
     content = dump.content_uid
-    await rig.send(rig.abort_order(pod, content))
+    abort = rig.abort_order(pod, content)
+    await rig.send(abort)
     await until(lambda: state_of(pid) not in "Tt", "the thaw", within_s=SOON_S)
-    aborted = await asyncio.wait_for(rig.answer(rig.abort_order(pod, content)), SOON_S)
-    assert aborted.kind == "aborted"
+    assert (await asyncio.wait_for(rig.answer(abort), SOON_S)).kind == "aborted"
     assert is_signalled(pod, control.ABORTED)
     await until(lambda: pod.events()[-1] == "snapshot-aborted 1", "the worker to go on")
     # What still hangs belongs to the dump, and nothing below it is removed before that ends.
@@ -140,16 +139,14 @@ async def test_a_dump_that_hangs_beyond_its_deadline_does_not_keep_the_worker_fr
     await until(lambda: state_of(pid) not in "Tt", "the thaw", within_s=8.0)
     assert not is_signalled(pod, control.ABORTED)
     disk.answer()
-    failed = await rig.answer(dump)
-    failure_of(failed, "DeadlineExceeded")
+    failure_of(await rig.answer(dump), "DeadlineExceeded")
 
 
 async def test_a_capture_that_cannot_be_measured_is_given_up_at_once(
     rig: Rig, disk: HangingRoot
 ) -> None:
-    pod = await rig.running()
+    pod, content = await rig.running(), fresh_uid()
     disk.hang()
-    content = fresh_uid()
     prepare = rig.prepare_order(pod, content)
     await rig.send(prepare)
     await until((pod.control / control.QUIESCED).exists, "a quiet worker")
@@ -169,23 +166,21 @@ async def test_the_release_of_another_worker_and_new_pods_do_not_wait(
     for order in deletes:
         await rig.send(order)
     await until(lambda: disk.waiting > 2, "threads that hang")
-    release = rig.release_order(held, content)
-    assert (await asyncio.wait_for(rig.carry_out(release), SOON_S)).kind == "released"
+    await asyncio.wait_for(rig.done(rig.release_order(held, content), "released"), SOON_S)
     assert is_signalled(held, control.COMPLETE)
     pod = await asyncio.wait_for(rig.running(), SOON_S)
-    assert (await asyncio.wait_for(rig.carry_out(rig.stop_order(pod)), SOON_S)).kind == ("stopped")
+    await asyncio.wait_for(rig.done(rig.stop_order(pod), "stopped"), SOON_S)
     disk.answer()
     for order in deletes:
         assert (await rig.answer(order)).kind == "deleted"
 
 
 async def restoring(
-    rig: Rig, disk: HangingRoot, *calls: str, deadline_s: float = 60.0
+    rig: Rig, disk: HangingRoot, *calls: str, **fields: Any
 ) -> tuple[Pod, RestoreOrder]:
     """A worker in standby whose restore hangs in one of these calls on the artifact root."""
-    artifact = await rig.captured(await rig.running(), fresh_uid())
-    target = await rig.running(standby=True)
-    order = replace(rig.restore_order(target, artifact), deadline_s=deadline_s)
+    target, artifact = await rig.restorable()
+    order = rig.restore_order(target, artifact, **fields)
     disk.hang(*calls)
     before = disk.waiting
     await rig.send(order)
@@ -259,9 +254,9 @@ async def ended(process: asyncio.subprocess.Process) -> float:
 async def test_an_agent_ends_within_its_grace_period_while_a_dump_hangs(
     rig: Rig, process: asyncio.subprocess.Process
 ) -> None:
-    pod, content, prepared = await rig.held()
+    pod, _, dump = await rig.held()
     process.send_signal(signal.SIGUSR1)
-    await rig.send(rig.dump_order(pod, content, prepared.vector))
+    await rig.send(dump)
     pid = pod.pid(rig.journal)
     await until(lambda: hangs(rig).exists() and state_of(pid) in "Tt", "a dump that hangs")
     assert await ended(process) < GRACE_S
@@ -273,7 +268,6 @@ async def test_an_agent_ends_within_its_grace_period_while_nothing_but_its_own_w
     rig: Rig, process: asyncio.subprocess.Process
 ) -> None:
     process.send_signal(signal.SIGUSR1)
-    delete = rig.delete_order(fresh_uid())
-    await rig.send(delete)
+    await rig.send(rig.delete_order(fresh_uid()))
     await until(hangs(rig).exists, "a delete that hangs")
     assert await ended(process) < GRACE_S

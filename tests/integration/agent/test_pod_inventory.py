@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
-from snapshot_shared.orders import Report
-from tests.support.agent_rig import PATIENCE_S, Pod, Rig, fresh_uid, is_gone, state_of
+from tests.support.agent_rig import PATIENCE_S, AgentProcess, Pod, Rig, fresh_uid, is_gone, state_of
 from tests.support.waiting import until
 
 
-async def stopped(process: asyncio.subprocess.Process) -> None:
+async def stopped(process: AgentProcess) -> None:
     """End an agent as a supervisor does; its workers run on."""
-    process.send_signal(signal.SIGTERM)
+    process.terminate()
     await asyncio.wait_for(process.wait(), PATIENCE_S)
 
 
@@ -39,13 +37,9 @@ async def test_a_pod_that_went_while_its_node_was_away_is_ended_and_its_folder_r
     await rig.process()
     await until(lambda: is_gone(pid) and is_gone(child), "the end of the pod")
     await until(lambda: not folder(rig, lost).exists(), "the end of its folder")
-    assert (await ended(rig, lost)).kind == "exited"
+    await rig.exited(lost)
     assert state_of(kept.pid(rig.journal)) not in "XZ"
     assert [pod["uid"] for pod in (await rig.status())["pods"]] == [kept.ref.uid]
-
-
-async def ended(rig: Rig, pod: Pod) -> Report:
-    return await rig.answer(rig.run_order(pod), "exited")
 
 
 async def test_a_pod_is_found_by_its_folder_when_the_journal_is_lost(rig: Rig) -> None:
@@ -65,7 +59,7 @@ async def test_the_log_of_a_pod_that_is_known_stays_when_it_has_ended(rig: Rig) 
     process = await rig.process()
     pod = rig.pod("--exit-at-start", "3")
     await rig.carry_out(rig.run_order(pod))
-    await ended(rig, pod)
+    await rig.exited(pod)
     await stopped(process)
     await rig.process()
     await asked(rig, 2)
@@ -100,8 +94,7 @@ async def test_a_pod_of_which_only_the_folder_or_the_processes_are_left_can_be_s
     rig: Rig, has_folder: bool
 ) -> None:
     process = await rig.process()
-    pod = rig.pod()
-    pod.spec["containers"][0]["command"] = ["sleep", "600"]
+    pod = rig.pod(command=["sleep", "600"])
     await rig.done(rig.run_order(pod), "started")
     pid = pod.pid(rig.journal)
     await stopped(process)

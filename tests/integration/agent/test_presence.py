@@ -3,6 +3,7 @@
 import asyncio
 import json
 import platform
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +14,8 @@ from snapshot_shared import subjects
 from snapshot_shared.api import FactsReply, Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotFound
-from snapshot_shared.orders import ArtifactRef, Presence, PresenceDevice
-from tests.support.agent_rig import PATIENCE_S, Rig, killed
+from snapshot_shared.orders import Presence, PresenceDevice
+from tests.support.agent_rig import NOWHERE, PATIENCE_S, Rig, failure_of, killed
 from tests.support.waiting import until
 
 MIB = 1024 * 1024
@@ -26,10 +27,8 @@ async def test_a_node_is_present_at_once_and_names_its_devices_as_soon_as_gms_is
     subject = f"$KV.{subjects.NODES_BUCKET}.{rig.node}"
     async with rig.bus.listening(subject) as queue, rig.agent():
         first = decode_json((await asyncio.wait_for(queue.get(), PATIENCE_S)).data, Presence)
-        assert first.node == rig.node
-        assert first.devices == []
-        assert first.drivers == ["cooperative", "respawn"]
-        assert first.artifact_root == str(rig.root)
+        assert (first.node, first.artifact_root) == (rig.node, str(rig.root))
+        assert (first.devices, first.drivers) == ([], ["cooperative", "respawn"])
         assert first.free_bytes > 0
 
         await rig.gms(devices=2, device_bytes=64 * MIB)
@@ -66,16 +65,10 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
     """Its devices may have been given to other pods meanwhile."""
     now, may_offer, stop = [0.0], asyncio.Event(), asyncio.Event()
     may_offer.set()
+    doubt = Mock(side_effect=may_offer.clear)
 
     async def describe(devices: list[PresenceDevice]) -> Presence:
         return Presence(node=rig.node, boot_id="b", version="0", devices=devices, at=0.0)
-
-    doubts = 0
-
-    def doubt() -> None:
-        nonlocal doubts
-        doubts += 1
-        may_offer.clear()
 
     publisher = PresencePublisher(
         rig.bus,
@@ -101,7 +94,7 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
         assert may_offer.is_set()
         now[0] += SILENT_S + 1.0
         await offers(0)
-        assert doubts == 1
+        doubt.assert_called_once_with()
         may_offer.set()
         await offers(1)
         stop.set()
@@ -133,22 +126,16 @@ async def test_the_agent_is_found_as_a_nats_service(node: Rig) -> None:
 
 
 async def test_a_node_says_its_facts_and_why_it_cannot_read_those_of_an_artifact(rig: Rig) -> None:
-    uid = "00000000-0000-4000-8000-000000000001"
-    gone = ArtifactRef(
-        namespace="default", content_uid=uid, generation=1, root_digest="sha256:" + "0" * 64
-    )
     question = subjects.rpc(rig.node, "agent", "status")
     async with rig.agent():
         plain = decode_json(await rig.bus.request(question, b""), FactsReply)
-        asked = decode_json(await rig.bus.request(question, encode_json(gone)), FactsReply)
+        asked = decode_json(await rig.bus.request(question, encode_json(NOWHERE)), FactsReply)
         noise = decode_json(await rig.bus.request(question, b"[]"), FactsReply)
     assert (plain.facts.arch, plain.facts.kernel) == (platform.machine(), platform.release())
     assert (plain.source, plain.failure) == (None, None)
     assert asked.facts == plain.facts
-    assert asked.failure is not None
-    assert asked.failure.reason == "ArtifactRootEmpty"
-    assert noise.failure is not None
-    assert noise.failure.reason == "InvalidMessage"
+    failure_of(asked, "ArtifactRootEmpty")
+    failure_of(noise, "InvalidMessage")
 
 
 REQUEST = encode_json(SimRequest(arm=Fault(action="crash", step="spawn")))

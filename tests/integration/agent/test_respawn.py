@@ -42,16 +42,14 @@ async def test_a_captured_worker_goes_on_as_another_process_of_the_same_containe
     assert (shown["containers"], shown["ended"]) == ({"main": after}, {})
     assert not has_exited(node, pod)
     os.kill(after, signal.SIGTERM)
-    report = await node.answer(node.run_order(pod), "exited")
-    assert report.exit_code == 128 + signal.SIGTERM
+    assert (await node.exited(pod)).exit_code == 128 + signal.SIGTERM
 
 
 async def test_a_restored_worker_is_a_new_process_whose_exit_code_and_log_are_followed(
     node: Rig,
 ) -> None:
-    source = await node.running("--answer", "42", "--state-bytes", "20971520")
-    artifact = await node.captured(source, fresh_uid(), **RESPAWN)
-    pod = await node.running(standby=True)
+    arguments = ("--answer", "42", "--state-bytes", "20971520")
+    pod, artifact = await node.restorable(*arguments, **RESPAWN)
     before = pod.pid(node.journal)
     await node.done(node.restore_order(pod, artifact, **RESPAWN), "restored")
     assert is_gone(before)
@@ -59,7 +57,7 @@ async def test_a_restored_worker_is_a_new_process_whose_exit_code_and_log_are_fo
     assert pod.events()[-1] == "restored 42 20971520"
     assert not has_exited(node, pod)
     os.kill(pod.pid(node.journal), signal.SIGTERM)
-    exited = await node.answer(node.run_order(pod), "exited")
+    exited = await node.exited(pod)
     assert exited.exit_code == 128 + signal.SIGTERM
     assert str(pod.home / "log") in exited.message
 
@@ -118,29 +116,25 @@ async def test_a_driver_that_the_node_does_not_have_is_refused_before_the_worker
     node: Rig,
 ) -> None:
     pod = await node.running()
-    failure = await node.refused(
-        node.prepare_order(pod, fresh_uid(), driver="criu"), "NotEligible", kind="rejected"
-    )
+    order = node.prepare_order(pod, fresh_uid(), driver="criu")
+    failure = await node.refused(order, "NotEligible", kind="rejected")
     assert failure.values["found"] == ["cooperative", "respawn"]
     assert not (pod.control / control.QUIESCE).exists()
 
 
 async def test_an_artifact_is_restored_by_no_other_driver_than_its_own(node: Rig) -> None:
-    source = await node.running()
-    artifact = await node.captured(source, fresh_uid(), **RESPAWN)
-    pod = await node.running(standby=True)
+    pod, artifact = await node.restorable(**RESPAWN)
     failure = await node.refused(node.restore_order(pod, artifact), "Incompatible")
     assert (failure.values["expected"], failure.values["found"]) == ("respawn", "cooperative")
     assert pod.events()[-1] == STANDBY_EVENT
 
 
 async def test_a_worker_that_cannot_be_started_again_fails_its_dump_and_its_pod(node: Rig) -> None:
-    pod, content, prepared = await node.held("--exit-at-resume", "7", **RESPAWN)
-    order = node.dump_order(pod, content, prepared.vector, **RESPAWN)
-    failure = await node.refused(order, "SourceExited")
+    pod, content, dump = await node.held("--exit-at-resume", "7", **RESPAWN)
+    failure = await node.refused(dump, "SourceExited")
     assert failure.values["exit_code"] == 7
     assert "--resume-from" in failure.next_step
-    await node.answer(node.run_order(pod), "exited")
+    await node.exited(pod)
     await node.done(node.release_order(pod, content), "released")
     assert (await node.status())["captures"] == []
 
@@ -171,10 +165,9 @@ async def test_an_agent_killed_before_a_step_of_a_dump_has_done_anything_lets_th
     rig: Rig, simulated: None, step: str, returns: bool
 ) -> None:
     process = await rig.process()
-    pod, content, prepared = await rig.held("--child", **RESPAWN)
-    order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
+    pod, _, dump = await rig.held("--child", **RESPAWN)
     await rig.arm("dump", step)
-    await crashed(rig, process, order)
+    await crashed(rig, process, dump)
     if returns:
         await rig.process()
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
@@ -183,7 +176,7 @@ async def test_an_agent_killed_before_a_step_of_a_dump_has_done_anything_lets_th
         await rig.process()
     await pod.goes_on()
     expected = "AgentRestarted" if step in ("freeze", "copy-state") else "OutcomeUnknown"
-    await is_over(rig, order, expected)
+    await is_over(rig, dump, expected)
     assert not has_exited(rig, pod)
 
 
@@ -200,9 +193,8 @@ async def test_an_agent_killed_while_a_worker_is_replaced_leaves_nothing_of_it(
     rig: Rig, returns: bool
 ) -> None:
     process = await rig.process()
-    pod, content, prepared = await rig.held("--child", "--stubborn", "--hang-at-resume", **RESPAWN)
-    order = rig.dump_order(pod, content, prepared.vector, **RESPAWN)
-    await rig.send(order)
+    pod, _, dump = await rig.held("--child", "--stubborn", "--hang-at-resume", **RESPAWN)
+    await rig.send(dump)
     await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
     await killed(process)
     if returns:
@@ -211,21 +203,20 @@ async def test_an_agent_killed_while_a_worker_is_replaced_leaves_nothing_of_it(
     if not returns:
         await until(lambda: not rig.guards(), "the end of the guard")
         await rig.process()
-    await is_over(rig, order, "OutcomeUnknown")
-    await rig.answer(rig.run_order(pod), "exited")
+    await is_over(rig, dump, "OutcomeUnknown")
+    await rig.exited(pod)
 
 
 async def test_a_dump_that_is_aborted_while_the_worker_is_replaced_leaves_nothing_of_it(
     node: Rig,
 ) -> None:
-    pod, content, prepared = await node.held("--child", "--hang-at-resume", **RESPAWN)
-    order = node.dump_order(pod, content, prepared.vector, **RESPAWN)
-    await node.send(order)
+    pod, content, dump = await node.held("--child", "--hang-at-resume", **RESPAWN)
+    await node.send(dump)
     await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
     await node.done(node.abort_order(pod, content, **RESPAWN), "aborted")
     assert workers_of(pod) == []
-    await is_over(node, order, "Aborted")
-    await node.answer(node.run_order(pod), "exited")
+    await is_over(node, dump, "Aborted")
+    await node.exited(pod)
 
 
 def workers_of(pod: Pod) -> list[int]:
@@ -237,9 +228,7 @@ async def test_an_agent_killed_within_a_restore_goes_on_where_it_was(
     rig: Rig, simulated: None, step: str
 ) -> None:
     process = await rig.process()
-    source = await rig.running("--answer", "42")
-    artifact = await rig.captured(source, fresh_uid(), **RESPAWN)
-    pod = await rig.running(standby=True)
+    pod, artifact = await rig.restorable("--answer", "42", **RESPAWN)
     order = rig.restore_order(pod, artifact, **RESPAWN)
     await rig.arm("restore", step)
     await crashed(rig, process, order)

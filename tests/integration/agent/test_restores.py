@@ -1,31 +1,16 @@
 """Restores into a worker that waits: filled, signalled, answered; and what is refused."""
 
-from pathlib import Path
-
 import pytest
 
 from snapshot_agent.domain import control
-from snapshot_shared.orders import ArtifactRef
-from tests.support.agent_rig import Pod, Rig, fresh_uid, killed
+from tests.support.agent_rig import NOWHERE, Pod, Rig, fresh_uid
 from tests.support.waiting import until
-
-NOWHERE = ArtifactRef(
-    namespace="default", content_uid=fresh_uid(), generation=1, root_digest="sha256:" + "0" * 64
-)
-
-
-async def given(rig: Rig, *arguments: str, waits: str = "") -> tuple[Pod, ArtifactRef, Path]:
-    """Capture a worker; return one that waits for a restore, the artifact and its folder."""
-    source, content = await rig.running(*arguments), fresh_uid()
-    artifact = await rig.captured(source, content)
-    pod = await rig.running(*waits.split(), standby=True)
-    return pod, artifact, rig.generation(content)
 
 
 async def test_a_waiting_worker_goes_on_where_the_captured_one_was_and_heeds_no_late_abort(
     node: Rig,
 ) -> None:
-    pod, artifact, _ = await given(node, "--answer", "42", "--state-bytes", "20971520")
+    pod, artifact = await node.restorable("--answer", "42", "--state-bytes", "20971520")
     report = await node.done(node.restore_order(pod, artifact), "restored")
     assert report.bytes > 20971520
     assert pod.events()[-1] == "restored 42 20971520"
@@ -39,7 +24,7 @@ async def test_a_waiting_worker_goes_on_where_the_captured_one_was_and_heeds_no_
 
 
 async def test_a_restored_worker_can_be_captured_again(node: Rig) -> None:
-    pod, artifact, _ = await given(node, "--answer", "7")
+    pod, artifact = await node.restorable("--answer", "7")
     await node.carry_out(node.restore_order(pod, artifact))
     (pod.control / control.READY).write_text('{"attempt": 0}')
     again = await node.captured(pod, fresh_uid())
@@ -49,7 +34,8 @@ async def test_a_restored_worker_can_be_captured_again(node: Rig) -> None:
 
 
 async def test_a_corrupted_part_never_reaches_the_worker(node: Rig) -> None:
-    pod, artifact, folder = await given(node, "--state-bytes", "9437184")
+    pod, artifact = await node.restorable("--state-bytes", "9437184")
+    folder = node.generation(artifact.content_uid)
     with (folder / "process" / "weights.bin").open("r+b") as file:
         file.seek(9000000)
         file.write(b"!")
@@ -64,7 +50,8 @@ async def test_a_corrupted_part_never_reaches_the_worker(node: Rig) -> None:
 async def test_a_changed_manifest_is_refused_before_the_worker_is_touched(
     node: Rig, victim: str
 ) -> None:
-    pod, artifact, folder = await given(node)
+    pod, artifact = await node.restorable()
+    folder = node.generation(artifact.content_uid)
     if victim == "a link":
         path = folder / "process" / "weights.bin"
         path.rename(folder / "elsewhere")
@@ -78,7 +65,7 @@ async def test_a_changed_manifest_is_refused_before_the_worker_is_touched(
 async def test_a_worker_that_spoils_its_own_folder_does_not_speak_ill_of_the_artifact(
     node: Rig,
 ) -> None:
-    pod, artifact, _ = await given(node)
+    pod, artifact = await node.restorable()
     elsewhere = pod.control.with_name("elsewhere")
     pod.control.rename(elsewhere)
     pod.control.symlink_to(elsewhere)
@@ -88,7 +75,7 @@ async def test_a_worker_that_spoils_its_own_folder_does_not_speak_ill_of_the_art
 async def test_a_restore_is_refused_of_what_is_not_there_and_into_a_worker_that_does_not_wait(
     node: Rig,
 ) -> None:
-    pod, artifact, _ = await given(node)
+    pod, artifact = await node.restorable()
     await node.refused(node.restore_order(pod, NOWHERE), "ArtifactMissing")
     cold = await node.running()
     await node.refused(node.restore_order(cold, artifact), "NotEligible", kind="rejected")
@@ -106,7 +93,7 @@ async def test_a_restore_on_a_node_whose_artifact_root_is_empty_says_nothing_of_
 
 
 async def test_a_worker_that_does_not_serve_again_in_time_fails_the_restore(node: Rig) -> None:
-    pod, artifact, _ = await given(node, waits="--never-restored")
+    pod, artifact = await node.restorable(waits="--never-restored")
     # Of an earlier attempt, of which none stays.
     (pod.control / control.RESTORED).write_bytes(control.body(1))
     await node.refused(node.restore_order(pod, artifact, ready_s=0.3), "DeadlineExceeded")
@@ -117,7 +104,7 @@ async def test_a_worker_that_does_not_serve_again_in_time_fails_the_restore(node
 async def test_an_abort_tells_a_waiting_worker_why_and_keeps_a_restore_from_beginning(
     node: Rig,
 ) -> None:
-    pod, artifact, _ = await given(node)
+    pod, artifact = await node.restorable()
     await node.done(node.restore_abort(pod, why="a part is damaged"), "aborted")
     await until(lambda: pod.events()[-1] == "restore-failed", "the worker's answer")
     assert "a part is damaged" in (pod.control / control.RESTORE_FAILED).read_text()
@@ -126,13 +113,12 @@ async def test_an_abort_tells_a_waiting_worker_why_and_keeps_a_restore_from_begi
 
 async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -> None:
     process = await rig.process()
-    pod, artifact, _ = await given(rig, waits="--never-restored")
+    pod, artifact = await rig.restorable(waits="--never-restored")
     order = rig.restore_order(pod, artifact)
     await rig.send(order)
     await until((pod.control / control.RESTORE_COMPLETE).exists, "the signal")
     state = (pod.control / "state" / "weights.bin").stat()
-    await killed(process)
-    await rig.process()
+    await rig.restarted(process)
     (pod.control / ".restored").write_text('{"attempt": 1}')
     (pod.control / ".restored").rename(pod.control / control.RESTORED)
     assert (await rig.answer(order)).kind == "restored"
@@ -140,6 +126,5 @@ async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -
 
 
 def untouched(pod: Pod) -> None:
-    names = {path.name for path in pod.control.iterdir()}
-    assert names == {"state"}
+    assert {path.name for path in pod.control.iterdir()} == {"state"}
     assert pod.events()[-1] == "standby"
