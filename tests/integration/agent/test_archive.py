@@ -77,10 +77,12 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def packed(source: Path, leave_out: Sequence[str] = (), *, is_upper: bool = False) -> Path:
+def packed(
+    source: Path, leave_out: Sequence[str] = (), *, is_upper: bool = False, **limits: int
+) -> Path:
     archive = source.parent / f"{source.name}.tar"
     with opened(open_root(source)) as tree, archive.open("wb") as sink:
-        written = pack(tree, sink.fileno(), leave_out=leave_out, is_upper=is_upper)
+        written = pack(tree, sink.fileno(), leave_out=leave_out, is_upper=is_upper, **limits)
     assert written == archive.stat().st_size
     return archive
 
@@ -375,13 +377,9 @@ def test_a_tree_as_deep_as_a_path_can_be_comes_back_and_a_deeper_one_is_refused(
 def test_more_files_than_the_limit_are_refused_on_both_sides(source: Path, target: Path) -> None:
     build(source, {name: {"f": b"12345"} for name in "abc"})
 
-    with opened(open_root(source)) as tree, tempfile.TemporaryFile() as sink:
-        with pytest.raises(NotEligible, match="too many files"):
-            pack(tree, sink.fileno(), leave_out=(), is_upper=False, limit_entries=5)
-        sink.seek(0)
-        sink.truncate()
-        pack(tree, sink.fileno(), leave_out=(), is_upper=False, limit_entries=6)
-    archive = packed(source)
+    with pytest.raises(NotEligible, match="too many files"):
+        packed(source, limit_entries=5)
+    archive = packed(source, limit_entries=6)
     with pytest.raises(ArtifactCorrupt, match="limit of 5 files"):
         unpacked(archive, target, limit_entries=5)
     with pytest.raises(ArtifactCorrupt, match="14 bytes"):

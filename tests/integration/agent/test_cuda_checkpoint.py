@@ -223,9 +223,8 @@ def test_a_restore_that_ran_out_of_memory_is_reported_and_the_others_run(
 ) -> None:
     checkpointed(tree.pids)
     node.faults(f"restore {tree.pids[0]} oom")
-    found = cuda.let_go(tree.pids, BUSY_S)
-    assert found.running == tree.pids[1:]
-    assert found.stuck == {tree.pids[0]: "checkpointed, restore: CUDA_ERROR_OUT_OF_MEMORY"}
+    stuck = {tree.pids[0]: "checkpointed, restore: CUDA_ERROR_OUT_OF_MEMORY"}
+    assert cuda.let_go(tree.pids, BUSY_S) == LetGo(tree.pids[1:], [], stuck)
     node.faults()
     assert "OPERATING_SYSTEM" in cuda.let_go(tree.pids, BUSY_S).stuck[tree.pids[0]]
 
@@ -244,9 +243,8 @@ def test_an_unlock_that_fails_is_reported_and_the_others_run(node: CudaNode, tre
     node.faults(f"unlock {tree.pids[1]} error 304")
     with pytest.raises(CudaRefused, match=f"unlock of process {tree.pids[1]}"):
         cuda.unlock_all(tree.pids, BUSY_S)
-    found = cuda.let_go(tree.pids, BUSY_S)
-    assert found.running == tree.pids[:1]
-    assert found.stuck == {tree.pids[1]: "locked, unlock: CUDA_ERROR_OPERATING_SYSTEM"}
+    stuck = {tree.pids[1]: "locked, unlock: CUDA_ERROR_OPERATING_SYSTEM"}
+    assert cuda.let_go(tree.pids, BUSY_S) == LetGo(tree.pids[:1], [], stuck)
     node.faults()
     # The first runs already, which is no failure.
     cuda.unlock_all(tree.pids, BUSY_S)
@@ -261,8 +259,7 @@ def test_a_restore_that_hangs_keeps_the_others_locked_only_while_there_is_time(
     began = time.monotonic()
     found = cuda.let_go(tree.pids, ENDS_S)
     assert time.monotonic() - began < 2 * ENDS_S
-    assert found.running == tree.pids[1:]
-    assert list(found.stuck) == tree.pids[:1]
+    assert (found.running, list(found.stuck)) == (tree.pids[1:], tree.pids[:1])
 
 
 def test_a_stopped_process_is_stuck_until_it_goes_on(node: CudaNode, tree: Worker) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from snapshot_agent.ports import GuardLink, GuardSpec, Process
 from snapshot_shared.errors import NoGuard, SourceExited
 from snapshot_shared.service import system_clocks
 from tests.support import forks
-from tests.support.agent_rig import PATIENCE_S, below, is_gone, state_of
+from tests.support.agent_rig import PATIENCE_S, below, is_gone, stat_of, state_of
 from tests.support.waiting import until
 
 
@@ -48,22 +49,34 @@ class Guarded:
         self.child.kill()
         self.child.wait()
 
-    def spec(self, deadline_s: float = 600.0, on_failure: str = "Resume") -> GuardSpec:
-        found = procfs.read(self.child.pid)
-        assert found is not None
+    @property
+    def process(self) -> Process:
+        return Process(*stat_of(self.child.pid).key)
+
+    def spec(self, deadline_s: float = 600.0, **more: Any) -> GuardSpec:
         clocks = system_clocks()
         return GuardSpec(
             name="g",
-            process=Process(found.pid, found.start),
+            process=self.process,
             control=self.control,
             attempt=4,
             # The agent is the first to act at a deadline; here there is only the guard.
             deadline=clocks.monotonic() + deadline_s - MARGIN_S,
             boot_id=clocks.boot_id,
-            on_failure=on_failure,  # type: ignore[arg-type]
             order="prepare-1",
             traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
+            **more,
         )
+
+    async def start(self, deadline_s: float = 600.0, **more: Any) -> GuardLink:
+        return await self.guards.start(self.spec(deadline_s, **more))
+
+    async def stopped(self) -> int:
+        """Stop the guard, as a busy machine does; return its pid."""
+        (pid,) = self.running
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: state_of(pid) == "T", "the stop of the guard")
+        return pid
 
     @property
     def running(self) -> list[int]:
@@ -125,7 +138,7 @@ async def test_a_guard_outlives_what_asked_for_it_and_its_starter_waits_for_it(
     starter = tmp_path / "starter.sock"
     async with starting(tmp_path) as process:
         with guarding(tmp_path, starter) as guarded:
-            link = await guarded.guards.start(guarded.spec())
+            link = await guarded.start()
             process.terminate()
             await until(lambda: not starter.exists(), "the end of new guards")
             assert guarded.running
@@ -138,7 +151,7 @@ async def test_a_guard_outlives_what_asked_for_it_and_its_starter_waits_for_it(
 async def test_without_a_starter_no_guard_is_armed_and_it_is_said_where(tmp_path: Path) -> None:
     with guarding(tmp_path, tmp_path / "nobody.sock") as guarded:
         with pytest.raises(NoGuard, match=r"nobody\.sock"):
-            await guarded.guards.start(guarded.spec())
+            await guarded.start()
         assert guarded.sockets == []
 
 
@@ -160,7 +173,7 @@ async def freed(guarded: Guarded, link: GuardLink | None = None) -> None:
 
 
 async def test_a_dismissed_guard_is_gone_at_once_and_has_done_nothing(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec())
+    link = await guarded.start()
     assert len(guarded.running) == 1
     await link.dismiss()
     assert guarded.running == []
@@ -174,11 +187,9 @@ async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives
 ) -> None:
     """It writes with the mode of the container, and logs with order, attempt and span."""
     access = Access(uid=os.getuid(), gid=os.getgid(), file_mode=0o660)
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.3)._replace(access=access))
-    await freed(guarded, link)
+    await freed(guarded, await guarded.start(deadline_s=0.3, access=access))
     assert (guarded.control / control.ABORTED).stat().st_mode & 0o777 == 0o660
-    lines = (guarded.folder / "guards" / "log").read_text().splitlines()
-    (line,) = map(json.loads, lines)
+    (line,) = map(json.loads, (guarded.folder / "guards" / "log").read_text().splitlines())
     assert line.pop("at").endswith("Z")
     assert line.pop("message").startswith(f"freed process {guarded.child.pid} ")
     assert line == {
@@ -196,14 +207,14 @@ async def test_a_guard_frees_the_worker_at_the_deadline_although_its_agent_lives
 async def test_a_guard_frees_a_worker_that_is_frozen_for_longer_than_its_agent_said(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec())
+    link = await guarded.start()
     link.thaw_by(system_clocks().monotonic() + 0.3 - MARGIN_S)
     await freed(guarded, link)
 
 
 async def test_a_worker_that_is_not_frozen_any_more_is_held_on(guarded: Guarded) -> None:
     began = system_clocks().monotonic()
-    link = await guarded.guards.start(guarded.spec(deadline_s=2.0))
+    link = await guarded.start(deadline_s=2.0)
     link.thaw_by(system_clocks().monotonic() + 0.5 - MARGIN_S)
     link.thaw_by(math.inf)
     await lost(link)
@@ -214,10 +225,8 @@ async def test_a_worker_that_is_not_frozen_any_more_is_held_on(guarded: Guarded)
 async def test_a_guard_that_was_stopped_reads_what_its_agent_has_sent_before_it_acts(
     guarded: Guarded,
 ) -> None:
-    with contextlib.closing(await guarded.guards.start(guarded.spec())) as link:
-        (pid,) = guarded.running
-        os.kill(pid, signal.SIGSTOP)
-        await until(lambda: state_of(pid) == "T", "the stop of the guard")
+    with contextlib.closing(await guarded.start()) as link:
+        pid = await guarded.stopped()
         link.thaw_by(system_clocks().monotonic() - MARGIN_S)
         link.thaw_by(math.inf)
         os.kill(pid, signal.SIGCONT)
@@ -230,7 +239,7 @@ async def test_a_guard_that_was_stopped_reads_what_its_agent_has_sent_before_it_
 async def test_an_agent_that_asks_knows_whether_the_worker_was_held_all_the_time(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec())
+    link = await guarded.start()
     await link.confirm()
     link.release_by(Release(("/bin/sleep", "0.5"), PATIENCE_S))
     link.thaw_by(system_clocks().monotonic() - MARGIN_S)
@@ -243,7 +252,7 @@ async def test_an_agent_that_asks_knows_whether_the_worker_was_held_all_the_time
 async def test_a_guard_that_does_not_answer_is_ended_and_has_let_nothing_go(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec())
+    link = await guarded.start()
     os.kill(guarded.running[0], signal.SIGSTOP)
     await link.confirm()
     await lost(link)
@@ -256,8 +265,7 @@ async def test_a_guard_says_that_it_lets_the_worker_go_before_the_worker_runs(
     guarded: Guarded,
 ) -> None:
     release = Release(("/bin/sleep", "600"), PATIENCE_S)
-    spec = guarded.spec(deadline_s=0.2)._replace(release=release)
-    with contextlib.closing(await guarded.guards.start(spec)):
+    with contextlib.closing(await guarded.start(deadline_s=0.2, release=release)):
         await until(guarded.was_freed, "the release", within_s=PATIENCE_S / 2)
         assert state_of(guarded.child.pid) == "T"
         os.kill(guarded.running[0], signal.SIGKILL)
@@ -282,7 +290,7 @@ async def test_a_guard_that_was_taken_over_goes_on_and_can_be_dismissed(
 
 async def test_there_is_nothing_to_take_over_where_no_guard_is(guarded: Guarded) -> None:
     assert await guarded.guards.adopt(guarded.spec()) is None
-    link = await guarded.guards.start(guarded.spec())
+    link = await guarded.start()
     (pid,) = guarded.running
     os.kill(pid, signal.SIGKILL)
     await lost(link)
@@ -306,38 +314,41 @@ async def test_a_guard_ends_with_its_worker_for_which_none_is_started_then(
 
 
 async def test_a_guard_that_gets_sigterm_frees_the_worker_first(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec())
+    link = await guarded.start()
     os.kill(guarded.running[0], signal.SIGTERM)
     await freed(guarded, link)
 
 
 async def test_a_guard_kills_the_worker_where_its_duty_says_so(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.2, on_failure="Kill"))
+    link = await guarded.start(deadline_s=0.2, on_failure="Kill")
     assert await asyncio.to_thread(guarded.child.wait) == -signal.SIGKILL
     await lost(link)
 
 
-def wrote(folder: Path, name: str) -> tuple[str, ...]:
+def wrote(guarded: Guarded, name: str) -> tuple[str, ...]:
     """A program that writes a file, by which a test sees that it ran."""
-    return ("/bin/sh", "-c", 'echo "$1" >"$0"', str(folder / name), "a word\nof two lines")
+    file = str(guarded.folder / name)
+    return ("/bin/sh", "-c", 'echo "$1" >"$0"', file, "a word\nof two lines")
+
+
+def writing(guarded: Guarded, name: str, **more: bool) -> Release:
+    return Release(wrote(guarded, name), PATIENCE_S, **more)
 
 
 async def test_a_guard_runs_the_program_of_the_phase_before_the_worker_goes_on(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=4.0))
-    link.release_by(Release(wrote(guarded.folder, "older"), PATIENCE_S))
-    link.release_by(Release(wrote(guarded.folder, "unlocked"), PATIENCE_S))
+    link = await guarded.start(deadline_s=4.0)
+    link.release_by(writing(guarded, "older"))
+    link.release_by(writing(guarded, "unlocked"))
     await freed(guarded, link)
     assert (guarded.folder / "unlocked").read_text() == "a word\nof two lines\n"
     assert not (guarded.folder / "older").exists()
 
 
 async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(guarded: Guarded) -> None:
-    release = Release(wrote(guarded.folder, "unlocked"), PATIENCE_S)
-    unfence = wrote(guarded.folder, "unfenced")
-    spec = guarded.spec()._replace(release=release, unfence=unfence)
-    link = await guarded.guards.start(spec)
+    unfence = wrote(guarded, "unfenced")
+    link = await guarded.start(release=writing(guarded, "unlocked"), unfence=unfence)
     # The first that a guard reads may be that its agent is gone.
     link.close()
     await freed(guarded)
@@ -350,16 +361,15 @@ async def test_a_program_that_cannot_be_started_or_hangs_does_not_keep_a_worker_
     guarded: Guarded, program: str
 ) -> None:
     release = Release(tuple(program.split()), 0.2)
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.2)._replace(release=release))
-    await freed(guarded, link)
+    await freed(guarded, await guarded.start(deadline_s=0.2, release=release))
     os.kill(guarded.child.pid, signal.SIGSTOP)
-    await guarded.guards.release(guarded.spec().process, release)
+    await guarded.guards.release(guarded.process, release)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw by the agent")
 
 
 async def test_a_guard_ends_the_worker_in_a_phase_that_cannot_be_undone(guarded: Guarded) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=4.0))
-    link.release_by(Release(wrote(guarded.folder, "asked"), PATIENCE_S, ends=True))
+    link = await guarded.start(deadline_s=4.0)
+    link.release_by(writing(guarded, "asked", ends=True))
     assert await asyncio.to_thread(guarded.child.wait) == -signal.SIGKILL
     await lost(link)
     assert (guarded.folder / "asked").exists()
@@ -368,12 +378,12 @@ async def test_a_guard_ends_the_worker_in_a_phase_that_cannot_be_undone(guarded:
 async def test_a_guard_stays_while_the_worker_is_replaced_and_frees_the_next_process(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec(deadline_s=6.0))
-    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
+    link = await guarded.start(deadline_s=6.0)
+    link.release_by(writing(guarded, "ended", ends=True, stays=True))
     await asyncio.sleep(0.2)
     guarded.end()
     guarded.begin()
-    link.follow(guarded.spec().process)
+    link.follow(guarded.process)
     link.release_by(Release())
     await freed(guarded, link)
     assert not (guarded.folder / "ended").exists()
@@ -382,8 +392,8 @@ async def test_a_guard_stays_while_the_worker_is_replaced_and_frees_the_next_pro
 async def test_a_guard_whose_worker_ended_while_it_was_replaced_does_what_was_left_to_do(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec())
-    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
+    link = await guarded.start()
+    link.release_by(writing(guarded, "ended", ends=True, stays=True))
     await asyncio.sleep(0.2)
     guarded.end()
     os.kill(guarded.running[0], signal.SIGTERM)
@@ -395,12 +405,10 @@ async def test_a_guard_whose_worker_ended_while_it_was_replaced_does_what_was_le
 async def test_a_guard_that_reads_of_a_replacement_after_the_worker_has_ended_still_acts(
     guarded: Guarded,
 ) -> None:
-    link = await guarded.guards.start(guarded.spec())
-    (guard,) = guarded.running
-    # As on a busy machine: the message and the end of the worker are there at the same time.
-    os.kill(guard, signal.SIGSTOP)
-    await until(lambda: state_of(guard) == "T", "the stop of the guard")
-    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
+    link = await guarded.start()
+    # So that the message and the end of the worker are there at the same time.
+    guard = await guarded.stopped()
+    link.release_by(writing(guarded, "ended", ends=True, stays=True))
     guarded.end()
     await until(lambda: is_gone(guarded.child.pid), "the end of the worker")
     os.kill(guard, signal.SIGCONT)
@@ -415,8 +423,7 @@ async def test_a_worker_that_has_its_completion_is_thawed_and_nothing_else(
     guarded: Guarded,
 ) -> None:
     (guarded.control / control.COMPLETE).write_bytes(control.body(4))
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.2, on_failure="Kill"))
-    await lost(link)
+    await lost(await guarded.start(deadline_s=0.2, on_failure="Kill"))
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     assert not (guarded.control / control.ABORTED).exists()
 
@@ -443,8 +450,7 @@ def test_only_our_user_and_root_may_speak_to_a_guard(
 
 
 def test_a_pid_that_was_given_again_is_another_process(guarded: Guarded) -> None:
-    found = procfs.read(guarded.child.pid)
-    assert found is not None
+    found = stat_of(guarded.child.pid)
     assert [member.pid for member in procfs.family_of(found.pid, found.start)] == [found.pid]
     assert procfs.family_of(found.pid, found.start - 1) == []
     with procfs.opened(found.pid, found.start) as ours:
@@ -462,8 +468,7 @@ async def test_a_spoilt_control_directory_does_not_keep_a_worker_frozen(
         link_of_worker.symlink_to(guarded.folder / "victim")
     else:
         shutil.rmtree(guarded.control)
-    link = await guarded.guards.start(guarded.spec(deadline_s=0.2))
-    await lost(link)
+    await lost(await guarded.start(deadline_s=0.2))
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw")
     assert not (guarded.folder / "victim").exists()
     assert guarded.sockets == []

@@ -87,6 +87,12 @@ class Container:
     def end(self) -> None:
         (self.folder / "end").touch()
 
+    def ends_after_a_restore(self) -> None:
+        """Restore a process, with whose end the container ends."""
+        self.announce(self.restore(self.ending(1)))
+        self.end()
+        assert self.ended() == 1
+
     def announce(self, inside: int) -> None:
         (self.folder / ".new").write_text(f"{inside}\n")
         (self.folder / ".new").rename(self.folder / "restored")
@@ -152,10 +158,8 @@ def test_the_probe_of_a_container_that_starts_cold_waits_until_its_worker_is_rea
     first = make("--", "sleep", "60", **given)
     for name in ("restore-complete", "ready-for-snapshot"):
         (tmp_path / name).touch()
-    first.announce(first.restore(first.ending(1)))
-    first.end()
-    assert first.ended() == 1
-    again = make("--", "sh", "-c", f"{LOOP.replace('0.02', '0.05')}", **given)
+    first.ends_after_a_restore()
+    again = make("--", "sh", "-c", LOOP.replace("0.02", "0.05"), **given)
     assert again.probe() == 1
     (tmp_path / "ready-for-snapshot").touch()
     assert again.probe() == 0
@@ -206,25 +210,16 @@ def test_other_children_that_end_do_not_end_the_container(make: Make) -> None:
 def test_a_container_that_is_started_again_after_a_restore_runs_its_own_command(
     make: Make, tmp_path: Path
 ) -> None:
-    first = make("--", "sh", "-c", "pwd; echo ${SNAPSHOT_RESTORE_STANDBY:-none}")
-    first.announce(first.restore(first.ending(1)))
-    first.end()
-    assert first.ended() == 1
-    again = make(
-        "--",
-        *("sh", "-c", "pwd; echo ${SNAPSHOT_RESTORE_STANDBY:-none}; exit 4"),
-        SNAPSHOT_RESTORE_STANDBY="1",
-    )
+    script = "pwd; echo ${SNAPSHOT_RESTORE_STANDBY:-none}; exit 4"
+    make("--", "sh", "-c", script).ends_after_a_restore()
+    again = make("--", "sh", "-c", script, SNAPSHOT_RESTORE_STANDBY="1")
     assert again.ended() == 4
     assert again.said() == f"{tmp_path}\nnone\n"
     assert not (tmp_path / "snapback/restored").exists()
 
 
 def test_one_with_no_command_says_so_when_it_is_started_again(make: Make) -> None:
-    first = make()
-    first.announce(first.restore(first.ending(1)))
-    first.end()
-    first.ended()
+    make().ends_after_a_restore()
     again = make()
     assert again.ended() == 1
     assert "delete its pod, or give it a command" in again.said()
@@ -232,6 +227,7 @@ def test_one_with_no_command_says_so_when_it_is_started_again(make: Make) -> Non
 
 def context(folder: Path) -> dict[str, str | None]:
     path = folder / "restore-context.json"
+    wait_until(path.exists, "the context")
     assert path.stat().st_mode & 0o777 == 0o600
     found: dict[str, str | None] = json.loads(path.read_text("utf-8"))["env"]
     return found
@@ -243,7 +239,6 @@ def test_one_that_waits_writes_the_variables_of_its_container_as_workers_of_dyna
     given = {"POD_NAME": "a-1", "NATS_SERVER": "", "POD_UID": 'a "quote", \\, \n and ü€🎉'}
     (tmp_path / ".restore-context.json.new").write_text("of one that was killed")
     make(SNAPSHOT_CONTROL_DIR=str(tmp_path), SECRET="not of the list", **given)
-    wait_until((tmp_path / "restore-context.json").exists, "the context")
     found = context(tmp_path)
     assert {name: found[name] for name in given} == given
     assert "SECRET" not in found
@@ -269,7 +264,6 @@ def test_bytes_that_are_no_text_are_as_python_has_them(
     make: Make, tmp_path: Path, text: bytes
 ) -> None:
     make(SNAPSHOT_CONTROL_DIR=str(tmp_path), POD_NAME=os.fsdecode(text))
-    wait_until((tmp_path / "restore-context.json").exists, "the context")
     assert context(tmp_path)["POD_NAME"] == os.fsdecode(text)
 
 

@@ -17,8 +17,9 @@ from snapshot_shared.encrypting import key_id
 from snapshot_shared.errors import ArtifactCorrupt, InvalidInput, KeyUnavailable
 from snapshot_shared.keys import KMS, ArtifactKeys
 from tests.support.artifact_keys import put, put_encryption, put_signing
+from tests.support.builders import UID
 
-PLACE = GenerationRef("default", "00000000-0000-4000-8000-000000000001", 1)
+PLACE = GenerationRef("default", UID, 1)
 FILE = "pages-1.img"
 
 
@@ -29,9 +30,7 @@ async def written_by(keys: ArtifactKeys) -> tuple[PartManifest, bytes]:
     manifest = PartManifest(
         kind="process",
         part="process",
-        namespace=PLACE.namespace,
-        content_uid=PLACE.content_uid,
-        generation=PLACE.generation,
+        **PLACE._asdict(),
         order=f"dump-{PLACE.content_uid}",
         bytes=0,
         files=[],

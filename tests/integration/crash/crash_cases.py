@@ -13,7 +13,6 @@ from snapshot_agent.domain.spec import CONTROL_DIR
 from snapshot_operator.local.pods import holds_devices
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import is_true
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.steps import STEPS, VERBS_OF, Place
 from snapshotctl.adapters import processes
@@ -68,22 +67,12 @@ async def _capture(session: Session) -> None:
 
 async def _captured(session: Session) -> None:
     await _capture(session)
-    await session.until(
-        lambda values: (
-            (found := find(values, "DynamoCheckpoint", SUBJECT)) and found.status.phase == "Ready"
-        ),
-        "the capture",
-    )
+    await session.reaches("DynamoCheckpoint", SUBJECT, lambda it: it.status.phase == "Ready")
 
 
 async def _run(session: Session) -> None:
     await session.apply(live.pod(SUBJECT, NODE))
-    await session.until(
-        lambda values: (
-            (found := find(values, "Pod", SUBJECT)) and is_true(found.status.conditions, "Ready")
-        ),
-        "the worker's start",
-    )
+    await session.reaches("Pod", SUBJECT)
 
 
 class Story(NamedTuple):

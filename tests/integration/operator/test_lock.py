@@ -49,8 +49,7 @@ async def holds(process: asyncio.subprocess.Process) -> None:
 async def test_a_standby_takes_over_at_once_when_the_active_one_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "operator.lock"
     async with holder(path) as active, holder(path) as other:
-        first, second = (active, other)
-        waiting = {asyncio.ensure_future(holds(p)): p for p in (first, second)}
+        waiting = {asyncio.ensure_future(holds(p)): p for p in (active, other)}
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         winner = waiting[done.pop()]
         winner.kill()
