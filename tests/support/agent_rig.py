@@ -124,14 +124,11 @@ class Pod(Home):
 
     def pid(self, journal: Path) -> int:
         """The process that the worker has now."""
-        found: int | None = None
-        for record in read_records(journal):
-            is_ours = isinstance(record, Noted) and record.order == f"run-{self.ref.uid}"
-            if is_ours and record.key == f"container:{self.ref.container}":
-                found = int(record.value["pid"])
-        if found is None:
-            raise AssertionError("the journal has no process of this pod")
-        return found
+        ours = (f"run-{self.ref.uid}", f"container:{self.ref.container}")
+        notes = [each for each in read_records(journal) if isinstance(each, Noted)]
+        pids = [each.value["pid"] for each in notes if (each.order, each.key) == ours]
+        assert pids, "the journal has no process of this pod"
+        return int(pids[-1])
 
 
 class Rig:

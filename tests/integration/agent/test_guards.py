@@ -49,34 +49,24 @@ class Guarded:
         self.child.kill()
         self.child.wait()
 
-    @property
-    def process(self) -> Process:
-        return Process(*stat_of(self.child.pid).key)
-
-    def spec(self, deadline_s: float = 600.0, **more: Any) -> GuardSpec:
+    def spec(self, deadline_s: float = 600.0, on_failure: Any = "Resume", **more: Any) -> GuardSpec:
         clocks = system_clocks()
         return GuardSpec(
             name="g",
-            process=self.process,
+            process=Process(*stat_of(self.child.pid).key),
             control=self.control,
             attempt=4,
             # The agent is the first to act at a deadline; here there is only the guard.
             deadline=clocks.monotonic() + deadline_s - MARGIN_S,
             boot_id=clocks.boot_id,
+            on_failure=on_failure,
             order="prepare-1",
             traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
             **more,
         )
 
-    async def start(self, deadline_s: float = 600.0, **more: Any) -> GuardLink:
-        return await self.guards.start(self.spec(deadline_s, **more))
-
-    async def stopped(self) -> int:
-        """Stop the guard, as a busy machine does; return its pid."""
-        (pid,) = self.running
-        os.kill(pid, signal.SIGSTOP)
-        await until(lambda: state_of(pid) == "T", "the stop of the guard")
-        return pid
+    async def start(self, **fields: Any) -> GuardLink:
+        return await self.guards.start(self.spec(**fields))
 
     @property
     def running(self) -> list[int]:
@@ -226,7 +216,9 @@ async def test_a_guard_that_was_stopped_reads_what_its_agent_has_sent_before_it_
     guarded: Guarded,
 ) -> None:
     with contextlib.closing(await guarded.start()) as link:
-        pid = await guarded.stopped()
+        (pid,) = guarded.running
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: state_of(pid) == "T", "the stop of the guard")
         link.thaw_by(system_clocks().monotonic() - MARGIN_S)
         link.thaw_by(math.inf)
         os.kill(pid, signal.SIGCONT)
@@ -325,30 +317,26 @@ async def test_a_guard_kills_the_worker_where_its_duty_says_so(guarded: Guarded)
     await lost(link)
 
 
-def wrote(guarded: Guarded, name: str) -> tuple[str, ...]:
+def wrote(folder: Path, name: str) -> tuple[str, ...]:
     """A program that writes a file, by which a test sees that it ran."""
-    file = str(guarded.folder / name)
-    return ("/bin/sh", "-c", 'echo "$1" >"$0"', file, "a word\nof two lines")
-
-
-def writing(guarded: Guarded, name: str, **more: bool) -> Release:
-    return Release(wrote(guarded, name), PATIENCE_S, **more)
+    return ("/bin/sh", "-c", 'echo "$1" >"$0"', str(folder / name), "a word\nof two lines")
 
 
 async def test_a_guard_runs_the_program_of_the_phase_before_the_worker_goes_on(
     guarded: Guarded,
 ) -> None:
     link = await guarded.start(deadline_s=4.0)
-    link.release_by(writing(guarded, "older"))
-    link.release_by(writing(guarded, "unlocked"))
+    link.release_by(Release(wrote(guarded.folder, "older"), PATIENCE_S))
+    link.release_by(Release(wrote(guarded.folder, "unlocked"), PATIENCE_S))
     await freed(guarded, link)
     assert (guarded.folder / "unlocked").read_text() == "a word\nof two lines\n"
     assert not (guarded.folder / "older").exists()
 
 
 async def test_a_guard_knows_from_its_start_how_the_worker_is_let_go(guarded: Guarded) -> None:
-    unfence = wrote(guarded, "unfenced")
-    link = await guarded.start(release=writing(guarded, "unlocked"), unfence=unfence)
+    release = Release(wrote(guarded.folder, "unlocked"), PATIENCE_S)
+    unfence = wrote(guarded.folder, "unfenced")
+    link = await guarded.start(release=release, unfence=unfence)
     # The first that a guard reads may be that its agent is gone.
     link.close()
     await freed(guarded)
@@ -363,13 +351,13 @@ async def test_a_program_that_cannot_be_started_or_hangs_does_not_keep_a_worker_
     release = Release(tuple(program.split()), 0.2)
     await freed(guarded, await guarded.start(deadline_s=0.2, release=release))
     os.kill(guarded.child.pid, signal.SIGSTOP)
-    await guarded.guards.release(guarded.process, release)
+    await guarded.guards.release(guarded.spec().process, release)
     await until(lambda: state_of(guarded.child.pid) == "S", "the thaw by the agent")
 
 
 async def test_a_guard_ends_the_worker_in_a_phase_that_cannot_be_undone(guarded: Guarded) -> None:
     link = await guarded.start(deadline_s=4.0)
-    link.release_by(writing(guarded, "asked", ends=True))
+    link.release_by(Release(wrote(guarded.folder, "asked"), PATIENCE_S, ends=True))
     assert await asyncio.to_thread(guarded.child.wait) == -signal.SIGKILL
     await lost(link)
     assert (guarded.folder / "asked").exists()
@@ -379,11 +367,11 @@ async def test_a_guard_stays_while_the_worker_is_replaced_and_frees_the_next_pro
     guarded: Guarded,
 ) -> None:
     link = await guarded.start(deadline_s=6.0)
-    link.release_by(writing(guarded, "ended", ends=True, stays=True))
+    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
     await asyncio.sleep(0.2)
     guarded.end()
     guarded.begin()
-    link.follow(guarded.process)
+    link.follow(guarded.spec().process)
     link.release_by(Release())
     await freed(guarded, link)
     assert not (guarded.folder / "ended").exists()
@@ -393,7 +381,7 @@ async def test_a_guard_whose_worker_ended_while_it_was_replaced_does_what_was_le
     guarded: Guarded,
 ) -> None:
     link = await guarded.start()
-    link.release_by(writing(guarded, "ended", ends=True, stays=True))
+    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
     await asyncio.sleep(0.2)
     guarded.end()
     os.kill(guarded.running[0], signal.SIGTERM)
@@ -406,9 +394,11 @@ async def test_a_guard_that_reads_of_a_replacement_after_the_worker_has_ended_st
     guarded: Guarded,
 ) -> None:
     link = await guarded.start()
-    # So that the message and the end of the worker are there at the same time.
-    guard = await guarded.stopped()
-    link.release_by(writing(guarded, "ended", ends=True, stays=True))
+    (guard,) = guarded.running
+    # As on a busy machine: the message and the end of the worker are there at the same time.
+    os.kill(guard, signal.SIGSTOP)
+    await until(lambda: state_of(guard) == "T", "the stop of the guard")
+    link.release_by(Release(wrote(guarded.folder, "ended"), PATIENCE_S, ends=True, stays=True))
     guarded.end()
     await until(lambda: is_gone(guarded.child.pid), "the end of the worker")
     os.kill(guard, signal.SIGCONT)
