@@ -49,6 +49,21 @@ needs_engines = pytest.mark.skipif(
 
 
 CHECKPOINT = "dynamocheckpoint/demo-llm"
+POD = """\
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+spec:
+  containers:
+    - name: main
+      command: {command}
+"""
+
+
+def pod(name: str, command: str = '["sleep", "1000"]') -> str:
+    """The manifest of a pod that uses no GPU."""
+    return POD.format(name=name, command=command)
 
 
 def example(name: str) -> str:
@@ -131,11 +146,29 @@ class Cli:
         assert ended.code == 0, ended
         return ended
 
+    def refused(self, code: int, why: str, *words: str) -> Ended:
+        """Run a command that ends with this exit code and says why; it may not start anything."""
+        ended = self.here(*words)
+        assert (ended.code, why in ended.err) == (code, True), ended
+        return ended
+
+    def value(self, *words: str) -> Any:
+        """Return the value that a command prints for a program."""
+        return self.ok(*words, "-o", "json").value()
+
+    def apply(self, manifest: str) -> Ended:
+        return self.ok("apply", "-f", "-", stdin=manifest)
+
+    def schedule(self, name: str, manifest: str = "") -> None:
+        """Apply a pod, and wait until it has a node."""
+        self.apply(manifest or pod(name))
+        self.ok("wait", f"pod/{name}", "--for", "condition=PodScheduled", "--timeout", "60s")
+
     def until(self, holds: Callable[[Any], Any], *words: str) -> Any:
         """Repeat a command until something holds of the value it prints; return what that gave."""
         last = time.monotonic() + PATIENCE_S
         while time.monotonic() < last:
-            if found := holds(self.ok(*words, "-o", "json").value()):
+            if found := holds(self.value(*words)):
                 return found
             time.sleep(0.05)
         raise AssertionError(f"not within {PATIENCE_S} s: {self.ok(*words).out}")
@@ -178,8 +211,7 @@ class Cli:
 
     def pods(self) -> dict[str, Any]:
         """The pods of the namespace `default`, by their names."""
-        found = self.ok("get", "pods", "-o", "json").value()
-        return {each["metadata"]["name"]: each for each in found}
+        return {each["metadata"]["name"]: each for each in self.value("get", "pods")}
 
     def said_by(self, pod: Mapping[str, Any], *, chat: str = "") -> bytes:
         """Ask the worker of a pod something, or tell it. A worker that is held does not answer."""
@@ -316,8 +348,7 @@ def _tidy(cli: Cli) -> None:
         wait_until(lambda words=clear: cli.run(*words).code == 0, " ".join(clear))
         cli.ok("uncordon", name)
     for kind in ("dynamocheckpoint", "snapshot", "pod"):
-        found = cli.ok("get", kind, "-o", "json").value()
-        names = [f"{kind}/{each['metadata']['name']}" for each in found]
+        names = [f"{kind}/{each['metadata']['name']}" for each in cli.value("get", kind)]
         for name in names:
             # It may be on its way out, and gone by now.
             cli.run("delete", name)

@@ -63,7 +63,7 @@ NOBODY = re.compile(r"name a pod that runs: .*\btalker\b")
 @pytest.fixture
 def talking(running: Cli) -> Cli:
     """A user whose worker serves."""
-    running.ok("apply", "-f", "-", stdin=json.dumps(POD))
+    running.apply(json.dumps(POD))
     wait_until(lambda: "serving at " in running.run("logs", "talker").out)
     return running
 
@@ -79,7 +79,7 @@ def test_a_question_is_answered_over_the_socket_of_the_worker(talking: Cli) -> N
     assert heard == {"op": "ask", "prompt": "Who am I?"}
     heard = json.loads(talking.ok("ask", "pod/talker", "I am Ada.", "--as", "chat").out)["heard"]
     assert heard == {"op": "chat", "text": "I am Ada."}
-    raw = talking.ok("ask", "talker", '{"x": 1}', "--as", "raw", "-o", "json").value()
+    raw = talking.value("ask", "talker", '{"x": 1}', "--as", "raw")
     assert raw == {"pod": "talker", "namespace": "default", "answer": {"heard": {"x": 1}}}
 
 
@@ -89,14 +89,13 @@ def test_a_question_is_answered_over_http(talking: Cli) -> None:
     assert got.out == "models of talker\n"
     posted = talking.ok("ask", "talker", '{"a": 1}', "--as", "/v1/chat", "--to", port)
     assert posted.out == '{"a": 1}\n'
-    refused = talking.run("ask", "talker", "--as", "/nothing", "--to", port)
-    assert refused.code == 1
-    assert "HTTP 404 Not Found: models of talker" in refused.err
+    talking.refused(
+        1, "HTTP 404 Not Found: models of talker", "ask", "talker", "--as", "/nothing", "--to", port
+    )
 
 
 def test_a_worker_that_does_not_answer_is_an_error_with_a_next_step(talking: Cli) -> None:
-    cut = talking.run("ask", "talker", '{"cut": 1}', "--as", "raw")
-    assert (cut.code, "before the end of its answer" in cut.err) == (1, True)
+    talking.refused(1, "before the end of its answer", "ask", "talker", '{"cut": 1}', "--as", "raw")
     absent = talking.run("ask", "talker", "x", "--to", "other.sock")
     assert "other.sock: [Errno 2]" in absent.err
     assert "next: see whether it serves: snapshotctl logs talker" in absent.err
@@ -109,10 +108,10 @@ def test_a_program_runs_with_the_environment_and_the_folder_of_the_worker(talkin
     ran = talking.program("exec", "talker", "-c", "main", "--", "sh", "-c", script, stdin="in")
     assert ran.out.splitlines() == ["talker", str(talking.workdir), "in"]
     assert ran.code == 7
-    other = talking.run("exec", "talker", "-c", "side", "--", "true")
-    assert (other.code, "name one of: main" in other.err) == (2, True)
-    missing = talking.run("exec", "talker", "--", "no-such-program")
-    assert (missing.code, "'no-such-program' is not on this machine" in missing.err) == (3, True)
+    talking.refused(2, "name one of: main", "exec", "talker", "-c", "side", "--", "true")
+    talking.refused(
+        3, "'no-such-program' is not on this machine", "exec", "talker", "--", "no-such-program"
+    )
 
 
 def test_a_process_is_not_of_the_pod_that_its_environment_names(talking: Cli) -> None:
@@ -269,14 +268,10 @@ def test_the_logs_of_services_are_found_by_their_names(talking: Cli) -> None:
 
 
 def test_the_cluster_and_its_versions_are_shown(talking: Cli) -> None:
-    [mine] = [
-        found
-        for found in talking.ok("clusters", "-o", "json").value()
-        if found["path"] == str(talking.state())
-    ]
+    [mine] = [found for found in talking.value("clusters") if found["path"] == str(talking.state())]
     assert (mine["state"], mine["ended"]) == ("running", [])
     assert set(mine["pids"]) == {"nats-server", "operator", "page", "node-1-agent", "node-1-gms"}
-    shown = {(row["program"], row["where"]) for row in talking.ok("version", "-o", "json").value()}
+    shown = {(row["program"], row["where"]) for row in talking.value("version")}
     assert {
         ("snap-agent", "node-1"),
         ("snap-gms", "node-1"),

@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from snapshotctl.adapters import processes
-from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
+from tests.integration.snapshotctl.conftest import Cli, interrupt, pod, read_until
 
 pytestmark = pytest.mark.turns
 
 SMALL = ("up", "--nodes", "1", "--gpus", "1", "--gpu-memory", "64MiB")
-POD = """
-    {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "%s"}, "spec": {
-     "nodeSelector": {"kubernetes.io/hostname": "%s"},
-     "containers": [{"name": "main", "command": ["sleep", "1000"]}]}}"""
 
 
 def test_a_cluster_is_found_and_is_not_left_over(running: Cli, cli: Cli) -> None:
@@ -29,11 +25,10 @@ def test_a_cluster_is_found_and_is_not_left_over(running: Cli, cli: Cli) -> None
     assert [row["name"] for row in nodes] == ["node-1"]
     assert running.state().stat().st_mode & 0o777 == 0o700
     assert Path(record["socket_dir"]).stat().st_mode & 0o777 == 0o700
-    [node] = running.ok("nodes", "-o", "json").value()
+    [node] = running.value("nodes")
     assert (node["node"]["metadata"]["name"], len(node["presence"]["devices"])) == ("node-1", 2)
     assert running.ok("dead", "ls").err == "no dead letters\n"
-    again = running.here("up")
-    assert (again.code, "runs already" in again.err) == (1, True)
+    running.refused(1, "runs already", "up")
     assert running.left(record["run"]) == []
     # Nor for another user, who does not look where its sockets are.
     assert Path(record["socket_dir"]).parent == Path(running.environment["XDG_RUNTIME_DIR"])
@@ -62,9 +57,8 @@ def test_every_user_has_a_seed_of_its_own_that_stays_in_its_file(running: Cli) -
     viewer = Cli(running.home)
     viewer.environment |= {"NATS_NKEY": str(folder / "viewer.nk"), "NATS_URL": url}
     viewer.environment |= {"NATS_INBOX_PREFIX": "_INBOX.viewer"}
-    assert [node["node"]["metadata"]["name"] for node in viewer.ok("nodes", "-o", "json").value()]
-    refused = viewer.run("delete", "node", "node-1")
-    assert (refused.code, "viewer may not publish to snap.api.delete" in refused.err) == (4, True)
+    assert [node["node"]["metadata"]["name"] for node in viewer.value("nodes")]
+    viewer.refused(4, "viewer may not publish to snap.api.delete", "delete", "node", "node-1")
 
 
 def test_a_cluster_whose_processes_died_starts_again_on_its_state_and_goes_down_without_a_trace(
@@ -73,7 +67,7 @@ def test_a_cluster_whose_processes_died_starts_again_on_its_state_and_goes_down_
     up = cli.ok(*SMALL)
     assert "snapshotctl down" in up.out
     assert f"page             {cli.record()['page']}" in up.out
-    cli.ok("apply", "-f", "-", stdin=POD % ("waits", "nowhere"))
+    cli.apply(pod("waits") + "  nodeSelector: {kubernetes.io/hostname: nowhere}\n")
     run = cli.record()["run"]
     assert sorted(record["name"] for record in cli.record()["processes"]) == [
         *("nats-server", "node-1-agent", "node-1-gms", "operator", "page")
@@ -85,8 +79,7 @@ def test_a_cluster_whose_processes_died_starts_again_on_its_state_and_goes_down_
     assert record["run"] == run
     assert list(cli.pods()) == ["waits"]
 
-    cli.ok("apply", "-f", "-", stdin=POD % ("sleeper", "node-1"))
-    cli.ok("wait", "pod/sleeper", "--for", "condition=PodScheduled", "--timeout", "30s")
+    cli.schedule("sleeper")
     context = cli.home / "config" / "nats" / "context" / "snapback-default.json"
     assert record["url"] in context.read_text()
     cli.ok("down")

@@ -8,23 +8,8 @@ from typing import Any
 import pytest
 
 from tests.integration.snapshotctl.conftest import Cli, fresh, interrupt, read_until
+from tests.support.live_cluster import pod
 
-WORKER = """\
-apiVersion: v1
-kind: Pod
-metadata:
-  name: {name}
-  labels: {{app: llm, nvidia.com/capture-on-drain: "{label}"}}
-spec:
-  nodeSelector: {{kubernetes.io/hostname: node-1}}
-  containers:
-    - name: main
-      command: ["python3", "deploy/examples/worker.py"]
-      env:
-        - {{name: SIZE_MIB, value: "4"}}
-        - {{name: WARMUP_REQUESTS, value: "0"}}
-      resources: {{limits: {{nvidia.com/gpu: 1}}}}
-"""
 DRAIN = ("drain", "node-1", "--capture")
 
 
@@ -36,7 +21,9 @@ def two_nodes(faulty: Cli) -> Cli:
 
 def _start(cli: Cli, *names: str, label: str = "true") -> None:
     for name in names:
-        cli.ok("apply", "-f", "-", stdin=WORKER.format(name=name, label=label))
+        document = pod(name, "node-1")
+        document["metadata"]["labels"] = {"app": "llm", "nvidia.com/capture-on-drain": label}
+        cli.apply(json.dumps(document))
     for name in names:
         cli.ok("wait", f"pod/{name}", "--timeout", "60s")
 

@@ -76,9 +76,8 @@ def test_settings_that_were_changed_are_kept_and_units_are_replaced(
 
 
 def test_a_node_without_its_keys_says_how_they_are_made(cli: Cli, tmp_path: Path) -> None:
-    said = cli.run(*of_node(tmp_path / "nothing", tmp_path / "root"))
-    assert said.code == 2
-    assert "nothing/agent-node-1/seed.nk cannot be read" in said.err
+    words = of_node(tmp_path / "nothing", tmp_path / "root")
+    said = cli.refused(2, "nothing/agent-node-1/seed.nk cannot be read", *words)
     assert "snapshotctl keys --folder keys --node NAME" in said.err
     assert not (tmp_path / "root").exists()
 

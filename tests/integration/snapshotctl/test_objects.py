@@ -6,39 +6,24 @@ from pathlib import Path
 
 import yaml
 
-from tests.integration.snapshotctl.conftest import Cli, interrupt, read_until
-
-POD = """\
-apiVersion: v1
-kind: Pod
-metadata:
-  name: {name}
-spec:
-  containers:
-    - name: main
-      command: {command}
-"""
-
-
-def _pod(name: str, command: str = '["sleep", "1000"]') -> str:
-    return POD.format(name=name, command=command)
+from tests.integration.snapshotctl.conftest import Cli, interrupt, pod, read_until
 
 
 def test_a_manifest_is_stored_once(running: Cli, tmp_path: Path) -> None:
     file = tmp_path / "pod.yaml"
-    file.write_text(_pod("once"))
+    file.write_text(pod("once"))
     assert running.ok("apply", "-f", str(file)).out == "pod/once created\n"
     assert running.ok("apply", "-f", str(file)).out == "pod/once unchanged\n"
-    [result] = running.ok("apply", "-f", str(file), "-o", "json").value()
+    [result] = running.value("apply", "-f", str(file))
     assert (result["kind"], result["action"]) == ("Pod", "unchanged")
     # What get prints can be applied again.
     text = running.ok("get", "pod/once", "-o", "yaml").out
     assert yaml.safe_load(text)["status"]
-    assert running.ok("apply", "-f", "-", stdin=text).out == "pod/once unchanged\n"
+    assert running.apply(text).out == "pod/once unchanged\n"
 
 
 def test_every_problem_of_every_document_is_named_with_its_place(running: Cli) -> None:
-    bad = _pod("Bad_Name") + "  nonsense: 1\n---\n" + _pod("good") + "---\nkind: Nothing\n"
+    bad = pod("Bad_Name") + "  nonsense: 1\n---\n" + pod("good") + "---\nkind: Nothing\n"
     refused = running.run("apply", "-f", "-", stdin=bad)
     assert refused.code == 4
     assert re.search(r"stdin:4: metadata\.name: .*Bad_Name", refused.err)
@@ -48,36 +33,32 @@ def test_every_problem_of_every_document_is_named_with_its_place(running: Cli) -
 
 
 def test_an_image_that_is_not_used_is_named_with_its_line(running: Cli) -> None:
-    said = running.ok("apply", "-f", "-", stdin=_pod("pictured") + "      image: vllm:1\n")
+    said = running.apply(pod("pictured") + "      image: vllm:1\n")
     assert said.out == "pod/pictured created\n"
     assert said.err.startswith("warning: stdin:9: spec.containers[0].image: is not used: ")
 
 
 def test_objects_are_listed_as_a_table_and_that_there_are_none_is_said(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("listed"))
+    running.apply(pod("listed"))
     head, *rows = running.ok("get", "pods").out.splitlines()
     assert head.split() == ["NAME", "READY", "STATUS", "NODE", "GPUS", "RESTORE-FROM", "AGE"]
     assert any(row.startswith("listed ") for row in rows)
     assert running.ok("get", "pods", "-A").out.startswith("NAMESPACE")
     empty = running.ok("get", "snapshots", "-n", "elsewhere")
     assert (empty.out, empty.err) == ("", "no snapshots in namespace elsewhere\n")
-    assert running.ok("get", "snapshots", "-o", "json").value() == []
+    assert running.value("get", "snapshots") == []
 
 
 def test_an_object_that_does_not_exist_is_not_found(running: Cli) -> None:
     for verb in ("get", "delete", "wait"):
-        missing = running.run(verb, "pod/missing")
-        assert (missing.code, "missing does not exist" in missing.err) == (3, True), verb
+        running.refused(3, "missing does not exist", verb, "pod/missing")
     for verb in ("explain", "watch", "events"):
-        missing = running.run(verb, "missing")
-        assert (missing.code, "no dynamocheckpoint/missing" in missing.err) == (3, True), verb
-    unknown = running.run("trace", "0" * 31 + "1")
-    assert (unknown.code, "no spans" in unknown.err) == (3, True)
+        running.refused(3, "no dynamocheckpoint/missing", verb, "missing")
+    running.refused(3, "no spans", "trace", "0" * 31 + "1")
 
 
 def test_a_deleted_object_is_waited_for_until_it_is_gone(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("goner"))
-    running.ok("wait", "pod/goner", "--for", "condition=PodScheduled")
+    running.schedule("goner")
     running.ok("delete", "pod", "goner")
     gone = running.ok("wait", "pod/goner", "--for", "delete", "--timeout", "60s")
     again = running.ok("wait", "pod/goner", "--for", "delete").out
@@ -94,10 +75,9 @@ def test_a_bare_name_that_nothing_has_is_not_taken_for_deleted(running: Cli) -> 
 
 
 def test_waiting_ends_when_time_runs_out_or_by_an_interrupt(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("slow"))
-    late = running.run("wait", "pod/slow", "--timeout", "500ms")
-    assert (late.code, "not within 0.5 s" in late.err) == (6, True)
-    running.ok("apply", "-f", "-", stdin=_pod("endless"))
+    running.apply(pod("slow"))
+    running.refused(6, "not within 0.5 s", "wait", "pod/slow", "--timeout", "500ms")
+    running.apply(pod("endless"))
     process = running.start("--server", running.record()["url"], "wait", "pod/endless")
     follower = running.start("wait", "pod/endless", "--for", "condition=PodScheduled")
     read_until(follower, "condition=PodScheduled")
@@ -106,37 +86,35 @@ def test_waiting_ends_when_time_runs_out_or_by_an_interrupt(running: Cli) -> Non
 
 
 def test_an_apply_begins_a_trace_that_can_be_shown(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("traced"))
-    running.ok("wait", "pod/traced", "--for", "condition=PodScheduled")
-    spans = running.ok("trace", "pod/traced", "-o", "json").value()
+    running.schedule("traced")
+    spans = running.value("trace", "pod/traced")
     [root] = [span for span in spans if not span.get("parent_id")]
     assert (root["name"], root["service"], root["node"]) == ("apply", "snapshotctl", "cli")
     shown = running.ok("trace", "traced").out
     assert shown.startswith(f"trace {root['trace_id']}: ")
-    assert running.ok("trace", root["trace_id"], "-o", "json").value()
+    assert running.value("trace", root["trace_id"])
 
 
 def test_a_bare_name_is_that_of_the_object_that_has_it(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("only-one"))
-    assert running.ok("get", "only-one", "-o", "json").value()["kind"] == "Pod"
+    running.apply(pod("only-one"))
+    assert running.value("get", "only-one")["kind"] == "Pod"
     assert running.ok("describe", "only-one").out.startswith("Name:            only-one")
     running.ok("wait", "only-one", "--for", "condition=PodScheduled")
-    assert running.ok("get", "node-1", "-o", "json").value()["kind"] == "Node"
+    assert running.value("get", "node-1")["kind"] == "Node"
     assert running.ok("delete", "only-one").out.startswith("pod/only-one ")
-    missing = running.run("get", "never-made")
-    assert (missing.code, "pod/never-made" in missing.err) == (3, True)
+    running.refused(3, "pod/never-made", "get", "never-made")
     slip = running.run("get", "pdos")
     assert "next: did you mean the kind pods?" in slip.err
 
 
 def test_a_bare_name_that_several_objects_have_is_answered_with_them(running: Cli) -> None:
-    running.ok("apply", "-f", "-", stdin=_pod("twice") + "---\n" + JOB.format(name="twice"))
+    running.apply(pod("twice") + "---\n" + JOB.format(name="twice"))
     for command in ("get", "describe", "delete", "wait"):
-        refused = running.run(command, "twice")
-        assert refused.code == 2
-        assert "may be any of 2 objects: job/twice, pod/twice" in refused.err
+        refused = running.refused(
+            2, "may be any of 2 objects: job/twice, pod/twice", command, "twice"
+        )
         assert "next: name the kind as well, as in job/twice" in refused.err
-    assert running.ok("get", "job/twice", "-o", "json").value()["kind"] == "Job"
+    assert running.value("get", "job/twice")["kind"] == "Job"
 
 
 JOB = """\
@@ -157,10 +135,10 @@ def test_a_watch_shows_objects_and_each_change(running: Cli) -> None:
     follower = running.start("get", "pods", "-l", "app=watched", "--watch")
     assert follower.stderr is not None
     assert "no pods in namespace default yet" in follower.stderr.readline()
-    text = _pod("watched").replace(
+    text = pod("watched").replace(
         "  name: watched\n", "  name: watched\n  labels: {app: watched}\n"
     )
-    running.ok("apply", "-f", "-", stdin=text)
+    running.apply(text)
     assert "RESTORE-FROM" in read_until(follower, "watched ")
     read_until(follower, "Running")
     running.ok("delete", "pod/watched")
@@ -170,7 +148,7 @@ def test_a_watch_shows_objects_and_each_change(running: Cli) -> None:
 
 def test_a_watch_of_one_object_is_one_line_a_change_for_a_program(running: Cli) -> None:
     assert running.run("get", "pod/never-made", "--watch").code == 3
-    running.ok("apply", "-f", "-", stdin=_pod("followed"))
+    running.apply(pod("followed"))
     follower = running.start("get", "followed", "-w", "-o", "json")
     first = json.loads(read_until(follower, "\n"))
     assert (first["type"], first["object"]["metadata"]["name"]) == ("ADDED", "followed")
@@ -182,16 +160,15 @@ def test_a_watch_of_one_object_is_one_line_a_change_for_a_program(running: Cli) 
 
 def test_a_dry_run_checks_everything_and_stores_nothing(running: Cli, tmp_path: Path) -> None:
     file = tmp_path / "dry.yaml"
-    file.write_text(_pod("dry"))
+    file.write_text(pod("dry"))
     assert running.ok("apply", "-f", str(file), "--dry-run").out == "pod/dry created (dry run)\n"
     assert running.run("get", "pod/dry").code == 3
     running.ok("apply", "-f", str(file))
     again = running.ok("apply", "-f", str(file), "--dry-run")
     assert again.out == "pod/dry unchanged (dry run)\n"
-    file.write_text(_pod("dry", '["sleep", "5"]'))
-    refused = running.run("apply", "-f", str(file), "--dry-run")
-    assert refused.code == 4
-    assert '  spec.containers[0].command[1]: "5" is wanted, "1000" is there\n' in refused.err
-    bad = running.run("apply", "-f", "-", "--dry-run", stdin=_pod("Bad_Name"))
+    file.write_text(pod("dry", '["sleep", "5"]'))
+    why = '  spec.containers[0].command[1]: "5" is wanted, "1000" is there\n'
+    running.refused(4, why, "apply", "-f", str(file), "--dry-run")
+    bad = running.run("apply", "-f", "-", "--dry-run", stdin=pod("Bad_Name"))
     assert "stdin:4: metadata.name: " in bad.err
     assert running.ok("get", "dry", "-o", "wide").out.splitlines()[0].split()[-1] == "TRACE"

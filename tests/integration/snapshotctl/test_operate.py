@@ -11,19 +11,9 @@ from typing import Any
 
 from snapshot_shared import subjects
 from snapshot_shared.ids import NodeName, OrderId
-from tests.integration.snapshotctl.conftest import CHECKPOINT, Cli, example
+from tests.integration.snapshotctl.conftest import CHECKPOINT, Cli, example, pod
 from tests.support.waiting import wait_until
-
-POD = """\
-apiVersion: v1
-kind: Pod
-metadata:
-  name: {name}
-spec:
-  containers:
-    - name: main
-      command: ["sleep", "1000"]
-"""
+from tests.support.weights import flip
 
 
 def _publish_as_operator(cli: Cli, subject: str, payload: bytes) -> None:
@@ -33,7 +23,7 @@ def _publish_as_operator(cli: Cli, subject: str, payload: bytes) -> None:
 
 def _order_of(cli: Cli, owner: str) -> dict[str, Any]:
     """The one order of an object that is under way on node-1."""
-    lines = cli.ok("orders", "node-1", "-o", "json").value()
+    lines = cli.value("orders", "node-1")
     [found] = [line for line in lines if line["owner"] == owner]
     return found  # type: ignore[no-any-return]
 
@@ -42,21 +32,19 @@ def test_a_node_is_cordoned_and_uncordoned(one_node: Cli) -> None:
     assert one_node.ok("cordon", "node-1").out == "node/node-1 cordoned\n"
     assert one_node.ok("cordon", "node-1").out == "node/node-1 already cordoned\n"
     assert " Ready,SchedulingDisabled " in one_node.ok("nodes").out
-    [node] = one_node.ok("nodes", "-o", "json").value()
+    [node] = one_node.value("nodes")
     assert node["node"]["spec"] == {"unschedulable": True}
-    freed = one_node.ok("uncordon", "node-1", "-o", "json").value()
+    freed = one_node.value("uncordon", "node-1")
     assert freed == {"node": "node-1", "unschedulable": False, "changed": True}
-    missing = one_node.run("cordon", "node-9")
-    assert (missing.code, "snapshotctl get nodes" in missing.err) == (3, True)
+    one_node.refused(3, "snapshotctl get nodes", "cordon", "node-9")
 
 
 def test_an_order_is_shown_with_its_whole_life(one_node: Cli) -> None:
-    one_node.ok("apply", "-f", "-", stdin=POD.format(name="lives"))
-    one_node.ok("wait", "pod/lives", "--for", "condition=PodScheduled", "--timeout", "30s")
-    uid = one_node.ok("get", "pod/lives", "-o", "json").value()["metadata"]["uid"]
+    one_node.schedule("lives")
+    uid = one_node.value("get", "pod/lives")["metadata"]["uid"]
     one_node.ok("delete", "pod/lives")
     one_node.ok("wait", "pod/lives", "--for", "delete", "--timeout", "60s")
-    life = one_node.ok("orders", "show", f"run-{uid}", "-o", "json").value()
+    life = one_node.value("orders", "show", f"run-{uid}")
     kinds = [report["kind"] for report in life["reports"]]
     assert kinds[:2] == ["accepted", "started"]
     assert life["owner"] == "-"
@@ -68,25 +56,23 @@ def test_an_order_is_shown_with_its_whole_life(one_node: Cli) -> None:
 
 
 def test_the_orders_of_a_node_that_does_not_exist_are_not_found(one_node: Cli) -> None:
-    unknown = one_node.run("orders", "nope")
-    assert (unknown.code, "Node nope does not exist" in unknown.err) == (3, True)
+    one_node.refused(3, "Node nope does not exist", "orders", "nope")
     wait_until(lambda: one_node.ok("orders", "node-1").out == "")
 
 
 def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: Cli) -> None:
     one_node.ok("sim", "stall", "node-1", "--at", "copy-state")
-    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
+    one_node.apply(example("checkpoint.yaml"))
     dumping = ("dump", "working: copy-state")
     one_node.until(lambda lines: dumping in [(o["verb"], o["state"]) for o in lines], "orders")
     ended = one_node.ok("abort", "demo-llm", "--timeout", "60s")
     assert " Aborted: the capture was aborted by " in ended.out
-    checkpoint = one_node.ok("get", CHECKPOINT, "-o", "json").value()
+    checkpoint = one_node.value("get", CHECKPOINT)
     assert checkpoint["status"]["phase"] == "Failed"
     assert {c["reason"] for c in checkpoint["status"]["conditions"]} == {"Aborted"}
     [pod] = one_node.pods().values()
     assert b"error" not in one_node.said_by(pod)
-    again = one_node.run("abort", "snapshot/demo-llm")
-    assert (again.code, "failed already: Aborted" in again.err) == (4, True)
+    one_node.refused(4, "failed already: Aborted", "abort", "snapshot/demo-llm")
     one_node.ok("delete", CHECKPOINT)
     one_node.ok("wait", CHECKPOINT, "--for", "delete", "--timeout", "60s")
     assert list((one_node.state() / "artifacts").rglob("part.json")) == []
@@ -95,8 +81,7 @@ def test_an_aborted_capture_lets_the_worker_go_on_and_leaves_nothing(one_node: C
 def test_a_dead_message_is_listed_shown_and_its_order_sent_again(one_node: Cli) -> None:
     before = _numbers(one_node)
     one_node.kill("node-1-agent")
-    one_node.ok("apply", "-f", "-", stdin=POD.format(name="poisoned"))
-    one_node.ok("wait", "pod/poisoned", "--for", "condition=PodScheduled", "--timeout", "30s")
+    one_node.schedule("poisoned")
     line = _order_of(one_node, "pod/poisoned")
     assert (line["state"], line["attempt"]) == ("queued", 1)
     subject = subjects.order(NodeName("node-1"), "agent", OrderId(line["order"]))
@@ -113,19 +98,18 @@ def test_a_dead_message_is_listed_shown_and_its_order_sent_again(one_node: Cli) 
     assert f"snapshotctl dead requeue {number}" in shown
     sent = one_node.ok("dead", "requeue", number).out
     assert f"{line['order']}, attempt 1, is queued for agent on node-1 again" in sent
-    life = one_node.ok("orders", "show", line["order"], "-o", "json").value()
+    life = one_node.value("orders", "show", line["order"])
     assert life["dead"] == [message["number"]]
     assert life["payload"]["attempt"] == 1
     show = ("orders", "show", line["order"])
     one_node.until(lambda life: life["state"].startswith("answered: started"), *show)
-    refused = one_node.run("dead", "requeue", number)
-    assert (refused.code, "is not wanted any more" in refused.err) == (4, True)
+    one_node.refused(4, "is not wanted any more", "dead", "requeue", number)
     assert one_node.run("dead", "requeue", "77").code == 3
 
 
 def _numbers(cli: Cli) -> set[int]:
     """The numbers of the dead letters, which other tests have left."""
-    return {each["number"] for each in cli.ok("dead", "ls", "-o", "json").value()}
+    return {each["number"] for each in cli.value("dead", "ls")}
 
 
 def _dead_after(cli: Cli, before: set[int]) -> dict[str, Any]:
@@ -141,7 +125,7 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
     one_node: Cli, tmp_path: Path
 ) -> None:
     document = (
-        POD.format(name="secretive")
+        pod("secretive")
         + f"""\
       env:
         - name: HF_TOKEN
@@ -150,12 +134,11 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
           value: plain-0123456789
 """
     )
-    one_node.ok("apply", "-f", "-", stdin=document)
-    one_node.ok("wait", "pod/secretive", "--for", "condition=PodScheduled", "--timeout", "30s")
+    one_node.schedule("secretive", document)
     with (one_node.state() / "logs" / "node-1-agent.log").open("a") as log:
         log.write(f"a worker printed {SECRET}\n")
     path = tmp_path / "report.tar.gz"
-    text = one_node.ok("bundle", "--file", str(path), "-o", "json").value()
+    text = one_node.value("bundle", "--file", str(path))
     assert (text["file"], text["missing"]) == (str(path), [])
     files = _unpacked(path)
     listed = {member["name"] for member in text["members"]}
@@ -165,8 +148,8 @@ def test_a_bundle_holds_everything_and_no_key_and_no_environment(
     wanted |= {"objects/pods.json", "objects/nodes.json", "logs/operator.log", "cluster.json"}
     wanted |= {"logs/node-1-agent.log", "logs/nats-server.log", "README.txt"}
     assert wanted <= listed
-    [pod] = json.loads(files["report/objects/pods.json"])
-    assert pod["metadata"]["name"] == "secretive"
+    [stored] = json.loads(files["report/objects/pods.json"])
+    assert stored["metadata"]["name"] == "secretive"
     everything = b"".join(files.values())
     seeds = [key.read_bytes().strip() for key in (one_node.state() / "keys").iterdir()]
     assert len(seeds) >= 5
@@ -188,8 +171,7 @@ def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
     one_node.kill("node-1-gms")
     _publish_as_operator(one_node, "snap.order.node-1.agent.nonsense", b"noise")
     message = _dead_after(one_node, before)
-    refused = one_node.run("dead", "requeue", str(message["number"]))
-    assert (refused.code, "which names no order" in refused.err) == (4, True)
+    one_node.refused(4, "which names no order", "dead", "requeue", str(message["number"]))
     one_node.ok("cordon", "node-1")
     ill = one_node.run("doctor")
     assert ill.code == 1
@@ -214,12 +196,12 @@ def test_a_paused_durable_shows_wherever_its_node_does(one_node: Cli) -> None:
     assert "node-1 agent gets no orders: its durable agent-node-1 is paused" in (
         one_node.ok("nodes").out
     )
-    [node] = one_node.ok("nodes", "-o", "json").value()
+    [node] = one_node.value("nodes")
     assert node["paused"] == ["agent"]
     told = one_node.ok("explain", "node/node-1").out
     assert "its durable agent-node-1 is paused" in told
     assert "nats consumer resume ORDERS agent-node-1" in told
-    one_node.ok("apply", "-f", "-", stdin=POD.format(name="held"))
+    one_node.apply(pod("held"))
     one_node.until(lambda pod: pod["status"].get("orders"), "get", "pod/held")
     held = one_node.ok("explain", "pod/held").out
     assert "agent gets no orders: its durable agent-node-1 is paused" in held
@@ -238,17 +220,9 @@ def _pause(cli: Cli, durable: str, *, paused: bool) -> None:
     assert json.loads(answer).get("error") is None
 
 
-def _flip(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(4096)
-        byte = file.read(1)[0]
-        file.seek(4096)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_damage_is_found_brings_into_quarantine_and_repair_lifts_it(one_node: Cli) -> None:
     assert one_node.run("verify", "demo-llm").code == 3
-    one_node.ok("apply", "-f", "-", stdin=example("checkpoint.yaml"))
+    one_node.apply(example("checkpoint.yaml"))
     one_node.ok("wait", CHECKPOINT, "--timeout", "60s")
     verified = one_node.ok("verify", "demo-llm")
     assert " is sound: node-1 read " in verified.out
@@ -256,19 +230,19 @@ def test_damage_is_found_brings_into_quarantine_and_repair_lifts_it(one_node: Cl
     assert re.search(r"^  artifact: (.+) of \1\b", verified.out, re.MULTILINE)
 
     [shard] = (path for path in one_node.state().rglob("gpu-0/*") if path.name != "part.json")
-    _flip(shard)
-    damaged = one_node.run("verify", "demo-llm", "--timeout", "60s")
-    assert damaged.code == 1
-    assert f"part gpu-0: {shard.name}" in damaged.err
+    flip(shard, 4096)
+    damaged = one_node.refused(
+        1, f"part gpu-0: {shard.name}", "verify", "demo-llm", "--timeout", "60s"
+    )
     assert "ArtifactCorrupt" in damaged.err
     assert "Ready (ArtifactCorrupt)" in one_node.ok("get", CHECKPOINT).out
-    one_node.ok("apply", "-f", "-", stdin=example("restore.yaml"))
-    refused = one_node.run("wait", "pod/demo-llm-restored", "--timeout", "30s")
-    assert refused.code == 1
-    assert "Quarantined" in refused.err
+    one_node.apply(example("restore.yaml"))
+    refused = one_node.refused(
+        1, "Quarantined", "wait", "pod/demo-llm-restored", "--timeout", "30s"
+    )
     assert shard.name in refused.err
 
-    _flip(shard)
-    sound = one_node.ok("verify", "snapshot/demo-llm", "-o", "json").value()
+    flip(shard, 4096)
+    sound = one_node.value("verify", "snapshot/demo-llm")
     assert sound["verified"] is True
     one_node.ok("wait", CHECKPOINT, "--timeout", "30s")

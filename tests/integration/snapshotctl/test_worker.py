@@ -25,6 +25,7 @@ from snapshotctl.adapters import inotify, worker_socket
 from snapshotctl.adapters.worker_socket import WorkerClient
 from snapshotctl.domain.demo_engines import ENGINES as DEMO
 from tests.integration.snapshotctl.conftest import ENGINES, EXAMPLES, ROOT, needs_engines
+from tests.support.ports import free_port
 from tests.support.waiting import until, wait_until
 
 pytestmark = pytest.mark.turns
@@ -93,19 +94,13 @@ async def process(
         await asyncio.wait_for(process.wait(), PATIENCE_S)
 
 
-class Node:
-    """A node with a GPU memory service, which the tests of a file share."""
-
-    def __init__(self, sockets: Path) -> None:
-        self.sockets = sockets
-        self._places = itertools.count()
-
-    def place(self, folder: Path) -> Place:
-        return Place(folder, self.sockets, next(self._places))
+Places = Callable[[Path], Place]
+"""Makes the place of a pod below a folder."""
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    """A node with a GPU memory service, which the tests of a file share."""
     folder = tmp_path_factory.mktemp("node")
     with tempfile.TemporaryDirectory(prefix="sb", dir="/tmp") as sockets:
         environment = {
@@ -122,14 +117,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         with subprocess.Popen([sys.executable, "-m", "gms.main"], env=environment) as gms:
             try:
                 wait_until((Path(sockets) / "gms.sock").exists, within_s=PATIENCE_S)
-                yield Node(Path(sockets))
+                numbers = itertools.count()
+                yield lambda below: Place(below, Path(sockets), next(numbers))
             finally:
                 gms.terminate()
 
 
 @pytest.fixture
-def place(node: Node, tmp_path: Path) -> Place:
-    return node.place(tmp_path)
+def place(places: Places, tmp_path: Path) -> Place:
+    return places(tmp_path)
 
 
 ASKED = ("What is my name?", "When does the harbour open?", "My name is")
@@ -164,11 +160,11 @@ async def _talk(place: Place) -> list[bytes]:
 
 
 async def test_a_text_model_is_the_same_wherever_it_is_trained(
-    node: Node, programs: Path, tmp_path: Path
+    places: Places, programs: Path, tmp_path: Path
 ) -> None:
     answers = []
     for name in ("one", "another"):
-        place = node.place(tmp_path / name)
+        place = places(tmp_path / name)
         async with process([str(programs / "text_worker.py")], place.worker(PASSES="2")):
             answers.append(await _talk(place))
     assert answers[0] == answers[1]
@@ -433,9 +429,7 @@ async def _labels_of_the_package(place: Place) -> list[str]:
 
 @needs_engines
 async def test_it_can_be_started_again_on_a_port_that_has_just_been_used(place: Place) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # The first leaves its weights on its device, as nobody says here that its pod has ended.
     for device in place.devices:
         more = {"HTTP_PORT": str(port), "NVIDIA_VISIBLE_DEVICES": device}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -39,6 +41,18 @@ class Engine:
         return web.json_response(self.answer, status=self.status)
 
 
+@contextlib.asynccontextmanager
+async def asking(engine: Engine) -> AsyncIterator[worker_http.CompletionClient]:
+    port = free_port()
+    server = await engine.serve(port)
+    client = await worker_http.connect(str(port))
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.close()
+
+
 async def test_an_engine_that_begins_to_listen_is_asked_for_the_same_tokens_each_time() -> None:
     port = free_port()
     connecting = asyncio.create_task(worker_http.connect(str(port)))
@@ -60,27 +74,18 @@ async def test_an_engine_that_begins_to_listen_is_asked_for_the_same_tokens_each
 
 @pytest.mark.parametrize("answer", [{"choices": []}, {"choices": [{"text": "no ids"}]}, [1]])
 async def test_an_answer_that_is_no_completion_ends_the_conversation(answer: Any) -> None:
-    port = free_port()
-    server = await Engine(answer).serve(port)
-    client = await worker_http.connect(str(port))
-    try:
+    async with asking(Engine(answer)) as client:
         with pytest.raises(Aborted):
             await client.ask("A node")
-    finally:
-        await client.close()
-        await server.close()
-    gone = worker_http.CompletionClient(str(port))
+
+
+async def test_an_engine_that_is_gone_ends_the_conversation() -> None:
+    gone = worker_http.CompletionClient(str(free_port()))
     with pytest.raises(Aborted):
         await gone.ask("A node")
     await gone.close()
 
 
 async def test_what_an_engine_refuses_is_shown_as_it_says_it() -> None:
-    port = free_port()
-    server = await Engine({"error": {"message": "too long"}}, status=400).serve(port)
-    client = await worker_http.connect(str(port))
-    try:
+    async with asking(Engine({"error": {"message": "too long"}}, status=400)) as client:
         assert b"too long" in await client.ask("A node")
-    finally:
-        await client.close()
-        await server.close()
