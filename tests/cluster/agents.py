@@ -178,6 +178,12 @@ def worker(*arguments: str, standby: bool = False) -> dict[str, Any]:
     return main
 
 
+def source(*arguments: str) -> dict[str, Any]:
+    """Return the spec of a pod of such a worker on node-1."""
+    spec: dict[str, Any] = pod("source", worker(*arguments), nodeName="node-1")["spec"]
+    return spec
+
+
 def placeholder(name: str, source: str, node: str, **spec: Any) -> dict[str, Any]:
     """Return a pod that waits to be restored, as the webhook makes it."""
     document = pod(name, worker(standby=True), nodeName=node, **spec)

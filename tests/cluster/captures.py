@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube import rbac
 from snapshot_shared.errors import NotFound, StoreBusy
-from tests.cluster.agents import events_of, placeholder, worker
+from tests.cluster.agents import events_of, placeholder, source
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.rig import OURS, SECONDS, Program, Rig, polled, started
-from tests.cluster.simulated import pod
 
 DEATH_S = 30.0
 CONTENTS = f"{OURS}/snapshotcontents"
@@ -29,12 +28,11 @@ class Captures(NamedTuple):
 
     async def apply(self, name: str) -> None:
         """Ask for a capture on one node and for a restore from it on the other."""
-        source = pod("source", worker("--answer", "42"), nodeName="node-1")["spec"]
 
         async def is_applied() -> bool:
             # An operator that starts applies the definitions of its kinds.
             with contextlib.suppress(StoreBusy):
-                await self.rig.apply(name, {"spec": source})
+                await self.rig.apply(name, {"spec": source("--answer", "42")})
                 return True
             return False
 
@@ -137,8 +135,8 @@ class Captures(NamedTuple):
         """
         again = f"{name}-again"
         words = ("pods", f"--selector=job-name={name}")
-        [source] = await asyncio.to_thread(self.nodes.list, *words)
-        events = await events_of(self.nodes, source["metadata"]["name"])
+        [found] = await asyncio.to_thread(self.nodes.list, *words)
+        events = await events_of(self.nodes, found["metadata"]["name"])
         captures = _by_capture([event.split()[0] for event in events[1:]])
         complete, given_up = [("quiesced", f"snapshot-{how}") for how in ("complete", "aborted")]
         assert captures and {*captures} <= {complete, given_up}, events  # noqa: PT018 - one fact

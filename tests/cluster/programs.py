@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+CRDS = REPOSITORY / "deploy" / "crds"
 OURS = ("containerd", "containerd-shim-runc-v2", "coredns", "ctr", "etcd", "kube")
 KUBE = (
     *("kube-apiserver", "kube-controller-manager", "kube-proxy"),

@@ -325,11 +325,13 @@ async def started(rig: Rig, **settings: str) -> Program:
 
 
 @contextlib.asynccontextmanager
-async def program(rig: Rig, **settings: str) -> AsyncIterator[Program]:
-    """Run the operator until it is asked to end; it ends well."""
+async def program(rig: Rig, *, until_ready: bool = True, **settings: str) -> AsyncIterator[Program]:
+    """Run the operator, which is ready then, until it is asked to end; it ends well."""
     operator = await started(rig, **settings)
     process = operator.process
     try:
+        if until_ready:
+            await operator.until_ready()
         yield operator
     finally:
         if process.returncode is None:

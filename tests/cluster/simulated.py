@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gms.domain.claims import DRIVER, cdi_file
 from tests.cluster.kubectl import Kubectl
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "snapback.local/pause:1"
@@ -25,12 +24,7 @@ NOWHERE = "nats://127.0.0.1:9"
 HOST_PATHS = ("/usr", "/lib", "/lib64", sys.base_prefix, str(ROOT))
 """What an image without files gets of the host, to run this Python with these packages."""
 
-
-def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    end = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {patience_s:g} s"
-        threading.Event().wait(0.1)
+until = partial(wait_until, within_s=PATIENCE_S)
 
 
 class Service:

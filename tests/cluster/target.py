@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,19 @@ class Target(NamedTuple):
     images: Images
 
 
+@contextlib.contextmanager
+def started(purpose: str, nodes: int = 2) -> Iterator[Cluster]:
+    """Run a cluster for the length of the block; skip the test where none can be started."""
+    if why := programs.lacking():
+        pytest.skip(why)
+    cluster = Cluster(f"{purpose}-{os.getpid()}")
+    cluster.up(nodes, owned=True)
+    try:
+        yield cluster
+    finally:
+        cluster.down()
+
+
 @pytest.fixture(scope="session")
 def target() -> Iterator[Target]:
     """The cluster that KUBECONFIG names, or else one that ends with this session."""
@@ -36,20 +50,13 @@ def target() -> Iterator[Target]:
             pytest.skip(f"kubectl is missing: {programs.NEXT_STEP}")
         yield Target(Kubectl(Path(given), Path(kubectl)), None, Images(None))
         return
-    if why := programs.lacking():
-        pytest.skip(why)
-    cluster = Cluster(f"test-{os.getpid()}")
-    cluster.up(owned=True)
-    try:
+    with started("test") as cluster:
         yield Target(cluster.kubectl, cluster, Images(cluster))
-    finally:
-        cluster.down()
 
 
 def define(kubectl: Kubectl) -> None:
     """Apply the CustomResourceDefinitions of this repository and wait until they are served."""
-    folder = programs.REPOSITORY / "deploy" / "crds"
-    kubectl.run("apply", "--server-side", "--filename", str(folder))
+    kubectl.run("apply", "--server-side", "--filename", str(programs.CRDS))
 
     def are_served() -> bool:
         # `kubectl wait` fails for one that has no conditions yet.
@@ -58,7 +65,7 @@ def define(kubectl: Kubectl) -> None:
             for found in kubectl.list("crd", f"--selector={'='.join(PART_OF)}")
         ]
         served = [each for each in rows if each.get("Established") == "True"]
-        return len(served) == len(list(folder.iterdir()))
+        return len(served) == len(list(programs.CRDS.iterdir()))
 
     until(are_served, "the definitions")
 
@@ -66,12 +73,11 @@ def define(kubectl: Kubectl) -> None:
 @pytest.fixture(scope="session")
 def definitions(target: Target) -> Iterator[None]:
     """The CustomResourceDefinitions of this repository are in the cluster, and no others."""
-    files = sorted((programs.REPOSITORY / "deploy" / "crds").iterdir())
-    names = [file.stem for file in files]
+    names = [file.stem for file in sorted(programs.CRDS.iterdir())]
     said = target.kubectl.run("get", "crd", *names, "--ignore-not-found", "--output", "json")
     before = json.loads(said).get("items", []) if said else []
-    label = "app.kubernetes.io/part-of"
-    if any(found["metadata"].get("labels", {}).get(label) != "snapback" for found in before):
+    label, ours = PART_OF
+    if any(found["metadata"].get("labels", {}).get(label) != ours for found in before):
         pytest.skip(f"the cluster has some of {', '.join(names)} from another product")
     define(target.kubectl)
     yield

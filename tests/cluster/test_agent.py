@@ -35,8 +35,7 @@ async def is_quiet(nodes: Kubectl, job: str) -> bool:
 async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
     rig: Rig, nodes: Kubectl, artifacts: Path
 ) -> None:
-    source = pod("source", agents.worker("--answer", "42", "--child"), nodeName="node-1")
-    await rig.captured("llm", source["spec"])
+    await rig.captured("llm", agents.source("--answer", "42", "--child"))
     assert list(artifacts.glob("*/*/gen-1/process/weights.bin"))
     events = await agents.events_of(nodes, await agents.running(nodes, "llm"))
     assert events[-2:] == ["quiesced 1", "snapshot-complete 1"]
@@ -48,8 +47,7 @@ async def test_a_worker_is_captured_on_one_node_and_restored_on_the_other(
 async def test_a_worker_whose_restore_fails_serves_cold(
     rig: Rig, nodes: Kubectl, artifacts: Path
 ) -> None:
-    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
-    await rig.captured("llm", source["spec"])
+    await rig.captured("llm", agents.source("--answer", "42"))
     [weights] = artifacts.glob("*/*/gen-1/process/weights.bin")
     # It is found only while they are copied into the folder of the worker.
     flip(weights, 100)
@@ -110,8 +108,7 @@ async def test_a_worker_goes_on_while_its_killed_agent_stays_away(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster
 ) -> None:
     await agents.arm(rig, "node-1", "copy-state", "stall")
-    source = pod("source", agents.worker("--child"), nodeName="node-1")
-    await rig.apply("llm", {"spec": source["spec"]})
+    await rig.apply("llm", {"spec": agents.source("--child")})
     node = own_cluster.machine("node-1")
     folders = node.home / "kubelet" / "pods"
 
@@ -147,8 +144,7 @@ async def test_a_capture_under_way_needs_neither_the_kubelet_nor_the_runtime_of_
 ) -> None:
     # It takes a moment to copy so much.
     much = ("--answer", "42", "--state-bytes", str(256 * 2**20))
-    source = pod("source", agents.worker(*much), nodeName="node-1")
-    await rig.apply("llm", {"spec": source["spec"]})
+    await rig.apply("llm", {"spec": agents.source(*much)})
     node = own_cluster.machine("node-1")
 
     async def is_quiet() -> bool:

@@ -22,7 +22,7 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.orders import AbortOrder, DeleteOrder, Order, PodRef
 from tests.cluster import agents
 from tests.cluster.kubectl import Kubectl
-from tests.cluster.rig import SHELL, Rig, polled
+from tests.cluster.rig import OURS, SHELL, Rig, polled
 from tests.cluster.simulated import pod
 
 pytestmark = [pytest.mark.cluster, pytest.mark.turns]
@@ -30,8 +30,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.turns]
 
 async def steal(rig: Rig, attacker: Kubectl) -> None:
     """Have a pod of the attacker wait for a restore, whose status names a stranger's content."""
-    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
-    await rig.captured("secret", source["spec"])
+    await rig.captured("secret", agents.source("--answer", "42"))
     found = await rig.get("dynamocheckpoints", "secret")
     forged = {"contentName": found["status"]["contentName"], "nodeName": "node-2"}
     name = await has_a_restore(rig, attacker)
@@ -45,7 +44,7 @@ async def has_a_restore(rig: Rig, attacker: Kubectl) -> str:
     """Have a pod of the attacker wait for a restore, and return the name of that."""
     rig.others.append(attacker.namespace)
     await asyncio.to_thread(attacker.apply, agents.placeholder("thief", "mine", "node-2"))
-    restores = f"/apis/nvidia.com/v1alpha1/namespaces/{attacker.namespace}/snapshotrestores"
+    restores = f"{OURS}/namespaces/{attacker.namespace}/snapshotrestores"
 
     async def names() -> list[str]:
         return [each["metadata"]["name"] for each in await rig.items(restores)]
@@ -60,11 +59,9 @@ async def forge(attacker: Kubectl, name: str, status: dict[str, Any]) -> None:
     await asyncio.to_thread(attacker.run, "patch", "snapshotrestore", name, *patch)
 
 
-async def failure_of(rig: Rig, attacker: Kubectl) -> dict[str, Any]:
+async def failure_of(attacker: Kubectl) -> dict[str, Any]:
     """Return why the restore of the attacker failed; nothing as long as it has not."""
-    [found] = json.loads(
-        await asyncio.to_thread(attacker.run, "get", "snapshotrestores", "--output=json")
-    )["items"]
+    [found] = await asyncio.to_thread(attacker.list, "snapshotrestores")
     return dict(found.get("status", {}).get("failure") or {})
 
 
@@ -81,8 +78,8 @@ async def test_the_operator_restores_no_content_of_another_namespace(
 ) -> None:
     await steal(rig, namespace)
     await has_stolen_nothing(namespace)
-    assert (await failure_of(rig, namespace)).get("reason") != "Rejected"
-    [content] = await rig.items("/apis/nvidia.com/v1alpha1/snapshotcontents")
+    assert (await failure_of(namespace)).get("reason") != "Rejected"
+    [content] = await rig.items(f"{OURS}/snapshotcontents")
     assert "readers" not in content["status"]
 
 
@@ -93,7 +90,7 @@ async def test_a_node_restores_no_artifact_of_another_namespace(
         monkeypatch.setattr(module, "serves", lambda found, _value: found is not None)
     monkeypatch.setattr(owned, "foreign", lambda _owner, _item: "")
     await steal(rig, namespace)
-    failure = await polled(lambda: failure_of(rig, namespace))
+    failure = await polled(lambda: failure_of(namespace))
     assert failure["reason"] == "Rejected"
     assert "the order reaches beyond its owner" in failure["message"]
     await has_stolen_nothing(namespace)
@@ -112,8 +109,7 @@ async def test_the_operator_deletes_no_artifact_and_ends_no_pod_of_another_names
     """Nodes have no wall here: nothing of theirs says for whom a delete or an abort is."""
     if not has_wall:
         monkeypatch.setattr(owned, "foreign", lambda _owner, _item: "")
-    source = pod("source", agents.worker("--answer", "42"), nodeName="node-1")
-    await rig.captured("secret", source["spec"])
+    await rig.captured("secret", agents.source("--answer", "42"))
     sleeps = {"name": "main", "image": SHELL, "command": ["sleep", "600"]}
     good = pod("good", sleeps, nodeName="node-1")
     await asyncio.to_thread(nodes.apply, good)

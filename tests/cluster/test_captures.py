@@ -154,8 +154,7 @@ def wipe(server: NatsServer) -> None:
 async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses_none(
     captures: Captures, rig: Rig, server: NatsServer
 ) -> None:
-    async with program(rig) as operator:
-        await operator.until_ready()
+    async with program(rig):
         wanted = await captures.example()
         async for name in after_each_write(captures, partial(wipe, server)):
             await captures.reaches(name, wanted)
@@ -166,8 +165,7 @@ async def test_a_bus_that_loses_all_between_any_two_writes_delays_work_and_loses
 async def test_work_goes_on_when_every_stream_and_bucket_is_deleted(
     captures: Captures, rig: Rig, number: int
 ) -> None:
-    async with program(rig) as operator:
-        await operator.until_ready()
+    async with program(rig):
         await captures.apply("llm-00")
         wanted = await captures.ended("llm-00")
         reached = after_writes(rig, {number: lambda: None})
@@ -215,8 +213,7 @@ def operator_of(rig: Rig) -> str:
 async def test_a_status_has_one_writer_and_agents_do_not_ask_the_api_server(
     captures: Captures, rig: Rig, audit: AuditLog
 ) -> None:
-    async with program(rig) as operator:
-        await operator.until_ready()
+    async with program(rig):
         await captures.apply("llm")
         await captures.ended("llm")
     requests = audit.read()
@@ -266,7 +263,6 @@ async def test_objects_that_are_looked_at_again_without_a_change_cost_no_request
     captures: Captures, rig: Rig, audit: AuditLog
 ) -> None:
     async with program(rig) as operator:
-        await operator.until_ready()
         await captures.apply("llm")
         await captures.ended("llm")
         (before, _), began = await seen(operator), time.monotonic()

@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,9 @@ from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster
 from tests.cluster.evidence import collect
 from tests.cluster.kubectl import Kubectl
-from tests.cluster.simulated import until
 from tests.cluster.target import Target
 from tests.support import helm
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -38,6 +39,7 @@ pytestmark = [
 ]
 
 PATIENCE_S = 120.0
+until = partial(wait_until, within_s=PATIENCE_S)
 DEVICES = 2
 EXAMPLES = programs.REPOSITORY / "deploy/examples/kubernetes"
 SLICES = ("get", "resourceslices", f"--field-selector=spec.driver={DRIVER}", "--output=json")
@@ -176,7 +178,7 @@ async def test_all_pods_are_ready_and_every_node_announces_itself_with_its_devic
         for pod in found
     ]
     assert set(ready) == {"True"}
-    until(lambda: slices(release) == dict.fromkeys(nodes(release), DEVICES), "slices", PATIENCE_S)
+    until(lambda: slices(release) == dict.fromkeys(nodes(release), DEVICES), "slices")
     await announced_by_all(release, tmp_path)
 
 
@@ -228,7 +230,7 @@ def test_the_example_of_a_checkpoint_becomes_ready(
 
 def snapshotctl(release: Release, *words: str, code: int = 0) -> str:
     """Run snapshotctl against the cluster, and return what it says."""
-    done = release.kubectl.snapshotctl(*words)
+    done = release.kubectl.snapshotctl("--kubeconfig", str(release.kubectl.kubeconfig), *words)
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout + done.stderr
 
@@ -249,7 +251,7 @@ def checkpoint(image: str) -> tuple[list[Any], dict[str, Any]]:
 @pytest.fixture
 def without_operator(release: Release) -> Iterator[None]:
     release.install("--set", "operator.replicas=0")
-    until(lambda: release.pods("operator") == [], "the end of the operator", PATIENCE_S)
+    until(lambda: release.pods("operator") == [], "the end of the operator")
     yield
     release.install()
 
@@ -275,21 +277,19 @@ def captured_and_restored(
     release: Release, namespace: Kubectl, worker: Path, *options: str
 ) -> None:
     """Capture the pod of a manifest and restore it, by a kubeconfig and more options."""
-    config = ("--kubeconfig", str(release.kubectl.kubeconfig), *options)
     space = ("--namespace", str(namespace.namespace))
     words = ("--manifest", str(worker), "--timeout", "5m", *space)
     captured = ("checkpoint", "--checkpoint-id", "mine", "--framework", "vllm", *words)
-    assert "mine created" in snapshotctl(release, *config, *captured)
+    assert "mine created" in snapshotctl(release, *options, *captured)
     phase = "--output=jsonpath={.status.phase}"
     assert namespace.run("get", "dynamocheckpoint/mine", phase) == "Ready"
-    assert "created" in snapshotctl(release, *config, "restore", "mine", *words)
+    assert "created" in snapshotctl(release, *options, "restore", "mine", *words)
     assert namespace.get("pod", "worker")["spec"]["initContainers"][0]["name"] == "gms-server"
 
 
 def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
     release: Release, namespace: Kubectl, worker: Path
 ) -> None:
-    config = ("--kubeconfig", str(release.kubectl.kubeconfig))
     space = ("--namespace", str(namespace.namespace))
     captured_and_restored(release, namespace, worker)
     ask = ("python", "deploy/examples/ask.py", "What is my name?")
@@ -303,11 +303,11 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
     namespace.run("wait", "pod/worker", "--for=condition=Ready", "--timeout=60s")
     assert namespace.run(*inside, *ask) == answer
     shown = json.loads(
-        snapshotctl(release, *config, "get", "dynamocheckpoints", "mine", "-o", "json", *space)
+        snapshotctl(release, "get", "dynamocheckpoints", "mine", "-o", "json", *space)
     )
     assert shown["status"]["phase"] == "Ready"
-    assert "order prepare" in snapshotctl(release, *config, "trace", "mine", *space)
-    wrong = snapshotctl(release, *config, "--context", "nobody", "nodes", code=2)
+    assert "order prepare" in snapshotctl(release, "trace", "mine", *space)
+    wrong = snapshotctl(release, "--context", "nobody", "nodes", code=2)
     assert "get-contexts" in wrong
     namespace.run("delete", "pods", "--all", "--wait=false")
     namespace.run("delete", "dynamocheckpoint/mine", "--timeout=60s")
@@ -315,8 +315,7 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
 
 def findings(release: Release, code: int) -> dict[str, list[tuple[str, str]]]:
     """What the doctor says, by its level, with the fixes."""
-    config = ("--kubeconfig", str(release.kubectl.kubeconfig), "-o", "json")
-    said = json.loads(snapshotctl(release, "doctor", *config, code=code))
+    said = json.loads(snapshotctl(release, "doctor", "-o", "json", code=code))
     found: dict[str, list[tuple[str, str]]] = {"ok": [], "warn": [], "fail": []}
     for row in said:
         found[row["level"]].append((row["what"], row.get("fix", "")))
@@ -341,7 +340,7 @@ def test_the_doctor_looks_at_what_the_chart_has_installed(release: Release) -> N
         assert what in said
     release.kubectl.run("scale", f"deployment/{name}-operator", "--replicas=0")
     try:
-        until(lambda: release.pods("operator") == [], "the end of the operator", PATIENCE_S)
+        until(lambda: release.pods("operator") == [], "the end of the operator")
         ill = findings(release, code=1)
     finally:
         release.kubectl.run("scale", f"deployment/{name}-operator", "--replicas=1")
@@ -357,9 +356,8 @@ def test_the_doctor_looks_at_what_the_chart_has_installed(release: Release) -> N
 def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
     release: Release, namespace: Kubectl, worker: Path
 ) -> None:
-    config = ("--kubeconfig", str(release.kubectl.kubeconfig))
     space = ("--namespace", str(namespace.namespace))
-    away = snapshotctl(release, *config, "get", "pods", *space, code=5)
+    away = snapshotctl(release, "get", "pods", *space, code=5)
     assert "no operator answers" in away
     captured_and_restored(release, namespace, worker, "--own-operator")
     namespace.run("delete", "pods", "--all", "--wait=false")
@@ -481,8 +479,8 @@ def leaves_the_keys_and_the_definitions_alone(release: Release) -> None:
     # Of every namespace.
     expected |= {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}
     assert release.kubectl.list("nodes", f"--selector={AGENT_LABEL}") == []
-    until(lambda: left() == expected, f"only {sorted(expected)} left", PATIENCE_S)
-    until(lambda: slices(release) == {}, "the end of slices", PATIENCE_S)
+    until(lambda: left() == expected, f"only {sorted(expected)} left")
+    until(lambda: slices(release) == {}, "the end of slices")
     found = {each["metadata"]["name"] for each in release.kubectl.list("crd")}
     files = (helm.CHART / "crds").iterdir()
     assert found >= {file.stem for file in files}

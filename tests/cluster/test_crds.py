@@ -7,7 +7,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,20 +16,19 @@ import yaml
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.snapback import GROUP
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.programs import CRDS, REPOSITORY
 from tests.cluster.target import Target
 from tests.support.crd_samples import at, document, rules, sample, schema_at
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("crds")]
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "deploy/crds"
-NAMES = [path.stem for path in sorted(FOLDER.iterdir())]
+NAMES = [path.stem for path in sorted(CRDS.iterdir())]
 KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.api_version == GROUP]
 EXAMPLES = [
     found
     for path in (
-        ROOT / "tests/cluster/data/checkpoints.yaml",
-        ROOT / "deploy/examples/checkpoint.yaml",
+        REPOSITORY / "tests/cluster/data/checkpoints.yaml",
+        REPOSITORY / "deploy/examples/checkpoint.yaml",
     )
     for found in yaml.safe_load_all(path.read_text("utf-8"))
 ]
@@ -102,7 +100,7 @@ def test_applying_them_again_changes_nothing(kube: Kube) -> None:
         return kube.done("get", "crd", *NAMES, "-o", path)
 
     before = versions()
-    kube.done("apply", "--server-side", "-f", str(FOLDER))
+    kube.done("apply", "--server-side", "-f", str(CRDS))
     assert versions() == before
 
 

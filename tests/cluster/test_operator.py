@@ -133,8 +133,7 @@ async def label(site: Rig, path: str, key: str, value: str | None) -> None:
 
 
 async def test_it_serves_selected_namespaces_alone(site: Rig) -> None:
-    async with program(site, SNAPBACK_NAMESPACE_SELECTOR=f"test={site.namespace}") as it:
-        await it.until_ready()
+    async with program(site, SNAPBACK_NAMESPACE_SELECTOR=f"test={site.namespace}"):
         # An operator is ready before it is active.
         await polled(lambda: site.exists("leases", rbac.NAME))
         assert (await site.get("leases", rbac.NAME))["spec"]["holderIdentity"]
@@ -155,8 +154,7 @@ async def test_a_pod_is_placed_by_the_label_of_nodes_with_an_agent(
     first, second = await named_nodes(site)
     for name in (first, second):
         await label(site, f"{NODES}/{name}", AGENT_LABEL, None)
-    async with program(site) as it:
-        await it.until_ready()
+    async with program(site):
         template = sleeper()
         await site.apply("anywhere", template, backoffLimit=2)
         message = await site.reason("anywhere", "NoAgentOnNode")
@@ -176,8 +174,7 @@ async def test_a_pod_is_placed_by_the_label_of_nodes_with_an_agent(
 
 
 async def test_what_happens_to_a_checkpoint_is_in_its_events(site: Rig) -> None:
-    async with program(site, SNAPBACK_ALLOW_GMS_SNAPSHOT="false") as it:
-        await it.until_ready()
+    async with program(site, SNAPBACK_ALLOW_GMS_SNAPSHOT="false"):
         await site.apply("plain", sleeper("sleep 600"))
         await site.apply("asking", sleeper("sleep 600"), gms={"enabled": True})
         assert "gpuMemoryService" in await site.reason("asking", "GMSSnapshotDisabled")
@@ -206,7 +203,7 @@ async def test_it_is_not_ready_while_a_definition_belongs_to_another_product(
     name = definitions()[1]["metadata"]["name"]
     await label(site, f"{DEFINITIONS}/{name}", PART_OF[0], "other")
     try:
-        async with program(site) as it:
+        async with program(site, until_ready=False) as it:
             why = f"CRDsOwnedByOther: {name} (of other)"
             await polled(lambda: it.ask("/readyz"), lambda said: said[0] == 503 and why in said[1])
 

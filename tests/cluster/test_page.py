@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.cluster.cluster import FAILED, Cluster
 from tests.cluster.evidence import collect
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.simulated import until
+from tests.cluster.target import started
 from tests.docs.pages import Shell, blocks, nats_cli, play
 from tests.support import helm
 from tests.support import service_images as images
@@ -40,20 +40,14 @@ OF_THE_CLUSTER = (
 @pytest.fixture
 def new_cluster() -> Iterator[Cluster]:
     """A cluster that has the images of this tree, and nothing else."""
-    if why := programs.lacking():
-        pytest.skip(why)
     if helm.find() is None or nats_cli() is None:
         pytest.skip(f"helm and nats are needed: {programs.NEXT_STEP}; run `make tools`")
     if images.cached() is None and (why := lacking()):
         pytest.skip(f"the images of the services cannot be built: {why}")
     archive = images.archive()
-    cluster = Cluster(f"page-{os.getpid()}")
-    cluster.up(nodes=1, owned=True)
-    try:
+    with started("page", nodes=1) as cluster:
         cluster.load(archive)
         yield cluster
-    finally:
-        cluster.down()
 
 
 def objects(kubectl: Kubectl) -> set[str]:

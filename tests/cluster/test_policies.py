@@ -19,7 +19,7 @@ from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import REPOSITORY
 from tests.cluster.simulated import until
 from tests.cluster.target import Target
-from tests.support.objects import checkpoint_document
+from tests.support.objects import checkpoint_document, snapshot_document
 
 pytestmark = pytest.mark.cluster
 
@@ -77,16 +77,8 @@ def create(kubectl: Kubectl, document: Any, *words: str) -> str:
 
 def objects(finalizers: tuple[str, ...] = ()) -> list[Any]:
     """Return a checkpoint, a snapshot and a restore."""
-    checkpoint = checkpoint_document(NAME)
-    del checkpoint["metadata"]["namespace"]
-    snapshot = {
-        "apiVersion": f"{GROUP}/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": NAME},
-        "spec": {"source": {"podRef": {"name": NAME}}},
-    }
-    found = [checkpoint, snapshot, RESTORE]
-    return [each | {"metadata": each["metadata"] | {"finalizers": [*finalizers]}} for each in found]
+    found = [checkpoint_document(NAME), snapshot_document(NAME, NAME), RESTORE]
+    return [each | {"metadata": {"name": NAME, "finalizers": [*finalizers]}} for each in found]
 
 
 KINDS = ("dynamocheckpoint", "snapshot", "snapshotrestore")

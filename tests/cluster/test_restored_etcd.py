@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,14 +15,13 @@ from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.rbac import NAME
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_shared.errors import StoreBusy
-from tests.cluster import programs
 from tests.cluster.agents import placeholder
 from tests.cluster.captures import Captures, Crew, after_writes
 from tests.cluster.cluster import Cluster
 from tests.cluster.images import Images
 from tests.cluster.lying_proxy import Lie
 from tests.cluster.rig import SECONDS, Rig, polled
-from tests.cluster.target import Target, define
+from tests.cluster.target import Target, define, started
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.turns, pytest.mark.timeout(600)]
@@ -32,15 +30,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.turns, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
     """A cluster for these tests alone, as they take objects away from all that runs in it."""
-    if why := programs.lacking():
-        pytest.skip(why)
-    cluster = Cluster(f"etcd-{os.getpid()}")
-    cluster.up(owned=True)
-    try:
+    with started("etcd") as cluster:
         define(cluster.kubectl)
         yield Target(cluster.kubectl, cluster, Images(cluster))
-    finally:
-        cluster.down()
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,16 @@ import asyncio
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.programs import CRDS
 from tests.cluster.rig import Rig, sleeper
 from tests.cluster.simulated import until
 from tests.cluster.target import Target, define
 
 pytestmark = [pytest.mark.cluster, pytest.mark.turns]
-
-CRDS = Path(__file__).resolve().parents[2] / "deploy" / "crds"
 
 
 @pytest.fixture
@@ -68,11 +66,9 @@ async def test_what_is_to_be_deleted_goes_with_its_artifacts_and_the_definitions
         assert target.kubectl.try_("get", "dynamocheckpoints").returncode != 0
     finally:
         define(target.kubectl)
-        for file in CRDS.iterdir():
-            # Its storage is made anew, which takes a moment longer.
-            until(
-                lambda kind=file.stem: target.kubectl.try_("get", kind).returncode == 0, file.name
-            )
+        kinds = ",".join(file.stem for file in CRDS.iterdir())
+        # Their storage is made anew, which takes a moment longer.
+        until(lambda: target.kubectl.try_("get", kinds).returncode == 0, kinds)
 
 
 @pytest.mark.usefixtures("_alone")
