@@ -60,6 +60,19 @@ async def opened(
         assert complaints(driver) == []
 
 
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[PageWorld]:
+    async with page_world(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+async def driver(world: PageWorld, chromium: Browser) -> AsyncIterator[Browser]:
+    """The page of a world, opened as most people see it."""
+    async with opened(world, chromium) as found:
+        yield found
+
+
 async def at(work: Callable[..., Any], *words: Any) -> Any:
     """Let the browser work while the world goes on."""
     return await asyncio.to_thread(work, *words)
@@ -93,22 +106,21 @@ def hold(driver: Browser, path: str) -> str:
             return str(address)
 
 
-async def test_a_capture_is_followed_while_it_goes_on(tmp_path: Path, chromium: Browser) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await be_busy(world)
-        await shows(driver, "save 2 parts: write on node-3")
-        await shows(driver, "68 GiB of 80 GiB, 2 sessions")
-        await shows(driver, "DynamoCheckpoint llama-70b")
-        await holds(
-            driver,
-            "document.querySelector('#flow').textContent.includes('save gpu-1: write 4')",
-            "the picture",
-        )
-        lanes = "[...document.querySelectorAll('#flow .head')].map(e => e.textContent)"
-        assert await rests(driver, lanes) == ["operator", "agent node-3", "gms node-3"]
-        assert await rests(driver, "document.querySelectorAll('#spans li').length") >= 5
-        bars = "[...document.querySelectorAll('[role=progressbar]')].map(e => e.ariaValueNow)"
-        assert "54" in await rests(driver, bars) or "55" in await rests(driver, bars)
+async def test_a_capture_is_followed_while_it_goes_on(world: PageWorld, driver: Browser) -> None:
+    await be_busy(world)
+    await shows(driver, "save 2 parts: write on node-3")
+    await shows(driver, "68 GiB of 80 GiB, 2 sessions")
+    await shows(driver, "DynamoCheckpoint llama-70b")
+    await holds(
+        driver,
+        "document.querySelector('#flow').textContent.includes('save gpu-1: write 4')",
+        "the picture",
+    )
+    lanes = "[...document.querySelectorAll('#flow .head')].map(e => e.textContent)"
+    assert await rests(driver, lanes) == ["operator", "agent node-3", "gms node-3"]
+    assert await rests(driver, "document.querySelectorAll('#spans li').length") >= 5
+    bars = "[...document.querySelectorAll('[role=progressbar]')].map(e => e.ariaValueNow)"
+    assert "54" in await rests(driver, bars) or "55" in await rests(driver, bars)
 
 
 async def test_what_is_wrong_stands_first_with_what_to_do(
@@ -136,43 +148,41 @@ async def test_what_is_wrong_stands_first_with_what_to_do(
 
 
 async def test_the_keyboard_opens_an_object_and_comes_back_from_it(
-    tmp_path: Path, chromium: Browser
+    world: PageWorld, driver: Browser
 ) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await begin(world)
-        await shows(driver, "mistral-7b-1")
-        for _ in range(60):
-            await press(driver, Keys.TAB)
-            if await rests(driver, "document.activeElement.textContent") == "mistral-7b":
-                break
-        # One question, for rows are drawn anew while the restore ends.
-        outlined = "getComputedStyle(document.activeElement).outlineStyle"
-        found = f"[{outlined}, document.activeElement.matches('#objects a')]"
-        assert await rests(driver, found) == ["solid", True]
-        title = "document.activeElement.id === 'detail-title'"
-        await press(driver, Keys.ENTER)
-        await holds(driver, title, "the focus goes to the details")
-        assert "/mistral-7b" in await rests(driver, "location.hash")
-        # A change of the view leaves the focus where it is.
-        world.nodes["node-1"].used = [20 * GIB, 20 * GIB]
-        await world.nodes["node-1"].appear()
-        await shows(driver, "20 GiB of 80 GiB")
-        assert await rests(driver, title)
-        await press(driver, Keys.ESCAPE)
-        found = "[location.hash, document.activeElement.textContent]"
-        assert await rests(driver, found) == ["", "mistral-7b"]
+    await begin(world)
+    await shows(driver, "mistral-7b-1")
+    for _ in range(60):
+        await press(driver, Keys.TAB)
+        if await rests(driver, "document.activeElement.textContent") == "mistral-7b":
+            break
+    # One question, for rows are drawn anew while the restore ends.
+    outlined = "getComputedStyle(document.activeElement).outlineStyle"
+    found = f"[{outlined}, document.activeElement.matches('#objects a')]"
+    assert await rests(driver, found) == ["solid", True]
+    title = "document.activeElement.id === 'detail-title'"
+    await press(driver, Keys.ENTER)
+    await holds(driver, title, "the focus goes to the details")
+    assert "/mistral-7b" in await rests(driver, "location.hash")
+    # A change of the view leaves the focus where it is.
+    world.nodes["node-1"].used = [20 * GIB, 20 * GIB]
+    await world.nodes["node-1"].appear()
+    await shows(driver, "20 GiB of 80 GiB")
+    assert await rests(driver, title)
+    await press(driver, Keys.ESCAPE)
+    found = "[location.hash, document.activeElement.textContent]"
+    assert await rests(driver, found) == ["", "mistral-7b"]
 
 
-async def test_a_row_that_changes_keeps_the_focus(tmp_path: Path, chromium: Browser) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await world.join("node-1")
-        await world.apply(checkpoint("llm"))
-        await shows(driver, "llm")
-        await at(driver.execute_script, "document.querySelector('#objects a').focus()")
-        await world.capture(GIB)
-        phase = "document.querySelector('#objects .state').textContent"
-        await holds(driver, f"{phase} === 'Ready'", "the checkpoint is Ready")
-        assert await rests(driver, "document.activeElement.textContent") == "llm"
+async def test_a_row_that_changes_keeps_the_focus(world: PageWorld, driver: Browser) -> None:
+    await world.join("node-1")
+    await world.apply(checkpoint("llm"))
+    await shows(driver, "llm")
+    await at(driver.execute_script, "document.querySelector('#objects a').focus()")
+    await world.capture(GIB)
+    phase = "document.querySelector('#objects .state').textContent"
+    await holds(driver, f"{phase} === 'Ready'", "the checkpoint is Ready")
+    assert await rests(driver, "document.activeElement.textContent") == "llm"
 
 
 async def test_a_phone_shows_all_large_enough_without_sideways_scrolling(
@@ -198,35 +208,32 @@ async def test_a_phone_shows_all_large_enough_without_sideways_scrolling(
         assert await rests(driver, small) == []
 
 
-async def test_markup_from_the_cluster_is_shown_as_text(tmp_path: Path, chromium: Browser) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        node = await world.join("node-1", product=MARKUP)
-        node.version = MARKUP
-        await node.appear()
-        labels = {"team": "<b>bold</b>"}
-        await world.apply(checkpoint("llm", model=MARKUP, labels=labels))
-        await world.run_worker()
-        failure = Failure(reason=MARKUP, message=MARKUP, next_step=MARKUP)
-        order = await world.order("prepare")
-        await world.span(order, MARKUP, 1.0, 1.0, error=MARKUP)
-        await world.fail(order, failure)
-        for _ in range(2):
-            await world.done(await world.order("abort"))
-        await world.dead_message("node-1", MARKUP, failure)
-        await shows(driver, "A dead letter on node-1")
-        await shows(driver, f"GMS {MARKUP}")
-        await shows(driver, f"GPU 0 {MARKUP}")
-        await shows(driver, "team=<b>bold</b>")
-        await holds(
-            driver, f"document.querySelector('#spans').textContent.includes({MARKUP!r})", "the span"
-        )
-        assert (
-            await rests(
-                driver, "document.querySelectorAll('main img, main script, main b b').length"
-            )
-            == 0
-        )
-        assert "owned" not in await rests(driver, "document.title")
+async def test_markup_from_the_cluster_is_shown_as_text(world: PageWorld, driver: Browser) -> None:
+    node = await world.join("node-1", product=MARKUP)
+    node.version = MARKUP
+    await node.appear()
+    labels = {"team": "<b>bold</b>"}
+    await world.apply(checkpoint("llm", model=MARKUP, labels=labels))
+    await world.run_worker()
+    failure = Failure(reason=MARKUP, message=MARKUP, next_step=MARKUP)
+    order = await world.order("prepare")
+    await world.span(order, MARKUP, 1.0, 1.0, error=MARKUP)
+    await world.fail(order, failure)
+    for _ in range(2):
+        await world.done(await world.order("abort"))
+    await world.dead_message("node-1", MARKUP, failure)
+    await shows(driver, "A dead letter on node-1")
+    await shows(driver, f"GMS {MARKUP}")
+    await shows(driver, f"GPU 0 {MARKUP}")
+    await shows(driver, "team=<b>bold</b>")
+    await holds(
+        driver, f"document.querySelector('#spans').textContent.includes({MARKUP!r})", "the span"
+    )
+    assert (
+        await rests(driver, "document.querySelectorAll('main img, main script, main b b').length")
+        == 0
+    )
+    assert "owned" not in await rests(driver, "document.title")
 
 
 async def test_a_lost_connection_is_shown_and_found_again(
@@ -252,44 +259,42 @@ MANY = """const rows = Array.from({length: 200}, (_, n) =>
 
 
 async def test_an_empty_cluster_says_what_to_type_and_that_can_be_copied(
-    tmp_path: Path, chromium: Browser
+    world: PageWorld, driver: Browser
 ) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await shows(driver, "snapshotctl up --nodes 2")
-        await shows(driver, "snapshotctl apply -f deploy/examples/checkpoint.yaml")
-        assert await rests(driver, "document.querySelector('#problems').hidden")
-        assert await rests(driver, "document.querySelector('#detail').hidden")
-        await at(
-            driver.execute_cdp_cmd,
-            "Browser.grantPermissions",
-            {"permissions": ["clipboardReadWrite"], "origin": world.url},
-        )
-        await at(driver.execute_script, "document.querySelector('#nodes details').open = true")
-        button = await at(driver.find_element, By.CSS_SELECTOR, "#nodes .cli button")
-        await at(button.click)
-        await shows(driver, "Copied")
-        read = "navigator.clipboard.readText().then(arguments[0], e => arguments[0](String(e)))"
-        text = await at(driver.execute_async_script, read)
-        assert text == "nats --context snapback-default kv watch snap_nodes"
-        # Axe sees a contrast that is too low.
-        assert await at(violations, driver) == []
-        await at(driver.execute_script, "document.querySelector('#sums').style.color = '#ddd'")
-        assert ["color-contrast" in rule for rule in await at(violations, driver)] == [True]
-        # A search says how much it has searched.
-        await at(driver.execute_script, MANY)
-        words = await rests(driver, "document.querySelector('#matches').textContent")
-        assert words.endswith("Only the first 200 of 300 objects were searched.")
+    await shows(driver, "snapshotctl up --nodes 2")
+    await shows(driver, "snapshotctl apply -f deploy/examples/checkpoint.yaml")
+    assert await rests(driver, "document.querySelector('#problems').hidden")
+    assert await rests(driver, "document.querySelector('#detail').hidden")
+    await at(
+        driver.execute_cdp_cmd,
+        "Browser.grantPermissions",
+        {"permissions": ["clipboardReadWrite"], "origin": world.url},
+    )
+    await at(driver.execute_script, "document.querySelector('#nodes details').open = true")
+    button = await at(driver.find_element, By.CSS_SELECTOR, "#nodes .cli button")
+    await at(button.click)
+    await shows(driver, "Copied")
+    read = "navigator.clipboard.readText().then(arguments[0], e => arguments[0](String(e)))"
+    text = await at(driver.execute_async_script, read)
+    assert text == "nats --context snapback-default kv watch snap_nodes"
+    # Axe sees a contrast that is too low.
+    assert await at(violations, driver) == []
+    await at(driver.execute_script, "document.querySelector('#sums').style.color = '#ddd'")
+    assert ["color-contrast" in rule for rule in await at(violations, driver)] == [True]
+    # A search says how much it has searched.
+    await at(driver.execute_script, MANY)
+    words = await rests(driver, "document.querySelector('#matches').textContent")
+    assert words.endswith("Only the first 200 of 300 objects were searched.")
 
 
-async def test_who_wants_no_motion_gets_none(tmp_path: Path, chromium: Browser) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        see_as(driver, 1280, 900)
-        still = {"name": "prefers-reduced-motion", "value": "reduce"}
-        await at(driver.execute_cdp_cmd, "Emulation.setEmulatedMedia", {"features": [still]})
-        await be_busy(world)
-        await shows(driver, "DynamoCheckpoint llama-70b")
-        await holds(driver, "document.querySelector('.pulse') !== null", "the picture")
-        assert await rests(driver, "document.getAnimations().length") == 0
+async def test_who_wants_no_motion_gets_none(world: PageWorld, driver: Browser) -> None:
+    see_as(driver, 1280, 900)
+    still = {"name": "prefers-reduced-motion", "value": "reduce"}
+    await at(driver.execute_cdp_cmd, "Emulation.setEmulatedMedia", {"features": [still]})
+    await be_busy(world)
+    await shows(driver, "DynamoCheckpoint llama-70b")
+    await holds(driver, "document.querySelector('.pulse') !== null", "the picture")
+    assert await rests(driver, "document.getAnimations().length") == 0
 
 
 async def test_problems_fold_to_the_worst_so_that_the_open_object_is_on_the_screen(
@@ -407,84 +412,74 @@ async def test_a_search_is_in_the_address_and_can_be_passed_on(
 
 
 async def test_a_gpu_has_its_whole_product_and_uuid_on_a_phone_and_a_desktop(
-    tmp_path: Path,
-    chromium: Browser,
+    world: PageWorld, driver: Browser
 ) -> None:
     product = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await world.join("node-1", product=product)
-        await shows(driver, f"GPU 1 {product}")
-        for width in (390, 1440):
-            await at(see_as, driver, width, 900)
-            await shows(driver, device_uuid("node-1", 1))
-            cut = """[...document.querySelectorAll('.gpu *')].filter(e =>
-                e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflow !== 'visible'
-                || getComputedStyle(e).textOverflow === 'ellipsis').length"""
-            assert await rests(driver, cut) == 0
+    await world.join("node-1", product=product)
+    await shows(driver, f"GPU 1 {product}")
+    for width in (390, 1440):
+        await at(see_as, driver, width, 900)
+        await shows(driver, device_uuid("node-1", 1))
+        cut = """[...document.querySelectorAll('.gpu *')].filter(e =>
+            e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflow !== 'visible'
+            || getComputedStyle(e).textOverflow === 'ellipsis').length"""
+        assert await rests(driver, cut) == 0
 
 
 async def test_what_a_capture_and_a_restore_have_cost_stands_by_their_objects(
-    tmp_path: Path,
-    chromium: Browser,
+    world: PageWorld, driver: Browser
 ) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await begin(world)
-        text = "[...document.querySelectorAll('{} .figure')].map(e => e.textContent).join()"
-        for panel in ("#objects", "#artifacts"):
-            found = text.format(panel)
-            script = f"return {found}.match(/captured 28 GiB in .* \\(.* GB.s\\)/)"
-            await at(until, driver, script, panel)
-            assert "worker paused for 64 ms" in await rests(driver, found)
-        script = f"return {text.format('#objects')}.includes('restored in ')"
-        await at(until, driver, script, "the restore")
-        for name, words in (
-            ("mistral-7b", "worker paused for 64 ms"),
-            ("mistral-7b-1", "restored"),
-        ):
-            key = f"[...document.querySelectorAll('#objects a')].find(e => e.text === '{name}')"
-            await at(driver.execute_script, f"{key}.click()")
-            script = f"return document.querySelector('#figures').innerText.includes('{words}')"
-            await at(until, driver, script, words)
+    await begin(world)
+    text = "[...document.querySelectorAll('{} .figure')].map(e => e.textContent).join()"
+    for panel in ("#objects", "#artifacts"):
+        found = text.format(panel)
+        script = f"return {found}.match(/captured 28 GiB in .* \\(.* GB.s\\)/)"
+        await at(until, driver, script, panel)
+        assert "worker paused for 64 ms" in await rests(driver, found)
+    script = f"return {text.format('#objects')}.includes('restored in ')"
+    await at(until, driver, script, "the restore")
+    for name, words in (
+        ("mistral-7b", "worker paused for 64 ms"),
+        ("mistral-7b-1", "restored"),
+    ):
+        key = f"[...document.querySelectorAll('#objects a')].find(e => e.text === '{name}')"
+        await at(driver.execute_script, f"{key}.click()")
+        script = f"return document.querySelector('#figures').innerText.includes('{words}')"
+        await at(until, driver, script, words)
 
 
 async def test_captures_and_restores_are_bars_on_one_axis_that_a_table_tells_in_words(
-    tmp_path: Path,
-    chromium: Browser,
+    world: PageWorld, driver: Browser
 ) -> None:
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        world.pace_s = 0.5
-        await be_busy(world)
-        await holds(
-            driver, "document.querySelectorAll('#runs tbody tr').length === 3", "three runs"
-        )
-        rows = "[...document.querySelectorAll('#runs tbody tr')]"
-        assert await listed(driver, "runs") == ["llama-70b", "mistral-7b-1", "mistral-7b"]
-        words = await rests(driver, f"{rows}.map(e => e.children[1].textContent)")
-        assert "write from" in words[0]
-        assert words[0].endswith("on, under way")
-        assert [text.split(" from")[0] for text in words[1].split("; ")] == [
-            "load",
-            "commit",
-            "resume",
-        ]
-        # Lengths of bars are those of times, from the same begin and on the same scale.
-        edges = f"""{rows}.slice(1).map(row => Math.max(...[...row.querySelectorAll('i')].map(
-            bar => bar.getBoundingClientRect().right))
-            - row.querySelector('.lane').getBoundingClientRect().left)"""
-        lengths = "view.runs.rows.slice(1).map(run => run.length)"
-        ends, seconds = await rests(driver, f"[{edges}, {lengths}]")
-        assert ends[0] / ends[1] == pytest.approx(seconds[0] / seconds[1], rel=0.1)
-        # The open capture has a bar an order.
-        steps = (
-            "[...document.querySelectorAll('#timeline tbody tr')].map(e => e.cells[0].innerText)"
-        )
-        await holds(driver, f"{steps}.length === 4", "its orders")
-        assert [text.split("\n")[0] for text in await rests(driver, steps)] == [
-            "prepare",
-            "dump",
-            "save gpu-0",
-            "save gpu-1",
-        ]
+    world.pace_s = 0.5
+    await be_busy(world)
+    await holds(driver, "document.querySelectorAll('#runs tbody tr').length === 3", "three runs")
+    rows = "[...document.querySelectorAll('#runs tbody tr')]"
+    assert await listed(driver, "runs") == ["llama-70b", "mistral-7b-1", "mistral-7b"]
+    words = await rests(driver, f"{rows}.map(e => e.children[1].textContent)")
+    assert "write from" in words[0]
+    assert words[0].endswith("on, under way")
+    assert [text.split(" from")[0] for text in words[1].split("; ")] == [
+        "load",
+        "commit",
+        "resume",
+    ]
+    # Lengths of bars are those of times, from the same begin and on the same scale.
+    edges = f"""{rows}.slice(1).map(row => Math.max(...[...row.querySelectorAll('i')].map(
+        bar => bar.getBoundingClientRect().right))
+        - row.querySelector('.lane').getBoundingClientRect().left)"""
+    lengths = "view.runs.rows.slice(1).map(run => run.length)"
+    ends, seconds = await rests(driver, f"[{edges}, {lengths}]")
+    assert ends[0] / ends[1] == pytest.approx(seconds[0] / seconds[1], rel=0.1)
+    # The open capture has a bar an order.
+    steps = "[...document.querySelectorAll('#timeline tbody tr')].map(e => e.cells[0].innerText)"
+    await holds(driver, f"{steps}.length === 4", "its orders")
+    assert [text.split("\n")[0] for text in await rests(driver, steps)] == [
+        "prepare",
+        "dump",
+        "save gpu-0",
+        "save gpu-1",
+    ]
 
 
 RUN = {"kind": "capture", "node": "n", "phase": "Ready", "state": "ok", "over": True, "at": 0}
@@ -510,46 +505,41 @@ async def shares(driver: Browser) -> list[float]:
 
 
 async def test_a_run_is_opened_by_a_click_during_which_the_axis_moves_on(
-    tmp_path: Path, chromium: Browser
+    world: PageWorld, driver: Browser
 ) -> None:
     drawn = "document.querySelector('#runs thead tr')"
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await be_busy(world)
-        await shows(driver, "save 2 parts: write on node-3")
-        for name in ("mistral-7b", "llama-70b"):
-            address = await at(hold, driver, f"//*[@id='runs']//a[.='{name}']")
-            await at(driver.execute_script, f"{drawn}.dataset.old = ''")
-            await holds(driver, f"!('old' in {drawn}.dataset)", "the axis moves on")
-            await at(ActionChains(driver).release().perform)
-            assert await rests(driver, "location.href") == address
+    await be_busy(world)
+    await shows(driver, "save 2 parts: write on node-3")
+    for name in ("mistral-7b", "llama-70b"):
+        address = await at(hold, driver, f"//*[@id='runs']//a[.='{name}']")
+        await at(driver.execute_script, f"{drawn}.dataset.old = ''")
+        await holds(driver, f"!('old' in {drawn}.dataset)", "the axis moves on")
+        await at(ActionChains(driver).release().perform)
+        assert await rests(driver, "location.href") == address
 
 
 async def test_a_long_run_under_way_leaves_those_that_ended_a_third_of_the_axis(
-    tmp_path: Path,
-    chromium: Browser,
+    driver: Browser,
 ) -> None:
     long = {"name": "long", "length": None, "phases": write(None), "over": False, "at": 1000}
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await give_runs(driver, long, {"name": "ended", "length": 4.0, "phases": write(4.0)})
-        open_share, ended_share = await shares(driver)
-        assert ended_share == pytest.approx(1 / 3, rel=0.02)
-        assert open_share > 1
-        words = "document.querySelector('#runs .lane + .sr').textContent"
-        assert await rests(driver, words) == "write from 0.0 ms on, under way"
-        # It has the whole axis where nothing has ended.
-        await give_runs(driver, long)
-        assert await shares(driver) == [pytest.approx(1, rel=0.02)]
-        # A run of unknown length has no figure.
-        open_run = {"name": "open", "length": None, "phases": write(None), "over": False, "at": 6}
-        await give_runs(driver, {"name": "forgotten", "length": None, "phases": []}, open_run)
-        took = "[...document.querySelectorAll('#runs td.took')].map(e => e.textContent)"
-        assert await rests(driver, took) == ["-", "…"]
-        assert (await rests(driver, "document.querySelector('#runs .axis').textContent"))[-1] == "s"
+    await give_runs(driver, long, {"name": "ended", "length": 4.0, "phases": write(4.0)})
+    open_share, ended_share = await shares(driver)
+    assert ended_share == pytest.approx(1 / 3, rel=0.02)
+    assert open_share > 1
+    words = "document.querySelector('#runs .lane + .sr').textContent"
+    assert await rests(driver, words) == "write from 0.0 ms on, under way"
+    # It has the whole axis where nothing has ended.
+    await give_runs(driver, long)
+    assert await shares(driver) == [pytest.approx(1, rel=0.02)]
+    # A run of unknown length has no figure.
+    open_run = {"name": "open", "length": None, "phases": write(None), "over": False, "at": 6}
+    await give_runs(driver, {"name": "forgotten", "length": None, "phases": []}, open_run)
+    took = "[...document.querySelectorAll('#runs td.took')].map(e => e.textContent)"
+    assert await rests(driver, took) == ["-", "…"]
+    assert (await rests(driver, "document.querySelector('#runs .axis').textContent"))[-1] == "s"
 
 
-async def test_the_orders_of_the_open_object_move_on_without_an_event(
-    tmp_path: Path, chromium: Browser
-) -> None:
+async def test_the_orders_of_the_open_object_move_on_without_an_event(driver: Browser) -> None:
     orders = [
         {"label": "prepare", "phase": "prepare", "where": "", "start": 0, "length": 5},
         {"label": "dump", "phase": "write", "where": "", "start": 5, "length": None},
@@ -557,11 +547,10 @@ async def test_the_orders_of_the_open_object_move_on_without_an_event(
     run = {**RUN, "key": "open", "length": None, "over": False, "steps": orders}
     script = """shown.data = {runs: [{...arguments[0], at: now() - 10}]};
         document.querySelector('#detail').hidden = false; timeline(shown.data.runs)"""
-    async with page_world(tmp_path) as world, opened(world, chromium) as driver:
-        await at(driver.execute_script, script, run)
-        left = "parseFloat(document.querySelector('#timeline .pulse').style.left)"
-        before = await rests(driver, left)
-        await holds(driver, f"{left} < {before}", "the open order takes a larger share")
+    await at(driver.execute_script, script, run)
+    left = "parseFloat(document.querySelector('#timeline .pulse').style.left)"
+    before = await rests(driver, left)
+    await holds(driver, f"{left} < {before}", "the open order takes a larger share")
 
 
 @pytest.mark.parametrize(
