@@ -25,7 +25,7 @@ from tests.cluster.oci import programs as host_programs
 from tests.cluster.oci import write_image
 from tests.cluster.operators import Operator, admission
 from tests.cluster.rig import SHELL, Rig, environment_of, opened, serving
-from tests.cluster.simulated import ROOT, Driver
+from tests.cluster.simulated import drivers_of
 from tests.cluster.target import Target
 from tests.support import service_images as images
 from tests.support.docker_engine import lacking
@@ -173,27 +173,16 @@ def memory(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Kubectl]:
     """As `nodes`, with the GMS of every node, which has simulated devices for claims."""
-    kubectl = own_cluster.kubectl
-    kubectl.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
     settings = {
         "SNAPBACK_WORLD": "kubernetes",
         "SNAPBACK_NATS_URL": nats_url,
         "SNAPBACK_ARTIFACT_ROOT": str(artifacts),
     }
     # A short name, for the path of a unix socket has at most 107 bytes.
-    state = tmp_path_factory.mktemp("g")
-    drivers = [
-        Driver(node.name, node.home, state, kubectl, **settings) for node in own_cluster.nodes
-    ]
-    try:
-        for driver in drivers:
-            driver.start()
+    with drivers_of(own_cluster, tmp_path_factory.mktemp("g"), **settings):
         yield nodes
         # The devices of a claim are given back by the drivers.
         nodes.run("delete", "jobs,pods", "--selector=app!=snapback-node")
-    finally:
-        for driver in drivers:
-            driver.end()
 
 
 @pytest.fixture

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gms.domain.claims import DRIVER, cdi_file
+from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
 from tests.support.waiting import wait_until
 
@@ -97,6 +100,24 @@ class Driver(Service):
 
     def _registrations(self) -> int:
         return self.log.read_text().count("has registered") if self.log.exists() else 0
+
+
+@contextlib.contextmanager
+def drivers_of(cluster: Cluster, state: Path, **settings: str) -> Iterator[dict[str, Driver]]:
+    """Run the drivers of all nodes for the length of the block, and yield them by their nodes."""
+    kubectl = cluster.kubectl
+    kubectl.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
+    found = {
+        node.name: Driver(node.name, node.home, state, kubectl, **settings)
+        for node in cluster.nodes
+    }
+    try:
+        for driver in found.values():
+            driver.start()
+        yield found
+    finally:
+        for driver in found.values():
+            driver.end()
 
 
 def template(name: str, *, count: int = 1, selector: str = "") -> dict[str, Any]:

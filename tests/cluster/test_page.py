@@ -15,7 +15,7 @@ from tests.cluster.evidence import collect
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.simulated import until
 from tests.cluster.target import started
-from tests.docs.pages import Shell, blocks, nats_cli, play
+from tests.docs.pages import Shell, blocks, play
 from tests.support import helm
 from tests.support import service_images as images
 from tests.support.docker_engine import lacking
@@ -40,7 +40,7 @@ OF_THE_CLUSTER = (
 @pytest.fixture
 def new_cluster() -> Iterator[Cluster]:
     """A cluster that has the images of this tree, and nothing else."""
-    if helm.find() is None or nats_cli() is None:
+    if helm.find() is None or programs.find("nats") is None:
         pytest.skip(f"helm and nats are needed: {programs.NEXT_STEP}; run `make tools`")
     if images.cached() is None and (why := lacking()):
         pytest.skip(f"the images of the services cannot be built: {why}")

@@ -20,9 +20,9 @@ from tests.cluster.simulated import (
     DEVICE_BYTES,
     DEVICES,
     GPU,
-    ROOT,
     Driver,
     container,
+    drivers_of,
     pod,
     template,
     until,
@@ -62,16 +62,8 @@ with client.connect(0, lock='RO', deadline_s=60) as pool:
 def drivers(
     own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Driver]]:
-    cluster, state = own_cluster.kubectl, tmp_path_factory.mktemp("d")
-    cluster.run("apply", "--filename", str(ROOT / "deploy/helm/snapback/files/device-class.yaml"))
-    found = {node.name: Driver(node.name, node.home, state, cluster) for node in own_cluster.nodes}
-    try:
-        for driver in found.values():
-            driver.start()
+    with drivers_of(own_cluster, tmp_path_factory.mktemp("d")) as found:
         yield found
-    finally:
-        for driver in found.values():
-            driver.end()
 
 
 @pytest.fixture

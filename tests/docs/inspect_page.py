@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from tests.docs.pages import ROOT, Block, Said, Shell, blocks, nats_cli, play
+from tests.cluster.programs import find
+from tests.docs.pages import ROOT, Block, Said, Shell, blocks, play
 
 PAGE = ROOT / "docs/inspect.md"
 NODES = {"demo-broken": "node-2", "demo-slow": "node-3"}
@@ -142,7 +143,7 @@ def answered(page: Path, shell: Shell) -> Iterator[tuple[Block, list[Said]]]:
 
 def main() -> int:
     """Write the answers into the page."""
-    if nats_cli() is None:
+    if find("nats") is None:
         sys.stderr.write("there is no nats CLI here; run: make tools\n")
         return 1
     with tempfile.TemporaryDirectory(prefix="snapback-inspect-") as folder:

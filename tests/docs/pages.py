@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.cluster.programs import find
+
 ROOT = Path(__file__).resolve().parents[2]
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[a-z]*)$")
@@ -142,13 +144,6 @@ def _commands(lines: list[str]) -> Iterator[str]:
             waiting = []
 
 
-def nats_cli() -> Path | None:
-    """Find the nats CLI of `make tools` or of SNAPBACK_TOOLS, never one on PATH."""
-    folders = [os.environ.get("SNAPBACK_TOOLS"), str(ROOT / ".tools/bin")]
-    places = [Path(folder) / "nats" for folder in folders if folder]
-    return next((place for place in places if os.access(place, os.X_OK)), None)
-
-
 class Said(NamedTuple):
     """How a command ended, and what it said on both of its outputs."""
 
@@ -167,7 +162,7 @@ class Shell:
         self._memory = folder / "shell"
         self._background: list[subprocess.Popen[bytes]] = []
         self.root = _small_copy(folder / "root")
-        tool = nats_cli()
+        tool = find("nats")
         first = [*programs, ROOT / ".venv/bin", *([tool.parent] if tool else [])]
         paths = [*map(str, first), os.environ["PATH"]]
         self._environment = {

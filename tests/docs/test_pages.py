@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.programs import find
 from tests.docs import inspect_page
-from tests.docs.pages import ROOT, Block, Shell, blocks, documents, nats_cli, parse_how, play
+from tests.docs.pages import ROOT, Block, Shell, blocks, documents, parse_how, play
 
 INSPECT = ROOT / "docs/inspect.md"
 MAKE = re.compile(r"(?:^|\s)make ([a-z][a-z0-9-]*)")
@@ -58,7 +59,7 @@ def test_the_commands_of_a_page_work_in_their_order(page: Path, tmp_path: Path) 
 
 def _skip_without_tools(story: list[Block]) -> None:
     commands = [command for block in story for command in block.commands]
-    if any(re.search(r"(^|\| )nats ", command) for command in commands) and nats_cli() is None:
+    if any(re.search(r"(^|\| )nats ", command) for command in commands) and find("nats") is None:
         pytest.skip("no nats CLI here: run make tools")
     for need in {block.how.needs for block in story if block.how and block.how.needs}:
         if shutil.which(need) is None:
@@ -79,7 +80,7 @@ def _begin(story: list[Block], shell: Shell) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_cluster_answers_as_the_page_of_questions_says(tmp_path: Path) -> None:
-    if nats_cli() is None:
+    if find("nats") is None:
         pytest.skip("no nats CLI here: run make tools")
     written = inspect_page.written(INSPECT.read_text(encoding="utf-8"))
     assert len(written) >= 20
