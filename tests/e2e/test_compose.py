@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -37,14 +37,6 @@ with socket.socket(socket.AF_UNIX) as worker:
 """
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
 class Compose:
     """The commands that a person types."""
 
@@ -52,9 +44,11 @@ class Compose:
         self.engine = engine
         self._environment = environment(engine) | {"SIZE_MIB": "32", "WARM_UP": "short"}
 
-    def try_(self, *words: str, given: str = "", within_s: float = COMMAND_S) -> Ended:
+    def try_(
+        self, *words: str, given: str = "", within_s: float = COMMAND_S
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        done = subprocess.run(
+        return subprocess.run(
             words,
             input=given,
             capture_output=True,
@@ -64,13 +58,13 @@ class Compose:
             cwd=REPOSITORY,
             env=self._environment,
         )
-        return Ended(done.returncode, done.stdout, done.stderr)
 
     def run(self, *words: str, given: str = "", within_s: float = COMMAND_S) -> str:
         """Run a command that has to succeed, and give its standard output."""
-        ended = self.try_(*words, given=given, within_s=within_s)
-        assert ended.code == 0, f"{' '.join(words)}: {ended.code}\n{ended.out}\n{ended.err}"
-        return ended.out
+        done = self.try_(*words, given=given, within_s=within_s)
+        said = f"{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{' '.join(words)}: {done.returncode}\n{said}"
+        return done.stdout
 
     def docker(self, *words: str) -> str:
         return self.run("docker", *words)
@@ -125,8 +119,8 @@ def docker() -> Iterator[Compose]:
     with engine() as found:
         compose = Compose(found)
         tools = compose.try_("tests/e2e/tools.sh", within_s=900)
-        if tools.code:
-            pytest.skip(tools.err.strip().splitlines()[-1])
+        if tools.returncode:
+            pytest.skip(tools.stderr.strip().splitlines()[-1])
         service_images.provide(found)
         yield compose
 
@@ -226,7 +220,7 @@ def test_what_runs_is_an_ordinary_user_with_no_capability(cluster: Compose, serv
     found = dict(re.findall(r"^(Uid|CapEff|CapBnd|NoNewPrivs):\s+(\S+)", status, re.MULTILINE))
     assert found == {"Uid": "65532", "CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1"}
     written = cluster.try_("docker", "compose", "exec", "-T", service, "touch", "/opt/x")
-    assert "Read-only file system" in written.err
+    assert "Read-only file system" in written.stderr
 
 
 @pytest.mark.parametrize("service", SERVICES)
