@@ -46,20 +46,17 @@ def worker(*arguments: str) -> dict[str, Any]:
     )
 
 
-def source(*arguments: str, node: str = "node-1") -> dict[str, Any]:
+def source(*arguments: str) -> dict[str, Any]:
     """Return the pod of a worker."""
-    return pod("source", worker(*arguments), nodeName=node, volumes=DATA)
+    return pod("source", worker(*arguments), nodeName="node-1", volumes=DATA)
 
 
 DATA: list[dict[str, Any]] = [{"name": "data", "emptyDir": {}}]
 
 
-def placeholder(
-    name: str, of: str, node: str, *arguments: str, profile: str = "", **spec: Any
-) -> dict[str, Any]:
+def placeholder(name: str, node: str, profile: str = "") -> dict[str, Any]:
     """Return a pod that waits for its process, as admission makes it."""
-    document = pod(name, worker(*arguments), nodeName=node, volumes=DATA, **spec)
-    return waiting(document, of, profile)
+    return waiting(pod(name, worker(), nodeName=node, volumes=DATA), "llm", profile)
 
 
 async def said_by(nodes: Kubectl, name: str) -> list[dict[str, Any]]:
@@ -82,12 +79,12 @@ async def did(nodes: Kubectl, name: str, what: str) -> None:
 async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_lost(
     rig: Rig, nodes: Kubectl, own_cluster: Cluster
 ) -> None:
-    name = await captured(rig, nodes, "llm")
+    name = await captured(rig, nodes)
     await did(nodes, name, "snapshot-complete")
     [quiet] = [line for line in await said_by(nodes, name) if line["did"].startswith("quiesced")]
     own_cluster.kill("node-1")
     try:
-        nodes.apply(placeholder("again", "llm", "node-2"))
+        nodes.apply(placeholder("again", "node-2"))
         await rig.restored("again")
         await did(nodes, "again", "restored 1")
         lines = await polled(
@@ -108,18 +105,18 @@ async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_los
     assert last["alarms"] > quiet["alarms"]
 
 
-async def captured(rig: Rig, nodes: Kubectl, name: str, *arguments: str) -> str:
+async def captured(rig: Rig, nodes: Kubectl, *arguments: str) -> str:
     """Capture a worker on node-1; return the name of its pod."""
-    await rig.captured(name, source(*arguments)["spec"], driver="criu")
-    return await running(nodes, name)
+    await rig.captured("llm", source(*arguments)["spec"], driver="criu")
+    return await running(nodes, "llm")
 
 
 @pytest.mark.turns
 async def test_a_restored_process_gets_the_signals_of_its_container_and_ends_it(
     rig: Rig, nodes: Kubectl
 ) -> None:
-    await captured(rig, nodes, "llm")
-    nodes.apply(placeholder("again", "llm", "node-2"))
+    await captured(rig, nodes)
+    nodes.apply(placeholder("again", "node-2"))
     await rig.restored("again")
     await did(nodes, "again", "restored 1")
     inside = ("exec", "again", "--container=main", "--")
@@ -146,10 +143,10 @@ async def test_a_restored_process_gets_the_signals_of_its_container_and_ends_it(
 async def test_a_worker_that_only_waits_from_when_it_is_ready_is_asked_for_nothing(
     rig: Rig, nodes: Kubectl
 ) -> None:
-    name = await captured(rig, nodes, "llm", "--waits")
+    name = await captured(rig, nodes, "--waits")
     await did(nodes, name, "snapshot-complete")
     assert all("quiesced" not in line["did"] for line in await said_by(nodes, name))
-    nodes.apply(placeholder("again", "llm", "node-2"))
+    nodes.apply(placeholder("again", "node-2"))
     await rig.restored("again")
     await did(nodes, "again", "restore-complete")
 
@@ -174,14 +171,14 @@ async def test_a_worker_that_makes_an_io_uring_at_its_start_is_captured_with_no_
     rig: Rig, nodes: Kubectl
 ) -> None:
     await announced(nodes)
-    name = await captured(rig, nodes, "llm", "--ring")
+    name = await captured(rig, nodes, "--ring")
     assert await filters(nodes, name) == "Seccomp:\t2"
     # With the profile and without: what is restored has its own filter in both.
     for restored, node, profile in (
         ("again", "node-2", SECCOMP_PROFILE),
         ("unconfined", "node-1", ""),
     ):
-        nodes.apply(placeholder(restored, "llm", node, profile=profile))
+        nodes.apply(placeholder(restored, node, profile))
         await rig.restored(restored)
         await did(nodes, restored, "restored 1")
 

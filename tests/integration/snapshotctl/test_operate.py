@@ -23,8 +23,7 @@ def _publish_as_operator(cli: Cli, subject: str, payload: bytes) -> None:
 
 def _order_of(cli: Cli, owner: str) -> dict[str, Any]:
     """The one order of an object that is under way on node-1."""
-    lines = cli.value("orders", "node-1")
-    [found] = [line for line in lines if line["owner"] == owner]
+    [found] = [line for line in cli.value("orders", "node-1") if line["owner"] == owner]
     return found  # type: ignore[no-any-return]
 
 
@@ -191,7 +190,7 @@ def test_the_doctor_names_what_is_broken_with_its_fix(one_node: Cli) -> None:
 
 
 def test_a_paused_durable_shows_wherever_its_node_does(one_node: Cli) -> None:
-    _pause(one_node, "agent-node-1", paused=True)
+    _pause_agent(one_node, paused=True)
     assert " Ready,OrdersPaused " in one_node.ok("nodes").out
     assert "node-1 agent gets no orders: its durable agent-node-1 is paused" in (
         one_node.ok("nodes").out
@@ -206,16 +205,16 @@ def test_a_paused_durable_shows_wherever_its_node_does(one_node: Cli) -> None:
     held = one_node.ok("explain", "pod/held").out
     assert "agent gets no orders: its durable agent-node-1 is paused" in held
     assert "nats consumer resume ORDERS agent-node-1" in held
-    _pause(one_node, "agent-node-1", paused=False)
+    _pause_agent(one_node, paused=False)
     assert "paused" not in one_node.ok("explain", "node/node-1").out
     assert "Paused" not in one_node.ok("nodes").out
 
 
-def _pause(cli: Cli, durable: str, *, paused: bool) -> None:
-    """Pause a durable as `nats consumer pause` does, or resume it."""
+def _pause_agent(cli: Cli, *, paused: bool) -> None:
+    """Pause the durable of the agent as `nats consumer pause` does, or resume it."""
     at = datetime.now(UTC) + timedelta(hours=1)
     body = json.dumps({"pause_until": at.isoformat()} if paused else {}).encode()
-    subject = f"$JS.API.CONSUMER.PAUSE.{subjects.ORDERS}.{durable}"
+    subject = f"$JS.API.CONSUMER.PAUSE.{subjects.ORDERS}.agent-node-1"
     answer = cli.on_bus(lambda bus: bus.request(subject, body))
     assert json.loads(answer).get("error") is None
 
