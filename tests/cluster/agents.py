@@ -184,9 +184,9 @@ def source(*arguments: str) -> dict[str, Any]:
     return spec
 
 
-def placeholder(name: str, source: str, node: str, **spec: Any) -> dict[str, Any]:
+def placeholder(name: str, source: str, node: str) -> dict[str, Any]:
     """Return a pod that waits to be restored, as the webhook makes it."""
-    document = pod(name, worker(standby=True), nodeName=node, **spec)
+    document = pod(name, worker(standby=True), nodeName=node)
     document["metadata"]["annotations"] = {"nvidia.com/restore-from": source}
     shaping.with_control_directory(document["spec"], document["spec"]["containers"][0])
     return document

@@ -15,7 +15,6 @@ from snapshot_operator.kube import rbac
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
-from snapshot_shared.orders import Presence
 from tests.cluster.agents import with_agents
 from tests.cluster.captures import Captures, Crew
 from tests.cluster.cluster import FAILED, Cluster
@@ -30,6 +29,7 @@ from tests.cluster.target import Target
 from tests.support import service_images as images
 from tests.support.docker_engine import lacking
 from tests.support.nats_server import NatsServer, nats_server
+from tests.support.objects import presence
 
 FAILURE = pytest.StashKey[bool]()
 
@@ -120,8 +120,7 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 @pytest.fixture
 async def rig(kubeconfig: str, shell_image: str, nats_url: str, bus: Bus) -> AsyncIterator[Rig]:
     """An operator that runs in this process, with its rights alone; node-1 has an agent."""
-    presence = Presence(node="node-1", boot_id="boot", version="0.1.0", at=0.0)
-    await bus.put(subjects.NODES_BUCKET, "node-1", encode_json(presence))
+    await bus.put(subjects.NODES_BUCKET, "node-1", encode_json(presence("node-1", gpus=0)))
     async with opened(kubeconfig, "operator", rbac.cluster_role()) as found:
         stop = asyncio.Event()
         running = asyncio.ensure_future(serving(stop, found.client, nats_url))

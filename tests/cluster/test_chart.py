@@ -8,7 +8,6 @@ import json
 import re
 import secrets
 import subprocess
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster
 from tests.cluster.evidence import collect
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.rig import polled
 from tests.cluster.target import Target
 from tests.support import helm
 from tests.support.waiting import wait_until
@@ -423,9 +423,7 @@ async def test_an_upgrade_lets_a_node_in_that_has_other_keys(
 
 
 async def announced_by_all(release: Release, folder: Path) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while await announced(release, folder) != nodes(release):
-        assert time.monotonic() < end
+    await polled(lambda: announced(release, folder), lambda found: found == nodes(release))
 
 
 @pytest.mark.turns

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import pytest
-from msgspec.structs import replace
 
 from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.store import KubeStore
@@ -20,6 +19,7 @@ from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie
 from tests.cluster.rig import Rig, opened
+from tests.support.builders import with_meta, with_status
 from tests.support.objects import checkpoint
 from tests.support.waiting import until
 
@@ -42,8 +42,7 @@ class Stored(NamedTuple):
         return [change for change, meta in found if (meta.name, meta.namespace) == wanted]
 
     def named(self, name: str) -> Any:
-        value = checkpoint(name)
-        return replace(value, metadata=replace(value.metadata, namespace=self.rig.namespace))
+        return with_meta(checkpoint(name), namespace=self.rig.namespace)
 
     async def others_create(self, name: str) -> None:
         """Create an object as another client does, and forget its report."""
@@ -86,7 +85,7 @@ async def test_a_write_that_the_server_refuses_for_now_is_busy_and_changes_nothi
     rig: Rig, kept: Stored, status: int
 ) -> None:
     first: Any = await kept.store.create(kept.named("calm"))
-    wanted = replace(first, status=replace(first.status, message="later"))
+    wanted = with_status(first, message="later")
     with rig.proxy.lying(Lie(status)), pytest.raises(StoreBusy):
         await kept.store.update_status(wanted)
     assert await kept.store.read("DynamoCheckpoint", rig.namespace, "calm") == first
@@ -109,9 +108,7 @@ async def test_what_an_agent_announces_is_joined_with_what_kubernetes_says_of_it
 ) -> None:
     node, *_ = await kept.store.list("Node")
     assert node.metadata.name == "node-1"
-    known: Any = await kept.store.update_status(
-        replace(node, status=replace(node.status, version="1.2"))  # type: ignore[union-attr]
-    )
+    known: Any = await kept.store.update_status(with_status(node, version="1.2"))
     await _cordon(rig, is_on=True)
     try:
         await until(lambda: _cordons(kept.events) == [True], "the cordon")

@@ -26,6 +26,7 @@ from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.tasks import end_all
 from tests.scenario.faults import Settings
 from tests.scenario.store import SimStore
+from tests.support.builders import with_meta, with_status
 from tests.support.objects import checkpoint
 from tests.support.waiting import until
 
@@ -105,14 +106,6 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             yield store
 
 
-def with_finalizer(value: Any) -> Any:
-    return replace(value, metadata=replace(value.metadata, finalizers=[KEEP]))
-
-
-def with_message(value: Any, message: str) -> Any:
-    return replace(value, status=replace(value.status, message=message))
-
-
 async def test_create_gives_identity(store: Store) -> None:
     stored = await store.create(checkpoint())
     meta = stored.metadata
@@ -149,7 +142,7 @@ async def test_a_name_is_taken_until_its_object_of_any_version_is_deleted_and_th
     first = await store.create(checkpoint())
     with pytest.raises(AlreadyExists):
         await store.create(checkpoint())
-    await store.update_status(with_message(first, "newer"))
+    await store.update_status(with_status(first, message="newer"))
     assert await store.delete(first) is None
     assert await store.list("DynamoCheckpoint") == []
     second = await store.create(checkpoint())
@@ -161,19 +154,19 @@ async def test_a_name_is_taken_until_its_object_of_any_version_is_deleted_and_th
 
 async def test_a_stale_status_write_is_a_conflict_and_changes_nothing(store: Store) -> None:
     first = await store.create(checkpoint())
-    newer = await store.update_status(with_message(first, "newer"))
+    newer = await store.update_status(with_status(first, message="newer"))
     with pytest.raises(Conflict):
-        await store.update_status(with_message(first, "stale"))
+        await store.update_status(with_status(first, message="stale"))
     assert await store.find(newer.metadata.uid) == newer
     await store.delete(newer)
     with pytest.raises(NotFound):
-        await store.update_status(with_message(newer, "late"))
+        await store.update_status(with_status(newer, message="late"))
 
 
 async def test_a_status_write_keeps_spec_and_metadata(store: Store) -> None:
     first: Any = await store.create(checkpoint())
-    forged = replace(first, metadata=replace(first.metadata, labels={"a": "b"}))
-    stored = await store.update_status(with_message(forged, "x"))
+    forged = with_meta(first, labels={"a": "b"})
+    stored = await store.update_status(with_status(forged, message="x"))
     assert stored.metadata.labels == {}
     assert stored.spec == first.spec
 
@@ -200,7 +193,7 @@ async def test_a_spec_write_keeps_status_raises_the_generation_and_needs_the_new
 
 
 async def test_a_finalizer_keeps_a_deleted_object_until_it_is_taken_off(store: Store) -> None:
-    first = await store.create(with_finalizer(checkpoint()))
+    first = await store.create(with_meta(checkpoint(), finalizers=[KEEP]))
     marked = await store.delete(first)
     assert marked is not None
     assert marked.metadata.deletion_timestamp
@@ -233,7 +226,7 @@ async def test_every_change_of_an_object_is_reported_in_order(store: Store) -> N
     reported: list[Event] = []
     store.subscribe(reported.append)
     first = await store.create(checkpoint())
-    second = await store.update_status(with_message(first, "x"))
+    second = await store.update_status(with_status(first, message="x"))
     await store.delete(second)
     await until(lambda: reported and reported[-1].change == "DELETED", "the last change")
     versions = [int(event.value.metadata.resource_version) for event in reported]

@@ -308,13 +308,13 @@ def test_a_chunk_of_zeros_takes_no_room_and_is_not_read(
     memory = Memory(sizes)
     memory.views[1][:] = Random(1).randbytes(4 * MIB)
     plans = plans_of(sizes, shard=16 * MIB, chunk=MIB)
-    moved = backend.write_files(folder, plans, memory.views, threads=2, advance=ignored)
+    moved = write(backend, folder, plans, memory, threads=2)
     assert moved.bytes == 4 * MIB
     assert moved.files[0].chunks[:4] == [xxhash.xxh3_128_hexdigest(bytes(MIB))] * 4
     found = (tmp_path / plans[0].name).stat()
     assert (found.st_size, found.st_blocks * 512 < 5 * MIB) == (8 * MIB, True)
     again = Memory(sizes)
-    loaded = backend.read_files(folder, plans, moved.files, again.views, threads=2, advance=ignored)
+    loaded = read(backend, folder, plans, moved, again)
     assert loaded.bytes == 4 * MIB
     assert again.bytes() == memory.bytes()
 
@@ -342,9 +342,7 @@ def test_direct_reads_are_for_what_the_page_cache_does_not_hold(
 ) -> None:
     memory = Memory([4 * MIB]).fill(13)
     plans = plans_of([4 * MIB], shard=16 * MIB, chunk=MIB)
-    moved = find_backend("posix-buffered").write_files(
-        folder, plans, memory.views, threads=1, advance=ignored
-    )
+    moved = write(find_backend("posix-buffered"), folder, plans, memory)
     with opened(os.open(tmp_path / plans[0].name, os.O_RDONLY)) as fd:
         if not cached:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
