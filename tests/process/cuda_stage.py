@@ -26,12 +26,11 @@ from snapshot_agent.ports import Dump, Process, RestoreSource, Worker
 from snapshot_shared.codec import encode_json
 from snapshot_shared.files import opened
 from snapshot_shared.orders import PodRef
+from tests.process.node import CRIU, INIT, REPOSITORY
 from tests.support.container import command
 from tests.support.cuda_rig import UUIDS, CudaNode, GivenDevices
 from tests.support.waiting import wait_until
 
-REPOSITORY = Path(__file__).parents[2]
-TOOLS = REPOSITORY / ".tools"
 POD = PodRef(namespace="default", name="worker", uid="00000000-0000-4000-8000-000000000001")
 WITHIN_S = 60.0
 
@@ -172,7 +171,7 @@ class Stage:
         program = folder / "bin" / "criu"
         program.write_text(_CRIU)
         program.chmod(0o755)
-        (folder / "bin" / "nft").symlink_to(TOOLS / "criu" / "nft")
+        (folder / "bin" / "nft").symlink_to(CRIU / "nft")
         self.criu_does("")
         self.socket = folder / "helper.sock"
         self.driver = CriuCuda(self.socket, time.monotonic, self.given)
@@ -193,7 +192,7 @@ class Stage:
             "CRIU": self.folder / "bin" / "criu",
         }
         environment = {f"SNAPBACK_{name}": str(value) for name, value in settings.items()}
-        environment |= {"FOLDER": str(self.folder), "CRIU": str(TOOLS / "criu" / "criu")}
+        environment |= {"FOLDER": str(self.folder), "CRIU": str(CRIU / "criu")}
         environment["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         program = (sys.executable, "-m", "snapshot_agent.helper")
         self.socket.unlink(missing_ok=True)
@@ -249,7 +248,7 @@ class Stage:
 
     def placeholder(self) -> Container:
         init = self.new_folder(self.folder)
-        shutil.copy(TOOLS / "snapback-init", init)
+        shutil.copy(INIT, init)
         made = self._kept(Container(self, "/snapback/snapback-init", init=init))
         device = os.makedev(1, 11)
         inside = Path("/proc", str(made.pid), "root", "dev", "nvidia0")

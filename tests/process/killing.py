@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
-from snapshot_shared.orders import AbortOrder, DumpOrder, Order, Report
+from snapshot_shared.orders import DumpOrder, Order, Report
 from tests.process.node import Container, Node, Pause, children_of, command_of
 from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone, zombies_of
 from tests.support.turns import TURN
@@ -175,29 +175,23 @@ class HaltedDump(Halted):
 
     async def end(self, report: Report) -> None:
         """Do as the operator does after a report: release the worker, or abort the capture."""
-        node, order = self.node, self.order
         if report.kind == "staged":
-            release = node.release_order(self.container, order.content_uid)  # type: ignore[arg-type]
-            await node.done(release, "released")
-            return
-        await self.abort()
+            release = self.node.release_order(self.container, self.order.content_uid)  # type: ignore[arg-type]
+            await self.node.done(release, "released")
+        else:
+            await self.abort()
 
     async def abort(self) -> None:
         """Abort the capture."""
-        order = self.order
-        common = self.node.common("abort", order.content_uid)
-        common["driver"] = "criu"
-        abort = AbortOrder(pod=order.pod, content_uid=order.content_uid, **common)
-        assert (await self.node.carry_out(abort)).kind == "aborted"
+        content = self.order.content_uid
+        abort = self.node.abort_order(self.container, content, driver="criu")  # type: ignore[arg-type]
+        await self.node.done(abort, "aborted")
 
 
 async def prepared(node: Node, worker: Container, **fields: Any) -> DumpOrder:
     """Prepare a worker, and return the order to dump it."""
-    content = fresh_uid()
-    report = await node.prepared(worker, content)  # type: ignore[arg-type]
-    assert report.kind == "prepared", report
-    order = node.dump_order(worker, content, report.vector)  # type: ignore[arg-type]
-    return replace(order, **fields)
+    report = await node.prepared(worker, content := fresh_uid())  # type: ignore[arg-type]
+    return node.dump_order(worker, content, report.vector, **fields)  # type: ignore[arg-type]
 
 
 async def loaded(node: Node, name: str, step: str) -> Container:

@@ -25,7 +25,7 @@ from snapshot_agent.adapters import procfs
 from snapshot_agent.domain.mounts import mounts_in
 from snapshot_shared.orders import ArtifactRef, PodRef, RestoreOrder
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
-from tests.support.agent_rig import AgentProcess, Rig, fresh_uid
+from tests.support.agent_rig import AgentProcess, Rig, fresh_uid, killed
 from tests.support.container import command
 from tests.support.waiting import until
 
@@ -35,7 +35,7 @@ INIT = REPOSITORY / ".tools" / "snapback-init"
 WORKER = REPOSITORY / "tests" / "support" / "full_worker.py"
 PYTHON = os.path.realpath(sys.executable)
 CONTAINER = "main"
-DRIVEN = ("prepare", "dump", "release", "place", "restore")
+DRIVEN = ("run", "prepare", "dump", "release", "place", "restore")
 """The verbs of orders that name a driver."""
 
 # CRIU runs the last of its action scripts first, so this one is run after the helper's.
@@ -320,12 +320,10 @@ class Node(Rig):
         return self.running_agent
 
     async def kill_helper(self) -> None:
-        self.helper.kill()
-        await self.helper.wait()
+        await killed(self.helper)
 
     async def kill_agent(self) -> None:
-        self.running_agent.kill()
-        await self.running_agent.wait()
+        await killed(self.running_agent)
 
     async def container(self, name: str, **arguments: Any) -> Container:
         made = Container(self, name, **arguments)

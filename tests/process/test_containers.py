@@ -42,8 +42,7 @@ async def test_a_worker_is_refused_whose_files_the_helper_does_not_have(node: No
     worker = await node.container("worker")
     worker.upper.rename(worker.home / "elsewhere")
     order = node.prepare_order(worker, fresh_uid())  # type: ignore[arg-type]
-    report = await node.carry_out(order)
-    failure = failure_of(report, "NotEligible")
+    failure = failure_of(await node.carry_out(order), "NotEligible")
     assert str(worker.upper) in failure.message
     assert "node.runtimeDir" in (failure.next_step or "")
     await worker.goes_on()
@@ -58,8 +57,7 @@ async def test_a_container_that_gains_no_privileges_gets_no_process_that_may(nod
     await target.becomes("waits")
     again = await node.container("again", no_new_privs=True)
     artifact = await node.captured(again, fresh_uid())  # type: ignore[arg-type]
-    report = await node.carry_out(node.restore_order(target, artifact, attempt=2))  # type: ignore[arg-type]
-    assert report.kind == "restored"
+    await node.done(node.restore_order(target, artifact, attempt=2), "restored")  # type: ignore[arg-type]
     await target.goes_on()
 
 

@@ -7,6 +7,7 @@ import pytest
 from snapshot_shared import steps
 from tests.process.killing import HaltedDump, crashed, prepared, thinned
 from tests.process.node import Node
+from tests.support.agent_rig import failure_of
 
 DUMPS = [(step, returns) for step in steps.table("dump", "criu") for returns in (True, False)]
 
@@ -23,10 +24,8 @@ async def test_an_agent_killed_at_a_step_of_a_dump_leaves_a_worker_that_goes_on(
     await worker.is_let_go()
     if not returns:
         await node.process()
-    report = await node.answer(order)
-    assert report.failure is not None
     expected = "AgentRestarted" if step == "dump-process" else "OutcomeUnknown"
-    assert report.failure.reason == expected
+    failure_of(await node.answer(order), expected)
     halted = HaltedDump(node, worker, order)
     await halted.rests()
     assert not halted.is_staged

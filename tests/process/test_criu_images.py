@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshot_agent.domain.criu_log import failure
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.process.node import REPOSITORY
 
 
 def on_stage(criu: Path, folder: Path, how: str) -> dict[str, Any]:

@@ -196,10 +196,8 @@ def limit_memory(container: Container, count: int) -> None:
 async def test_a_target_with_too_little_memory_is_refused_and_left_alone(node: Node) -> None:
     target, order = await node.waiting(await node.artifact())
     limit_memory(target, 16 << 20)
-    report = await node.carry_out(order)
-    assert reason_of(report) == "Incompatible"
-    assert report.failure is not None
-    assert report.failure.values["found"] == 16 << 20
+    failure = failure_of(await node.carry_out(order), "Incompatible")
+    assert failure.values["found"] == 16 << 20
     await target.becomes("waits")
     assert list(target.data.iterdir()) == []
     assert node.left() == []

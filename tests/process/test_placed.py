@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from snapshot_shared import steps
-from snapshot_shared.orders import AbortOrder, ArtifactRef, Order
+from snapshot_shared.orders import ArtifactRef, Order
 from tests.process.killing import RESTORE_STEPS, Halted, crashed, thinned
 from tests.process.node import Container, Node, children_of
 from tests.support.waiting import until
@@ -65,9 +65,8 @@ async def test_an_agent_killed_at_a_step_goes_on_where_it_was(node: Node, step: 
 async def test_a_process_whose_restore_was_given_up_is_told_so(node: Node) -> None:
     target, artifact = await captured(node)
     await placed(node, target, artifact)
-    pod, common = target.ref, node.common("abort", target.ref.uid)
-    report = await node.carry_out(AbortOrder(pod=pod, why="no weights", **common))  # type: ignore[arg-type]
-    assert report.kind == "aborted", report
+    abort = node.restore_abort(target, why="no weights")  # type: ignore[arg-type]
+    await node.done(abort, "aborted")
     await until((target.control / "restore-failed").exists, "what is said to the process")
 
 
@@ -78,8 +77,7 @@ async def test_an_abort_ends_a_process_that_is_half_placed(node: Node) -> None:
     halted.arm(RESTORE_STEPS["restoring"])
     await node.send(order)
     await halted.reached(over=False)
-    common = node.common("abort", target.ref.uid)
-    abort = AbortOrder(pod=target.ref, why="deleted", **common)  # type: ignore[arg-type]
+    abort = node.restore_abort(target, why="deleted")  # type: ignore[arg-type]
     await node.done(abort, "aborted")
     halted.go_on()
     assert (await halted.answered()).kind == "failed"

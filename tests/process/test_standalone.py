@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from snapshot_agent.adapters import procfs
 from snapshot_shared.orders import DumpOrder
@@ -64,8 +63,7 @@ class PlainNode(Node):
         # CRIU can dump no io_uring.
         words.append("--ring")
         pod = self.pod(name=name, command=words)
-        order = replace(self.run_order(pod, standby=waits), driver="criu")
-        await self.done(order, "started")
+        await self.done(self.run_order(pod, standby=waits), "started")
         wanted = "waiting for a restore" if waits else "count"
         await until(lambda: wanted in log_of(pod), f"the start of {name}")
         return pod
@@ -96,6 +94,14 @@ def log_of(pod: Pod) -> str:
 
 def lines_of(pod: Pod) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log_of(pod).splitlines() if line.startswith("{")]
+
+
+async def started(node: PlainNode, *words: str, copies: int = 1) -> list[Pod]:
+    """Start a pod, and pods of the same program that wait for its process."""
+    pods = [node.pod(name=f"pod-{number}", command=words) for number in range(1 + copies)]
+    for pod in pods:
+        await node.done(node.run_order(pod, standby=pod is not pods[0]), "started")
+    return pods
 
 
 async def goes_on(pod: Pod) -> list[dict[str, Any]]:
@@ -181,11 +187,7 @@ ls $at && exec sleep 600
 async def test_a_worker_that_only_waits_is_restored_though_it_writes_no_file(
     node: PlainNode,
 ) -> None:
-    pods = [node.pod(name=name, command=["sh", "-c", ONLY_WAITS]) for name in ("source", "copy")]
-    for pod in pods:
-        order = replace(node.run_order(pod, standby=pod is not pods[0]), driver="criu")
-        await node.done(order, "started")
-    source, copy = pods
+    source, copy = await started(node, "sh", "-c", ONLY_WAITS)
     await until(lambda: "waits" in log_of(source), "the start of the worker")
     artifact = await node.captured(source, fresh_uid())
     await until(lambda: "snapshot-complete" in log_of(source), "the end of its wait")
@@ -259,12 +261,7 @@ async def test_a_process_lacks_after_its_restore_the_states_that_the_documentati
     node: PlainNode,
 ) -> None:
     """CPU affinity, timer slack and I/O priority are set again by the helper."""
-    source, copy = [
-        node.pod(name=name, command=[PYTHON, str(STATES)]) for name in ("source", "copy")
-    ]
-    for pod in (source, copy):
-        order = replace(node.run_order(pod, standby=pod is copy), driver="criu")
-        await node.done(order, "started")
+    source, copy = await started(node, PYTHON, str(STATES))
     await until(lambda: len(lines_of(source)) == 1, "the state of the source")
     artifact = await node.captured(source, fresh_uid())
     await node.done(node.stop_order(source), "stopped")
@@ -290,11 +287,7 @@ while True:
 
 
 async def test_copies_that_are_restored_at_once_share_no_unlinked_file(node: PlainNode) -> None:
-    words = [PYTHON, "-c", READS_ITS_UNLINKED_FILE]
-    source, *copies = [node.pod(name=f"pod-{number}", command=words) for number in range(9)]
-    for pod in (source, *copies):
-        order = replace(node.run_order(pod, standby=pod is not source), driver="criu")
-        await node.done(order, "started")
+    source, *copies = await started(node, PYTHON, "-c", READS_ITS_UNLINKED_FILE, copies=8)
     await until(lambda: lines_of(source), "the start of the worker")
     (source.control / "ready-for-snapshot").touch()
     artifact = await node.captured(source, fresh_uid())
@@ -323,11 +316,11 @@ async def test_a_mount_of_the_node_that_is_gone_is_missed_by_those_alone_that_us
     words = ["sh", "-c", f"{change}{ONLY_WAITS}"]
     source, copy = [node.pod(name=name, command=words) for name in ("source", "copy")]
     with mounted(tmp_path):
-        await node.done(replace(node.run_order(source), driver="criu"), "started")
+        await node.done(node.run_order(source), "started")
         await until(lambda: "waits" in log_of(source), "the start of the worker")
         artifact = await node.captured(source, fresh_uid())
         await node.done(node.stop_order(source), "stopped")
-    await node.done(replace(node.run_order(copy, standby=True), driver="criu"), "started")
+    await node.done(node.run_order(copy, standby=True), "started")
     order = node.restore_order(copy, artifact)
     if is_used:
         failure = await node.refused(order, "Incompatible")
