@@ -170,7 +170,7 @@ class Bench:
 
         async def criu() -> None:
             images = self._new_folder(self.folder)
-            self._bare_dump(worker.process.pid, images)
+            self._bare_dump(worker.process, images)
             shutil.rmtree(images)
 
         async def disk() -> None:
@@ -203,11 +203,11 @@ class Bench:
             await self.driver.dump(made)
         return made
 
-    def _bare_dump(self, pid: int, images: Path) -> None:
-        seen = observe.tree(*self._key(pid), cgroups=Path("/sys/fs/cgroup"))
+    def _bare_dump(self, process: Process, images: Path) -> None:
+        seen = observe.tree(*process, cgroups=Path("/sys/fs/cgroup"))
         work = self._new_folder(self.folder)
         plan = DumpPlan(
-            pid=pid,
+            pid=process.pid,
             images=str(images),
             work=str(work),
             script="",
@@ -224,11 +224,6 @@ class Bench:
             list(pool.map(_sync, (*images.iterdir(), images)))
         self.found.add(DURABLE, "criu, fsync", time.monotonic() - begin)
         self.found.add(STOPPED, "criu", frozen_s((work / "stats-dump").read_bytes()))
-
-    def _key(self, pid: int) -> tuple[int, int]:
-        seen = procfs.read(pid)
-        assert seen is not None
-        return seen.key
 
     async def _restores(
         self,
@@ -288,7 +283,6 @@ def judged(found: Results) -> Iterator[Judged]:
 
 
 def lines(found: Results) -> Iterator[str]:
-    yield f"## {TITLE}\n"
     heap = found.facts["heap"] // MIB
     yield (
         f"Written by `make bench-agent`: a worker with a heap of {heap} MiB in namespaces of its\n"
@@ -324,7 +318,7 @@ def _lacking() -> str:
 
 
 NUMBERS = {"size-mib": (1024, 1, "of the heap (1024)"), "rounds": (5, 1, "")}
-BENCH = Benchmark("agent", __doc__, NUMBERS, measure, lines, judged, _lacking)
+BENCH = Benchmark("agent", TITLE, __doc__, NUMBERS, measure, lines, judged, _lacking)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

@@ -114,7 +114,6 @@ def judged(found: Results) -> list[Judged]:
 
 
 def lines(found: Results) -> Iterator[str]:
-    yield f"## {TITLE}\n"
     yield (
         f"Written by `make bench-beside`: {found.rounds} rounds in a local cluster, workers in\n"
         "turn, with no file in the page cache. From the first order of a restore by CRIU to the\n"
@@ -141,7 +140,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> Results:
 
 
 NUMBERS = {"weights-mib": (1024, LEAST_MIB, ""), "heap-mib": (512, 1, ""), "rounds": (5, 1, "")}
-BENCH = Benchmark("beside", __doc__, NUMBERS, measure, lines, judged)
+BENCH = Benchmark("beside", TITLE, __doc__, NUMBERS, measure, lines, judged)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

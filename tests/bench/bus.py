@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import nats
 from nats.aio.client import Client
@@ -44,18 +43,6 @@ A_SECOND, CPU = "orders a second", "CPU-seconds of an order"
 WAIT_S = 60.0
 RECORDS_BYTES = 700
 """About what one write of the journal holds for one order."""
-
-
-class Server(NamedTuple):
-    """A contender that runs."""
-
-    name: str
-    pid: int
-
-    def cpu(self) -> float:
-        """Give the processor-seconds that it has used."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Orders:
@@ -94,33 +81,27 @@ async def measure(options: argparse.Namespace, folder: Path) -> Results:
             await bus.ensure_assets()
             client = await nats.connect(nats_server.url)
             with contextlib.ExitStack() as stack:
-                servers = [
-                    stack.enter_context(_server(name, nats_server.url, folder, options.peers))
-                    for name in CONTENDERS
-                    if name != PEER or common.has_peer(PEER, options.peers)
-                ]
-                for server in servers:
-                    await _together(client, NodeName(server.name), made, TOGETHER)
+                servers: list[tuple[str, common.Contender]] = []
+                for name in common.present(CONTENDERS, PEER, options.peers):
+                    words = ("bus_server", name, nats_server.url, folder)
+                    server = stack.enter_context(common.contender(*words, peers=options.peers))
+                    servers.append((name, server))
+                for name, _ in servers:
+                    await _together(client, NodeName(name), made, TOGETHER)
                 await _empty(client)
                 for number in range(options.rounds):
                     common.say(f"round {number + 1} of {options.rounds}")
                     # To and fro, so that none always follows the one that uses most processors.
                     await _latencies(bus, client, folder, made, found, forwards=number % 2 == 0)
-                    for server in servers[:: -1 if number % 2 else 1]:
-                        before = server.cpu()
-                        took = await _together(client, NodeName(server.name), made, orders)
-                        found.add(A_SECOND, server.name, orders / took)
-                        found.add(CPU, server.name, (server.cpu() - before) / orders)
+                    for name, server in servers[:: -1 if number % 2 else 1]:
+                        before = server.cpu_s
+                        took = await _together(client, NodeName(name), made, orders)
+                        found.add(A_SECOND, name, orders / took)
+                        found.add(CPU, name, (server.cpu_s - before) / orders)
                         await _empty(client)
             await client.close()
             await bus.close()
     return found
-
-
-@contextlib.contextmanager
-def _server(name: str, url: str, folder: Path, peers: Path | None) -> Iterator[Server]:
-    with common.contender("bus_server", name, url, folder, peers=peers) as (process, _):
-        yield Server(name, process.pid)
 
 
 async def _empty(client: Client) -> None:
@@ -290,7 +271,6 @@ def judged(found: Results) -> Iterator[Judged]:
 
 
 def lines(found: Results) -> Iterator[str]:
-    yield f"## {TITLE}\n"
     yield (
         f"Written by `make bench-bus`: {found.rounds} rounds, contenders in turn, medians. All\n"
         "processes are on one machine with one nats-server. `snapback` is the courier with its\n"
@@ -323,7 +303,7 @@ NUMBERS = {
     "calls": (500, 100, "one at a time, a round (500)"),
     "orders": (3000, TOGETHER, "a turn of a contender (3000)"),
 }
-BENCH = Benchmark("bus", __doc__, NUMBERS, measure, lines, judged, peers=PEER)
+BENCH = Benchmark("bus", TITLE, __doc__, NUMBERS, measure, lines, judged, peers=PEER)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

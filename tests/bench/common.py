@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -262,12 +263,13 @@ class Benchmark(NamedTuple):
     """A benchmark of one section: its options, how it measures, and what its section says."""
 
     name: str
+    title: str
     about: str | None
     numbers: Numbers
     measure: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, Results]]
     """Is given the options, and a new folder on the disk that is measured."""
     lines: Callable[[Results], Iterable[str]]
-    """Writes the section of the page about a run, in Markdown."""
+    """Writes the section of the page about a run, in Markdown, below its title."""
     judged: Callable[[Results], Iterable[Judged]]
     """Compares with every goal. One that a noisy machine may have missed is inconclusive."""
     lacking: Callable[[], str] = str
@@ -276,7 +278,7 @@ class Benchmark(NamedTuple):
     """What pip has installed in the folder of the option `--peers`, which is there then."""
 
     def section(self, results: Results) -> str:
-        return "\n".join(self.lines(results)) + "\n"
+        return "\n".join([f"## {self.title}\n", *self.lines(results)]) + "\n"
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Measure, print and write what was found, and return the exit status."""
@@ -314,9 +316,10 @@ def run(main: Callable[[], int]) -> NoReturn:
 # Contenders that are processes of their own.
 
 
-def has_peer(name: str, peers: Path | None) -> bool:
-    """Whether a contender of others is installed, in the environment or in the folder of peers."""
-    return find_spec(name) is not None or (peers is not None and (peers / name).is_dir())
+def present(contenders: Iterable[str], peer: str, peers: Path | None) -> list[str]:
+    """Leave the peer out unless it is installed, in the environment or in the folder of peers."""
+    is_there = find_spec(peer) is not None or (peers is not None and (peers / peer).is_dir())
+    return [name for name in contenders if name != peer or is_there]
 
 
 def use_peers() -> None:
@@ -326,11 +329,22 @@ def use_peers() -> None:
         sys.path.append(peers)
 
 
+class Contender(NamedTuple):
+    """A process, and the first line that it has written."""
+
+    process: subprocess.Popen[str]
+    said: str
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor-seconds of all its threads so far."""
+        # The clock of a process is numbered by its id: CPUCLOCK_SCHED in Linux' posix-timers.h.
+        return time.clock_gettime((~self.process.pid << 3) | 2)
+
+
 @contextlib.contextmanager
-def contender(
-    module: str, *arguments: object, peers: Path | None = None
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a module until its standard input is closed; yield it with its first line."""
+def contender(module: str, *arguments: object, peers: Path | None = None) -> Iterator[Contender]:
+    """Run a module until its standard input is closed; yield it when it has written a line."""
     process = subprocess.Popen(
         [sys.executable, "-m", f"tests.bench.{module}", *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -343,7 +357,7 @@ def contender(
     try:
         if not (line := process.stdout.readline().strip()):
             raise RuntimeError(f"{module} {' '.join(map(str, arguments))} did not start")
-        yield process, line
+        yield Contender(process, line)
     finally:
         process.stdin.close()
         process.wait()

@@ -93,11 +93,6 @@ def fio_seconds(folder: Path, size: int, verb: str, files: int) -> float:
     return float(size / speed)
 
 
-def has_fio() -> bool:
-    """Return whether fio is installed."""
-    return shutil.which("fio") is not None
-
-
 def drop(folder: Path) -> None:
     """Take all files beneath a folder out of the page cache; each must be on the disk."""
     for path in folder.rglob("*"):

@@ -125,10 +125,6 @@ def engines() -> Iterator[Engine]:
         )
 
 
-class Differs(Exception):
-    """A restored engine answers otherwise than before."""
-
-
 def answer(port: int, request: Request) -> bytes:
     """Ask until the engine answers as it should."""
     end = time.monotonic() + WAIT_S
@@ -218,7 +214,7 @@ class Bench:
         after = await self._answered(session, f"{name}-restored", port, engine.asked)
         self.found.add(engine.row, RESTORE, time.monotonic() - begin)
         if before != after:
-            raise Differs(f"{engine.row}: {before!r} became {after!r}")
+            raise RuntimeError(f"{engine.row}: {before!r} became {after!r}")
         # It is the restored one, and not one that started cold in its place.
         await session.reaches("Pod", f"{name}-restored")
         bound = made.status.bound_snapshot_content_name
@@ -256,7 +252,6 @@ def _alone(engine: Engine, folder: Path, port: int) -> float:
 
 
 def lines(found: Results) -> Iterator[str]:
-    yield f"## {TITLE}\n"
     yield (
         f"Written by `make bench-engines`: {found.rounds} rounds in a local cluster, GPUs\n"
         "simulated. Engines take turns, and the order rotates. Cold start and restore are from\n"
@@ -299,17 +294,8 @@ def _lacking() -> str:
 
 
 BENCH = Benchmark(
-    "engines", __doc__, {"rounds": (5, 1, "")}, measure, lines, lambda _: (), _lacking
+    "engines", TITLE, __doc__, {"rounds": (5, 1, "")}, measure, lines, lambda _: (), _lacking
 )
 
-
-def main(words: Sequence[str] | None = None) -> int:
-    try:
-        return BENCH.main(words)
-    except Differs as error:
-        common.say(str(error))
-        return 1
-
-
 if __name__ == "__main__":
-    common.run(main)
+    common.run(BENCH.main)

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ class Bench:
         for region in self.regions.values():
             self.wanted[len(region.infos)] = region.looked_at()
         self.absent = tried(self.folder, SAVERS, LOADERS)
-        if not disk.has_fio():
+        if shutil.which("fio") is None:
             self.absent["fio"] = "not installed"
         for name, why in self.absent.items():
             self.say(f"{name} is left out: {why}")

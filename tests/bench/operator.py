@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,24 +22,18 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_operator.core.content import content_name
-from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
-from snapshot_operator.runtime.cluster import Cluster
-from snapshot_operator.runtime.interpreter import Interpreter
-from snapshot_operator.runtime.manager import Manager
-from snapshot_operator.runtime.spans import Spans
 from snapshot_shared.api import VerifyRequest
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import DeviceRef
-from snapshot_shared.telemetry import Telemetry
 from tests.bench import common
 from tests.bench.common import Benchmark, Judged, Results, goal
 from tests.bench.machine import memory_mb
 from tests.support.objects import checkpoint_document, presence
-from tests.support.operator_world import MemoryOrders, World
+from tests.support.operator_world import World
 
 TITLE = "Operator"
 FULL = 10_000
@@ -212,8 +206,9 @@ def of_checkpoint(model: dict[str, Any], kind: str, number: int) -> Any:
 
 async def read(path: Path) -> dict[str, float]:
     """Measure an operator that starts on a store; in a process of its own."""
-    store = SqliteStore(path, timestamp=lambda: "now").open()
-    spent, cluster, manager = operator(store)
+    world = World(store=SqliteStore(path, timestamp=lambda: "now").open())
+    world.now = 1_800_000_000.0
+    cluster, manager, spent = world.cluster, world.manager, time.process_time
     gc.collect()
     began = spent()
     await cluster.sync()
@@ -234,22 +229,13 @@ async def read(path: Path) -> dict[str, float]:
     for kind, data in raw:
         cluster._take(Event("MODIFIED", decoders[kind].decode(data)))
     events = len(raw) / (spent() - began)
-    store.close()
+    world.store.close()
     return {"mb": memory, "sync_s": sync_s, "noop": noop, "events": events}
 
 
 def newer(value: Any) -> Any:
     version = str(10**9 + int(value.metadata.resource_version))
     return replace(value, metadata=replace(value.metadata, resource_version=version))
-
-
-def operator(store: SqliteStore) -> tuple[Callable[[], float], Cluster, Manager]:
-    cluster = Cluster(store, INDEXES)
-    orders, now = MemoryOrders(), lambda: 1_800_000_000.0
-    spans = Spans(Telemetry("snap-operator", "operator", "0"), now)
-    interpreter = Interpreter(cluster, orders, spans)
-    manager = Manager(cluster, CONTROLLERS, interpreter, now, jitter=lambda: 1.0)
-    return time.process_time, cluster, manager
 
 
 async def capture_cost(count: int) -> float:
@@ -323,7 +309,6 @@ def ms(seconds: float) -> str:
 
 def lines(found: Results) -> Iterator[str]:
     count, pods = found.facts["count"], max(found.facts["count"] // 10, 1)
-    yield f"## {TITLE}\n"
     yield (
         f"`make bench-operator COUNT={count}`: {count:,} DynamoCheckpoints, {pods:,} pods and as\n"
         "many contents in the store. Processor-seconds of the operator's decisions and its\n"
@@ -338,7 +323,7 @@ def table(rows: Iterable[Judged]) -> Iterator[str]:
 
 
 NUMBERS: common.Numbers = {"count": (FULL, 10, f"of checkpoints ({FULL:,}, without which no page)")}
-BENCH = Benchmark("operator", __doc__, NUMBERS, measure, lines, judged)
+BENCH = Benchmark("operator", TITLE, __doc__, NUMBERS, measure, lines, judged)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--store"]:

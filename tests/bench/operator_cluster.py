@@ -91,9 +91,7 @@ def prepare(cluster: machines.Cluster) -> None:
 
 
 async def turns(kubeconfig: str, options: argparse.Namespace, found: Results) -> None:
-    contenders = [
-        name for name in CONTENDERS if name != PEER or common.has_peer(PEER, options.peers)
-    ]
+    contenders = common.present(CONTENDERS, PEER, options.peers)
     async with KubeClient(await load_configuration(kubeconfig)) as client:
         objects = await fill(client, options.count, max(options.count // 10, 1))
         for number in range(options.rounds):
@@ -101,8 +99,8 @@ async def turns(kubeconfig: str, options: argparse.Namespace, found: Results) ->
             for name in contenders[:: -1 if number % 2 else 1]:
                 common.say(f"round {number + 1} of {options.rounds}: {name}")
                 words = ("operator_watchers", name, kubeconfig, objects.all)
-                with common.contender(*words, peers=options.peers) as (process, line):
-                    one = Contender(name, process, json.loads(line))
+                with common.contender(*words, peers=options.peers) as started:
+                    one = Contender(name, started.process, json.loads(started.said))
                     async for what, value in turn(one, client, objects):
                         found.add(what, name, value)
         common.say("calls of the API server")
@@ -303,7 +301,6 @@ def judged(found: Results) -> Iterator[Judged]:
 
 def lines(found: Results) -> Iterator[str]:
     count, pods = found.facts["count"], max(found.facts["count"] // 10, 1)
-    yield f"## {TITLE}\n"
     yield (
         f"`make bench-operator CLUSTER=1 PEERS=1 COUNT={count}`: {count:,} DynamoCheckpoints and\n"
         f"{pods:,} pods in an API server of this machine, over TLS. {found.rounds} rounds,\n"
@@ -334,7 +331,7 @@ def _cells(samples: Rows, name: str) -> Sequence[str]:
 
 NUMBERS = {**operator.NUMBERS, "rounds": (ROUNDS, 1, "")}
 BENCH = Benchmark(
-    "operator_cluster", __doc__, NUMBERS, measure, lines, judged, programs.lacking, PEER
+    "operator_cluster", TITLE, __doc__, NUMBERS, measure, lines, judged, programs.lacking, PEER
 )
 
 if __name__ == "__main__":

@@ -276,7 +276,6 @@ def _beyond(samples: Sequence[float], limits: Sequence[float]) -> list[float]:
 
 
 def lines(found: Results) -> Iterator[str]:
-    yield f"## {TITLE}\n"
     yield (
         f"Written by `make bench-pause`: {found.rounds} rounds in a local cluster, sizes in turn.\n"
         "The pause is from the step `quiesce` to the end of the step `signal`, in the spans\n"
@@ -309,7 +308,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> Results:
 
 
 NUMBERS: common.Numbers = {"size-mib": ([64, 512], 4, ""), "rounds": (5, 1, "")}
-BENCH = Benchmark("pause", __doc__, NUMBERS, measure, lines, judged)
+BENCH = Benchmark("pause", TITLE, __doc__, NUMBERS, measure, lines, judged)
 
 if __name__ == "__main__":
     common.run(BENCH.main)

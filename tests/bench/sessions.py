@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import grpc
 
@@ -28,7 +27,7 @@ from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from snapback_client import frames
 from snapback_client.lease import Lease
-from tests.bench.common import Rows, contender, rotated
+from tests.bench.common import Contender, Rows, contender, rotated
 from tests.bench.goals import AIO, BARE, REGIONS, Calls, hand_over
 from tests.bench.machine import Watch
 
@@ -56,19 +55,6 @@ ENTRIES = [
 Call = Callable[[], Awaitable[object]]
 
 
-class Server(NamedTuple):
-    """The device that it has, and its process."""
-
-    device: str
-    pid: int
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor-seconds of all its threads so far."""
-        # The clock of a process is numbered by its id: CPUCLOCK_SCHED in Linux' posix-timers.h.
-        return time.clock_gettime((~self.pid << 3) | 2)
-
-
 def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
     """Let all take turns in every round, `calls` calls each; then hand over regions."""
     seconds: Rows = {}
@@ -76,13 +62,12 @@ def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
     watch = Watch()
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as path,
-        contender("sessions", path) as (process, device),
+        contender("sessions", path) as server,
     ):
-        server = Server(device, process.pid)
         asyncio.run(_calls(Path(path), server, rounds, calls, (seconds, cpu), say))
         for count in REGIONS:
             say(f"hand over {count:,} regions")
-            with _leased(path, server.device, count) as (lease, ids):
+            with _leased(path, server.said, count) as (lease, ids):
                 for _ in range(rounds):
                     times = [_handed_over(lease, ids) for _ in range(TIMES)]
                     row = seconds.setdefault(hand_over(count), {})
@@ -118,7 +103,7 @@ def _handed_over(lease: Lease, ids: list[str]) -> float:
 
 async def _calls(
     folder: Path,
-    server: Server,
+    server: Contender,
     rounds: int,
     calls: int,
     found: tuple[Rows, Rows],
@@ -126,7 +111,7 @@ async def _calls(
 ) -> None:
     seconds, cpu = found
     async with _bare(folder) as bare, _grpc(folder) as by_aio:
-        with _leased(str(folder), server.device, 0) as (lease, _), _sync(folder) as by_sync:
+        with _leased(str(folder), server.said, 0) as (lease, _), _sync(folder) as by_sync:
 
             async def by_lease() -> object:
                 return lease.allocations()

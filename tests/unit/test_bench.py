@@ -429,8 +429,8 @@ def test_a_check_ends_with_status_one_when_a_ratio_is_missed(
     assert (MISSED in capsys.readouterr().out) == bool(status)
 
 
-BENCHES = (agent.BENCH, beside.BENCH, bus.BENCH, operator.BENCH, on_cluster.BENCH, pause.BENCH)
-MAINS = {"gms": main, "engines": engines.main, **{bench.name: bench.main for bench in BENCHES}}
+SECTIONS = (agent, beside, bus, engines, operator, on_cluster, pause)
+MAINS = {"gms": main, **{each.BENCH.name: each.BENCH.main for each in SECTIONS}}
 
 
 @each(
@@ -468,11 +468,11 @@ def test_a_page_and_its_json_are_written_whole(tmp_path: Path) -> None:
         return [common.goal("of", "row", "what", found.samples["row"]["a"][0], most=1)]
 
     def lines(found: Results) -> Iterator[str]:
-        yield "## Title\n\nText."
+        yield "Text."
         yield from common.goal_table(judged(found))
 
     page, json = tmp_path / "page.md", tmp_path / "found.json"
-    made = common.Benchmark("none", "", {"rounds": (5, 1, "")}, measure, lines, judged)
+    made = common.Benchmark("none", "Title", "", {"rounds": (5, 1, "")}, measure, lines, judged)
     words = ["--folder", tmp_path, "--page", page, "--json", json, "--rounds"]
     assert made.main([*map(str, words), "3"]) == 1
     assert made.main([*map(str, words), "1"]) == 0
