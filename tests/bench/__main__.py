@@ -1,4 +1,4 @@
-"""`python -m tests.bench gms` measures, `python -m tests.bench check FILE` judges what was found.
+"""`python -m tests.bench gms` measures saves, loads and calls, `sessions` the calls alone.
 
 The status is 1 when a ratio is missed, and 2 when a request makes no sense.
 """
@@ -12,8 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import msgspec
 
 from snapback_client.reservation import HUGE_PAGE
 from tests.bench import common, sessions
@@ -43,15 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--no-huge-pages", action="store_true", help="do not have the host set huge pages aside"
     )
     common.add_options(commands.add_parser("sessions", help="calls beside grpc.aio alone"), CALLS)
-    check = commands.add_parser("check", help="compare with the goals")
-    check.add_argument("file", type=Path)
     options = parser.parse_args(words)
-    if options.command == "check":
-        try:
-            results = msgspec.json.decode(options.file.read_bytes(), type=Results)
-        except (OSError, msgspec.MsgspecError) as error:
-            parser.error(f"{options.file} holds no results: {error}")
-        return report(results)
     if options.command == "gms" and options.short:
         vars(options).update(SHORT)
     common.check_options(parser, options, NUMBERS if options.command == "gms" else CALLS)
