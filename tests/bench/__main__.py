@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -77,9 +76,7 @@ def measured(options: argparse.Namespace) -> Iterator[Results]:
     if options.command == "sessions":
         yield Results(machine=machine, calls=calls)
         return
-    if options.peers:
-        # Last, so that whatever is here already stays what it is.
-        sys.path.append(str(options.peers.absolute()))
+    common.use_peers(options.peers)
     transfers: list[Transfers] = []
     for mib in options.size_mib:
         transfers.append(transferred(options, mib * MIB))

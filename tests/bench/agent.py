@@ -37,7 +37,7 @@ from snapshot_shared.orders import PodRef
 from tests.bench import common
 from tests.bench.common import MIB, ROOT, Benchmark, Judged, Results, goal
 from tests.bench.disk import drop, huge_pages, raw_transfer, warm
-from tests.bench.machine import new_memory
+from tests.bench.machine import recycle
 from tests.support.container import command
 
 TOOLS = ROOT / ".tools"
@@ -182,20 +182,12 @@ class Bench:
 
         # Whoever is first finds another machine than who comes after it.
         for each in common.rotated((snapback, criu, disk), (number - 1) % 3, 3):
-            self._recycle()
+            # What a contender needs, and the cache of its files.
+            recycle(2 * self.size)
             await each()
         for row, ready in ((CACHED, warm), (COLD, drop)):
             await self._restores(part, files, number, row, ready)
         shutil.rmtree(part)
-
-    def _recycle(self) -> None:
-        """Touch and release as much memory as a contender needs, and the cache of its files.
-
-        The host of a virtual machine may have taken it back, and gives it slowly.
-        """
-        size = 2 * self.size
-        with opened(new_memory(size, in_huge_pages=False)) as fd:
-            os.posix_fallocate(fd, 0, size)
 
     async def _dump(self, worker: Worker, part: Path) -> Dump:
         with opened(os.open(part, os.O_RDONLY | os.O_DIRECTORY)) as fd:
@@ -237,7 +229,7 @@ class Bench:
         for name in names if number % 2 else reversed(names):
             placeholder = self._contained("/snapback/snapback-init")
             try:
-                self._recycle()
+                recycle(2 * self.size)
                 ready(part)
                 if name == "criu":
                     taken = self._bare_restore(placeholder.worker.process.pid, part)

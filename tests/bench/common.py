@@ -322,11 +322,11 @@ def present(contenders: Iterable[str], peer: str, peers: Path | None) -> list[st
     return [name for name in contenders if name != peer or is_there]
 
 
-def use_peers() -> None:
-    """Import from the folder of peers that a contender was started with."""
-    if peers := os.environ.get("BENCH_PEERS"):
+def use_peers(folder: Path | None = None) -> None:
+    """Import from a folder of peers, or from that with which a contender was started."""
+    if peers := folder or os.environ.get("BENCH_PEERS"):
         # Last, so that whatever is here already stays what it is.
-        sys.path.append(peers)
+        sys.path.append(str(Path(peers).absolute()))
 
 
 class Contender(NamedTuple):

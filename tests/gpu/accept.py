@@ -28,7 +28,6 @@ import resource
 import select
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -103,7 +102,10 @@ class Child:
         )
 
     def hear(self, within_s: float = 120.0) -> Any:
-        """Wait for the next thing it says. Broken when it ends before that."""
+        """Wait for the next thing it says.
+
+        Broken when it ends before that, and Skipped when it says what it is missing.
+        """
         if not select.select([self.process.stdout], [], [], within_s)[0]:
             raise Broken(f"{self._role} said nothing for {within_s:.0f} s")
         line = self.process.stdout.readline()
@@ -113,7 +115,10 @@ class Child:
             lines = [line for line in written.splitlines() if not line.startswith("Next: ")]
             last = lines[-1] if lines else ""
             raise Broken(f"{self._role} ended with {status}: {last}", written)
-        return json.loads(line)
+        said = json.loads(line)
+        if isinstance(said, dict) and "missing" in said:
+            raise Skipped(said["missing"])
+        return said
 
     def tell(self, word: str = "") -> None:
         self.process.stdin.write(f"{word}\n".encode())
@@ -155,6 +160,12 @@ class Run:
     def start(self, role: str, *arguments: object, **environment: str) -> Child:
         child = Child(role, arguments, environment)
         self._children.append(child)
+        return child
+
+    def begun(self, role: str, *arguments: object) -> Child:
+        """Start a role, and wait until it says something."""
+        child = self.start(role, *arguments)
+        child.hear()
         return child
 
     def ask(self, role: str, *arguments: object, **environment: str) -> Any:
@@ -221,13 +232,11 @@ def footprint(run: Run) -> None:
     uuid, size, before = run.device["uuid"], run.size(0.1, GIB), run.used()
     with run.serving() as folder:
         idle = run.used() - before
-        bare = run.start("context", uuid)
-        bare.hear()
+        bare = run.begun("context", uuid)
         context = run.used() - before - idle
         run.kill(bare)
         run.settled(before + idle + SLACK)
-        client = run.start("hold", folder, uuid, size, "asleep")
-        client.hear()
+        client = run.begun("hold", folder, uuid, size, "asleep")
         asleep = run.used() - before - size
         run.kill(client)
         gone = run.settled(before + size + SLACK) - before - size
@@ -264,8 +273,7 @@ def full_device(run: Run) -> None:
     found |= run.ask("fill", uuid)
     with run.serving() as folder:
         # It has its context before the device is full.
-        client = run.start("allocate", folder, uuid, run.size(0.3, 64 * GIB))
-        client.hear()
+        client = run.begun("allocate", folder, uuid, run.size(0.3, 64 * GIB))
         foreign = run.start("eat", uuid, 0.9)
         found["foreign_bytes"] = foreign.hear()
         client.tell()
@@ -282,10 +290,8 @@ def killed_processes(run: Run) -> None:
     """A reader that writes faults alone; what a killed reader or writer had is free again."""
     uuid, size, found = run.device["uuid"], run.size(0.05, 512 * MIB), run.found
     with run.serving() as folder:
-        owner = run.start("hold", folder, uuid, size, "awake")
-        owner.hear()
-        reader = run.start("read", folder, uuid)
-        reader.hear()
+        run.begun("hold", folder, uuid, size, "awake")
+        reader = run.begun("read", folder, uuid)
         vandal = run.start("vandal", folder, uuid)
         require(vandal.hear() == "tries", "the reader that writes did not come so far")
         found["vandal"] = vandal.hear()
@@ -294,8 +300,7 @@ def killed_processes(run: Run) -> None:
         require(reader.hear() == "read", "the fault of one process ended another")
         run.kill(reader)
         before = run.used()
-        writer = run.start("write", folder, uuid, size)
-        writer.hear()
+        writer = run.begun("write", folder, uuid, size)
         during = run.used()
         require(during >= before + size, "the writer has no memory")
         begin = time.monotonic()
@@ -335,11 +340,9 @@ def gds(run: Run) -> None:
     threads = max(map(int, run.options.threads.split(",")))
     with tempfile.TemporaryDirectory(prefix="accept-", dir=run.options.folder) as folder:
         run.found |= run.ask("gds", folder, run.device["index"], size, threads)
-    found = run.found
-    if "missing" in found:
-        raise Skipped(found["missing"])
-    if found["way"] != "gds":
-        raise Skipped(f"there is no GPUDirect Storage here, and the host has read it all: {found}")
+    if run.found["way"] != "gds":
+        why = "there is no GPUDirect Storage here, and the host has read it all"
+        raise Skipped(f"{why}: {run.found}")
 
 
 def pytorch(run: Run) -> None:
@@ -364,15 +367,11 @@ def checkpoints(run: Run) -> None:
     uuid, size = run.device["uuid"], run.size(0.05, 512 * MIB)
     failed = []
     with run.serving() as folder:
-        owner = run.start("hold", folder, uuid, size, "awake")
-        owner.hear()
+        run.begun("hold", folder, uuid, size, "awake")
         for state in ("asleep", "awake"):
             worker = run.start("worker", folder, uuid, state)
             first, before = worker.hear(), run.used()
-            done = run.ask("checkpoint", worker.process.pid)
-            if "missing" in done:
-                raise Skipped(done["missing"])
-            run.found[state] = done
+            run.found[state] = done = run.ask("checkpoint", worker.process.pid)
             is_through = list(done["status"].values()) == [0] * 4
             # Awake it has imports, which not every driver checkpoints: what it says is noted.
             if not is_through and state == "asleep":
@@ -402,10 +401,7 @@ def controls(run: Run) -> None:
     for kind in CONTROLS:
         process = run.start("control", kind)
         first = process.hear()
-        done = run.ask("checkpoint", process.process.pid)
-        if "missing" in done:
-            raise Skipped(done["missing"])
-        run.found[kind] = done
+        run.found[kind] = done = run.ask("checkpoint", process.process.pid)
         statuses = list(done["status"].values())
         if statuses == [0] * 4:
             process.tell()
@@ -442,8 +438,6 @@ def captures(run: Run) -> None:
         child = run.start("captures", folder, mib, run.options.engines)
         try:
             while (said := child.hear(run.options.limit_s)) is not None:
-                if "missing" in said:
-                    raise Skipped(said["missing"])
                 run.found |= said
                 found = said.items()
                 failed += [f"{case}: {row['failed']}" for case, row in found if "failed" in row]
@@ -651,11 +645,11 @@ def role_context(uuid: str) -> None:
 
 def role_hold(folder: str, uuid: str, size: str, state: str) -> None:
     """Commit memory, and hold it awake or asleep."""
-    import numpy as np
+    from tests.gpu.engine import pattern
 
     pool = connected(folder, uuid, "RW")
     array = pool.allocate("weights", int(size), "uint8")
-    array.set(np.resize(np.arange(251, dtype="u1"), int(size)))
+    array.set(pattern(int(size)))
     pool.commit()
     if state == "asleep":
         pool.sleep()
@@ -875,12 +869,13 @@ def of_cuda(kind: str) -> Callable[[], int]:
     import numpy as np
 
     from snapback_client.cuda import CudaDriver
+    from tests.gpu.engine import pattern
 
     driver, size = CudaDriver(), 64 * MIB
     call = driver.call
     device = call("cuDeviceGet", 0)
     call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
-    given = np.resize(np.arange(251, dtype="u1"), size)
+    given = pattern(size)
     back = np.zeros_like(given)
 
     def right() -> int:
@@ -1003,6 +998,8 @@ def role_captures(folder: str, mib: str, engines: str) -> None:
 
 def one_capture(cluster: Cluster, number: int, kind: str, driver: str, mib: int) -> dict[str, Any]:
     """Capture an engine, end it, and restore it."""
+    from tests.support.ports import free_port
+
     name, port, found = f"engine-{number}", free_port(), {}
     marks = {"capture_driver": driver} if driver != "cooperative" else {}
     try:
@@ -1032,11 +1029,6 @@ def one_capture(cluster: Cluster, number: int, kind: str, driver: str, mib: int)
         found["failed"] = str(error)
         found["log"] = cluster.run("logs", name).stdout[-1000:]
     return found
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        return int(taken.getsockname()[1])
 
 
 class Transfers:
