@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from snapback_client.reservation import HUGE_PAGE
@@ -72,7 +72,7 @@ def check_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 def measured(options: argparse.Namespace) -> Iterator[Results]:
     """Measure what is asked for, and yield all that is measured, after each size again."""
     machine = describe(options.folder)
-    calls = sessions.measure(options.rounds, options.calls, common.say)
+    calls = sessions.measure(options.rounds, options.calls)
     if options.command == "sessions":
         yield Results(machine=machine, calls=calls)
         return
@@ -83,9 +83,7 @@ def measured(options: argparse.Namespace) -> Iterator[Results]:
         yield Results(machine=machine, transfers=transfers, calls=calls)
 
 
-def transferred(
-    options: argparse.Namespace, size: int, say: Callable[[str], None] = common.say
-) -> Transfers:
+def transferred(options: argparse.Namespace, size: int) -> Transfers:
     """Measure saves and loads of one size. Its memory is given back before the next."""
     with (
         huge_pages_set_aside(0 if options.no_huge_pages else size + HUGE_PAGE) as are_there,
@@ -95,7 +93,6 @@ def transferred(
                 Path(folder),
                 size,
                 options.rounds,
-                say,
                 in_huge_pages=are_there and not options.no_huge_pages,
             )
         ) as bench,

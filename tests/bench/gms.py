@@ -30,7 +30,7 @@ from snapshot_shared.codec import decode_json
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.keys import ArtifactKeys
 from tests.bench import disk, goals
-from tests.bench.common import MIB, Rows, rotated
+from tests.bench.common import MIB, Rows, rotated, say
 from tests.bench.machine import Watch, highest_bytes, recycle, reported_bytes
 from tests.bench.peers import LOADERS, SAVERS, Peer, tried
 from tests.bench.regions import CHUNKS, Memory, Region
@@ -83,16 +83,8 @@ class Turn:
 class Bench:
     """One run: contenders take turns in a folder of the disk that is measured."""
 
-    def __init__(
-        self,
-        folder: Path,
-        size: int,
-        rounds: int,
-        say: Callable[[str], None],
-        *,
-        in_huge_pages: bool,
-    ) -> None:
-        self.folder, self.rounds, self.say = folder, rounds, say
+    def __init__(self, folder: Path, size: int, rounds: int, *, in_huge_pages: bool) -> None:
+        self.folder, self.rounds = folder, rounds
         # Whole pages for every one of many allocations.
         self.size = size - size % (SMALL * mmap.PAGESIZE)
         self.seconds: Rows = {}
@@ -118,7 +110,7 @@ class Bench:
             memory.close()
 
     def run(self) -> goals.Transfers:
-        self.say(f"{goals.size_text(self.size)}: fill memory, try each peer")
+        say(f"{goals.size_text(self.size)}: fill memory, try each peer")
         for memory in self.memories:
             memory.fill()
         for at, pages in enumerate(self.staging):
@@ -130,7 +122,7 @@ class Bench:
         if shutil.which("fio") is None:
             self.absent["fio"] = "not installed"
         for name, why in self.absent.items():
-            self.say(f"{name} is left out: {why}")
+            say(f"{name} is left out: {why}")
         # What is imported by now stays, and need not be looked at before each turn.
         gc.freeze()
         groups = [group(shape) for shape in goals.SHAPES for group in (self._saves, self._loads)]
@@ -175,7 +167,7 @@ class Bench:
         text = f"{goals.size_text(self.size)}: round {number + 1} of {self.rounds}, {share:.0%}"
         if share:
             text += f", about {(now - self.begin) * (1 / share - 1):.0f} s left"
-        self.say(f"{text}: {turn.row}, {turn.name}")
+        say(f"{text}: {turn.row}, {turn.name}")
 
     def _take(self, turn: Turn) -> None:
         """Let a contender have its turn, on memory that is there."""
@@ -207,7 +199,7 @@ class Bench:
 
     def _leave_out(self, name: str, why: str) -> None:
         """Go on without one that failed: what it has done so far compares with nothing."""
-        self.say(f"{name} is left out: {why}")
+        say(f"{name} is left out: {why}")
         self.absent[name] = why.partition("\n")[0]
         for rows in (self.seconds, self.cpu):
             for row in rows.values():

@@ -59,9 +59,9 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     calls: int
     seconds: Rows
-    cpu: Rows = {}
+    cpu: Rows
     """Processor-seconds of one call, by the end that takes them: client and server."""
-    others: float = 0.0
+    others: float
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,10 +265,7 @@ def judged_calls(results: Calls) -> list[Judged]:
     found = [judged_bound(of, bound, rows, results.others) for bound in BOUNDS]
     for count, most in HANDED_OVER_S.items():
         row, wanted = hand_over(count), f"≤ {most * 1e3:g} ms"
-        samples = rows.get(row, {}).get("gms")
-        if not samples:
-            found.append(Judged(of, row, "time", wanted, "", "not measured", "it was not run"))
-            continue
+        samples = rows[row]["gms"]
         taken = median(samples)
         verdict, why = decided(most / taken, {"gms": samples}, others=results.others, suffers=False)
         found.append(Judged(of, row, "time", wanted, f"{taken * 1e3:.2f} ms", verdict, why))
@@ -277,28 +274,23 @@ def judged_calls(results: Calls) -> list[Judged]:
 
 def judged_bound(of: str, bound: Bound, seconds: Rows, others: float) -> Judged:
     """Compare a call of ours with that of a rival."""
-    row, wanted = seconds.get(bound.row, {}), f"≤ {bound.most:g} x"
-    ours, rival = row.get("gms"), row.get(bound.rival)
-    if not ours or not rival:
-        return Judged(of, bound.row, bound.rival, wanted, "", "not measured", "it was not run")
+    ours, rival = (seconds[bound.row][name] for name in ("gms", bound.rival))
     ratio = median(ours) / median(rival)
-    verdict: Verdict
     verdict, why = decided(
         bound.most / ratio,
         {"gms": ours, bound.rival: rival},
         others=others,
         suffers=bound.rival == AIO and bound.row == P99,
     )
+    wanted = f"≤ {bound.most:g} x"
     return Judged(of, bound.row, bound.rival, wanted, f"{ratio:.2f} x", verdict, why)
 
 
 def both_ends(cpu: Rows) -> dict[str, list[float]]:
     """Add what client and server take, round by round."""
-    ends = list(cpu.values())
-    names = [name for name in (ends[0] if ends else ()) if all(name in end for end in ends)]
     return {
-        name: [sum(each) for each in zip(*(end[name] for end in ends), strict=True)]
-        for name in names
+        name: [sum(each) for each in zip(client, cpu["server"][name], strict=True)]
+        for name, client in cpu["client"].items()
     }
 
 
@@ -451,9 +443,9 @@ def _call_lines(results: Calls) -> Iterator[str]:
 def _call_rows(results: Calls) -> Iterator[Sequence[str]]:
     for row, contenders in results.seconds.items():
         for name, samples in contenders.items():
-            cpu = [results.cpu.get(end, {}).get(name) for end in ("client", "server")]
+            cpu = [results.cpu[end][name] for end in ("client", "server")]
             # What a call costs is the same whatever the percentile.
-            costs = (common.middle(x, scale=1e6) if x and row.endswith("p50") else "" for x in cpu)
+            costs = (common.middle(x, scale=1e6) if row.endswith("p50") else "" for x in cpu)
             yield (
                 row,
                 name,

@@ -27,7 +27,7 @@ from gms.handlers.memory_server import MemoryServer
 from gms.handlers.sessions import LeaseSessions
 from snapback_client import frames
 from snapback_client.lease import Lease
-from tests.bench.common import Contender, Rows, contender, rotated
+from tests.bench.common import Contender, Rows, contender, rotated, say
 from tests.bench.goals import AIO, BARE, REGIONS, Calls, hand_over
 from tests.bench.machine import Watch
 
@@ -55,7 +55,7 @@ ENTRIES = [
 Call = Callable[[], Awaitable[object]]
 
 
-def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
+def measure(rounds: int, calls: int) -> Calls:
     """Let all take turns in every round, `calls` calls each; then hand over regions."""
     seconds: Rows = {}
     cpu: Rows = {"client": {}, "server": {}}
@@ -64,7 +64,7 @@ def measure(rounds: int, calls: int, say: Callable[[str], None]) -> Calls:
         tempfile.TemporaryDirectory(prefix="bench-") as path,
         contender("sessions", path) as server,
     ):
-        asyncio.run(_calls(Path(path), server, rounds, calls, (seconds, cpu), say))
+        asyncio.run(_calls(Path(path), server, rounds, calls, (seconds, cpu)))
         for count in REGIONS:
             say(f"hand over {count:,} regions")
             with _leased(path, server.said, count) as (lease, ids):
@@ -107,7 +107,6 @@ async def _calls(
     rounds: int,
     calls: int,
     found: tuple[Rows, Rows],
-    say: Callable[[str], None],
 ) -> None:
     seconds, cpu = found
     async with _bare(folder) as bare, _grpc(folder) as by_aio:

@@ -335,9 +335,9 @@ class Node(Rig):
         driven = {"driver": "criu"} if verb in DRIVEN else {}
         return super().common(verb, owner, attempt) | driven
 
-    async def artifact(self, name: str = "source") -> ArtifactRef:
+    async def artifact(self) -> ArtifactRef:
         """Capture a worker of its own."""
-        return await self.captured(await self.container(name), fresh_uid())  # type: ignore[arg-type]
+        return await self.captured(await self.container("source"), fresh_uid())  # type: ignore[arg-type]
 
     async def waiting(
         self, artifact: ArtifactRef, **options: Any

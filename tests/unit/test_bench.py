@@ -344,7 +344,7 @@ def test_a_peer_that_cannot_is_left_out_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_fails_in_a_run_is_left_out_and_ours_ends_it(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, 16 * MIB, 1, print, in_huge_pages=False)
+    bench = Bench(tmp_path, 16 * MIB, 1, in_huge_pages=False)
     region = bench.regions["ordinary", SHAPES[0]]
     region.memory.fill()
     bench.wanted[1] = region.looked_at()
