@@ -139,11 +139,11 @@ class Due(NamedTuple):
     left: Sequence[tuple[Step, int]]
 
 
-def due(landing: Landing, steps: Sequence[Step] = STEPS) -> Due:
+def due(landing: Landing) -> Due:
     """Return the steps of a landing."""
-    turns = [step for step in steps if step.when not in (When.ALWAYS, When.PROOFS)]
+    turns = [step for step in STEPS if step.when not in (When.ALWAYS, When.PROOFS)]
     return Due(
-        [step for step in steps if step.when in (When.ALWAYS, landing.turn)],
+        [step for step in STEPS if step.when in (When.ALWAYS, landing.turn)],
         [
             (step, landing.number + (step.when.value - landing.number) % TURNS)
             for step in turns

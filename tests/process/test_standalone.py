@@ -24,7 +24,7 @@ from tests.bench import engines
 from tests.integration.gms.test_run import ask
 from tests.integration.snapshotctl.conftest import Cli, needs_engines
 from tests.process import node as nodes
-from tests.process.node import INIT, PYTHON, WORKER, Node, Pause, are_whole
+from tests.process.node import INIT, PYTHON, REPOSITORY, WORKER, Node, Pause, are_whole
 from tests.support.agent_rig import Pod, fresh_uid, is_gone
 from tests.support.live_cluster import LiveCluster, find, snapshot
 from tests.support.ports import free_port
@@ -33,7 +33,6 @@ from tests.support.waiting import until
 # A plain process has the mounts of this machine, so that none may come or go meanwhile.
 pytestmark = pytest.mark.xdist_group("mounts")
 
-ROOT = Path(__file__).parents[2]
 STATES = Path(__file__).with_name("state_worker.py")
 SHORT = ("--size-mib", "16", "--warm-up", "short")
 
@@ -200,7 +199,7 @@ async def test_a_worker_that_only_waits_is_restored_though_it_writes_no_file(
 
 def lost_by_criu() -> set[str]:
     """Return the states of which the documentation says that CRIU does not bring them back."""
-    text = (ROOT / "docs/how-to/after-a-restore.md").read_text()
+    text = (REPOSITORY / "docs/how-to/after-a-restore.md").read_text()
     _, _, section = text.partition("## What CRIU does not bring back\n")
     names, _, _ = section.partition("\n## ")
     rows = re.findall(r"^\| (?!state |---)(.+?) \|", names, re.MULTILINE)
