@@ -28,8 +28,8 @@ def put(path: Path, data: bytes, mode: int = 0o600) -> Path:
     return path
 
 
-def put_encryption(folder: Path, name: str = "encryption.key") -> Path:
-    return put(folder / name, os.urandom(32))
+def put_encryption(folder: Path) -> Path:
+    return put(folder / "encryption.key", os.urandom(32))
 
 
 def put_signing(folder: Path, *, trusted: Path | None = None) -> Ed25519PrivateKey:

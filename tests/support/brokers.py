@@ -56,14 +56,12 @@ class RealBroker:
         os.waitid(os.P_PID, self._server.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
-        """Let it go on."""
         os.kill(self._server.pid, signal.SIGCONT)
 
     async def delete_stream(self, name: str) -> None:
         await self._admin.client.jetstream().delete_stream(name)
 
     async def limit(self, name: str, **limits: Any) -> None:
-        """Change limits of a stream."""
         config = next(found for found in STREAMS if found.name == name)
         await self._admin.client.jetstream().update_stream(config.evolve(**limits))
 

@@ -34,9 +34,7 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def browser(
-    profile: Path, *, width: int = 1280, height: int = 900, dark: bool = False
-) -> Iterator[Browser]:
+def browser(profile: Path, *, dark: bool = False) -> Iterator[Browser]:
     """Run a browser with a fresh profile for the length of the block."""
     options = webdriver.ChromeOptions()
     options.binary_location = next(filter(None, map(shutil.which, CHROMIUM)))
@@ -45,7 +43,7 @@ def browser(
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
     try:
-        see_as(driver, width, height, dark=dark)
+        see_as(driver, 1280, 900, dark=dark)
         yield driver
     finally:
         driver.quit()

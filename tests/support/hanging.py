@@ -117,7 +117,6 @@ class HangingRoot:
 
     @contextlib.contextmanager
     def hanging(self, *names: str) -> Iterator[None]:
-        """Hang for the length of a block."""
         self.hang(*names)
         try:
             yield

@@ -21,7 +21,6 @@ class HelmError(Exception):
 
 
 def find() -> Path | None:
-    """Return the path of helm, if it is here."""
     return programs.find("helm")
 
 

@@ -32,7 +32,7 @@ from snapshotctl.adapters.operator_client import OperatorClient, connected
 from snapshotctl.domain import cluster as plans
 from snapshotctl.domain.cluster import ClusterRecord, NodeSpec, ProcessRecord
 from snapshotctl.domain.targets import Target
-from tests.support.objects import checkpoint_document
+from tests.support.objects import checkpoint_document, restore_document, snapshot_document
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "default"
@@ -46,43 +46,32 @@ LOOK_AGAIN_S = 2.0
 Holds = Callable[[list[AnyObject]], object]
 
 
-def worker_pod(node: str, gpus: int = 1) -> dict[str, Any]:
+def worker_pod(node: str) -> dict[str, Any]:
     """The spec of a small example worker that is ready as soon as it serves."""
     values = {"SIZE_MIB": "4", "WARMUP_REQUESTS": "0", "OPENBLAS_NUM_THREADS": "1"}
     container = {
         "name": "main",
         "command": ["python3", "deploy/examples/worker.py"],
         "env": [{"name": name, "value": value} for name, value in values.items()],
-        "resources": {"limits": {"nvidia.com/gpu": gpus}},
+        "resources": {"limits": {"nvidia.com/gpu": 1}},
     }
     return {"nodeSelector": {HOSTNAME_LABEL: node}, "containers": [container]}
 
 
 def checkpoint(name: str, node: str, policy: str = "Resume") -> dict[str, Any]:
-    """A checkpoint of a worker of its own."""
     template = {"spec": worker_pod(node)}
     return checkpoint_document(name, podTemplateSpec=template, sourcePolicy=policy)
 
 
 def pod(name: str, node: str, source: str | None = None) -> dict[str, Any]:
     """A pod with a worker, cold or restored from a checkpoint."""
-    annotations = {"nvidia.com/restore-from": source} if source else {}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "annotations": annotations},
-        "spec": worker_pod(node),
-    }
+    document = restore_document(name=name) | {"spec": worker_pod(node)}
+    document["metadata"]["annotations"] = {"nvidia.com/restore-from": source} if source else {}
+    return document
 
 
 def snapshot(name: str, source: str, policy: str, **spec: str) -> dict[str, Any]:
-    """A snapshot of a pod that runs."""
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name},
-        "spec": {"source": {"podRef": {"name": source}}, "sourcePolicy": policy, **spec},
-    }
+    return snapshot_document(name, source, sourcePolicy=policy, **spec)
 
 
 def find(values: Sequence[AnyObject], kind: str, name: str) -> Any:

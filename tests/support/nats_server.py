@@ -65,7 +65,6 @@ class NatsServer:
 
     @property
     def pid(self) -> int:
-        """The process id of the running server."""
         if self._process is None:
             raise RuntimeError("the server is not running")
         return self._process.pid
@@ -85,7 +84,6 @@ class NatsServer:
             raise
 
     async def start_async(self) -> None:
-        """As `start`, while the event loop goes on."""
         await asyncio.to_thread(self.start)
 
     def stop(self) -> None:
@@ -149,11 +147,9 @@ class NatsServer:
 
 
 @contextmanager
-def nats_server(
-    store: Path, *, arguments: Sequence[str] = (), address: str = "127.0.0.1"
-) -> Iterator[NatsServer]:
+def nats_server(store: Path, *, address: str = "127.0.0.1") -> Iterator[NatsServer]:
     """A running server, for tests and fixtures outside an event loop."""
-    server = NatsServer(store, arguments=arguments, address=address)
+    server = NatsServer(store, address=address)
     server.start()
     try:
         yield server

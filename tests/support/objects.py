@@ -61,7 +61,7 @@ def pod_document(name: str = "worker", **more: Any) -> dict[str, Any]:
     return document
 
 
-def snapshot_document(name: str, pod: str, **spec: Any) -> dict[str, Any]:
+def snapshot_document(name: str, pod: str = "", **spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "Snapshot",

@@ -245,9 +245,9 @@ class World:
         if order.verb == "run" and not payload(order)["standby"]:
             await self.report(order, "ready")
 
-    async def answer_all(self, *, rounds: int = 50) -> None:
+    async def answer_all(self) -> None:
         """Answer everything well until nothing is open."""
-        for _ in range(rounds):
+        for _ in range(50):
             if not self.open():
                 return
             for order in self.open():
@@ -305,11 +305,9 @@ class World:
         return self.cluster.get(kind, namespace, name)
 
     async def row(self, kind: str, name: str = "llm", type_: str = "Ready") -> Condition:
-        """Return a condition of an object, which must have it."""
         return row_of(await self.get(kind, name), type_)
 
     async def restore(self, pod: str) -> Any:
-        """Return the restore of a pod."""
         return self.cluster.get(
             "SnapshotRestore", "default", restore_name(await self.get("Pod", pod))
         )

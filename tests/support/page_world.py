@@ -42,7 +42,7 @@ from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters.inotify import appears
 from tests.support.builders import vector
 from tests.support.keyed_server import KeyedServer, keyed_server
-from tests.support.objects import checkpoint_document, pod_template
+from tests.support.objects import checkpoint_document, pod_template, restore_document
 
 GIB = 1024**3
 DIGEST = "sha256:" + "0" * 64
@@ -371,7 +371,6 @@ class PageWorld:
         return saves
 
     async def capture(self, bytes_a_gpu: int = 14 * GIB) -> None:
-        """Play a whole capture well."""
         await self.run_worker()
         saves = await self.prepare(bytes_a_gpu)
         await self.done(await self.order("release"), paused_s=PAUSED_S)
@@ -409,20 +408,19 @@ def checkpoint(name: str, *, node: str = "node-1", model: str = "", **meta: Any)
 
 def restored(name: str, source: str, node: str = "node-2") -> dict[str, Any]:
     spec = checkpoint(name, node=node)["spec"]["job"]["podTemplateSpec"]["spec"]
-    meta = {"name": name, "annotations": {"nvidia.com/restore-from": source}}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+    return restore_document(source, name) | {"spec": spec}
 
 
-async def lose_node(folder: Path, name: str = LOST) -> None:
+async def lose_node(folder: Path) -> None:
     """Write into the store of an operator that does not run that it has lost a node."""
     (folder / "operator").mkdir(mode=0o700, parents=True, exist_ok=True)
     now = time.time() - 600
     path = folder / "operator" / "objects.sqlite"
     store = SqliteStore(path, timestamp=lambda: timestamp(now)).open()
     device = PresenceDevice(
-        index=0, uuid=device_uuid(name, 0), product=PRODUCT, capacity_bytes=80 * GIB
+        index=0, uuid=device_uuid(LOST, 0), product=PRODUCT, capacity_bytes=80 * GIB
     )
-    presence = Presence(node=name, boot_id="boot", version="0.1.0", devices=[device], at=now)
+    presence = Presence(node=LOST, boot_id="boot", version="0.1.0", devices=[device], at=now)
     node = await store.create(node_from(presence, None, now))
     assert isinstance(node, Node)
     await store.update_status(node_absent(node, 95.0, now))

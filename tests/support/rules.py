@@ -187,12 +187,7 @@ async def _read_whole(root: Path, place: GenerationRef) -> str:
     artifacts = ArtifactRoot(root)
     path = root / place.namespace / place.content_uid / f"gen-{place.generation}" / ROOT_MANIFEST
     root_digest = digest(path.read_bytes())
-    ref = ArtifactRef(
-        namespace=place.namespace,
-        content_uid=place.content_uid,
-        generation=place.generation,
-        root_digest=root_digest,
-    )
+    ref = ArtifactRef(**place._asdict(), root_digest=root_digest)
     manifest = await artifacts.read_root(ref)
     for row in manifest.parts:
         part, part_digest = await artifacts.read_part(place, row.part)

@@ -154,7 +154,6 @@ async def idle(home: Path, seconds: float) -> int:
 
 
 def main() -> int:
-    """Read the arguments and run."""
     parser = argparse.ArgumentParser(prog="make soak")
     parser.add_argument("--captures", type=int, default=1000)
     parser.add_argument("--idle", type=float, help="only measure an idle cluster, for so long")

@@ -22,7 +22,6 @@ class Turn(NamedTuple):
     every: int = 1
 
     def of(self, rows: Sequence[T]) -> list[T]:
-        """Return the rows of this turn."""
         return [*rows[self.first - 1 :: self.every]]
 
 

@@ -203,7 +203,6 @@ def digests_of(pool: client.MemoryPool) -> dict[str, str]:
 
 
 def flip(path: Path, offset: int = 0) -> None:
-    """Change one bit of a file."""
     with path.open("r+b") as file:
         file.seek(offset)
         (byte,) = file.read(1)
