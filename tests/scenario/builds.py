@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from snapshot_shared.bus import Delivery
@@ -74,8 +73,6 @@ BUILDS = {build.name: build for build in (CURRENT_BUILD, OLDER, NEWER, NEXT)}
 
 
 class BuildBus(SimBus):
-    """The bus as a service of some build uses it."""
-
     build = CURRENT_BUILD
 
     async def publish(self, subject: str, payload: bytes, **options: Any) -> int:
@@ -87,16 +84,8 @@ class BuildBus(SimBus):
     async def put(self, bucket: str, key: str, value: bytes) -> None:
         await super().put(bucket, key, self.build.said(value))
 
-    async def request(
-        self,
-        subject: str,
-        payload: bytes,
-        *,
-        timeout_s: float = 5.0,
-        headers: Mapping[str, str] | None = None,
-    ) -> bytes:
-        said = self.build.said(payload)
-        return await super().request(subject, said, timeout_s=timeout_s, headers=headers)
+    async def request(self, subject: str, payload: bytes, **options: Any) -> bytes:
+        return await super().request(subject, self.build.said(payload), **options)
 
     def _delivery(self, stream: str, durable: str, message: Stored) -> Delivery:
         delivery = super()._delivery(stream, durable, message)

@@ -31,6 +31,7 @@ from tests.scenario import effects
 from tests.scenario.sim_os import SimFcntl, SimOs, SimSqlite
 
 ROOT = 1
+WINDOW = 3
 
 
 class Owner(NamedTuple):
@@ -259,7 +260,7 @@ class SimDisk:
         try:
             self.begin("fsync")
         except OSError:
-            self._spoil(number, node)
+            self._spoil(node)
             raise
         for effect in node.unsynced:
             self._unsynced.pop(effect, None)
@@ -273,7 +274,7 @@ class SimDisk:
             node.unsynced.clear()
             node.doubts.clear()
 
-    def _spoil(self, number: int, node: Node) -> None:
+    def _spoil(self, node: Node) -> None:
         for effect in node.unsynced:
             if isinstance(found := self._unsynced.get(effect), effects.Write):
                 node.doubts.append((found.offset, found.offset + len(found.new)))
@@ -381,17 +382,17 @@ class SimDisk:
                 effect.redo(image, effects.WHOLE)
         self._adopt(image, [effect for effect in pending if effect.machine != machine])
 
-    def legal_states(self, seen: set[int] | None = None, bound: int = 3) -> Iterator[SimDisk]:
+    def legal_states(self, seen: set[int] | None = None) -> Iterator[SimDisk]:
         """Give what a power loss of all machines may leave now, each different state once.
 
-        The last `bound` unsecured effects in every combination, with damage to one at a time;
+        The last `WINDOW` unsecured effects in every combination, with damage to one at a time;
         older ones all kept, all lost, cut off at one point, or one alone lost or kept. A state
         whose key is in `seen` is left out; the keys of the others are added.
         """
         pending = self._in_doubt()
         base = self._base(pending)
         seen = set() if seen is None else seen
-        for choice in _choices(pending, bound):
+        for choice in _choices(pending):
             image = dict(base)
             for effect, kept in zip(pending, choice, strict=True):
                 effect.redo(image, kept)
@@ -442,9 +443,9 @@ def _chosen(effect: effects.Effect, rng: Random) -> effects.Kept:
     return rng.choice((effects.LOST, effects.WHOLE, None)) or effect.any_damage(rng)
 
 
-def _choices(pending: list[effects.Effect], bound: int) -> Iterator[list[effects.Kept]]:
+def _choices(pending: list[effects.Effect]) -> Iterator[list[effects.Kept]]:
     count = len(pending)
-    older = max(0, count - bound)
+    older = max(0, count - WINDOW)
     for rest in (effects.LOST, effects.WHOLE) if older else (effects.WHOLE,):
         for window in itertools.product((effects.WHOLE, effects.LOST), repeat=count - older):
             choice = [rest] * older + list(window)

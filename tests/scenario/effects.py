@@ -45,7 +45,6 @@ class Effect:
         return {self.inode}
 
     def inodes(self) -> set[int]:
-        """Give the inodes that it concerns."""
         return {self.inode}
 
     def note(self, data: bytearray) -> None:

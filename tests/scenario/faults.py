@@ -21,10 +21,15 @@ from snapshot_shared.views import orders_of
 from tests.scenario.adversary import forge, thieves
 from tests.scenario.builds import BUILDS
 from tests.scenario.gpu import begin_crowd, begin_flood
+from tests.scenario.node import MOUNT, SHARED
 from tests.scenario.worker import Habits
-from tests.support.objects import checkpoint_document, pod_template, restore_document
-
-MOUNT = "/sim"
+from tests.support.objects import (
+    checkpoint_document,
+    pod_document,
+    pod_template,
+    restore_document,
+    snapshot_document,
+)
 
 if TYPE_CHECKING:
     from tests.scenario.loop import Process
@@ -82,9 +87,6 @@ class Settings(msgspec.Struct, frozen=True):
     """When somebody notes what is captured, and when one of that is named again."""
     cordoned: tuple[tuple[float, float, str], ...] = ()
     """When a node is cordoned, and when it is uncordoned again."""
-
-    def rate(self, index: int) -> float:
-        return self.rates[index % len(self.rates)]
 
 
 def settings_of(seed: int) -> Settings:
@@ -145,9 +147,11 @@ def settings_of(seed: int) -> Settings:
 
 def together() -> list[dict[str, Any]]:
     """Return a worker, a snapshot of it, and a pod that is restored from that."""
-    worker = restore_document("", "t", gpus=1)
-    del worker["metadata"]["annotations"]
-    return [worker, _snapshot("t", "t"), restore_document("t", "t-restored", gpus=1)]
+    return [
+        pod_document("t", gpus=1),
+        _snapshot("t", "t"),
+        restore_document("t", "t-restored", gpus=1),
+    ]
 
 
 def _together(seed: int) -> Iterator[tuple[Any, ...]]:
@@ -345,12 +349,7 @@ def _restore(name: str, source: str, rng: random.Random, nodes: int) -> dict[str
 
 
 def _snapshot(name: str, pod: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"source": {"podRef": {"name": pod}}, "deadlineSeconds": 120},
-    }
+    return snapshot_document(name, pod, deadlineSeconds=120)
 
 
 def _gpus(rng: random.Random) -> int:
@@ -368,7 +367,11 @@ def act(world: World, fault: Fault) -> None:
     if world.is_over:
         return
     world.note(str(fault))
-    _ACTS[fault.kind](world, fault)
+    if on_process := _ON_PROCESSES.get(fault.kind):
+        if process := _process(world, fault.target):
+            on_process(world, fault, process)
+    else:
+        _ACTS[fault.kind](world, fault)
 
 
 def _process(world: World, target: str) -> Process | None:
@@ -381,21 +384,12 @@ def _process(world: World, target: str) -> Process | None:
     return node.gms.process if node.gms else None
 
 
-def _crash(world: World, fault: Fault) -> None:
-    if process := _process(world, fault.target):
-        process.kill()
+def _fuse(_: World, fault: Fault, process: Process) -> None:
+    process.fuse, process.blow = 1 + int(fault.amount**2 * 2000), process.kill
 
 
-def _fuse(world: World, fault: Fault) -> None:
-    if process := _process(world, fault.target):
-        process.fuse, process.blow = 1 + int(fault.amount**2 * 2000), process.kill
-
-
-def _hang(world: World, fault: Fault) -> None:
+def _hang(world: World, fault: Fault, process: Process) -> None:
     """Stop an operator wherever it is in its work, for longer than a lease lasts, or shorter."""
-    process = _process(world, fault.target)
-    if process is None:
-        return
 
     def stop() -> None:
         process.stop()
@@ -497,26 +491,14 @@ def _crowd(world: World, fault: Fault) -> None:
         begin_crowd(node, hold_s=fault.amount * 5.0)
 
 
-def _cancel_again(world: World, fault: Fault) -> None:
+def _cancel_again(_: World, fault: Fault, process: Process) -> None:
     """Have whatever a service cancels from here on be cancelled twice or three times."""
-    if process := _process(world, fault.target):
-        process.cancels_again = 1 + round(fault.amount)
+    process.cancels_again = 1 + round(fault.amount)
 
 
-def _term(world: World, fault: Fault) -> None:
-    if process := _process(world, fault.target):
-        process.terminate()
-
-
-def _pause(world: World, fault: Fault) -> None:
-    if process := _process(world, fault.target):
-        process.stop()
-        world.loop.in_world(fault.amount**2 * 100, process.resume)
-
-
-def _partition(world: World, fault: Fault) -> None:
-    if process := _process(world, fault.target):
-        world.partition(process.name, fault.amount**2 * 60)
+def _pause(world: World, fault: Fault, process: Process) -> None:
+    process.stop()
+    world.loop.in_world(fault.amount**2 * 100, process.resume)
 
 
 def _power(world: World, fault: Fault) -> None:
@@ -581,7 +563,7 @@ def _unknown(world: World, fault: Fault) -> None:
     """Put something below the artifact root that no content knows."""
     path = _UNKNOWN[fault.target](world)
     with (
-        files.opened(files.open_root(f"{MOUNT}/shared", create=True)) as root,
+        files.opened(files.open_root(SHARED, create=True)) as root,
         files.opened(files.make_dir(root, path[:-1])) as folder,
         contextlib.suppress(ArtifactExists),  # put there before
     ):
@@ -634,11 +616,16 @@ def _bus_crash(world: World, fault: Fault) -> None:
     world.loop.in_world(fault.amount**2 * 30, lambda: world.server.is_up or restart())
 
 
-_ACTS: dict[str, Callable[[Any, Fault], None]] = {
-    "crash": _crash,
+_ON_PROCESSES: dict[str, Callable[[Any, Fault, Process], None]] = {
+    "crash": lambda _world, _fault, process: process.kill(),
     "fuse": _fuse,
     "pause": _pause,
-    "partition": _partition,
+    "partition": lambda world, fault, process: world.partition(process.name, fault.amount**2 * 60),
+    "hang": _hang,
+    "cancel-again": _cancel_again,
+    "term": lambda _world, _fault, process: process.terminate(),
+}
+_ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "bus-crash": _bus_crash,
     "bus-leader": lambda world, fault: world.server.stall(fault.amount * 8),
     "bus-wipe": lambda world, _: world.server.wipe(),
@@ -654,7 +641,6 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "kill-worker": _kill_worker,
     "kill-transfer": _kill_transfer,
     "poison": _poison,
-    "hang": _hang,
     "apart": _apart,
     "operator-clock": _operator_clock,
     "rewind": lambda world, fault: world.rewind(fault),
@@ -662,8 +648,6 @@ _ACTS: dict[str, Callable[[Any, Fault], None]] = {
     "truncate": _truncate,
     "flood": _flood,
     "crowd": _crowd,
-    "cancel-again": _cancel_again,
-    "term": _term,
     "deep": _deep,
     "forge": forge,
 }

@@ -37,7 +37,7 @@ from snapshot_shared.artifact import part_path
 from snapshot_shared.files import open_dir, open_root, opened
 from snapshot_shared.frames import FenceRequest, StatusRequest, UnfenceRequest
 from snapshot_shared.orders import LayoutRef, PodRef, PresenceDevice
-from tests.scenario.loop import CURRENT, Process, ask
+from tests.scenario.loop import CURRENT, Process, ask, current
 
 if TYPE_CHECKING:
     from tests.scenario.node import SimNode
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 GRANULARITY = 4096
 CAPACITY = 64 * GRANULARITY
-PRODUCT = "sim"
+GPUS = 2
+"""How many devices a node has."""
 HOSTILE = "hostile"
 """The pod of the clients that take more than their share."""
 LIMITS = {"all": 64, "user": 48, "pod": 24, "process": 12}
@@ -61,13 +62,13 @@ LOCK_S = 2.0
 class SimDevice:
     """The `Device` port: memory by handles, with what was written there."""
 
-    def __init__(self, node: str, index: int, capacity: int = CAPACITY) -> None:
+    def __init__(self, node: str, index: int) -> None:
         self.info = DeviceInfo(
             kind="simulated",
             uuid=f"GPU-{node}-{index}",
             index=index,
-            product=PRODUCT,
-            capacity=capacity,
+            product="sim",
+            capacity=CAPACITY,
             granularity=GRANULARITY,
         )
         self.bytes: dict[int, bytearray] = {}
@@ -78,13 +79,13 @@ class SimDevice:
         return sum(map(len, self.bytes.values()))
 
     def free(self) -> int:
-        return self.info.capacity - self.used
+        return CAPACITY - self.used
 
     def holders(self) -> dict[str, int]:
         return {}
 
     def create(self, size: int) -> int:
-        if size > self.info.capacity - self.used:
+        if size > self.free():
             raise errors.OutOfDeviceMemory(f"{size} bytes are needed on {self.info.uuid}")
         handle = next(self._handles)
         self.bytes[handle] = bytearray(size)
@@ -135,7 +136,6 @@ class Door:
             raise
 
     def leave(self, peer: Peer) -> None:
-        """Count a client out."""
         self._shares.remove(peer)
 
     async def turn(self, owner: Hashable) -> None:
@@ -169,7 +169,7 @@ class SimGms:
     def __init__(self, node: SimNode, process: Process) -> None:
         self.node = node
         self.process = process
-        self.devices = [SimDevice(node.name, index, node.capacity) for index in range(node.gpus)]
+        self.devices = [SimDevice(node.name, index) for index in range(GPUS)]
         self.gms = MemoryServer(
             node=node.name, incarnation=f"{node.name}-{process.pid}", devices=self.devices
         )
@@ -195,7 +195,6 @@ class SimGms:
         return was_live
 
     async def turn(self, session: Session) -> None:
-        """Wait until a client may have its next piece of work done."""
         if self.door:
             await self.door.turn(session.peer.owner)
 
@@ -221,9 +220,7 @@ class SimLease:
 
     @classmethod
     async def attach(cls, node: SimNode, request: frames.Attach) -> SimLease:
-        client = CURRENT.get()
-        server = node.gms
-        assert client is not None
+        client, server = current(), node.gms
         if server is None or not server.process.is_alive:
             raise _lost()
 
@@ -380,8 +377,7 @@ class SimTransfers:
         self._node = node
 
     async def run(self, task: SaveTask | LoadTask) -> AsyncGenerator[TransferEvent, None]:
-        parent = CURRENT.get()
-        assert parent is not None
+        parent = current()
         child = self._node.process("transfer")
         parent.at_exit(child, child.kill)
         events: asyncio.Queue[TransferEvent | BaseException] = asyncio.Queue()
@@ -518,7 +514,7 @@ async def _held(node: SimNode, index: int, hold_s: float) -> None:
 
 async def _attached(node: SimNode, index: int, deadline_s: float) -> SimLease:
     request = frames.Attach(
-        device=f"GPU-{node.name}-{index % node.gpus}",
+        device=f"GPU-{node.name}-{index % GPUS}",
         domain=frames.MemoryDomain.WEIGHTS,
         lock=frames.LockMode.RO,
         deadline_s=deadline_s,

@@ -89,7 +89,6 @@ class Machine:
 
     @property
     def boot_id(self) -> str:
-        """Name this boot."""
         return f"{self.name}-boot-{self.boots}"
 
 
@@ -200,6 +199,13 @@ class Process:
             self.is_stopped = False
             self.resumed_at = self.loop.now
             self.loop.requeue(self.backlog)
+
+
+def current() -> Process:
+    """Return the process that runs now; there must be one."""
+    process = CURRENT.get()
+    assert process is not None
+    return process
 
 
 class VirtualLoop(asyncio.BaseEventLoop):

@@ -118,12 +118,10 @@ class Link:
         self._down_at = 0.0
 
     def subscribe(self, subscription: Subscription) -> None:
-        """Hear what comes on some subjects."""
         self.subscriptions += (subscription,)
         self.server.forget_routes()
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Hear no more of it."""
         self.subscriptions = tuple(item for item in self.subscriptions if item is not subscription)
         self.server.forget_routes()
 

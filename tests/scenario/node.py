@@ -45,11 +45,11 @@ from snapshot_shared.orders import PodRef, Presence, PresenceDevice
 from snapshot_shared.runner import Runner
 from snapshot_shared.service import until_stopped
 from snapshot_shared.telemetry import Telemetry
-from tests.scenario.builds import CURRENT_BUILD, NEWER, NEXT, Build
+from tests.scenario.builds import NEWER, NEXT, Build
 from tests.scenario.disk import Owner
-from tests.scenario.gpu import CAPACITY, SimGms, SimGpuMemory, SimTransfers
-from tests.scenario.loop import CURRENT, Machine, Process, VirtualLoop
-from tests.scenario.worker import Habits, SimWorker, terminate
+from tests.scenario.gpu import SimGms, SimGpuMemory, SimTransfers
+from tests.scenario.loop import Machine, Process, VirtualLoop, current
+from tests.scenario.worker import SimWorker, terminate
 
 if TYPE_CHECKING:
     from tests.scenario.world import World
@@ -65,22 +65,11 @@ AGAIN_S = 0.5
 class SimNode:
     """One node: its machine, what runs on it and what lies on its disk."""
 
-    def __init__(
-        self,
-        world: World,
-        name: str,
-        *,
-        gpus: int = 2,
-        capacity: int = CAPACITY,
-        rate: float = 1.0,
-        build: Build = CURRENT_BUILD,
-    ) -> None:
+    def __init__(self, world: World, name: str, *, rate: float, build: Build) -> None:
         self.world = world
         self.loop: VirtualLoop = world.loop
         self.rng: random.Random = world.rng
         self.name = name
-        self.gpus = gpus
-        self.capacity = capacity
         self.build = build
         self.machine = Machine(name, rate=rate)
         self.state = MOUNT / name
@@ -88,7 +77,6 @@ class SimNode:
         self.workers: dict[int, SimWorker] = {}
         self.guards: dict[str, SimGuard] = {}
         self.locks: dict[Path, Process] = {}
-        self.habits = Habits()
         self.gms: SimGms | None = None
         self.gms_is_up = asyncio.Event()
         self.agent: Process | None = None
@@ -114,7 +102,6 @@ class SimNode:
     # The power switch.
 
     def boot(self) -> None:
-        """Start the services of the node."""
         self.machine.is_on = True
         self.start("gms")
         self.start("agent")
@@ -167,7 +154,7 @@ class SimNode:
             self.gms_is_up.clear()
             self.gms = None
         if self.machine.is_on:
-            delay = AGAIN_S + self.rng.random() * self.world.restart_s
+            delay = AGAIN_S + self.rng.random() * self.world.settings.restart_s
             boots = self.machine.boots
             self.loop.in_world(
                 delay, lambda: self.start(which) if boots == self.machine.boots else None
@@ -190,19 +177,16 @@ class SimNode:
     # Files of workers.
 
     def save_state(self, places: ContainerPaths, name: str, data: bytes) -> None:
-        """Have a worker write a file of its state."""
         with files.opened(
             files.open_root(str(places.control / control.STATE), create=True)
         ) as folder:
             files.write_replacing(folder, name, data)
 
     def read_state(self, places: ContainerPaths, name: str) -> bytes:
-        """Have a worker read a file of its state."""
         with files.opened(files.open_root(str(places.control / control.STATE))) as folder:
             return files.read_bounded(folder, name, 65536)
 
     def empty(self, folder: Path) -> None:
-        """Remove what is in a folder."""
         with files.opened(files.open_root(str(folder.parent), create=True)) as parent:
             files.remove_tree(parent, folder.name)
             files.os.close(files.make_dir(parent, [folder.name]))  # type: ignore[attr-defined]
@@ -436,7 +420,6 @@ class SimControl:
         return self.read(where.control, name)
 
     def read(self, folder: Path, name: str) -> bytes | None:
-        """Read a file of a control directory."""
         found = self._files.get(folder, {}).get(name)
         return found[1] if found else None
 
@@ -519,8 +502,7 @@ class SimLocks:
         self._node = node
 
     def take(self, path: Path) -> Callable[[], None] | None:
-        process = CURRENT.get()
-        assert process is not None
+        process = current()
         holder = self._node.locks.get(path)
         if holder is not None and holder.is_alive:
             return None
@@ -556,7 +538,6 @@ class SimGuard:
         self._link_changed.set()
 
     def unlink(self) -> None:
-        """End the connection."""
         self._agent = None
         self._link_changed.set()
 
@@ -624,21 +605,17 @@ class SimGuards:
     async def start(self, spec: GuardSpec) -> SimLink:
         await self._node.work()
         worker = self._node.workers.get(spec.process.pid)
-        agent = CURRENT.get()
-        assert agent is not None
         if worker is None or not worker.process.is_alive:
             raise SourceExited("the worker ended before its guard was armed")
-        guard = self._node.guards[spec.name] = SimGuard(self._node, spec, agent, worker)
+        guard = self._node.guards[spec.name] = SimGuard(self._node, spec, current(), worker)
         return SimLink(guard)
 
     async def adopt(self, spec: GuardSpec) -> SimLink | None:
         await self._node.work()
         guard = self._node.guards.get(spec.name)
-        agent = CURRENT.get()
-        assert agent is not None
         if guard is None or guard.has_decided or not guard.process.is_alive:
             return None
-        guard.link(agent)
+        guard.link(current())
         return SimLink(guard)
 
     async def release(self, process: ProcessId, release: Release) -> bool:
@@ -653,7 +630,7 @@ class SimLink:
 
     def __init__(self, guard: SimGuard) -> None:
         self._guard = guard
-        self._agent = CURRENT.get()
+        self._agent = current()
 
     async def lost(self) -> None:
         await asyncio.shield(self._guard.process.ended)
@@ -683,8 +660,7 @@ class SimLink:
         self.close()
 
     def close(self) -> None:
-        if self._agent is not None:
-            self._agent.forget(self._guard)
+        self._agent.forget(self._guard)
         self._guard.unlink()
 
 

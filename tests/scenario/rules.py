@@ -26,7 +26,7 @@ from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Ledger
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Node, Pod
-from snapshot_shared.objects.meta import OrderStatus, condition, is_true
+from snapshot_shared.objects.meta import OrderStatus, is_true
 from snapshot_shared.objects.snapback import (
     DynamoCheckpoint,
     Snapshot,
@@ -39,7 +39,7 @@ from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from snapshot_shared.views import is_answered, orders_of
 from tests.scenario.adversary import TENANT, namespaces_in
-from tests.scenario.loop import CURRENT, Process
+from tests.scenario.loop import CURRENT, Process, current
 from tests.scenario.node import SHARED
 from tests.scenario.node import owner_of as disk_owner
 from tests.scenario.worker import Saved, SimWorker
@@ -108,8 +108,7 @@ class Rules:
     @contextlib.contextmanager
     def dumping(self, node: SimNode, worker: Worker) -> Iterator[None]:
         """One process is dumped by one agent at a time."""
-        key, me = (node.name, worker.process.pid), CURRENT.get()
-        assert me is not None
+        key, me = (node.name, worker.process.pid), current()
         other = self._dumps.get(key)
         if other is not None and other.is_alive:
             self.fail(
@@ -128,7 +127,6 @@ class Rules:
         self._held.add(worker.process)
 
     def let_go(self, worker: SimWorker, how: str) -> None:
-        """Note that a worker goes on."""
         self._held.discard(worker.process)
         self._world.note(f"{worker.process} goes on after {how}")
 
@@ -701,18 +699,13 @@ def _awaited(status: SnapshotContentStatus) -> Iterator[str]:
 
 
 def _is_decided(conditions: Any) -> bool:
-    for kind in ("Ready", "Failed", "ReadyToUse"):
-        found = condition(conditions, kind)
-        if found is not None and found.status == "True":
-            return True
-    return False
+    return any(is_true(conditions, kind) for kind in ("Ready", "Failed", "ReadyToUse"))
 
 
 def _deleted_in(ledger: Ledger) -> set[str]:
     """Return the uids of the contents whose artifact a node has deleted."""
-    entries = ledger.entries.values()
     return {
         owner_of(OrderId(entry.order))
-        for entry in entries
+        for entry in ledger.entries.values()
         if entry.terminal is not None and entry.terminal.kind == "deleted"
     }

@@ -7,6 +7,7 @@ simulation and not in a task of a client.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,7 +47,6 @@ class SimServer:
         return loop.now if isinstance(loop, VirtualLoop) else loop.time()
 
     def later(self, delay_s: float, run: Callable[..., None], *arguments: Any) -> None:
-        """Run something after a time."""
         self.at(self.now + delay_s, run, *arguments)
 
     def at(self, when: float, run: Callable[..., None], *arguments: Any) -> asyncio.TimerHandle:
@@ -121,19 +121,14 @@ class SimServer:
                     pull.answer(Refused(NO_CONSUMER, "consumer deleted"))
                 durable.waiting.clear()
 
-    def inject(
-        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
-    ) -> int | None:
-        """Store any bytes on any subject, as an intruder would; None when no stream takes it."""
-        try:
-            return self.publish(subject, data, headers or {})
-        except Refused:
-            return None
+    def inject(self, subject: str, data: bytes) -> None:
+        """Store any bytes on any subject, as an intruder would, unless no stream takes it."""
+        with contextlib.suppress(Refused):
+            self.publish(subject, data, {})
 
     # The clients.
 
     def join(self, client: object, link: Link) -> None:
-        """Know a client from now on."""
         self._links[client] = link
         self.forget_routes()
         link.reach_out()
@@ -152,7 +147,6 @@ class SimServer:
             self._links[client].cut()
 
     def heal(self, client: object) -> None:
-        """End the partition of a client."""
         if client in self._links:
             self._links[client].heal()
 
@@ -187,7 +181,6 @@ class SimServer:
         raise Refused(NO_STREAM, "no response from stream")
 
     def write(self, bucket: str, key: str, value: bytes, headers: Mapping[str, str]) -> int:
-        """Write a key of a bucket."""
         self.stream(f"KV_{bucket}")
         return self.publish(f"$KV.{bucket}.{key}", value, headers)
 
@@ -208,7 +201,6 @@ class SimServer:
         return UNANSWERED
 
     def ack(self, name: str, durable: str, sequence: int) -> None:
-        """Take an ack."""
         stream, found = self._bound(name, durable)
         found.settle(sequence)
         self._feed(stream, found)
@@ -305,7 +297,6 @@ class SimServer:
         self._routes.clear()
 
     def _stream_of(self, subject: str) -> Stream | None:
-        """Return the stream that stores what comes on a subject."""
         if (name := self._homes.get(subject)) in self.streams:
             return self.streams[name]
         for name, stream in self.streams.items():

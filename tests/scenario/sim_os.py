@@ -190,7 +190,6 @@ class SimOs:
             self._disk.release(opened.inode)
 
     def close_all(self, chosen: Callable[[Owner], bool]) -> None:
-        """Close the descriptors of the owners that are chosen."""
         for fd in [fd for fd, (_, owner) in self._table.items() if chosen(owner)]:
             self.close(fd)
             self._dead.add(fd)
@@ -211,7 +210,6 @@ class SimOs:
         return self._disk.nodes[opened.inode].locks
 
     def open_descriptors(self) -> list[int]:
-        """Give the descriptors that are open, for tests that look for leaks."""
         return sorted(self._table)
 
     def opened_by(self, owner: Owner) -> list[int]:
@@ -383,7 +381,6 @@ class SimOs:
         return self.status(self.opened(fd).inode)
 
     def status(self, inode: int) -> os.stat_result:
-        """Give the status of an inode."""
         content, node = self._disk.image[inode], self._disk.nodes[inode]
         kind = stat.S_IFDIR if isinstance(content, dict) else stat.S_IFREG
         size = 4096 if isinstance(content, dict) else len(content)

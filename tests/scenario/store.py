@@ -88,16 +88,12 @@ class SimStore:
         context.run(self._world.loop.call_later, delay_s, self._report, kind)
 
     def _report(self, kind: str) -> None:
-        if self._is_apart:
+        if self._world.is_apart(self._process):
             self._report_after(TIMEOUT_S, kind)
             return
         for event in self._late.pop(kind).values():
             for listener in self._listeners:
                 listener(event)
-
-    @property
-    def _is_apart(self) -> bool:
-        return self._process.name in self._world.apart
 
     async def _trip(self) -> None:
         """Take the time of one way; half of them take none that is worth a turn of the loop."""
@@ -110,7 +106,7 @@ class SimStore:
         world = self._world
         try:
             await self._trip()
-            if self._is_apart:
+            if self._world.is_apart(self._process):
                 await asyncio.sleep(TIMEOUT_S)
                 raise StoreBusy("the store is out of reach")
             if not world.is_healed and world.rng.random() < world.settings.store_errors:
@@ -241,7 +237,6 @@ class Candidate:
     """The `Leadership` port of one operator process."""
 
     def __init__(self, world: World, process: Process) -> None:
-        """Stand for the lease of a world."""
         self._world = world
         self._lease = world.lease
         self._process = process
@@ -250,7 +245,7 @@ class Candidate:
     async def held(self) -> AsyncIterator[asyncio.Event]:
         """Wait for the lease; the event is set when it was lost, or cannot be renewed."""
         lease, process, lost = self._lease, self._process, asyncio.Event()
-        while self._is_apart or not lease.take(process):
+        while self._world.is_apart(self._process) or not lease.take(process):
             await lease.is_free_again(process)
             await self._look()
         keeping = asyncio.ensure_future(self._keep(lost))
@@ -259,10 +254,6 @@ class Candidate:
         finally:
             keeping.cancel()
             lease.leave(process)
-
-    @property
-    def _is_apart(self) -> bool:
-        return self._process.name in self._world.apart
 
     async def _look(self) -> None:
         await asyncio.sleep(self._world.rng.random() * LOOK_S)
@@ -275,7 +266,7 @@ class Candidate:
             await asyncio.sleep(RENEW_S)
             asked_at = self._world.loop.now
             await self._look()
-            if self._is_apart:
+            if self._world.is_apart(self._process):
                 continue
             if not self._lease.renew(self._process):
                 break

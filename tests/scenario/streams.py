@@ -61,7 +61,6 @@ def matches(filter_: str, subject: str) -> bool:
 
 
 def stream_of_bucket(bucket: KeyValueConfig) -> StreamConfig:
-    """Give the stream that a bucket is."""
     return StreamConfig(
         name=f"KV_{bucket.bucket}",
         subjects=[f"$KV.{bucket.bucket}.>"],
@@ -241,7 +240,6 @@ class Stream:
             del self._by_subject[message.subject]
 
     def last(self, subject: str) -> Stored | None:
-        """Give the newest message on a subject."""
         sequences = self._by_subject.get(subject)
         return self.messages[sequences[-1]] if sequences else None
 

@@ -25,7 +25,7 @@ from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter
 from snapshot_shared.transitions import Capture, Restore
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together
-from tests.scenario.loop import CURRENT, Process
+from tests.scenario.loop import CURRENT, Process, current
 from tests.scenario.node import SimDriver
 from tests.scenario.rules import FROZEN_S
 from tests.scenario.run import run_seed
@@ -112,9 +112,7 @@ def test_a_worker_whose_agent_hangs_within_a_dump_is_thawed_by_its_guard_long_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def hang(*_: object) -> list[FileEntry]:
-        process = CURRENT.get()
-        assert process is not None
-        process.stop()
+        current().stop()
         await asyncio.sleep(1.0)
         return []
 

@@ -47,7 +47,7 @@ from tests.scenario.node import MOUNT, SimNode, owner_of
 from tests.scenario.rules import Kind, Rules
 from tests.scenario.store import Candidate, Lease, SimStore, at_once
 from tests.scenario.worker import Habits, SimWorker
-from tests.support.objects import restore_document
+from tests.support.objects import restore_document, snapshot_document
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,6 @@ class World:
         self.loop = VirtualLoop(self.rng)
         self.loop.set_exception_handler(self._unhandled)
         self.epoch = EPOCH
-        self.restart_s = settings.restart_s
         self.disk = SimDisk(lambda: owner_of(CURRENT.get()), mount=str(MOUNT))
         self.disk.os.takes_direct = settings.direct
         self.rules = Rules(self)
@@ -124,7 +123,7 @@ class World:
             SimNode(
                 self,
                 f"node-{index}",
-                rate=settings.rate(index),
+                rate=settings.rates[index % len(settings.rates)],
                 build=BUILDS[settings.builds[index % len(settings.builds)]],
             )
             for index in range(settings.nodes)
@@ -149,6 +148,9 @@ class World:
         running = [operator for operator in self.operators if operator is not None]
         return any(self.loop.now < operator.resumed_at + IN_FLIGHT_S for operator in running)
 
+    def is_apart(self, process: Process) -> bool:
+        return process.name in self.apart
+
     def node(self, name: str) -> SimNode:
         return next(node for node in self.nodes if node.name == name)
 
@@ -158,7 +160,6 @@ class World:
         return bytes(content) if isinstance(content, bytearray) else b""
 
     def note(self, line: str) -> None:
-        """Write a line of the world's diary."""
         self.notes.append(f"{self.loop.now:9.3f} {line}")
 
     def new_uid(self) -> str:
@@ -181,13 +182,11 @@ class World:
         return bus
 
     def partition(self, name: str, seconds: float) -> None:
-        """Part a process from the bus for a while."""
         if bus := self.buses.get(name):
             self.server.cut(bus)
             self.loop.in_world(seconds, self.server.heal, bus)
 
     def habits_of(self, spec: ProcessSpec) -> Habits:
-        """Give how the worker of a pod behaves."""
         return self.settings.habits.get(spec.env["POD_NAME"], Habits())
 
     def workers(self) -> Iterator[SimWorker]:
@@ -223,7 +222,7 @@ class World:
         """Start one operator; it is started again whenever it ends."""
         process = Process(self.loop, self.machines[index], f"operator-{index}")
         self.operators[index] = process
-        delay = 0.5 + self.rng.random() * self.restart_s
+        delay = 0.5 + self.rng.random() * self.settings.restart_s
         process.at_exit("again", lambda: self.loop.in_world(delay, self.start_operator, index))
         task = process.spawn(self._operator(process), "operator")
         task.add_done_callback(lambda done: self.ended(process, done))
@@ -318,7 +317,6 @@ class World:
         self.note(f"delete {kind} {name}: {reply.failure or 'ok'}")
 
     async def verify(self, kind: str, name: str) -> None:
-        """Ask for a verification."""
         request = api.VerifyRequest(kind=kind, namespace="default", name=name)
         reply = await self.ask_for("verify", request, api.VerifyReply)
         self.note(f"verify {kind} {name}: {reply.failure or reply.verification}")
@@ -342,7 +340,7 @@ class World:
         for content in captured[:1]:
             await self.apply(_naming(content), restore_document("imported", "from-import", gpus=1))
 
-    async def cordon(self, node: str, until: float) -> None:
+    async def cordon(self, until: float, node: str) -> None:
         """Let nothing new begin on a node until a time, or as long as the operator is not there."""
         for unschedulable in (True, False):
             request = api.CordonRequest(node=node, unschedulable=unschedulable)
@@ -394,25 +392,24 @@ class World:
 
     def _people_act(self) -> None:
         """Have people do what they do, each at its time."""
-        for at, *documents in self.settings.applied:
-            self._later(at, lambda d=documents: self.apply(*d))
-        for at, kind, name in self.settings.deleted:
-            self.ask_to_delete(at, kind, name)
-        for at, kind, name in self.settings.verified:
-            self._later(at, lambda k=kind, n=name: self.verify(k, n))
-        for at, kind, name in self.settings.aborted:
-            self._later(at, lambda k=kind, n=name: self.abort(k, n))
-        for noted, named in self.settings.imported:
-            self._later(noted, lambda n=named: self.import_(n))
-        for begin, end, node in self.settings.cordoned:
-            self._later(begin, lambda n=node, e=end: self.cordon(n, e))
+        settings = self.settings
+        asked: tuple[tuple[Callable[..., Any], tuple[tuple[Any, ...], ...]], ...] = (
+            (self.apply, settings.applied),
+            (self.delete, settings.deleted),
+            (self.verify, settings.verified),
+            (self.abort, settings.aborted),
+            (self.import_, settings.imported),
+            (self.cordon, settings.cordoned),
+        )
+        for work, rows in asked:
+            for at, *arguments in rows:
+                self._later(at, work, *arguments)
 
-    def _later(self, delay_s: float, make: Callable[[], Any]) -> None:
-        self.loop.in_world(delay_s, lambda: self.people.spawn(make()))
+    def _later(self, delay_s: float, work: Callable[..., Any], *arguments: Any) -> None:
+        self.loop.in_world(delay_s, lambda: self.people.spawn(work(*arguments)))
 
     def ask_to_delete(self, delay_s: float, kind: str, name: str) -> None:
-        """Have somebody delete an object later."""
-        self._later(delay_s, lambda: self.delete(kind, name))
+        self._later(delay_s, self.delete, kind, name)
 
     async def _until(self, end: float) -> None:
         while self.loop.now < end:
@@ -552,13 +549,7 @@ def _naming(content: SnapshotContent) -> dict[str, Any]:
         "generation": committed.generation,
         "rootDigest": committed.root_digest,
     }
-    return {
-        "apiVersion": "nvidia.com/v1alpha1",
-        "kind": "Snapshot",
-        "metadata": {"name": "imported", "namespace": "default"},
-        "spec": {
-            "source": {"artifact": artifact},
-            "deletionPolicy": "Retain",
-            "deadlineSeconds": 120,
-        },
-    }
+    source = {"artifact": artifact}
+    return snapshot_document(
+        "imported", source=source, deletionPolicy="Retain", deadlineSeconds=120
+    )
