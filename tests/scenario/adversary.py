@@ -42,7 +42,6 @@ def thieves(seed: int) -> Iterator[tuple[Any, ...]]:
 
 
 def namespaces_in(order: AnyOrder) -> set[str]:
-    """Return the namespaces of what an order is about."""
     named = (getattr(order, name, None) for name in ("pod", "artifact", "parent"))
     own = getattr(order, "namespace", None)
     return {each.namespace for each in named if each is not None} | ({own} if own else set())

@@ -160,7 +160,6 @@ class SimDisk:
         self._faults.append(_Fault(operation, nth, times, error, machine))
 
     def heal(self) -> None:
-        """Forget all faults and limits."""
         self._faults.clear()
         self.limits.clear()
         self.capacity = self.claimed = None
@@ -309,7 +308,6 @@ class SimDisk:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 
     def names_of(self, number: int) -> list[str]:
-        """Give the names of an inode in whatever directories."""
         folders = (content for content in self.image.values() if isinstance(content, dict))
         return [name for names in folders for name, child in names.items() if child == number]
 

@@ -58,7 +58,6 @@ class Effect:
         """Take it back."""
 
     def redo(self, image: Image, kept: Kept) -> None:
-        """Do of it what is kept."""
         raise NotImplementedError
 
     def damages(self) -> list[Kept]:

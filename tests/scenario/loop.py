@@ -122,7 +122,6 @@ class Process:
         return f"{self.name}({self.pid})"
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-        """Run a coroutine as a task of this process."""
         context = contextvars.Context()
         context.run(CURRENT.set, self)
         task: asyncio.Task[T] = self.loop.create_task(work, name=name or self.name, context=context)

@@ -51,7 +51,6 @@ class Faults:
         return self.random.random() * self.slowest_s
 
     def loses_request(self) -> bool:
-        """Whether a request never reaches the server."""
         return self._happens(self.lost_requests)
 
     def loses_answer(self) -> bool:
@@ -234,7 +233,6 @@ class Call:
             self.run()
 
     def run(self) -> None:
-        """Carry it out on the server."""
         try:
             result = self._operation(self)
         except Refused as refusal:

@@ -244,7 +244,6 @@ class Rules:
             self.fail("lost", f"{report.kind} of {report.order} was acked and is not in the store")
 
     def changed(self, change: str, value: AnyObject) -> None:
-        """Look at one write of the store."""
         before = self._seen.get(value.metadata.uid)
         self._seen[value.metadata.uid] = value
         if (line := _shown(value)) != (before and _shown(before)) or change != "MODIFIED":

@@ -249,9 +249,6 @@ class SimOs:
             opened.position += done
         return done
 
-    def pwrite(self, fd: int, data: Any, offset: int) -> int:
-        return self._write(self.opened(fd), data, offset)
-
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         return self._write(self.opened(fd), b"".join(buffers), offset)
 
@@ -390,18 +387,12 @@ class SimOs:
         plain = (kind | node.mode, inode, FIRST, links, *who, size, 0, 0, 0)
         return os.stat_result(plain, {"st_blocks": blocks})
 
-    def statvfs(self, path: Any) -> os.statvfs_result:
+    def fstatvfs(self, _fd: int) -> os.statvfs_result:
         free = self._disk.free()
         return os.statvfs_result((1, 1, 2**40, free, free, 2**20, 2**20, 2**20, 0, 255))
 
-    def fstatvfs(self, fd: int) -> os.statvfs_result:
-        return self.statvfs(fd)
-
-    def chmod(self, path: Any, mode: int, **options: Any) -> None:
-        self._disk.nodes[self.find(path, options.get("dir_fd"))].mode = mode
-
     def fchmod(self, fd: int, mode: int) -> None:
-        self.chmod(fd, mode)
+        self._disk.nodes[self.find(fd)].mode = mode
 
 
 class _SimPath:

@@ -144,7 +144,6 @@ class Stream:
         self._ends: dict[int, float] = {}
 
     def has(self, subject: str) -> bool:
-        """Say whether messages on this subject are stored here."""
         return any(matches(filter_, subject) for filter_ in self.config.subjects or ())
 
     def store(

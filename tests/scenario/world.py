@@ -13,7 +13,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -50,8 +50,6 @@ from tests.scenario.worker import Habits, SimWorker
 from tests.support.objects import restore_document, snapshot_document
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 EPOCH = 1_800_000_000.0
 SETTLE_S = 1800.0
@@ -468,7 +466,6 @@ class World:
             self.rules.fail("defect", "what was reported of the store is not what it holds")
 
     def _everything(self) -> list[AnyObject]:
-        """Read the whole store."""
         return [value for kind in KINDS for value in at_once(self.store.list(kind))]
 
 

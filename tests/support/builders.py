@@ -84,7 +84,6 @@ def order(
 
 
 def payload(**fields: Any) -> msgspec.Raw:
-    """Return fields as the payload of an order."""
     return msgspec.Raw(encode_json(fields))
 
 

@@ -25,7 +25,6 @@ class MemoryApi:
         self._version = 0
 
     def allocate(self, name: str, uid: str, *devices: str, admin: bool = False) -> None:
-        """Have a claim with these devices allocated."""
         results = [
             {
                 "request": "gpu",

@@ -105,7 +105,6 @@ def at(value: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
 
 
 def schema_at(kind: str, path: str) -> dict[str, Any]:
-    """Return the schema of the field at a path of a kind."""
     found = schemas()[kind]
     for name in path.split("."):
         found = found["properties"][name]

@@ -75,7 +75,6 @@ def snapshot(name: str, source: str, policy: str, **spec: str) -> dict[str, Any]
 
 
 def find(values: Sequence[AnyObject], kind: str, name: str) -> Any:
-    """The object of this name, or None."""
     return next(
         (v for v in values if kind_of(v).name == kind and v.metadata.name == name),
         None,

@@ -65,8 +65,7 @@ class NatsServer:
 
     @property
     def pid(self) -> int:
-        if self._process is None:
-            raise RuntimeError("the server is not running")
+        assert self._process is not None, "the server is not running"
         return self._process.pid
 
     @property
@@ -107,8 +106,7 @@ class NatsServer:
         self.stop()
 
     def _launch(self) -> "Future[int]":
-        if self._process is not None:
-            raise RuntimeError("the server is running already")
+        assert self._process is None, "the server is running already"
         self.store.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [

@@ -81,5 +81,4 @@ def presence(node: str, *, gpus: int = 2, capacity: int = 4 * GIB) -> Presence:
 
 
 def unready(why: Failure, *drivers: str) -> list[UnreadyDriver]:
-    """Return that a node cannot use these drivers."""
     return [UnreadyDriver(driver=driver, why=why) for driver in drivers]

@@ -66,7 +66,6 @@ def resident(cluster: LiveCluster) -> Iterator[tuple[str, float]]:
 
 
 async def counted(cluster: LiveCluster, session: Session) -> Counts:
-    """Count what may have grown."""
     counts: Counts = {}
     for service in cluster.record.processes:
         descriptors = Path(f"/proc/{service.pid}/fd")
@@ -130,7 +129,6 @@ async def soak(home: Path, captures: int, *, are_kept: bool) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Give the CPU time that a process has used, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
