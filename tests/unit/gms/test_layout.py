@@ -14,11 +14,16 @@ from gms.domain.layout import PIECE, Allocation, Layout, structure_hash
 from gms.domain.metadata import ENTRY_BYTES, weight
 from snapback_client import frames
 from snapshot_shared.errors import LayoutConflict, NotFound
-from snapshot_shared.orders import LayoutRef
+from tests.support import builders
 from tests.unit.tables import each
 
 ROWS = [("a", 10, "t"), ("b", 20, "")]
-META = [frames.MetadataItem(key="k", allocation="a", offset=3, value=b"v")]
+
+
+def item(
+    key: str, allocation: str = "a", *, offset: int = 0, value: bytes = b""
+) -> frames.MetadataItem:
+    return frames.MetadataItem(key=key, allocation=allocation, offset=offset, value=value)
 
 
 def _layout(*rows: tuple[str, int, str]) -> Layout:
@@ -31,21 +36,18 @@ def _layout(*rows: tuple[str, int, str]) -> Layout:
 @each("count", [0, 1, 15, 16, PIECE - 1, PIECE, PIECE + 1, 2**16 - 1, 2**16])
 def test_the_structure_hash_is_that_of_the_encoded_shape(count: int) -> None:
     rows = [(f"a{number}", number + 1, "tag"[number % 4 :]) for number in range(count)]
-    items = [
-        frames.MetadataItem(key=f"k{n:06}", allocation=f"a{n}", offset=n, value=b"%d" % n)
-        for n in range(count)
-    ]
+    items = [item(f"k{n:06}", f"a{n}", offset=n, value=b"%d" % n) for n in range(count)]
     body = [
         1,
         [[slot, *row] for slot, row in enumerate(rows)],
-        [[item.key, item.allocation, item.offset, item.value] for item in items],
+        [[each.key, each.allocation, each.offset, each.value] for each in items],
     ]
     assert structure_hash(rows, items) == hashlib.sha256(msgspec.msgpack.encode(body)).hexdigest()
 
 
 def test_the_structure_hash_does_not_depend_on_the_order_of_metadata() -> None:
-    other = frames.MetadataItem(key="z", allocation="b", offset=0, value=b"")
-    assert structure_hash(ROWS, [*META, other]) == structure_hash(ROWS, [other, *META])
+    one, other = item("k", offset=3, value=b"v"), item("z", "b")
+    assert structure_hash(ROWS, [one, other]) == structure_hash(ROWS, [other, one])
 
 
 def test_freeing_closes_the_gap_so_that_a_rebuilt_layout_has_the_same_hash() -> None:
@@ -57,7 +59,7 @@ def test_freeing_closes_the_gap_so_that_a_rebuilt_layout_has_the_same_hash() -> 
 
 def test_freeing_takes_the_metadata_along() -> None:
     layout = _layout(("a", 10, ""), ("b", 10, ""))
-    layout.put([frames.MetadataItem(key=k, allocation=k, offset=0, value=b"") for k in ("a", "b")])
+    layout.put([item("a", "a"), item("b", "b")])
     layout.remove(["a"])
     assert [entry.key for entry in layout.get(None)] == ["b"]
 
@@ -85,18 +87,16 @@ def test_a_layout_has_a_limit_of_allocations() -> None:
 
 def test_metadata_must_point_into_its_allocation() -> None:
     layout = _layout(("a", 10, ""))
-    layout.put([frames.MetadataItem(key="last", allocation="a", offset=9, value=b"")])
+    layout.put([item("last", offset=9)])
     with pytest.raises(LayoutConflict):
-        layout.put([frames.MetadataItem(key="past", allocation="a", offset=10, value=b"")])
+        layout.put([item("past", offset=10)])
 
 
 def test_metadata_has_a_limit_and_what_breaks_it_changes_nothing() -> None:
     layout = _layout(("a", 10, ""))
     value = bytes(65536)
-    many = [
-        frames.MetadataItem(key=f"k{i}", allocation="a", offset=0, value=value)
-        for i in range(frames.MAX_METADATA_BYTES // len(value) + 1)
-    ]
+    count = frames.MAX_METADATA_BYTES // len(value) + 1
+    many = [item(f"k{number}", value=value) for number in range(count)]
     with pytest.raises(LayoutConflict):
         layout.put(many)
     assert layout.get(None) == []
@@ -107,7 +107,7 @@ def test_an_entry_of_metadata_weighs_its_key_its_allocation_its_value_and_a_cons
     layout = _layout((name, 10, ""))
 
     def entry(count: int, size: int) -> frames.MetadataItem:
-        return frames.MetadataItem(key=f"k{count:04}", allocation=name, offset=0, value=bytes(size))
+        return item(f"k{count:04}", name, value=bytes(size))
 
     each = len("k0000") + len(name) + ENTRY_BYTES
     full = [entry(number, 65536) for number in range(frames.MAX_METADATA_BYTES // (65536 + each))]
@@ -140,15 +140,10 @@ class Seen(str):
 
 
 def test_reading_some_metadata_costs_what_is_read_and_not_what_is_there() -> None:
-    layout = Layout()
-    layout.add(Allocation("a", 1, 1, "", 1))
-    many = [
-        frames.MetadataItem(key=Seen(f"{n % 100:02}-{n}"), allocation="a", offset=0, value=b"")
-        for n in range(10_000)
-    ]
-    layout.put(many)
+    layout = _layout(("a", 1, ""))
+    layout.put([item(Seen(f"{n % 100:02}-{n}")) for n in range(10_000)])
     Seen.looks = 0
-    assert [item.key for item in layout.get(None, "42-1")] == sorted(
+    assert [found.key for found in layout.get(None, "42-1")] == sorted(
         f"42-{n}" for n in range(42, 10_000, 100) if str(n).startswith("1")
     )
     assert Seen.looks < 200
@@ -162,37 +157,25 @@ def test_one_more_entry_of_metadata_is_weighed_alone(monkeypatch: pytest.MonkeyP
         return weight(entry)
 
     monkeypatch.setattr("gms.domain.metadata.weight", counted)
-    layout = Layout()
-    layout.add(Allocation("a", 1, 1, "", 1))
+    layout = _layout(("a", 1, ""))
     for number in range(1000):
-        layout.put([frames.MetadataItem(key=f"k{number}", allocation="a", offset=0, value=b"")])
+        layout.put([item(f"k{number}")])
     assert len(weighed) == 1000
 
 
 def test_metadata_is_what_was_put_last_about_what_is_left() -> None:
-    layout = Layout()
-    for name in ("a", "b"):
-        layout.add(Allocation(name, 8, 8, "", 1))
-    about = {"k1": "a", "k2": "b", "k3": "a"}
-    layout.put(
-        [frames.MetadataItem(key=k, allocation=a, offset=0, value=b"1") for k, a in about.items()]
-    )
-    moved = frames.MetadataItem(key="k3", allocation="b", offset=1, value=b"22")
+    layout = _layout(("a", 8, ""), ("b", 8, ""))
+    kept, moved = item("k2", "b", value=b"1"), item("k3", "b", offset=1, value=b"22")
+    layout.put([item("k1", value=b"1"), kept, item("k3", value=b"1")])
     layout.put([moved])
     layout.remove(["a"])
-    assert layout.get(None) == [
-        frames.MetadataItem(key="k2", allocation="b", offset=0, value=b"1"),
-        moved,
-    ]
+    assert layout.get(None) == [kept, moved]
     layout.remove(["b"])
     assert layout.get(None) == []
     # What is gone weighs nothing.
     layout.add(Allocation("c", 8, 8, "", 1))
     size = frames.MAX_METADATA_BYTES // 64
-    entries = [
-        frames.MetadataItem(key=f"{n:02}", allocation="c", offset=0, value=bytes(65_536 - 67))
-        for n in range(64)
-    ]
+    entries = [item(f"{n:02}", "c", value=bytes(65_536 - 67)) for n in range(64)]
     assert sum(map(weight, entries)) == 64 * size == frames.MAX_METADATA_BYTES
     layout.put(entries)
 
@@ -208,9 +191,7 @@ def hash_of(layout: Layout) -> str:
 
 def test_a_layout_has_the_hash_of_its_allocations_and_metadata() -> None:
     layout = _layout(("a", 1, ""), ("b", 2, "t"))
-    items = [
-        frames.MetadataItem(key=key, allocation="a", offset=0, value=b"") for key in ("z", "y")
-    ]
+    items = [item("z"), item("y")]
     layout.put(items)
     assert hash_of(layout) == structure_hash([("a", 1, ""), ("b", 2, "t")], items)
 
@@ -225,7 +206,5 @@ def test_a_layout_counts_the_bytes_of_its_allocations() -> None:
 def test_only_a_layout_that_is_committed_has_a_generation() -> None:
     layout = Layout()
     assert layout.generation is None
-    layout.ref = LayoutRef(
-        device="GPU-a", incarnation="i", generation=4, layout_id="l", structure_hash="h", bytes=0
-    )
+    layout.ref = builders.layout(generation=4)
     assert layout.generation == frames.GenerationRef(incarnation="i", generation=4)

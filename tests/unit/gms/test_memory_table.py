@@ -36,9 +36,7 @@ from gms.domain.sessions import (
 )
 from gms.domain.shares import TooManySessions
 from snapback_client import frames
-from snapback_client.frames import LockMode
 from snapshot_shared import errors
-from snapshot_shared.errors import InvalidTransition
 from tests.unit.tables import each
 
 A, B = "GPU-a", "GPU-b"
@@ -75,10 +73,21 @@ class World:
         found = [e.session for e in self.effects if isinstance(e, Granted) and e.ticket == ticket]
         return found[0] if found else None
 
+    def access(self, ticket: int) -> frames.Access | None:
+        """Return what a client may do, or None while it waits."""
+        session = self.granted(ticket)
+        return session.access if session else None
+
     def attach(self, device: str = A, lock: frames.LockMode = RW, **fields: Any) -> Session:
         session = self.granted(self.ask(device, lock, **fields))
         assert session is not None, "the lock was not granted at once"
         return session
+
+    def writing(self, device: str = A, **fields: Any) -> Session:
+        """Begin to write a layout of one allocation."""
+        writer = self.attach(device, **fields)
+        self.allocate(writer, "w")
+        return writer
 
     def allocate(self, session: Session, *ids: str) -> list[int]:
         handles = [next(self.handles) for _ in ids]
@@ -92,16 +101,14 @@ class World:
 
     def committed(self, device: str = A) -> frames.GenerationRef:
         """Commit a first layout and leave."""
-        writer = self.attach(device)
-        self.allocate(writer, "w")
+        writer = self.writing(device)
         ref = self.commit(writer)
         self.end(writer)
         return ref
 
     def replaced(self, first: frames.GenerationRef) -> Session:
         """Commit another layout, and stay."""
-        writer = self.attach(if_match=first)
-        self.allocate(writer, "n")
+        writer = self.writing(if_match=first)
         self.commit(writer, if_match=first)
         return writer
 
@@ -231,9 +238,8 @@ def test_a_queue_behind_a_vanished_writer_does_not_look_at_readers_that_vanished
 
 
 def test_commit_turns_the_writer_into_a_reader_and_lets_waiting_readers_in(world: World) -> None:
-    writer = world.attach()
+    writer = world.writing()
     waiting = world.ask(lock=RO)
-    world.allocate(writer, "w")
     assert world.granted(waiting) is None
     world.commit(writer)
     reader = world.granted(waiting)
@@ -255,8 +261,7 @@ def test_an_aborted_write_frees_only_the_new_layout(world: World) -> None:
 def test_readers_keep_the_old_layout_until_the_last_of_them_leaves(world: World) -> None:
     first = world.committed()
     reader = world.attach(lock=RO)
-    writer = world.attach(if_match=first)
-    world.allocate(writer, "n")
+    writer = world.writing(if_match=first)
     second = world.commit(writer, if_match=first)
     assert second.generation == first.generation + 1
     assert world.freed() == set()
@@ -292,9 +297,8 @@ def test_a_writer_must_name_what_it_replaces(world: World) -> None:
 def test_a_writer_that_queued_behind_another_is_refused_only_when_that_one_commits(
     world: World, commits: bool
 ) -> None:
-    first = world.attach()
+    first = world.writing()
     second = world.ask()
-    world.allocate(first, "w")
     if commits:
         world.commit(first)
     else:
@@ -329,14 +333,11 @@ def test_a_replacing_writer_that_gives_up_lets_the_readers_in(world: World) -> N
 
 
 def test_either_writes_first_and_reads_after(world: World) -> None:
-    writer = world.attach(lock=EITHER)
+    writer = world.writing(lock=EITHER)
     other = world.ask(lock=EITHER)
     assert writer.access is frames.Access.RW
-    world.allocate(writer, "w")
     world.commit(writer)
-    reader = world.granted(other)
-    assert reader is not None
-    assert reader.access is frames.Access.RO
+    assert world.access(other) is frames.Access.RO
 
 
 def test_the_kv_domain_is_never_committed_nor_read(world: World) -> None:
@@ -371,20 +372,16 @@ def test_an_unknown_device_is_refused_with_those_that_are_served(world: World) -
 
 
 def test_a_layout_id_is_chosen_or_derived_and_never_the_same_twice(world: World) -> None:
-    writer = world.attach()
-    world.allocate(writer, "w")
-    world.commit(writer, layout_id="mine")
+    world.commit(world.writing(), layout_id="mine")
     first = world.table.devices[A].weights
     assert first.committed is not None
     assert first.committed.ref is not None
     assert first.committed.ref.layout_id == "mine"
     derived = set()
     for device in (A, B):
-        writer = world.attach(device, if_match=world.table.devices[device].weights.generation)
-        world.allocate(writer, "w")
-        ref, _ = world.table.commit(
-            writer, frames.Commit(if_match=world.table.devices[device].weights.generation), SHAPE
-        )
+        current = world.table.devices[device].weights.generation
+        writer = world.writing(device, if_match=current)
+        ref, _ = world.table.commit(writer, frames.Commit(if_match=current), SHAPE)
         derived.add(ref.layout_id)
     assert len(derived) == 2
 
@@ -407,9 +404,7 @@ def test_memory_is_free_only_when_every_importer_has_let_go(world: World) -> Non
 
 
 def test_a_session_that_imported_nothing_does_not_linger(world: World) -> None:
-    writer = world.attach()
-    world.allocate(writer, "w")
-    world.end(writer, unmapped=False)
+    world.end(world.writing(), unmapped=False)
     assert world.freed() == {100}
     assert world.table.devices[A].lingering == {}
 
@@ -444,9 +439,7 @@ def test_the_next_writer_waits_for_the_end_of_one_that_hung_up_and_may_still_wri
     waiter = world.ask(lock=lock, peer=OTHER)
     assert world.granted(waiter) is None
     world.take(world.table.importers_gone(gone))
-    granted = world.granted(waiter)
-    assert granted is not None
-    assert granted.access is frames.Access.RW
+    assert world.access(waiter) is frames.Access.RW
 
 
 def test_a_vanished_writer_holds_up_neither_readers_nor_the_other_domain(world: World) -> None:
@@ -502,9 +495,7 @@ def _load(world: World, token: str = "t", **fields: Any) -> list[int]:
     return handles
 
 
-def test_a_hidden_layout_is_charged_and_served_once_it_is_published(
-    world: World,
-) -> None:
+def test_a_hidden_layout_is_charged_and_served_once_it_is_published(world: World) -> None:
     _load(world)
     waiting = world.ask(lock=RO)
     assert world.granted(waiting) is None
@@ -532,8 +523,7 @@ def test_publishing_what_is_not_loaded_is_refused_and_may_be_tried_again(world: 
 def test_a_hidden_layout_is_published_only_over_what_it_was_loaded_for(world: World) -> None:
     first = world.committed()
     _load(world, if_match=first)
-    writer = world.attach(if_match=first)
-    world.allocate(writer, "n")
+    writer = world.writing(if_match=first)
     with pytest.raises(errors.InvalidTransition):
         world.table.publish(A, "t")
     world.commit(writer, if_match=first)
@@ -561,8 +551,7 @@ def test_dropping_is_idempotent_and_makes_the_token_useless(world: World) -> Non
 
 
 def test_a_drop_that_overtakes_its_load_stops_it_at_the_commit(world: World) -> None:
-    loader = world.attach(load_token="t")
-    world.allocate(loader, "w")
+    loader = world.writing(load_token="t")
     world.take(world.table.drop_hidden(A, "t"))
     with pytest.raises(errors.Superseded):
         world.commit(loader, hidden=True, layout_id="saved")
@@ -590,12 +579,10 @@ def test_dropping_an_old_load_leaves_a_newer_layout_alone(world: World) -> None:
 
 
 def test_only_loaders_commit_hidden_and_loaders_only_hidden(world: World) -> None:
-    writer = world.attach()
-    world.allocate(writer, "w")
+    writer = world.writing()
     with pytest.raises(errors.InvalidMessage):
         world.commit(writer, hidden=True, layout_id="x")
-    loader = world.attach(B, load_token="t")
-    world.allocate(loader, "w")
+    loader = world.writing(B, load_token="t")
     with pytest.raises(errors.InvalidMessage):
         world.commit(loader)
     with pytest.raises(errors.InvalidMessage):
@@ -625,9 +612,7 @@ def test_a_load_is_not_repeated_under_a_token_that_has_a_layout(world: World) ->
 # Fences.
 
 
-def test_a_fence_waits_for_every_session_of_every_device_and_gives_the_vector(
-    world: World,
-) -> None:
+def test_a_fence_waits_for_every_session_of_every_device_and_gives_the_vector(world: World) -> None:
     first, second = world.committed(A), world.committed(B)
     reader, cache = world.attach(A, RO), world.attach(B, domain=KV)
     world.fence("f", A, B)
@@ -655,8 +640,7 @@ def test_a_fence_waits_for_imports_of_sessions_that_vanished(world: World) -> No
 
 
 def test_a_pending_fence_admits_no_client_and_lets_the_present_writer_commit(world: World) -> None:
-    writer = world.attach()
-    world.allocate(writer, "w")
+    writer = world.writing()
     world.fence()
     late = [world.ask(lock=RO), world.ask(domain=KV), world.ask(lock=EITHER)]
     world.commit(writer)
@@ -730,9 +714,7 @@ def test_only_the_save_with_the_token_enters_a_held_fence(world: World) -> None:
     assert save.layout is world.table.devices[A].weights.committed
 
 
-def test_once_the_save_reads_readers_and_caches_return_and_writers_still_wait(
-    world: World,
-) -> None:
+def test_once_the_save_reads_readers_and_caches_return_and_writers_still_wait(world: World) -> None:
     first = world.committed()
     world.fence()
     reader, cache = world.ask(lock=RO), world.ask(domain=KV)
@@ -740,9 +722,7 @@ def test_once_the_save_reads_readers_and_caches_return_and_writers_still_wait(
     save = world.attach(lock=RO, fence_token="f")
     assert world.granted(reader) is not None
     assert world.granted(cache) is not None
-    either_session = world.granted(either)
-    assert either_session is not None
-    assert either_session.access is frames.Access.RO
+    assert world.access(either) is frames.Access.RO
     assert world.granted(writer) is None
     world.end(save)
     assert world.granted(writer) is not None
@@ -849,10 +829,9 @@ def test_a_reader_of_a_lost_layout_waits_only_for_what_may_bring_it_back(
             assert caught.value.values == {"expected": incarnation, "found": "inc"}
         assert waiting(world) == before
     else:
-        session = world.granted(world.ask(lock=RO, **fields))
-        assert (session is not None) == (outcome == "served")
+        access = world.access(world.ask(lock=RO, **fields))
+        assert access is (frames.Access.RO if outcome == "served" else None)
         assert waiting(world) == before + (outcome == "waits")
-        assert session is None or session.access is frames.Access.RO
 
 
 def waiting_writer(world: World, lock: frames.LockMode) -> None:
@@ -864,17 +843,15 @@ def waiting_writer(world: World, lock: frames.LockMode) -> None:
 
 
 def test_sessions_and_who_waits_are_counted_by_device_and_domain(world: World) -> None:
-    writer = world.attach()
+    writer = world.writing()
     world.ask(lock=RO)
-    world.allocate(writer, "w")
     table = world.table
     assert usage.sessions(table) == {(A, "weights", "RW"): 1}
     assert usage.waiting(table)[A, "weights"] == 1
     assert usage.waiting(table)[B, "kv"] == 0
     world.commit(writer)
     assert usage.sessions(table) == {(A, "weights", "RO"): 2}
-    world.table.export(writer, ["w"], frames.Access.RO)
-    world.end(writer, unmapped=False)
+    world.hung_up(writer)
     assert usage.sessions(table) == {(A, "weights", "RO"): 1, (A, "weights", "lingering"): 1}
 
 
@@ -1015,13 +992,15 @@ def test_either_writes_only_while_nothing_is_committed() -> None:
 @pytest.mark.parametrize(
     ("lock", "replace", "wanted"),
     [
-        (LockMode.RW, False, LockRequest.WRITE),
-        (LockMode.RW, True, LockRequest.REPLACE),
-        (LockMode.RO, False, LockRequest.READ),
-        (LockMode.RW_OR_RO, False, LockRequest.EITHER),
+        (RW, False, LockRequest.WRITE),
+        (RW, True, LockRequest.REPLACE),
+        (RO, False, LockRequest.READ),
+        (EITHER, False, LockRequest.EITHER),
     ],
 )
-def test_a_lock_mode_is_a_request(lock: LockMode, replace: bool, wanted: LockRequest) -> None:
+def test_a_lock_mode_is_a_request(
+    lock: frames.LockMode, replace: bool, wanted: LockRequest
+) -> None:
     assert lock_request_of(lock, replace=replace) is wanted
 
 
@@ -1030,7 +1009,7 @@ def test_a_lock_mode_is_a_request(lock: LockMode, replace: bool, wanted: LockReq
     sorted(set(Operation) - {Operation.EXPORT_RO, Operation.METADATA_GET, Operation.LIST}),
 )
 def test_a_reader_changes_nothing(operation: Operation) -> None:
-    with pytest.raises(InvalidTransition) as caught:
+    with pytest.raises(errors.InvalidTransition) as caught:
         USES.next(Use.READING, operation)
     assert caught.value.values == {"state": "reading", "event": operation.value}
 

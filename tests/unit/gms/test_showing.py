@@ -154,9 +154,7 @@ def history() -> History:
     return made
 
 
-def test_a_reader_that_has_seen_all_or_more_has_missed_nothing(
-    history: History,
-) -> None:
+def test_a_reader_that_has_seen_all_or_more_has_missed_nothing(history: History) -> None:
     assert history.since(history.last) == ([], 0)
     assert history.since(history.last + 9) == ([], 0)
 

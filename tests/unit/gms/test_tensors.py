@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from snapback_client import dlpack
 from snapback_client.devices import count_of, names_of, ordinal_of
 from snapback_client.errors import LayoutError
-from snapback_client.frames import MetadataItem
 from snapback_client.mappings import AddressTaken, Mappings, neighbours
 from snapback_client.reservation import HUGE_PAGE, Reservation
 from snapback_client.tensors import (
@@ -115,10 +116,8 @@ def test_every_tensor_that_stands_outside_is_named() -> None:
 )
 def test_what_another_process_wrote_is_not_believed(change: dict[str, object]) -> None:
     (item,) = place_tensors(SEGMENTS, {"w": view(0x1000, (2, 2), (2, 1))})
-    fields = {"key": item.key, "allocation": item.allocation, "offset": item.offset}
-    changed = MetadataItem(**{**fields, "value": item.value, **change})  # type: ignore[arg-type]
     with pytest.raises(InvalidMessage):
-        read_tensors(SIZES, [changed])
+        read_tensors(SIZES, [replace(item, **change)])
 
 
 def test_an_empty_tensor_needs_a_segment_that_is_there_too() -> None:
@@ -201,12 +200,11 @@ def test_a_segment_is_unused_exactly_when_no_byte_of_it_is_live(
         Segment(str(number), sum(sizes[:number]), size) for number, size in enumerate(sizes)
     ]
     alive = {byte for at, size in live for byte in range(at, at + size)}
-    expected = [
+    assert unused(segments, live) == [
         segment
         for segment in segments
         if alive.isdisjoint(range(segment.address, segment.address + segment.size))
     ]
-    assert unused(segments, live) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 700)), max_size=8))
@@ -230,12 +228,10 @@ def test_tensors_are_packed_apart_unless_they_share_memory(found: list[tuple[int
             covered |= set(range(inside, inside + views[name].size))
         assert len(covered) == part.size, "nothing between them is copied"
     assert size == ends
-    for one in packed:
-        for other in packed:
-            if one is not other:
-                assert one.address + one.size <= other.address or (
-                    other.address + other.size <= one.address
-                )
+    for one, other in itertools.combinations(packed, 2):
+        assert one.address + one.size <= other.address or (
+            other.address + other.size <= one.address
+        )
 
 
 PAGE = mmap.PAGESIZE

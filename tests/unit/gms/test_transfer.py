@@ -37,6 +37,7 @@ from gms.domain.transfer import (
 from gms.ports import Advance, Moved
 from snapback_client.frames import AllocationInfo
 from snapshot_shared import artifact, errors
+from snapshot_shared.artifact import MAX_CHUNK_BYTES
 from snapshot_shared.codec import encode_json
 from tests.support import builders
 from tests.unit.tables import each
@@ -64,6 +65,13 @@ def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> artifact.Part
         for index, size in enumerate(lengths)
     ]
     return _part(files, artifact.SavedLayout(source=source, allocations=entries))
+
+
+def one_file(size: int) -> FilePlan:
+    """Return the plan of a file that holds one allocation."""
+    entries, sizes = place(_infos([size]), shard_bytes=size)
+    (plan,) = plan_files(entries, sizes, chunk_bytes=[CHUNK])
+    return plan
 
 
 def _file(size: int, chunk_bytes: int, chunks: list[str], name: str = "f") -> artifact.FileEntry:
@@ -134,8 +142,7 @@ def test_chunks_cover_their_file_and_carry_each_allocation_to_its_place(
 
 
 def test_what_a_file_holds_beside_its_allocations_is_padding() -> None:
-    entries, _ = place(_infos([PAGE, PAGE]), shard_bytes=4 * PAGE)
-    apart = [_moved(entries[0], PAGE), _moved(entries[1], 3 * PAGE)]
+    apart = [standing("a0", PAGE, PAGE), standing("a1", 3 * PAGE, PAGE, slot=1)]
     (plan,) = plan_files(apart, [6 * PAGE])
     pieces = [piece for chunk in plan.chunks for piece in chunk.pieces]
     assert pieces == [
@@ -145,11 +152,6 @@ def test_what_a_file_holds_beside_its_allocations_is_padding() -> None:
         Piece(1, 0, PAGE),
         Piece(PADDING, 0, 2 * PAGE),
     ]
-
-
-def _moved(entry: artifact.AllocationEntry, to: int) -> artifact.AllocationEntry:
-    (extent,) = entry.extents
-    return replace(entry, extents=[replace(extent, file=0, file_offset=to)])
 
 
 def _stands_at(entry: artifact.AllocationEntry, file: int, at: int, offset: int, size: int) -> bool:
@@ -184,22 +186,24 @@ def test_a_shard_is_whole_pages(size: int) -> None:
 
 
 MANIFEST = _manifest([5, 6])
+assert MANIFEST.layout is not None
 SAVED = MANIFEST.layout
-assert SAVED is not None
 RENAMED = [replace(entry, id=f"x{entry.slot}") for entry in SAVED.allocations]
-ONE_CHUNK = ["0" * 32]
 FULL = 2 * PAGE + 11
 """So long a file may be with two allocations of 11 bytes: a page of padding each."""
 
 
 def loadable(manifest: artifact.PartManifest, **asked: str) -> artifact.SavedLayout:
-    assert SAVED is not None
     wanted = {"layout_id": "l", "wanted_hash": SAVED.source.structure_hash}
     return check_loadable(manifest, **wanted | asked)
 
 
 def with_file(size: int, chunk_bytes: int) -> artifact.PartManifest:
-    return replace(MANIFEST, bytes=size, files=[_file(size, chunk_bytes, ONE_CHUNK)])
+    return replace(MANIFEST, bytes=size, files=[_file(size, chunk_bytes, ["0" * 32])])
+
+
+def with_allocations(allocations: list[artifact.AllocationEntry]) -> artifact.PartManifest:
+    return replace(MANIFEST, layout=replace(SAVED, allocations=allocations))
 
 
 @each(
@@ -208,27 +212,17 @@ def with_file(size: int, chunk_bytes: int) -> artifact.PartManifest:
         (MANIFEST, {"wanted_hash": "other"}, errors.Incompatible, "other"),
         (MANIFEST, {"layout_id": "m"}, errors.Incompatible, "layout id"),
         (replace(MANIFEST, kind="process"), {}, errors.ArtifactCorrupt, "holds no GPU memory"),
-        (
-            replace(MANIFEST, layout=replace(SAVED, allocations=RENAMED)),
-            {},
-            errors.ArtifactCorrupt,
-            "not that of its layout",
-        ),
-        (
-            replace(MANIFEST, layout=replace(SAVED, allocations=SAVED.allocations[::-1])),
-            {},
-            errors.ArtifactCorrupt,
-            "in order",
-        ),
+        (with_allocations(RENAMED), {}, errors.ArtifactCorrupt, "not that of its layout"),
+        (with_allocations(SAVED.allocations[::-1]), {}, errors.ArtifactCorrupt, "in order"),
         # Endless padding, and endless chunks.
         (with_file(2**40, 2**20), {}, errors.ArtifactCorrupt, "longer than the layout"),
         (
-            with_file(FULL + 1, artifact.MAX_CHUNK_BYTES),
+            with_file(FULL + 1, MAX_CHUNK_BYTES),
             {},
             errors.ArtifactCorrupt,
             "longer than the layout",
         ),
-        (with_file(11, artifact.MAX_CHUNK_BYTES + 1), {}, errors.ArtifactCorrupt, "chunks of"),
+        (with_file(11, MAX_CHUNK_BYTES + 1), {}, errors.ArtifactCorrupt, "chunks of"),
     ],
 )
 def test_a_manifest_that_is_not_what_was_asked_for_or_contradicts_itself_is_refused(
@@ -239,7 +233,7 @@ def test_a_manifest_that_is_not_what_was_asked_for_or_contradicts_itself_is_refu
 
 
 def test_a_file_may_have_a_page_of_padding_for_each_allocation() -> None:
-    assert loadable(with_file(FULL, artifact.MAX_CHUNK_BYTES)) == SAVED
+    assert loadable(with_file(FULL, MAX_CHUNK_BYTES)) == SAVED
 
 
 def test_a_device_that_can_never_hold_the_layout_is_named() -> None:
@@ -262,26 +256,20 @@ def test_extents_that_go_over_a_shard_boundary_are_split() -> None:
     ("limit", "expected"), [(1, [1] * 9), (CHUNK, [1] * 9), (3 * CHUNK, [3, 3, 3]), (10**9, [9])]
 )
 def test_runs_are_as_long_as_a_window_allows(limit: int, expected: list[int]) -> None:
-    info = AllocationInfo(id="a", size=9 * CHUNK, aligned=9 * CHUNK, tag="", slot=0)
-    entries, lengths = place([info], shard_bytes=9 * CHUNK)
-    (plan,) = plan_files(entries, lengths, chunk_bytes=[CHUNK])
-    runs = runs_of(plan.chunks, limit)
+    chunks = one_file(9 * CHUNK).chunks
+    runs = runs_of(chunks, limit)
     assert [len(run) for run in runs] == expected
-    assert [chunk for run in runs for chunk in run] == list(plan.chunks)
+    assert [chunk for run in runs for chunk in run] == list(chunks)
 
 
 def test_a_chunk_that_fits_the_buffer_is_one_piece_of_work_with_number_0() -> None:
-    info = AllocationInfo(id="a", size=3 * CHUNK, aligned=3 * CHUNK, tag="", slot=0)
-    entries, lengths = place([info], shard_bytes=3 * CHUNK)
-    (plan,) = plan_files(entries, lengths, chunk_bytes=[CHUNK])
-    for chunk in plan.chunks:
+    for chunk in one_file(3 * CHUNK).chunks:
         (cut,) = cut_chunk(chunk, CHUNK)
         assert (cut.index, cut.offset, cut.pieces) == (0, chunk.offset, chunk.pieces)
 
 
 def test_a_file_that_is_only_read_has_its_chunks_and_no_allocation() -> None:
-    entries, files = place(_infos([3 * PAGE]), shard_bytes=4 * PAGE)
-    (plan,) = plan_files(entries, files, chunk_bytes=[CHUNK])
+    plan = one_file(3 * PAGE)
     bare = without_memory(plan)
     assert [(c.offset, c.size) for c in bare.chunks] == [(c.offset, c.size) for c in plan.chunks]
     assert [chunk.pieces for chunk in bare.chunks] == [
@@ -342,19 +330,18 @@ def test_a_plan_says_in_which_stripe_root_each_file_is() -> None:
     assert {plan.stripe for plan in plan_files(entries, sizes)} == {""}
 
 
+def standing(name: str, at: int, size: int, slot: int = 0) -> artifact.AllocationEntry:
+    """An allocation that is in one piece in the first file."""
+    extents = [artifact.Extent(file=0, file_offset=at, offset=0, size=size)]
+    return artifact.AllocationEntry(id=name, slot=slot, size=size, extents=extents)
+
+
 def part(
     *allocations: tuple[str, int, int], digests: Sequence[str], last: int = PAGE
 ) -> artifact.PartManifest:
     """A part of one file; allocations are (id, first page, pages)."""
     entries = [
-        artifact.AllocationEntry(
-            id=name,
-            slot=slot,
-            size=pages * PAGE,
-            extents=[
-                artifact.Extent(file=0, file_offset=first * PAGE, offset=0, size=pages * PAGE)
-            ],
-        )
+        standing(name, first * PAGE, pages * PAGE, slot)
         for slot, (name, first, pages) in enumerate(allocations)
     ]
     size = (len(digests) - 1) * PAGE + last
@@ -416,9 +403,9 @@ def test_an_allocation_has_every_chunk_that_holds_a_byte_of_it_and_no_other(
     def one(digests: str) -> artifact.PartManifest:
         found = part(digests=digests)
         assert found.layout is not None
-        extents = [artifact.Extent(file=0, file_offset=offset, offset=0, size=size)]
-        entry = artifact.AllocationEntry(id="a", slot=0, size=size, extents=extents)
-        return replace(found, layout=replace(found.layout, allocations=[entry]))
+        return replace(
+            found, layout=replace(found.layout, allocations=[standing("a", offset, size)])
+        )
 
     changed = [difference(one("0123"), one(d)).changed for d in ("4123", "0423", "0143", "0124")]
     assert changed == [["a"] * int(has) for has in touched]
@@ -572,7 +559,6 @@ def test_an_error_in_one_folder_ends_the_others_at_their_next_chunk(is_wrapped: 
     chunks = []
 
     def move(folder: int, indices: Sequence[int], threads: int, advance: Advance) -> Moved:
-        del indices, threads
         if folder == FOLDERS["a"]:
             failed.set()
             raise DiskFailed("no more")
@@ -598,7 +584,6 @@ def test_an_error_of_the_progress_is_raised_as_it_is() -> None:
         raise DiskFailed(str(size))
 
     def move(folder: int, indices: Sequence[int], threads: int, advance: Advance) -> Moved:
-        del indices, threads
         advance(folder)
         raise AssertionError("the error was not raised")
 
