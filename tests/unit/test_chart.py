@@ -28,15 +28,15 @@ from tests.support import helm
 
 SCHEMA = json.loads((helm.CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((helm.CHART / "values.yaml").read_text())
-SIMULATED = ("--set", "simulation.enabled=true")
+SIMULATED = "--set=simulation.enabled=true"
 CAPABILITIES = {
     "snapback-node/agent": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"],
     "snapback-node/guards": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL"],
     "snapback-node/gms": ["DAC_OVERRIDE"],
 }
-HELPER = ("--set", "node.helper.enabled=true")
+HELPER = "--set=node.helper.enabled=true"
 """What reaches every process of a node."""
-OWN_NATS = ("--set", "nats.url=nats://nats.example:4222")
+OWN_NATS = "--set=nats.url=nats://nats.example:4222"
 
 
 def rendered(*words: str, **more: Any) -> list[Any]:
@@ -46,11 +46,13 @@ def rendered(*words: str, **more: Any) -> list[Any]:
     return helm.rendered(*words, **more)
 
 
+def of_kind(documents: list[Any], kind: str) -> list[Any]:
+    return [each for each in documents if each["kind"] == kind]
+
+
 def found(documents: list[Any], kind: str, name: str) -> Any:
     [one] = [
-        each
-        for each in documents
-        if each["kind"] == kind and each["metadata"]["name"] == f"snapback-{name}"
+        each for each in of_kind(documents, kind) if each["metadata"]["name"] == f"snapback-{name}"
     ]
     return one
 
@@ -59,9 +61,10 @@ def pod_of_nodes(documents: list[Any], name: str = "node") -> Any:
     return found(documents, "DaemonSet", name)["spec"]["template"]["spec"]
 
 
-def volume_of(pod: Any, name: str) -> Any:
-    [volume] = [each for each in pod["volumes"] if each["name"] == name]
-    return volume
+def by_name(rows: list[Any]) -> dict[str, Any]:
+    named = {each["name"]: each for each in rows}
+    assert len(named) == len(rows), "two have one name"
+    return named
 
 
 def mounts_of(pod: Any) -> list[tuple[str, Any]]:
@@ -93,11 +96,11 @@ def environment(documents: list[Any], name: str) -> dict[str, str]:
 
 
 def test_the_chart_has_no_flaw_that_helm_lint_finds() -> None:
-    assert rendered(*SIMULATED, *HELPER)
-    helm.run("lint", "--strict", str(helm.CHART), *SIMULATED, *HELPER)
+    assert rendered(SIMULATED, HELPER)
+    helm.run("lint", "--strict", str(helm.CHART), SIMULATED, HELPER)
 
 
-@pytest.mark.parametrize("words", [(), SIMULATED, OWN_NATS])
+@pytest.mark.parametrize("words", [(), (SIMULATED,), (OWN_NATS,)])
 def test_no_container_has_more_than_it_needs(words: tuple[str, ...]) -> None:
     there = list(containers(rendered(*words)))
     assert len(there) >= 4
@@ -133,27 +136,23 @@ def test_the_operator_has_the_rights_of_its_table_and_no_others() -> None:
 def test_the_webhooks_are_those_that_the_operator_serves_by_the_names_of_the_release(
     release: str, url: str
 ) -> None:
-    words = ("--set", f"webhooks.enabled=true,webhooks.url={url}")
-    documents = rendered(*words, release=release)
+    documents = rendered(f"--set=webhooks.enabled=true,webhooks.url={url}", release=release)
     name = "snapback" if release == "snapback" else "other-snapback"
     given = environment(documents, f"{name}-operator/operator")
     settings = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
-    [account] = [
-        each["spec"]["template"]["spec"]["serviceAccountName"]
-        for each in documents
-        if each["kind"] == "Deployment"
-    ]
+    [deployment] = of_kind(documents, "Deployment")
+    account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
     service, url = settings.webhook_service, settings.webhook_url
     endpoint = Endpoint(settings.namespace, service, url=url, account=account)
     for expected in configurations(endpoint):
-        [one] = [each for each in documents if each["kind"] == expected["kind"]]
+        [one] = of_kind(documents, expected["kind"])
         assert one["metadata"]["name"] == expected["metadata"]["name"]
         assert one["webhooks"] == expected["webhooks"]
-    assert service in {each["metadata"]["name"] for each in documents if each["kind"] == "Service"}
+    assert service in {each["metadata"]["name"] for each in of_kind(documents, "Service")}
 
 
 def test_the_nodes_have_no_rights_without_simulation_and_the_agent_never_has_a_token() -> None:
-    bare, simulated = rendered(), rendered(*SIMULATED)
+    bare, simulated = rendered(), rendered(SIMULATED)
 
     def bound(documents: list[Any]) -> set[str]:
         return {
@@ -171,12 +170,12 @@ def test_the_nodes_have_no_rights_without_simulation_and_the_agent_never_has_a_t
 
 
 def test_the_keys_of_a_node_are_in_no_secret_and_each_service_mounts_its_own_alone() -> None:
-    documents = rendered(*HELPER)
+    documents = rendered(HELPER)
     for name in ("node", "node-keys"):
-        volumes = pod_of_nodes(documents, name)["volumes"]
-        assert not any("secret" in volume for volume in volumes)
-    volumes = {volume["name"]: volume for volume in pod_of_nodes(documents)["volumes"]}
-    for container in pod_of_nodes(documents)["containers"]:
+        assert not any("secret" in each for each in pod_of_nodes(documents, name)["volumes"])
+    pod = pod_of_nodes(documents)
+    volumes = by_name(pod["volumes"])
+    for container in pod["containers"]:
         mounts = {
             volumes[mount["name"]]["hostPath"]["path"]: mount
             for mount in container["volumeMounts"]
@@ -220,7 +219,7 @@ def test_what_makes_keys_is_a_hook_that_may_touch_the_secrets_of_its_program_alo
 
 
 def test_images_with_the_cuda_bindings_are_named_where_they_are_asked_for() -> None:
-    documents = rendered("--set", "image.cuda=true", *HELPER)
+    documents = rendered("--set=image.cuda=true", HELPER)
     images = {name: container["image"] for name, container, _ in containers(documents)}
     assert images["snapback-node/gms"] == f"snapback/gms:{VERSION}-cuda"
     assert images["snapback-node/helper"] == f"snapback/snapshot-agent:{VERSION}-cuda"
@@ -230,7 +229,7 @@ def test_images_with_the_cuda_bindings_are_named_where_they_are_asked_for() -> N
 
 
 def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
-    documents = rendered(*SIMULATED, "--set-string", "operator.env.SNAPBACK_KEEP_COUNT=5")
+    documents = rendered(SIMULATED, "--set-string=operator.env.SNAPBACK_KEEP_COUNT=5")
     # The image names it.
     given = environment(documents, "snapback-operator/operator")
     operator = load(OperatorSettings, given | {"SNAPBACK_STATE_DIR": "/tmp"})
@@ -257,8 +256,7 @@ def test_the_settings_of_each_service_are_those_that_it_reads() -> None:
 
 def test_folders_that_the_kubelet_and_the_runtime_read_have_the_same_path_inside() -> None:
     folders = "kubelet.dir=/data/kubelet,kubelet.podLogsDir=/data/logs,simulation.cdiDir=/etc/cdi"
-    words = (*SIMULATED, "--set", folders)
-    documents = rendered(*words)
+    documents = rendered(SIMULATED, f"--set={folders}")
     pod = pod_of_nodes(documents)
     paths = {
         each["name"]: each["hostPath"]["path"] for each in pod["volumes"] if "hostPath" in each
@@ -287,9 +285,9 @@ def test_no_node_has_a_helper_or_its_folders_unless_it_is_asked_for() -> None:
 
 
 def test_the_helper_has_a_listed_set_of_capabilities_and_neither_keys_nor_a_token() -> None:
-    words = ("--set", "node.helper.extraCapabilities={SYS_RAWIO}", *SIMULATED, *HELPER)
-    pod = pod_of_nodes(rendered(*words))
-    [helper] = [each for each in pod["containers"] if each["name"] == "helper"]
+    more = "--set=node.helper.extraCapabilities={SYS_RAWIO}"
+    pod = pod_of_nodes(rendered(more, SIMULATED, HELPER))
+    helper = by_name(pod["containers"])["helper"]
     context = pod["securityContext"] | helper["securityContext"]
     assert context["runAsUser"] == 0
     assert context["readOnlyRootFilesystem"]
@@ -310,16 +308,14 @@ def test_the_helper_has_a_listed_set_of_capabilities_and_neither_keys_nor_a_toke
 def test_the_helper_is_shown_the_gpus_of_its_node_where_they_are_real() -> None:
     name = "snapback-node/helper"
     shown = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    assert shown.items() <= environment(rendered(*HELPER), name).items()
-    assert not shown.keys() & environment(rendered(*SIMULATED, *HELPER), name).keys()
+    assert shown.items() <= environment(rendered(HELPER), name).items()
+    assert not shown.keys() & environment(rendered(SIMULATED, HELPER), name).keys()
 
 
 def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has() -> None:
-    words = ("--set", "node.runtimeDir=/data/containerd,node.cgroupDir=/cgroup", *HELPER)
-    documents = rendered(*words)
+    documents = rendered("--set=node.runtimeDir=/data/containerd,node.cgroupDir=/cgroup", HELPER)
     pod = pod_of_nodes(documents)
-    containers = {each["name"]: each for each in pod["containers"]}
-    volumes = {each["name"]: each for each in pod["volumes"]}
+    volumes = by_name(pod["volumes"])
     sockets = {
         environment(documents, f"snapback-node/{name}")["SNAPBACK_HELPER"]
         for name in ("agent", "helper")
@@ -327,7 +323,7 @@ def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has()
     assert sockets == {"/run/helper/helper.sock"}
     mounts = {
         name: {row["mountPath"]: row for row in each["volumeMounts"]}
-        for name, each in containers.items()
+        for name, each in by_name(pod["containers"]).items()
     }
     where = {name for name, each in mounts.items() if "/run/helper" in each}
     assert where == {"agent", "guards", "helper"}
@@ -342,10 +338,10 @@ def test_the_agent_and_its_helper_meet_at_a_socket_that_no_other_container_has()
 
 
 def test_criu_has_a_scratch_folder_that_the_helper_reads_and_the_agent_writes() -> None:
-    words = ("--set", "node.scratch.use=always,node.scratch.medium=Memory", *HELPER)
-    documents = rendered(*words, "--set", "node.scratch.sizeLimit=8Gi")
-    given = [environment(documents, f"snapback-node/{name}") for name in ("agent", "helper")]
-    agent, helper = load(AgentSettings, given[0]), load(HelperSettings, given[1])
+    scratch = "--set=node.scratch.use=always,node.scratch.medium=Memory,node.scratch.sizeLimit=8Gi"
+    documents = rendered(scratch, HELPER)
+    agent = load(AgentSettings, environment(documents, "snapback-node/agent"))
+    helper = load(HelperSettings, environment(documents, "snapback-node/helper"))
     assert agent.scratch_dir == helper.scratch_dir
     assert agent.scratch == "always"
     pod = pod_of_nodes(documents)
@@ -355,14 +351,16 @@ def test_criu_has_a_scratch_folder_that_the_helper_reads_and_the_agent_writes() 
         if mount["mountPath"] == str(agent.scratch_dir)
     }
     assert mounts == {"agent": False, "helper": True}
-    assert volume_of(pod, "scratch")["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
-    assert volume_of(pod_of_nodes(rendered(*HELPER)), "scratch")["emptyDir"] == {}
+    limited = by_name(pod["volumes"])["scratch"]["emptyDir"]
+    assert limited == {"medium": "Memory", "sizeLimit": "8Gi"}
+    plain = by_name(pod_of_nodes(rendered(HELPER))["volumes"])["scratch"]["emptyDir"]
+    assert plain == {}
 
 
 def test_the_keys_of_artifacts_are_those_of_the_agent_and_of_gms_alone() -> None:
     bare = load(AgentSettings, environment(rendered(), "snapback-node/agent"))
     assert (bare.artifact_keys, bare.require_signature) == (None, False)
-    words = ("--set", "storage.keys.secret=ours,storage.keys.requireSignature=true", *HELPER)
+    words = ("--set=storage.keys.secret=ours,storage.keys.requireSignature=true", HELPER)
     documents = rendered(*words)
     agent = load(AgentSettings, environment(documents, "snapback-node/agent"))
     assert agent.require_signature
@@ -377,14 +375,14 @@ def test_the_keys_of_artifacts_are_those_of_the_agent_and_of_gms_alone() -> None
     assert mounts == [(name, str(agent.artifact_keys), True) for name in ("agent", "gms")]
     assert gms.require_signature
     assert not gms.encrypt_memory
-    encrypting = rendered(*words, "--set", "storage.keys.encryptMemory=true")
+    encrypting = rendered(*words, "--set=storage.keys.encryptMemory=true")
     assert load(GmsSettings, environment(encrypting, "snapback-node/gms")).encrypt_memory
-    secret = volume_of(pod, "artifact-keys")["secret"]
+    secret = by_name(pod["volumes"])["artifact-keys"]["secret"]
     assert secret == {"secretName": "ours", "defaultMode": 0o400}
 
 
 def test_with_a_nats_of_the_readers_the_chart_makes_keys_for_it_and_runs_none() -> None:
-    documents = rendered(*OWN_NATS)
+    documents = rendered(OWN_NATS)
     names = {f"{each['kind']}/{each['metadata']['name']}" for each in documents}
     assert not [each for each in names if each.startswith(("StatefulSet/", "ConfigMap/"))]
     assert "Service/snapback-nats" not in names
@@ -395,9 +393,8 @@ def test_with_a_nats_of_the_readers_the_chart_makes_keys_for_it_and_runs_none() 
 
 
 def test_a_claim_takes_the_place_of_the_folder_of_the_node_and_of_the_servers_memory() -> None:
-    words = ("--set", "storage.claim=artifacts,nats.storage.claim=true")
-    documents = rendered(*words)
-    volume = volume_of(pod_of_nodes(documents), "artifacts")
+    documents = rendered("--set=storage.claim=artifacts,nats.storage.claim=true")
+    volume = by_name(pod_of_nodes(documents)["volumes"])["artifacts"]
     assert volume == {"name": "artifacts", "persistentVolumeClaim": {"claimName": "artifacts"}}
     server = found(documents, "StatefulSet", "nats")["spec"]
     assert "state" not in {each["name"] for each in server["template"]["spec"]["volumes"]}
@@ -406,7 +403,7 @@ def test_a_claim_takes_the_place_of_the_folder_of_the_node_and_of_the_servers_me
 
 def test_two_releases_share_no_name_but_those_of_the_device_class_and_the_webhooks() -> None:
     names = [
-        {(each["kind"], each["metadata"]["name"]) for each in rendered(*SIMULATED, release=name)}
+        {(each["kind"], each["metadata"]["name"]) for each in rendered(SIMULATED, release=name)}
         for name in ("a", "b")
     ]
     assert names[0] & names[1] == {
@@ -418,7 +415,7 @@ def test_two_releases_share_no_name_but_those_of_the_device_class_and_the_webhoo
 
 def test_helm_refuses_a_value_that_the_schema_does_not_know() -> None:
     with pytest.raises(helm.HelmError, match="simulatoin"):
-        rendered("--set", "simulatoin.enabled=true")
+        rendered("--set=simulatoin.enabled=true")
 
 
 def test_the_version_and_the_definitions_of_the_chart_are_those_of_the_product() -> None:
@@ -510,16 +507,15 @@ def test_the_schema_takes_the_defaults_and_every_value_has_a_type_and_a_bound() 
 
 def test_the_alerts_are_those_of_the_file_with_the_address_of_the_runbooks() -> None:
     page = "https://docs.example.com/latest/runbooks.html"
-    on = ("--set", f"monitoring.enabled=true,monitoring.runbooks={page}")
-    [rule] = [each for each in rendered(*on) if each["kind"] == "PrometheusRule"]
+    documents = rendered(f"--set=monitoring.enabled=true,monitoring.runbooks={page}")
+    [rule] = of_kind(documents, "PrometheusRule")
     alerts = (programs.REPOSITORY / "deploy/observability/alerts.yml").read_text()
     assert rule["spec"] == yaml.safe_load(alerts.replace("docs/runbooks.md", page))
 
 
 def test_prometheus_is_led_to_every_port_with_metrics() -> None:
-    words = ("--set", "monitoring.enabled=true,monitoring.labels.release=prometheus")
-    documents = rendered(*words)
-    [monitor] = [each for each in documents if each["kind"] == "PodMonitor"]
+    documents = rendered("--set=monitoring.enabled=true,monitoring.labels.release=prometheus")
+    [monitor] = of_kind(documents, "PodMonitor")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     serving = {
         port["name"]
@@ -536,9 +532,9 @@ def test_prometheus_is_led_to_every_port_with_metrics() -> None:
 
 
 def test_the_ports_of_probes_are_open_to_the_kubelet_alone_and_nats_to_the_release() -> None:
-    words = ("--set", "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.role=metrics")
-    documents = rendered(*words)
-    policies = [each for each in documents if each["kind"] == "NetworkPolicy"]
+    source = "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.role=metrics"
+    documents = rendered(f"--set={source}")
+    policies = of_kind(documents, "NetworkPolicy")
     metrics = [{"namespaceSelector": {"matchLabels": {"role": "metrics"}}}]
     release = {"app.kubernetes.io/name": "snapback", "app.kubernetes.io/instance": "snapback"}
     own = [{"podSelector": {"matchLabels": release}}]
@@ -570,8 +566,7 @@ def test_the_ports_of_probes_are_open_to_the_kubelet_alone_and_nats_to_the_relea
             if "httpGet" in container.get(probe, ())
         }
         assert not probed & {port["containerPort"] for port in container.get("ports", ())}
-    off = rendered("--set", "networkPolicy.enabled=false")
-    assert not [each for each in off if each["kind"] == "NetworkPolicy"]
+    assert not of_kind(rendered("--set=networkPolicy.enabled=false"), "NetworkPolicy")
 
 
 def test_nothing_of_the_prometheus_operator_is_made_unless_it_is_asked_for() -> None:
