@@ -43,6 +43,7 @@ DEVICE = "GPU-2f26acd4-f975-56ae-85be-f9f11cb1cb1c"
 INCARNATION = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
 BEFORE = GenerationRef(incarnation=INCARNATION, generation=3)
 WEIGHTS: dict[str, Any] = {"device": DEVICE, "domain": MemoryDomain.WEIGHTS}
+OF_SERVICE: dict[str, Any] = {"node": "node-1", "incarnation": INCARNATION}
 
 
 def _id(number: int) -> str:
@@ -155,8 +156,7 @@ BODIES: dict[str, msgspec.Struct] = {
     "grpc_drop_layout_reply": calls.DropLayoutReply(dropped=False),
     "grpc_status_request": calls.StatusRequest(),
     "grpc_status_reply": calls.StatusReply(
-        node="node-1",
-        incarnation=INCARNATION,
+        **OF_SERVICE,
         devices=[
             calls.DeviceStatus(
                 uuid=DEVICE,
@@ -191,11 +191,10 @@ BODIES: dict[str, msgspec.Struct] = {
     ),
     "grpc_status_request_events": calls.StatusRequest(events=20),
     "grpc_status_reply_events": calls.StatusReply(
-        node="node-1", incarnation=INCARNATION, devices=[], events=[EVENT], now_s=12.5
+        **OF_SERVICE, devices=[], events=[EVENT], now_s=12.5
     ),
     "grpc_status_reply_missing": calls.StatusReply(
-        node="node-1",
-        incarnation=INCARNATION,
+        **OF_SERVICE,
         devices=[],
         missing=[
             calls.MissingDevice(
@@ -314,6 +313,10 @@ def test_a_frame_of_the_second_version_is_that_of_the_first_but_for_its_number()
     assert changed == []
 
 
+def frame(kind: str, **fields: Any) -> bytes:
+    return msgspec.msgpack.encode({"type": kind, "v": 1, **fields})
+
+
 @each(
     ("offered", "spoken", "found"),
     [
@@ -337,15 +340,14 @@ def test_the_highest_version_that_both_sides_speak_is_used(
 
 
 def test_a_first_frame_that_does_not_decode_is_refused_for_the_versions_that_it_offers() -> None:
-    data = msgspec.msgpack.encode({"type": "attach_v9", "v": 8, "versions": [8, 9]})
     with pytest.raises(UnsupportedVersion, match="8 to 9, and here 1 to 2") as caught:
-        frames.decode_request(data)
+        frames.decode_request(frame("attach_v9", v=8, versions=[8, 9]))
     assert caught.value.values == {"offered": [8, 9], "supported": [1, 2]}
 
 
 def test_a_frame_of_a_later_version_that_does_not_decode_is_refused_for_its_version() -> None:
     with pytest.raises(UnsupportedVersion):
-        frames.decode_request(msgspec.msgpack.encode({"type": "attach_v9", "v": 9}))
+        frames.decode_request(frame("attach_v9", v=9))
 
 
 @each(
@@ -354,16 +356,14 @@ def test_a_frame_of_a_later_version_that_does_not_decode_is_refused_for_its_vers
         b"",
         b"\xc1",
         b"\x93\x01\x02",
-        msgspec.msgpack.encode({"type": "attach", "v": 1}),
-        msgspec.msgpack.encode({"type": "attached", "v": 1}),
-        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": []}),
-        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": [["a", 0, ""]]}),
-        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": [["", 1, ""]]}),
-        msgspec.msgpack.encode({"type": "allocate_many", "v": 1, "allocations": [["a\n", 1, ""]]}),
-        msgspec.msgpack.encode({"type": "export_many", "v": 1, "ids": ["a"], "access": "WO"}),
-        msgspec.msgpack.encode(
-            {"type": "export_many", "v": 1, "ids": ["a"] * 8193, "access": "RO"}
-        ),
+        frame("attach"),
+        frame("attached"),
+        frame("allocate_many", allocations=[]),
+        frame("allocate_many", allocations=[["a", 0, ""]]),
+        frame("allocate_many", allocations=[["", 1, ""]]),
+        frame("allocate_many", allocations=[["a\n", 1, ""]]),
+        frame("export_many", ids=["a"], access="WO"),
+        frame("export_many", ids=["a"] * 8193, access="RO"),
         b"\x81" * 5000,
         bytes(MAX_FRAME_BYTES + 1),
     ],

@@ -151,6 +151,23 @@ def begin(folder: Path, other: str) -> subprocess.Popen[str]:
     )
 
 
+FAILED_ALONE = ("--last-failed", "--last-failed-no-failures=none")
+
+
+def run_tests(folder: Path, *options: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of a folder as a step does, with a cache of their own."""
+    run = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={folder}/cache", "-p", "xdist"]
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    return subprocess.run(
+        [*run, *options],
+        cwd=folder,
+        env=environment | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.waits
 def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
@@ -161,18 +178,10 @@ def test_tests_that_share_a_process_are_among_those_that_run_again(tmp_path: Pat
         "@pytest.mark.parametrize('who', ['a@b'])\n"
         "def test_fails(who): raise AssertionError('still')\n"
     )
-    cache = tmp_path / "cache"
-    run = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={cache}", "-p", "xdist"]
-    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-
-    def status(*options: str) -> int:
-        command = [*run, *options, "test_it.py"]
-        return subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode
-
-    assert status("-n", "1", "--dist", "loadgroup") == 1
+    assert run_tests(tmp_path, "-n", "1", "--dist", "loadgroup").returncode == 1
     (tmp_path / "ran").unlink()
-    ungroup(cache / "v/cache/lastfailed")
-    assert status("-n", "0", "--last-failed", "--last-failed-no-failures=none") == 1
+    ungroup(tmp_path / "cache/v/cache/lastfailed")
+    assert run_tests(tmp_path, "-n", "0", *FAILED_ALONE).returncode == 1
     assert not (tmp_path / "ran").exists()
 
 
@@ -186,18 +195,8 @@ def test_a_second_try_runs_the_failed_tests_of_a_turn(tmp_path: Path) -> None:
         "@pytest.mark.parametrize('row', range(8))\n"
         "def test_fails(row): raise AssertionError('still')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-o", f"cache_dir={tmp_path}/cache"]
-    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    environment |= {"TURN": "2/4", "PYTHONPATH": str(ROOT)}
-    for options in ([], ["--last-failed", "--last-failed-no-failures=none"]):
-        done = subprocess.run(
-            [*command, *options],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    for options in ((), FAILED_ALONE):
+        done = run_tests(tmp_path, "-n", "0", *options, TURN="2/4", PYTHONPATH=str(ROOT))
         assert re.findall(r"^FAILED .*\[(\d)\]", done.stdout, re.MULTILINE) == ["1", "5"], done
 
 

@@ -1,5 +1,6 @@
 """What keeps CRIU from a worker or a placeholder, with the values that decided it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -120,8 +121,12 @@ def dump_error(seen: SeenTree, node: SeenNode = NODE, **more: Any) -> SnapbackEr
         "ours": ("/control",),
         **more,
     }
+    return raised(check_dump, Dumping(seen, node, **given))
+
+
+def raised(check: Callable[..., None], *seen: Any) -> SnapbackError | None:
     try:
-        check_dump(Dumping(seen, node, **given))
+        check(*seen)
     except SnapbackError as error:
         return error
     return None
@@ -404,16 +409,20 @@ def test_a_process_uses_the_mounts_of_its_files_folders_and_sockets(
     assert used_mounts(seen) | always == used | always
 
 
+def source_mount(path: str, fs_type: str = "ext4", *, is_needed: bool = True) -> SourceMount:
+    return SourceMount(path=path, fs_type=fs_type, is_needed=is_needed)
+
+
 SOURCE = SourceFacts(
     criu=(4, 2, 1),
     kernel=(6, 16, 3),
     host="llm-0",
     addresses=["10.1.2.3", "fd00::2"],
     mounts=[
-        SourceMount(path="/", fs_type="overlay"),
-        SourceMount(path="/proc", fs_type="proc"),
-        SourceMount(path="/proc/bus", fs_type="proc"),
-        SourceMount(path="/data", fs_type="ext4"),
+        source_mount("/", "overlay"),
+        source_mount("/proc", "proc"),
+        source_mount("/proc/bus", "proc"),
+        source_mount("/data"),
     ],
     resident=100 * MIB,
     capabilities=NET_RAW,
@@ -448,15 +457,10 @@ def waiting(**fields: Any) -> dict[str, Any]:
         ({"processor": ["avx512f"]}, {}, {"processor": ("avx2",)}, ("avx512f", "processor")),
         ({}, {}, {"capabilities": SYS_ADMIN}, ("CAP_NET_RAW", "helper")),
         ({"capabilities": SYS_ADMIN}, {}, {}, ("CAP_SYS_ADMIN", "container")),
-        ({"mounts": [SourceMount(path="/lost", fs_type="xfs")]}, {}, {}, ("/lost", "/snapback")),
-        ({"mounts": [SourceMount(path="/lost", fs_type="xfs", is_needed=False)]}, {}, {}, ()),
+        ({"mounts": [source_mount("/lost")]}, {}, {}, ("/lost", "/snapback")),
+        ({"mounts": [source_mount("/lost", is_needed=False)]}, {}, {}, ()),
         (
-            {
-                "mounts": [
-                    SourceMount(path="/etc", fs_type="xfs", is_needed=False),
-                    SourceMount(path="/etc/hosts", fs_type="xfs"),
-                ]
-            },
+            {"mounts": [source_mount("/etc", is_needed=False), source_mount("/etc/hosts")]},
             {},
             {},
             ("lacks: /etc;",),
@@ -468,15 +472,16 @@ def waiting(**fields: Any) -> dict[str, Any]:
 def test_a_restore_is_refused_where_the_worker_could_not_go_on(
     source: dict[str, Any], target: dict[str, Any], node: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    error = restore_error(
-        replace(SOURCE, **source), PLACEHOLDER._replace(**target), NODE._replace(**node)
-    )
-    refused(error, words, "Incompatible")
+    seen = replace(SOURCE, **source), PLACEHOLDER._replace(**target), NODE._replace(**node)
+    refused(raised(check_restore, *seen), words, "Incompatible")
 
 
 UNCONFINED = Credentials(uids=(0, 0, 0), gids=(0, 0, 0), seccomp=0, no_new_privs=False)
 OF_A_USER: dict[str, Any] = {"uids": (1000, 1000, 1000), "gids": (2000, 2000, 2000)}
 CONFINED = Credentials(**OF_A_USER, seccomp=2, no_new_privs=True)
+IN_TWO_GROUPS = replace(CONFINED, gids=(2000, 3000))
+WITH_NET_RAW = replace(CONFINED, permitted=NET_RAW)
+LIMITED_TO_NET_RAW = {**OF_A_USER, "no_new_privs": True, "permitted": NET_RAW}
 
 
 @each(
@@ -493,25 +498,17 @@ CONFINED = Credentials(**OF_A_USER, seccomp=2, no_new_privs=True)
         (UNCONFINED, {"uids": (1000, 1000, 1000)}, ("user 0", "user 1000")),
         (UNCONFINED, {"gids": (2000, 2000, 2000)}, ("group 0", "group 2000")),
         (replace(UNCONFINED, uids=(7, 7, 0)), {"uids": (7, 7, 7)}, ("user 0", "user 7")),
-        (replace(CONFINED, gids=(2000, 3000)), {**OF_A_USER, "groups": (3000, 4000)}, ()),
-        (
-            replace(CONFINED, gids=(2000, 3000)),
-            {**OF_A_USER, "groups": (4000,)},
-            ("group 3000", "group 2000, 4000"),
-        ),
-        (replace(CONFINED, gids=(2000, 3000)), {**OF_A_USER, "permitted": SETGID}, ()),
+        (IN_TWO_GROUPS, {**OF_A_USER, "groups": (3000, 4000)}, ()),
+        (IN_TWO_GROUPS, {**OF_A_USER, "groups": (4000,)}, ("group 3000", "group 2000, 4000")),
+        (IN_TWO_GROUPS, {**OF_A_USER, "permitted": SETGID}, ()),
         (
             replace(CONFINED, permitted=NET_RAW | DAC_OVERRIDE),
-            {**OF_A_USER, "no_new_privs": True, "permitted": NET_RAW},
+            LIMITED_TO_NET_RAW,
             ("CAP_DAC_OVERRIDE", "NoNewPrivs"),
         ),
-        (
-            replace(CONFINED, permitted=NET_RAW),
-            {**OF_A_USER, "no_new_privs": True, "permitted": NET_RAW},
-            (),
-        ),
+        (WITH_NET_RAW, LIMITED_TO_NET_RAW, ()),
         # It could gain them by a program of root that has the bit for that.
-        (replace(CONFINED, permitted=NET_RAW), OF_A_USER, ()),
+        (WITH_NET_RAW, OF_A_USER, ()),
         # Such as one of root whose program has become another user.
         (CONFINED, {"permitted": SETUID | SETGID}, ()),
         (CONFINED, {"permitted": SETGID}, ("user 1000", "user 0")),
@@ -524,7 +521,7 @@ def test_a_restore_gives_no_process_more_than_its_container_has(
     source: Credentials | None, target: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     container = PLACEHOLDER._replace(**waiting(**target))
-    error = restore_error(replace(SOURCE, credentials=source), container, NODE)
+    error = raised(check_restore, replace(SOURCE, credentials=source), container, NODE)
     refused(error, words, "Incompatible")
 
 
@@ -544,19 +541,11 @@ def test_the_credentials_of_a_worker_are_those_of_all_its_processes() -> None:
     )
 
 
-def restore_error(source: SourceFacts, target: SeenTree, node: SeenNode) -> SnapbackError | None:
-    try:
-        check_restore(source, target, node)
-    except SnapbackError as error:
-        return error
-    return None
-
-
 @pytest.mark.parametrize(
     "processes", [(ROOT,), (*PLACEHOLDER.processes, CHILD)], ids=["another program", "restored"]
 )
 def test_a_restore_needs_an_init_that_waits_alone(processes: tuple[SeenProcess, ...]) -> None:
-    error = restore_error(SOURCE, PLACEHOLDER._replace(processes=processes), NODE)
+    error = raised(check_restore, SOURCE, PLACEHOLDER._replace(processes=processes), NODE)
     refused(error, ("snapback-init",))
 
 

@@ -20,9 +20,8 @@ from snapshot_shared.artifact import RootManifest, RootPart
 from snapshot_shared.ledger import Began, Ended, Entry, Ledger, Noted, Record, Reported
 from snapshot_shared.orders import DeviceRef, PodRef
 from tests.support import builders
+from tests.support.builders import UID
 from tests.unit.tables import each
-
-UID = "00000000-0000-4000-8000-000000000001"
 
 
 def entry(
@@ -37,8 +36,7 @@ def entry(
         if index < ended:
             records.append(Ended(order=name, attempt=1, step=step))
     if terminal:
-        report = builders.told(order=name, kind=terminal)
-        records.append(Reported(report=report))
+        records.append(Reported(report=builders.told(order=name, kind=terminal)))
     ledger = Ledger()
     for record in records:
         ledger.apply(record)
@@ -169,9 +167,6 @@ def test_a_pod_that_has_exited_is_left_alone() -> None:
     run = entry("run", "resolve", "spawn", ended=2, terminal="started")
     run.reports.append(builders.told(order=run.order, n=9, kind="exited"))
     assert run_row(run) == (PodRecovery.NOTHING, False)
-
-
-UID = "00000000-0000-4000-8000-000000000001"
 
 
 def test_the_phase_of_a_dump_is_the_one_on_record() -> None:
