@@ -87,6 +87,13 @@ def payload(**fields: Any) -> msgspec.Raw:
     return msgspec.Raw(encode_json(fields))
 
 
+def work_order(kind: type[Object], owner: str = UID, **more: Any) -> Object:
+    """Return an order as its service gets it, which is named after its verb and its owner."""
+    verb = kind.__name__.removesuffix("Order").lower()
+    fields = {"order": f"{verb}-{owner}", "attempt": 1, "node": "node-1", "owner": owner}
+    return kind(**{**fields, "deadline_s": 60.0, **more})
+
+
 def report(item: OrderStatus, kind: str, *, n: int = 2, **more: Any) -> Report:
     fields: dict[str, Any] = {
         "order": item.order,

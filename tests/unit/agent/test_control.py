@@ -5,6 +5,7 @@ import json
 from snapshot_agent.domain import control
 from snapshot_shared.errors import Failure
 from snapshot_shared.orders import ArtifactRef, PodRef, RestoreOrder
+from tests.support import builders
 from tests.unit.tables import each
 
 UID = "11111111-2222-3333-4444-555555555555"
@@ -34,17 +35,13 @@ def test_a_body_belongs_to_its_attempt_alone(data: bytes, attempts: list[int]) -
 
 
 def test_a_restored_worker_is_told_what_and_where_it_is() -> None:
-    order = RestoreOrder(
-        order=f"restore-{UID}",
+    digest = "xxh3-128:" + "0" * 32
+    order = builders.work_order(
+        RestoreOrder,
         attempt=3,
         node="n2",
-        owner=UID,
-        deadline_s=60.0,
         artifact=ArtifactRef(
-            namespace="default",
-            content_uid=CONTENT,
-            generation=2,
-            root_digest="xxh3-128:" + "0" * 32,
+            namespace="default", content_uid=CONTENT, generation=2, root_digest=digest
         ),
         pod=PodRef(namespace="default", name="clone", uid=UID),
     )

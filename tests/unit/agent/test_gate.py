@@ -8,11 +8,10 @@ from snapshot_shared.artifact import Facts, RootManifest, RootPart
 from snapshot_shared.errors import HoldDeadline, SnapbackError
 from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, PodRef, VectorEntry
 from tests.support import builders
+from tests.support.builders import DIGEST, UID
 from tests.unit.tables import each
 
-UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
-DIGEST = "sha256:" + "0" * 64
 POD = PodRef(namespace="default", name="llm", uid=UID)
 SEEN = gate.ObservedPod(POD, POD, containers=("main",), alive=True)
 
@@ -137,16 +136,7 @@ def test_an_artifact_is_restored_only_where_it_fits_and_both_values_are_named(
 def dump_request(
     vector: list[VectorEntry], *, held: int | None = 1, driver: str = "cooperative"
 ) -> gate.DumpRequest:
-    order = DumpOrder(
-        order=f"dump-{UID}",
-        attempt=1,
-        node="node-1",
-        owner=UID,
-        deadline_s=60.0,
-        pod=POD,
-        content_uid=UID,
-        vector=vector,
-    )
+    order = builders.work_order(DumpOrder, pod=POD, content_uid=UID, vector=vector)
     return gate.DumpRequest(order, held, driver, PLAN)
 
 

@@ -17,9 +17,9 @@ from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
 from snapshot_shared.orders import PartResult, PodRef, SealOrder, VectorEntry
 from tests.support import builders
+from tests.support.builders import UID
 from tests.unit.tables import each
 
-UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
 D1 = "sha256:" + "1" * 64
 D2 = "sha256:" + "2" * 64
@@ -46,12 +46,9 @@ GPU = replace(
     facts=None,
     layout=SavedLayout(source=LAYOUT, allocations=[]),
 )
-ORDER = SealOrder(
-    order=f"seal-{UID}",
+ORDER = builders.work_order(
+    SealOrder,
     attempt=2,
-    node="node-1",
-    owner=UID,
-    deadline_s=60.0,
     namespace="default",
     content_uid=UID,
     pod=PodRef(namespace="default", name="llm", uid=UID),

@@ -12,9 +12,10 @@ from snapshot_agent.domain.mounts import mounts_in
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.objects.kubernetes import Container
 from snapshot_shared.orders import DeviceRef, Driver, PodRef, RunOrder
+from tests.support import builders
 from tests.unit.tables import each
 
-POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
+POD = PodRef(namespace="default", name="llm", uid=builders.UID)
 NODE = spec.NodeEnvironment(
     node="node-1",
     run="r1",
@@ -44,20 +45,6 @@ def launched(
 ) -> spec.ProcessSpec:
     how = {"standby": standby, "traceparent": traceparent, "apart": apart}
     return spec.process_spec(container(**fields), POD, DEVICES, NODE, where, **how)  # type: ignore[arg-type]
-
-
-def run_order(driver: Driver, *, standby: bool) -> RunOrder:
-    return RunOrder(
-        order=f"run-{POD.uid}",
-        attempt=1,
-        node="node-1",
-        owner=POD.uid,
-        deadline_s=60.0,
-        pod=replace(POD, container="main"),
-        template_digest="sha256:" + "0" * 64,
-        driver=driver,
-        standby=standby,
-    )
 
 
 @each(
@@ -167,12 +154,12 @@ def test_in_a_placeholder_the_first_program_waits_before_the_command() -> None:
 def test_only_the_container_that_a_process_is_brought_to_waits_for_it(
     driver: Driver, standby: bool, expected: tuple[bool, bool, bool]
 ) -> None:
-    order = run_order(driver, standby=standby)
-    assert (
-        spec.is_apart(order),
-        spec.waits(order, "main"),
-        spec.waits(order, "sidecar"),
-    ) == expected
+    pod = replace(POD, container="main")
+    order = builders.work_order(
+        RunOrder, pod=pod, template_digest=builders.DIGEST, driver=driver, standby=standby
+    )
+    waits = [spec.waits(order, name) for name in ("main", "sidecar")]
+    assert (spec.is_apart(order), *waits) == expected
 
 
 def test_a_dump_has_neither_the_file_systems_of_the_node_nor_our_folders() -> None:
