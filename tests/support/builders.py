@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gms.domain.tasks import SaveTask
+from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest, RootPart
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
@@ -20,6 +21,7 @@ from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, Own
 from snapshot_shared.orders import (
     LayoutRef,
     PartResult,
+    PodRef,
     PresenceDevice,
     Progress,
     Report,
@@ -192,6 +194,26 @@ def vector(devices: Iterable[dict[str, Any]], of_each: int) -> list[VectorEntry]
         found = layout(device=each["uuid"], layout_id=f"layout-{number}", bytes=of_each)
         entries.append(VectorEntry(part=f"gpu-{number}", ordinal=number, layout=found))
     return entries
+
+
+def part_manifest(*files: FileEntry, part: str = "process", **more: Any) -> PartManifest:
+    fields: dict[str, Any] = {"namespace": "default", "content_uid": UID, "generation": 1}
+    fields |= {"kind": "process", "part": part, "order": f"dump-{UID}"}
+    if part != "process":
+        fields |= {"kind": "gms", "order": f"save-{UID}-{part}"}
+    size = sum(file.size for file in files)
+    return PartManifest(**{**fields, "bytes": size, "files": [*files], **more})
+
+
+def root_part(part: str, **more: Any) -> RootPart:
+    kind = "process" if part == "process" else "gms"
+    return RootPart(**{"part": part, "kind": kind, "bytes": 1, "digest": DIGEST, **more})
+
+
+def root_manifest(*parts: RootPart, **more: Any) -> RootManifest:
+    fields: dict[str, Any] = {"namespace": "default", "content_uid": UID, "generation": 1}
+    fields |= {"source": PodRef(namespace="default", name="worker", uid=UID), "parts": [*parts]}
+    return RootManifest(**{**fields, "bytes": sum(part.bytes for part in parts), **more})
 
 
 def span(**more: Any) -> SpanRecord:

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from snapshot_agent.domain import gate
-from snapshot_shared.artifact import Facts, RootManifest, RootPart
+from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import HoldDeadline, SnapbackError
 from snapshot_shared.orders import ArtifactRef, DeviceRef, DumpOrder, PodRef, VectorEntry
 from tests.support import builders
@@ -53,22 +53,9 @@ def test_a_restore_needs_a_pod_that_waits_for_one() -> None:
     assert reason_of(gate.RESTORE_CHECKS, SEEN._replace(standby=True)) == ""
 
 
-def part(name: str) -> RootPart:
-    return RootPart(
-        part=name, kind="process" if name == "process" else "gms", bytes=1, digest=DIGEST
-    )
-
-
 FACTS = Facts(driver="cooperative", arch="x86_64", device_product="Simulated GPU", devices=2)
-ROOT = RootManifest(
-    namespace="default",
-    content_uid=UID,
-    generation=3,
-    source=POD,
-    bytes=3,
-    parts=[part("process"), part("gpu-0"), part("gpu-1")],
-    facts=FACTS,
-)
+PARTS = [builders.root_part(part) for part in ("process", "gpu-0", "gpu-1")]
+ROOT = builders.root_manifest(*PARTS, generation=3, source=POD, facts=FACTS)
 TARGET = gate.Target(
     artifact=ArtifactRef(namespace="default", content_uid=UID, generation=3, root_digest=DIGEST),
     root=ROOT,
@@ -79,7 +66,7 @@ TARGET = gate.Target(
 
 
 BROUGHT = TARGET._replace(
-    root=replace(ROOT, parts=[part("process"), part("gpu-1")]),
+    root=replace(ROOT, parts=[PARTS[0], PARTS[2]]),
     source=replace(FACTS, driver="criu+cuda"),
     here=replace(TARGET.here, driver="criu+cuda"),
     given=2,
@@ -102,7 +89,7 @@ def here(**facts: str) -> gate.Target:
         (TARGET._replace(source=replace(FACTS, devices=2), given=0), "Incompatible", (2, 0)),
         (TARGET._replace(root=replace(ROOT, content_uid=OTHER)), "ArtifactCorrupt", None),
         (TARGET._replace(root=replace(ROOT, namespace="other")), "ArtifactCorrupt", None),
-        (TARGET._replace(root=replace(ROOT, parts=ROOT.parts[1:])), "ArtifactCorrupt", None),
+        (TARGET._replace(root=replace(ROOT, parts=PARTS[1:])), "ArtifactCorrupt", None),
         (
             TARGET._replace(devices=TARGET.devices[:1]),
             "Incompatible",

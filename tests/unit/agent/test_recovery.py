@@ -16,9 +16,9 @@ from snapshot_agent.domain.recovery import (
     interruption,
     run_row,
 )
-from snapshot_shared.artifact import RootManifest, RootPart
+from snapshot_shared.artifact import RootPart
 from snapshot_shared.ledger import Began, Ended, Entry, Ledger, Noted, Record, Reported
-from snapshot_shared.orders import DeviceRef, PodRef
+from snapshot_shared.orders import DeviceRef
 from tests.support import builders
 from tests.support.builders import UID
 from tests.unit.tables import each
@@ -178,23 +178,12 @@ def test_the_phase_of_a_dump_is_the_one_on_record() -> None:
 
 
 def part(name: str, device: str) -> RootPart:
-    layout = builders.layout(device=device)
-    return RootPart(part=name, kind="gms", bytes=1, digest="0" * 64, layout=layout)
+    return builders.root_part(name, layout=builders.layout(device=device))
 
 
 def test_a_device_takes_the_place_of_the_one_with_its_ordinal() -> None:
-    root = RootManifest(
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        source=PodRef(namespace="default", name="llm", uid=UID),
-        bytes=3,
-        parts=[
-            part("gpu-1", "old-b"),
-            part("gpu-0", "old-a"),
-            RootPart(part="process", kind="process", bytes=1, digest="0" * 64),
-        ],
-    )
+    process = builders.root_part("process")
+    root = builders.root_manifest(part("gpu-1", "old-b"), part("gpu-0", "old-a"), process)
     here = [DeviceRef(ordinal=0, uuid="new-a"), DeviceRef(ordinal=1, uuid="new-b")]
     assert device_map(root, here) == {"old-a": "new-a", "old-b": "new-b"}
     assert device_map(root, here[:1]) == {"old-a": "new-a"}

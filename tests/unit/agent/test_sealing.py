@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from snapshot_agent.adapters.artifacts import Room
 from snapshot_agent.domain.sealing import check_part, check_plan, check_proven, root_manifest
-from snapshot_shared.artifact import Facts, PartManifest, SavedLayout
+from snapshot_shared.artifact import Facts, SavedLayout
 from snapshot_shared.codec import encode_pretty
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
 from snapshot_shared.orders import PartResult, PodRef, SealOrder, VectorEntry
@@ -25,26 +25,9 @@ D1 = "sha256:" + "1" * 64
 D2 = "sha256:" + "2" * 64
 LAYOUT = builders.layout(device="GPU-a", bytes=8)
 VECTOR = [VectorEntry(part="process"), VectorEntry(part="gpu-0", ordinal=0, layout=LAYOUT)]
-PROCESS = PartManifest(
-    kind="process",
-    part="process",
-    namespace="default",
-    content_uid=UID,
-    generation=2,
-    order=f"dump-{UID}",
-    bytes=0,
-    files=[],
-    vector=VECTOR,
-    facts=Facts(driver="cooperative"),
-)
-GPU = replace(
-    PROCESS,
-    kind="gms",
-    part="gpu-0",
-    order=f"save-{UID}-gpu-0",
-    vector=[],
-    facts=None,
-    layout=SavedLayout(source=LAYOUT, allocations=[]),
+PROCESS = builders.part_manifest(generation=2, vector=VECTOR, facts=Facts(driver="cooperative"))
+GPU = builders.part_manifest(
+    part="gpu-0", generation=2, layout=SavedLayout(source=LAYOUT, allocations=[])
 )
 ORDER = builders.work_order(
     SealOrder,

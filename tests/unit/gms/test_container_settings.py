@@ -14,10 +14,9 @@ from snapshot_shared.errors import InvalidInput
 from snapshot_shared.orders import SaveOrder
 from snapshot_shared.settings import load
 from tests.support import builders, weights
+from tests.support.builders import DIGEST, UID
 from tests.unit.tables import each
 
-UID = "00000000-0000-4000-8000-000000000001"
-DIGEST = "sha256:" + "0" * 64
 NEEDED = {"GMS_SOCKET_DIR": "/run/gms", "GMS_CHECKPOINT_DIR": "/store"}
 PLAIN = {
     "socket_dir": "/run/gms",

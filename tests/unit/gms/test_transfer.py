@@ -40,9 +40,9 @@ from snapshot_shared import artifact, errors
 from snapshot_shared.artifact import MAX_CHUNK_BYTES
 from snapshot_shared.codec import encode_json
 from tests.support import builders
+from tests.support.builders import UID
 from tests.unit.tables import each
 
-UID = "00000000-0000-0000-0000-000000000001"
 CHUNK = 2 * PAGE
 
 sizes_of_allocations = st.lists(st.integers(1, 9 * PAGE), min_size=1, max_size=12)
@@ -64,7 +64,8 @@ def _manifest(sizes: list[int], *, shard_bytes: int = 4 * PAGE) -> artifact.Part
         _file(size, CHUNK, ["0" * 32] * -(-size // CHUNK), shard_name(index))
         for index, size in enumerate(lengths)
     ]
-    return _part(files, artifact.SavedLayout(source=source, allocations=entries))
+    layout = artifact.SavedLayout(source=source, allocations=entries)
+    return builders.part_manifest(*files, part="gpu-0", layout=layout)
 
 
 def one_file(size: int) -> FilePlan:
@@ -76,20 +77,6 @@ def one_file(size: int) -> FilePlan:
 
 def _file(size: int, chunk_bytes: int, chunks: list[str], name: str = "f") -> artifact.FileEntry:
     return artifact.FileEntry(name=name, size=size, chunk_bytes=chunk_bytes, chunks=chunks)
-
-
-def _part(files: list[artifact.FileEntry], layout: artifact.SavedLayout) -> artifact.PartManifest:
-    return artifact.PartManifest(
-        kind="gms",
-        part="gpu-0",
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        order=f"save-{UID}-gpu-0",
-        bytes=sum(file.size for file in files),
-        files=files,
-        layout=layout,
-    )
 
 
 @given(sizes_of_allocations, shards)
@@ -346,7 +333,8 @@ def part(
     ]
     size = (len(digests) - 1) * PAGE + last
     file = _file(size, PAGE, [digest * 32 for digest in digests])
-    return _part([file], artifact.SavedLayout(source=builders.layout(), allocations=entries))
+    layout = artifact.SavedLayout(source=builders.layout(), allocations=entries)
+    return builders.part_manifest(file, part="gpu-0", layout=layout)
 
 
 def with_metadata(manifest: artifact.PartManifest, **values: bytes) -> artifact.PartManifest:
