@@ -20,10 +20,12 @@ from tests.support.builders import NOW
 UID = derived_uid("content", "snap")
 
 
-def ended(verb: str, kind: str, start: float, end: float, **fields: Any) -> OrderStatus:
+def ended(
+    verb: str, kind: str, start: float, end: float, failure: Failure | None = None, **fields: Any
+) -> OrderStatus:
     """An order from `start` to `end` seconds after the first one."""
     item = builders.order(verb, UID, at=NOW + start, **fields)
-    return replace(builders.ended(item, kind), ended_at=time_of(NOW + end))
+    return replace(builders.ended(item, kind, failure), ended_at=time_of(NOW + end))
 
 
 def content(*orders: OrderStatus, **more: Any) -> SnapshotContent:
@@ -69,10 +71,7 @@ def test_a_phase_with_an_order_under_way_has_no_end() -> None:
 
 
 def test_a_phase_in_which_an_order_failed_is_bad() -> None:
-    failed = ended("prepare", "failed", 0.0, 1.0)
-    assert failed.final is not None
-    failure = Failure(reason="NotEligible", message="x")
-    failed = replace(failed, state="failed", final=replace(failed.final, failure=failure))
+    failed = ended("prepare", "failed", 0.0, 1.0, Failure(reason="NotEligible", message="x"))
     assert bars(content(failed)) == [("prepare", 0.0, 1.0, "bad")]
 
 
@@ -82,10 +81,8 @@ def test_orders_of_an_earlier_attempt_and_those_that_clean_up_are_no_part_of_it(
         ended("abort", "aborted", 1.0, 2.0),
         ended("release", "released", 1.0, 2.0),
     )
-    found = replace(found, status=replace(found.status, attempt=1))
     assert [phase for phase, *_ in bars(found)] == ["prepare"]
-    later = replace(found, status=replace(found.status, attempt=2))
-    assert bars(later) == []
+    assert bars(builders.with_status(found, attempt=2)) == []
 
 
 def test_a_capture_whose_orders_are_forgotten_is_one_bar() -> None:
@@ -95,13 +92,11 @@ def test_a_capture_whose_orders_are_forgotten_is_one_bar() -> None:
 
 def test_a_run_ends_with_its_orders_or_when_its_object_is_deleted_if_they_are_known() -> None:
     found = content(ended("prepare", "prepared", 0.0, 1.0))
-    deleted = replace(found.metadata, deletion_timestamp="1970-01-12T13:46:40Z")
-    for value, length in ((found, None), (replace(found, metadata=deleted), 1.0)):
-        assert run(value)["length"] == length
+    deleted = builders.with_meta(found, deletion_timestamp="1970-01-12T13:46:40Z")
+    assert (run(found)["over"], run(found)["length"]) == (False, None)
+    assert run(deleted)["length"] == 1.0
     over = run(content(capture=Capture.READY))
     assert (over["over"], over["length"], over["phases"]) == (True, None, [])
-    under_way = run(content(ended("prepare", "prepared", 0.0, 1.0)))
-    assert (under_way["over"], under_way["length"]) == (False, None)
 
 
 def test_what_has_not_begun_and_an_artifact_that_was_imported_have_no_run() -> None:
@@ -110,8 +105,7 @@ def test_what_has_not_begun_and_an_artifact_that_was_imported_have_no_run() -> N
     found = content(ended("verify", "verified", 0.0, 1.0), committed=builders.committed())
     assert started_at(found) is not None
     artifact = ArtifactSource(content_uid=UID, generation=1, root_digest=builders.DIGEST)
-    source = replace(found.spec.source, artifact=artifact)
-    imported = replace(found, spec=replace(found.spec, source=source))
+    imported = builders.with_spec(found, source=replace(found.spec.source, artifact=artifact))
     assert started_at(imported) is None
     assert run_of(imported) is None
 
@@ -120,15 +114,9 @@ def test_what_has_not_begun_and_an_artifact_that_was_imported_have_no_run() -> N
     ("state", "length"), [(Restore.RESTORED, 2.5), (Restore.FAILED, 2.5), (Restore.RESTORING, None)]
 )
 def test_a_restore_has_a_length_once_it_is_over(state: Restore, length: float | None) -> None:
-    order = ended("restore", "restored", 2.0, 2.5)
-    failure = Failure(reason="X", message="x") if state is Restore.FAILED else None
-    conditions = [builders.row("Failed", "True", "X")] if failure else []
-    value = builders.restore(
-        state=state,
-        attempt=1,
-        started_at=time_of(NOW),
-        orders=[order],
-        failure=failure,
-        conditions=conditions,
-    )
+    how: dict[str, Any] = {"attempt": 1, "started_at": time_of(NOW)}
+    if state is Restore.FAILED:
+        how["failure"] = Failure(reason="X", message="x")
+        how["conditions"] = [builders.row("Failed", "True", "X")]
+    value = builders.restore(state=state, orders=[ended("restore", "restored", 2.0, 2.5)], **how)
     assert run(value)["length"] == length

@@ -43,6 +43,13 @@ async def facts_of(world: World, **more: Any) -> Facts:
 
 
 @pytest.fixture
+async def capturing() -> World:
+    world = await world_of(1)
+    await world.apply(checkpoint_document())
+    return world
+
+
+@pytest.fixture
 async def captured() -> World:
     return await world_of(2, captured=True)
 
@@ -175,25 +182,21 @@ async def test_a_pod_on_a_silent_node_is_unknown_and_no_problem_of_its_own(captu
     assert [problem["what"] for problem in found] == ["Node node-2 is Lost"]
 
 
-async def test_progress_of_another_attempt_is_not_shown() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    saves = await _ordered(world, "save")
+async def test_progress_of_another_attempt_is_not_shown(capturing: World) -> None:
+    saves = await _ordered(capturing, "save")
     old = {saves[0].order: progress(saves[0], 1, 2, attempt=2)}
-    assert "total" not in rows(await facts_of(world, progress=old), "objects")[0]["step"]
+    assert "total" not in rows(await facts_of(capturing, progress=old), "objects")[0]["step"]
     new = {saves[0].order: progress(saves[0], 1, 1024)}
-    step = rows(await facts_of(world, progress=new), "objects")[0]["step"]
+    step = rows(await facts_of(capturing, progress=new), "objects")[0]["step"]
     assert (step["done"], step["total"]) == (1, 2048)
 
 
-async def test_a_part_that_has_ended_counts_whole_while_others_go_on() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    saves = await _ordered(world, "save", 2)
+async def test_a_part_that_has_ended_counts_whole_while_others_go_on(capturing: World) -> None:
+    saves = await _ordered(capturing, "save", 2)
     received = {item.order: progress(item, 512, 1024) for item in saves}
-    before = rows(await facts_of(world, progress=received), "objects")[0]["step"]
-    await world.answer_well(saves[0])
-    after = rows(await facts_of(world, progress=received), "objects")[0]["step"]
+    before = rows(await facts_of(capturing, progress=received), "objects")[0]["step"]
+    await capturing.answer_well(saves[0])
+    after = rows(await facts_of(capturing, progress=received), "objects")[0]["step"]
     assert (before["done"], before["total"]) == (1024, 2048)
     assert (after["done"], after["total"]) == (1536, 2048)
     assert "2 parts" in before["what"]
@@ -207,8 +210,8 @@ async def test_a_list_is_bounded_and_says_how_many_there_are() -> None:
     entries: dict[str, Entry] = {}
     for number in range(view.MAX_OBJECTS + 50):
         key = f"dynamocheckpoints/default/llm-{number}"
-        meta = replace(one.value.metadata, name=f"llm-{number}", uid=str(number))
-        entries[key] = replace(one, key=key, value=replace(one.value, metadata=meta))
+        value = builders.with_meta(one.value, name=f"llm-{number}", uid=str(number))
+        entries[key] = replace(one, key=key, value=value)
     found = sections(Facts(entries=entries))["objects"]
     assert (len(found["rows"]), found["all"]) == (view.MAX_OBJECTS, view.MAX_OBJECTS + 50)
 
@@ -222,13 +225,11 @@ async def test_an_artifact_has_its_size_generation_verdict_and_readers(captured:
     assert row["readers"] == ["default/restored"]
 
 
-async def test_a_failed_capture_is_one_problem_with_its_next_step() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    found = await _ordered(world, "prepare")
-    await world.fail(found[0], "NotEligible")
-    await world.answer_all()
-    facts = await facts_of(world)
+async def test_a_failed_capture_is_one_problem_with_its_next_step(capturing: World) -> None:
+    found = await _ordered(capturing, "prepare")
+    await capturing.fail(found[0], "NotEligible")
+    await capturing.answer_all()
+    facts = await facts_of(capturing)
     [problem] = problems(list(facts.entries.values()), facts)
     assert problem["what"] == "DynamoCheckpoint llm failed"
     assert problem["reason"] == "NotEligible"
@@ -338,9 +339,8 @@ async def test_of_many_captures_the_newest_are_listed_and_all_are_counted(captur
     content = await captured.content()
     entries: dict[str, Entry] = {}
     for number in range(MAX_RUNS + 5):
-        meta = replace(content.metadata, name=f"content-{number}", uid=str(number))
-        status = replace(content.status, started_at=time_of(1000.0 + number))
-        entry = entry_of(replace(content, metadata=meta, status=status))
+        one = builders.with_meta(content, name=f"content-{number}", uid=str(number))
+        entry = entry_of(builders.with_status(one, started_at=time_of(1000.0 + number)))
         entries[entry.key] = entry
     found = sections(Facts(entries=entries))["runs"]
     newest = [f"snapshotcontents/-/content-{MAX_RUNS + 4 - back}" for back in range(MAX_RUNS)]
@@ -492,11 +492,9 @@ async def test_captures_and_restores_are_listed_the_newest_first_without_their_o
     assert all(row["key"] in facts.entries and "steps" not in row for row in found)
 
 
-async def test_what_moves_shows_its_rate_and_what_is_left() -> None:
-    world = await world_of(1)
-    await world.apply(checkpoint_document())
-    saves = await _ordered(world, "save", 2)
+async def test_what_moves_shows_its_rate_and_what_is_left(capturing: World) -> None:
+    saves = await _ordered(capturing, "save", 2)
     since = saves[0].ordered_at.timestamp()
     moved = replace(progress(saves[0], 10**9, 4 * 10**9), at=since + 1)
-    [first, *_] = rows(await facts_of(world, progress={moved.order: moved}), "objects")
+    [first, *_] = rows(await facts_of(capturing, progress={moved.order: moved}), "objects")
     assert first["step"]["speed"].startswith("1 GB/s, ")
