@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -50,14 +50,13 @@ def each(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], A
 def _errors(
     test: Callable[..., Any], fields: tuple[str, ...], table: list[Any], given: dict[str, Any]
 ) -> list[BaseException]:
-    def errors() -> Iterator[BaseException]:
-        for row in table:
-            try:
-                test(**given, **dict(zip(fields, row, strict=True)))
-            except WRONG as error:
-                yield _of_row(error, row)
-
-    return list(errors())
+    errors: list[BaseException] = []
+    for row in table:
+        try:
+            test(**given, **dict(zip(fields, row, strict=True)))
+        except WRONG as error:
+            errors.append(_of_row(error, row))
+    return errors
 
 
 def _of_row(error: BaseException, row: Any) -> BaseException:

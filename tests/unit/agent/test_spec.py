@@ -1,5 +1,6 @@
 """From a container's spec to the process that is started for it."""
 
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 import msgspec
@@ -41,10 +42,12 @@ def launched(
     traceparent: str = "",
     apart: bool = False,
     where: ContainerPaths = WHERE,
+    node: spec.NodeEnvironment = NODE,
+    devices: Sequence[DeviceRef] = DEVICES,
     **fields: object,
 ) -> spec.ProcessSpec:
     how = {"standby": standby, "traceparent": traceparent, "apart": apart}
-    return spec.process_spec(container(**fields), POD, DEVICES, NODE, where, **how)  # type: ignore[arg-type]
+    return spec.process_spec(container(**fields), POD, devices, node, where, **how)  # type: ignore[arg-type]
 
 
 @each(
@@ -88,13 +91,9 @@ def test_the_environment_names_the_node_the_pod_and_the_devices_in_their_order()
 
 
 def test_a_process_on_a_machine_with_gpus_sees_its_own_alone() -> None:
-    where = NODE._replace(cuda=True)
-    env = spec.process_spec(
-        container(), POD, DEVICES, where, WHERE, standby=False, traceparent=""
-    ).env
-    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
-    none = spec.process_spec(container(), POD, [], where, WHERE, standby=False, traceparent="").env
-    assert none["CUDA_VISIBLE_DEVICES"] == ""
+    node = NODE._replace(cuda=True)
+    assert launched(node=node).env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert launched(node=node, devices=[]).env["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_variable_sees_those_before_it_and_the_command_and_its_arguments_see_every_one() -> None:
