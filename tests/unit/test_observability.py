@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from snapshot_shared.instruments import TABLE
+from tests.unit.tables import each
 from tests.unit.test_words import anchors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,17 +59,15 @@ def expressions() -> dict[str, str]:
     return of_panels | {rule["alert"]: rule["expr"] for rule in alerts()}
 
 
-def test_an_expression_uses_metrics_and_labels_of_the_table() -> None:
-    wrong = {}
-    for name, expression in expressions().items():
-        labels = {name for inner in MATCHERS.findall(expression) for name in LABEL.findall(inner)}
-        for inner in GROUPED.findall(expression):
-            labels |= {name.strip() for name in inner.split(",")}
-        metrics = set(METRIC.findall(GROUPED.sub("", MATCHERS.sub("", expression))))
-        known = OF_PROMETHEUS.union(*(KNOWN[name].labels for name in metrics & set(KNOWN)))
-        if not metrics or not metrics <= set(KNOWN) or not labels <= known:
-            wrong[name] = expression
-    assert wrong == {}
+@each(("name", "expression"), expressions().items())
+def test_an_expression_uses_metrics_and_labels_of_the_table(name: str, expression: str) -> None:
+    labels = {name for inner in MATCHERS.findall(expression) for name in LABEL.findall(inner)}
+    for inner in GROUPED.findall(expression):
+        labels |= {name.strip() for name in inner.split(",")}
+    metrics = set(METRIC.findall(GROUPED.sub("", MATCHERS.sub("", expression))))
+    assert metrics
+    assert metrics <= set(KNOWN)
+    assert labels <= OF_PROMETHEUS.union(*(KNOWN[name].labels for name in metrics))
 
 
 def test_the_dashboard_shows_nearly_every_metric() -> None:
@@ -94,32 +93,25 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_an_alert_says_what_it_means_and_where_to_read_on() -> None:
-    known = anchors(ROOT / "docs/runbooks.md")
-    wrong = [
-        rule
-        for rule in alerts()
-        if set(rule["annotations"]) != {"summary", "description", "runbook_url"}
-        or rule["labels"]["severity"] not in ("critical", "warning")
-        or rule["annotations"]["runbook_url"] != f"docs/runbooks.md#{rule['alert'].lower()}"
-        or rule["alert"].lower() not in known
-    ]
-    assert wrong == []
+@each("rule", alerts())
+def test_an_alert_says_what_it_means_and_where_to_read_on(rule: dict[str, Any]) -> None:
+    section = rule["alert"].lower()
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{section}"
+    assert section in anchors(ROOT / "docs/runbooks.md")
 
 
-def test_what_an_alert_shows_is_a_label_that_its_expression_keeps() -> None:
-    wrong = {}
-    for rule in alerts():
-        shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
-        kept = {
-            name.strip()
-            for inner in re.findall(r"\bby\s*\(([^)]*)\)", rule["expr"])
-            for name in inner.split(",")
-        }
-        aggregated = re.search(r"\b(max|min|sum|absent)\s*(by\s*)?\(", rule["expr"])
-        if aggregated and not shown <= kept:
-            wrong[rule["alert"]] = shown - kept
-    assert wrong == {}
+@each("rule", alerts())
+def test_what_an_alert_shows_is_a_label_that_its_expression_keeps(rule: dict[str, Any]) -> None:
+    shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    kept = {
+        name.strip()
+        for inner in re.findall(r"\bby\s*\(([^)]*)\)", rule["expr"])
+        for name in inner.split(",")
+    }
+    aggregated = re.search(r"\b(max|min|sum|absent)\s*(by\s*)?\(", rule["expr"])
+    assert not aggregated or shown <= kept
 
 
 def test_each_alert_has_a_runbook_that_says_what_is_lost_what_to_type_and_how_to_mend_it() -> None:
