@@ -382,6 +382,12 @@ def test_a_dump_needs_room_for_forked_heaps_shared_memory_once_and_what_is_on_de
         refused(error, (str(needed), str(needed - 1)), "NoSpace")
 
 
+LISTENING = [
+    UnixSocket(8, 1, 10, 0, path="/data/own"),
+    UnixSocket(9, 1, 10, 0, path="/scratch/of-others"),
+]
+
+
 @pytest.mark.parametrize(
     ("seen", "used"),
     [
@@ -390,15 +396,7 @@ def test_a_dump_needs_room_for_forked_heaps_shared_memory_once_and_what_is_on_de
         (opened("/dev/full", "device", mount=10), {"/disk"}),
         (mapped("/model/weights"), {"/model"}),
         (with_child(cwd="/scratch/deep"), {"/scratch"}),
-        (
-            opened("socket:[8]", "socket", inode=8)._replace(
-                sockets=[
-                    UnixSocket(8, 1, 10, 0, path="/data/own"),
-                    UnixSocket(9, 1, 10, 0, path="/scratch/of-others"),
-                ]
-            ),
-            {"/data"},
-        ),
+        (opened("socket:[8]", "socket", inode=8)._replace(sockets=LISTENING), {"/data"}),
         (opened("anon_inode:inotify", "anon:inotify"), {each.path for each in MOUNTS}),
     ],
 )

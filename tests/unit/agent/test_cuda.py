@@ -28,6 +28,13 @@ def capture(**changes: Any) -> cuda.Capture:
     )
 
 
+def of_one(**process: Any) -> cuda.Capture:
+    return capture(processes=[cuda.CudaProcess(10, **process)])
+
+
+TWO = {0: gpu(), 1: gpu(B)}
+
+
 def placement(**changes: Any) -> cuda.Placement:
     return cuda.Placement(MOVING, MOVING, {0: gpu()}, {0: gpu(B)})._replace(**changes)
 
@@ -120,18 +127,10 @@ def test_a_worker_that_can_be_checkpointed_passes() -> None:
         (capture(driver=(570, 133, 20)), "575.57.08", "570.133.20"),
         (capture(driver=MOVING, gpus=[gpu(), gpu(B)]), "610", "580.65.06"),
         (capture(gpus=[gpu(mig=True)]), "disabled", "enabled"),
-        (
-            capture(processes=[cuda.CudaProcess(10, is_cuda=False, has_device=True)]),
-            "CUDA process",
-            "devices without CUDA",
-        ),
+        (of_one(is_cuda=False, has_device=True), "CUDA process", "devices without CUDA"),
         (capture(gpus=[]), "1 GPU or more", "no GPU"),
-        (capture(processes=[cuda.CudaProcess(10, is_cuda=True, uvm_mappings=5)]), 1, 5),
-        (
-            capture(processes=[cuda.CudaProcess(10, is_cuda=True, stopped=True)]),
-            "running",
-            "stopped",
-        ),
+        (of_one(is_cuda=True, uvm_mappings=5), 1, 5),
+        (of_one(is_cuda=True, stopped=True), "running", "stopped"),
     ],
 )
 def test_a_worker_that_cannot_be_checkpointed_is_refused_by_both_values(
@@ -159,12 +158,7 @@ def test_a_place_that_a_process_can_be_restored_at_passes() -> None:
         (placement(source_driver=FIRST, driver=FIRST), NotEligible, "580", "575.57.08"),
         (placement(here={0: gpu(B, product="H200")}), Incompatible, "H100", "H200"),
         (placement(here={0: gpu(B, mig=True)}), NotEligible, "disabled", "enabled"),
-        (
-            placement(source={0: gpu(), 1: gpu(B)}, here={0: gpu(), 1: gpu(B)}),
-            NotEligible,
-            "610",
-            "580.65.06",
-        ),
+        (placement(source=TWO, here=TWO), NotEligible, "610", "580.65.06"),
     ],
 )
 def test_a_place_that_does_not_fit_is_refused_by_both_values(

@@ -56,6 +56,7 @@ def test_a_restore_needs_a_pod_that_waits_for_one() -> None:
 FACTS = Facts(driver="cooperative", arch="x86_64", device_product="Simulated GPU", devices=2)
 PARTS = [builders.root_part(part) for part in ("process", "gpu-0", "gpu-1")]
 ROOT = builders.root_manifest(*PARTS, generation=3, source=POD, facts=FACTS)
+BOTH = ["gpu-0", "gpu-1"]
 TARGET = gate.Target(
     artifact=ArtifactRef(namespace="default", content_uid=UID, generation=3, root_digest=DIGEST),
     root=ROOT,
@@ -90,15 +91,11 @@ def here(**facts: str) -> gate.Target:
         (TARGET._replace(root=replace(ROOT, content_uid=OTHER)), "ArtifactCorrupt", None),
         (TARGET._replace(root=replace(ROOT, namespace="other")), "ArtifactCorrupt", None),
         (TARGET._replace(root=replace(ROOT, parts=PARTS[1:])), "ArtifactCorrupt", None),
-        (
-            TARGET._replace(devices=TARGET.devices[:1]),
-            "Incompatible",
-            (["gpu-0", "gpu-1"], ["gpu-0"]),
-        ),
+        (TARGET._replace(devices=TARGET.devices[:1]), "Incompatible", (BOTH, ["gpu-0"])),
         (
             TARGET._replace(devices=[TARGET.devices[0], DeviceRef(ordinal=2, uuid="c")]),
             "Incompatible",
-            (["gpu-0", "gpu-1"], ["gpu-0", "gpu-2"]),
+            (BOTH, ["gpu-0", "gpu-2"]),
         ),
         (BROUGHT, "", None),
         (BROUGHT._replace(given=1), "Incompatible", (2, 1)),
