@@ -8,6 +8,7 @@ import os
 import sqlite3
 import tracemalloc
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 
 from snapshot_shared.errors import AlreadyExists, NoSpace, StorageFailed, UnsupportedVersion
-from snapshot_shared.journal import KEEP_S, Journal, JournalCorrupt, read_records
+from snapshot_shared.journal import KEEP_S, MIN_BYTES, Journal, JournalCorrupt, read_records
 from snapshot_shared.ledger import (
     Accepted,
     Began,
@@ -31,10 +32,12 @@ from tests.support import builders
 
 UID = "00000000-0000-4000-8000-000000000001"
 OTHER = "00000000-0000-4000-8000-000000000002"
-DUMP = f"dump-{UID}"
+DUMP, OTHER_DUMP = f"dump-{UID}", f"dump-{OTHER}"
+CAPTURE, OTHER_CAPTURE = f"capture-{UID}", f"capture-{OTHER}"
 NOW = 2_000_000_000.0
 FREEZE = Began(order=DUMP, attempt=1, step="freeze")
 FROZEN = Ended(order=DUMP, attempt=1, step="freeze")
+OTHER_FREEZE = Began(order=OTHER_DUMP, attempt=1, step="freeze")
 
 
 def accepted(order: str = DUMP, attempt: int = 1, wall: float = NOW) -> Accepted:
@@ -45,13 +48,17 @@ def reported(kind: str, order: str = DUMP, attempt: int = 1, n: int = 1) -> Repo
     return Reported(report=builders.told(order=order, attempt=attempt, n=n, kind=kind))
 
 
+def delivered(order: str = DUMP, attempt: int = 1, n: int = 1) -> Delivered:
+    return Delivered(order=order, attempt=attempt, n=n)
+
+
+def noted(value: int, order: str = DUMP, attempt: int = 1) -> Noted:
+    return Noted(order=order, attempt=attempt, key="pid", value=value)
+
+
 def over(order: str = DUMP, kind: str = "failed", attempt: int = 1) -> list[Record]:
     """All that is known of an order that ended, and whose report was delivered."""
-    return [
-        accepted(order, attempt),
-        reported(kind, order, attempt),
-        Delivered(order=order, attempt=attempt, n=1),
-    ]
+    return [accepted(order, attempt), reported(kind, order, attempt), delivered(order, attempt)]
 
 
 def folded(*records: Record) -> Ledger:
@@ -61,24 +68,34 @@ def folded(*records: Record) -> Ledger:
     return ledger
 
 
-def opened(folder: Path, wall: float = NOW) -> Journal:
-    return Journal.open(folder, wall=lambda: wall)
+def opened(
+    folder: Path, wall: float = NOW, min_bytes: int = MIN_BYTES
+) -> contextlib.closing[Journal]:
+    return contextlib.closing(Journal.open(folder, wall=lambda: wall, min_bytes=min_bytes))
+
+
+def small(folder: Path, wall: float = NOW) -> contextlib.closing[Journal]:
+    """Open a journal that moves each order out of memory as soon as it is finished."""
+    return opened(folder, wall, min_bytes=1)
 
 
 async def written(folder: Path, *records: Record) -> Path:
     """Leave a journal to which these were appended one by one; return its file."""
-    journal = opened(folder)
-    for record in records:
-        await journal.append(record)
-    journal.close()
+    with opened(folder) as journal:
+        for record in records:
+            await journal.append(record)
     return folder / "journal"
 
 
 def read(folder: Path, wall: float = NOW) -> Ledger:
     """Return what a journal knows when it is opened again."""
-    journal = opened(folder, wall)
-    journal.close()
-    return journal.ledger
+    with opened(folder, wall) as journal:
+        return journal.ledger
+
+
+def full(*_: object, **__: object) -> Any:
+    """Stand in for what writes on a disk."""
+    raise NoSpace("no space left")
 
 
 async def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -97,49 +114,47 @@ async def test_records_that_are_handed_over_together_share_one_fsync(
         synced.append(fd)
         real(fd)
 
-    journal = opened(tmp_path)
-    monkeypatch.setattr(os, "fdatasync", sync)
     steps = [Began(order=DUMP, attempt=1, step=str(number)) for number in range(20)]
-    await asyncio.gather(journal.append(accepted()), *map(journal.append, steps))
-    assert len(synced) == 1
-    assert journal.ledger.entries[DUMP].began[-1] == "19"
-    journal.close()
+    with opened(tmp_path) as journal:
+        monkeypatch.setattr(os, "fdatasync", sync)
+        await asyncio.gather(journal.append(accepted()), *map(journal.append, steps))
+        assert len(synced) == 1
+        assert journal.ledger.entries[DUMP].began[-1] == "19"
 
 
 async def test_what_may_be_lost_is_written_with_what_comes_next_and_before_it(
     tmp_path: Path,
 ) -> None:
-    journal = opened(tmp_path)
-    await journal.append(accepted(), reported("accepted", n=1), reported("staged", n=2))
-    size = (tmp_path / "journal").stat().st_size
-    journal.write_later(Delivered(order=DUMP, attempt=1, n=1))
-    await asyncio.sleep(0.05)
-    assert (tmp_path / "journal").stat().st_size == size
-    await journal.append(FREEZE)
-    journal.write_later(Delivered(order=DUMP, attempt=1, n=2))
-    await journal.settled()
-    journal.close()
-    kinds = [type(record) for record in read_records(tmp_path / "journal")]
+    path = tmp_path / "journal"
+    with opened(tmp_path) as journal:
+        await journal.append(accepted(), reported("accepted", n=1), reported("staged", n=2))
+        size = path.stat().st_size
+        journal.write_later(delivered(n=1))
+        await asyncio.sleep(0.05)
+        assert path.stat().st_size == size
+        await journal.append(FREEZE)
+        journal.write_later(delivered(n=2))
+        await journal.settled()
+    kinds = [type(record) for record in read_records(path)]
     assert kinds[3:] == [Delivered, Began, Delivered]
 
 
 async def test_what_a_cancelled_caller_handed_over_is_written_and_counts(tmp_path: Path) -> None:
-    journal = opened(tmp_path)
-    appending = asyncio.ensure_future(journal.append(accepted()))
-    await asyncio.sleep(0)
-    appending.cancel()
-    await journal.settled()
-    assert appending.cancelled()
-    assert DUMP in journal.ledger.entries
-    journal.close()
+    with opened(tmp_path) as journal:
+        appending = asyncio.ensure_future(journal.append(accepted()))
+        await asyncio.sleep(0)
+        appending.cancel()
+        await journal.settled()
+        assert appending.cancelled()
+        assert DUMP in journal.ledger.entries
     assert DUMP in read(tmp_path).entries
 
 
 async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
     tmp_path: Path,
 ) -> None:
-    journal = Journal.open(tmp_path / "journal", wall=lambda: NOW)
-    journal.close()
+    with opened(tmp_path / "journal") as journal:
+        pass
     other = tmp_path / "other"
     with other.open("wb"), pytest.raises(StorageFailed, match="the journal is closed"):
         await journal.append(accepted())
@@ -149,17 +164,19 @@ async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
 async def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     path = await written(tmp_path, accepted(), FREEZE)
     path.write_bytes(path.read_bytes()[:-7])
-    again = opened(tmp_path)
-    (entry,) = again.ledger.unfinished()
-    assert entry.open_step is None
-    await again.append(FREEZE)
-    again.close()
-    assert opened(tmp_path).ledger.entries[DUMP].open_step == "freeze"
+    with opened(tmp_path) as again:
+        (entry,) = again.ledger.unfinished()
+        assert entry.open_step is None
+        await again.append(FREEZE)
+    assert read(tmp_path).entries[DUMP].open_step == "freeze"
 
 
 def line(record: dict[str, Any]) -> bytes:
     body = msgspec.json.encode(record)
     return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+OF_NEWER_BUILD = line({"type": "moved", "order": DUMP, "attempt": 1})
 
 
 async def test_fields_that_a_newer_build_added_to_records_are_ignored(tmp_path: Path) -> None:
@@ -180,8 +197,8 @@ async def test_a_record_that_a_newer_build_wrote_is_refused_by_name_and_kept(
     tmp_path: Path, *, is_last: bool
 ) -> None:
     path = await written(tmp_path, accepted())
-    later = line({"type": "moved", "order": DUMP, "attempt": 1})
-    data = path.read_bytes() + later if is_last else later + path.read_bytes()
+    known = path.read_bytes()
+    data = known + OF_NEWER_BUILD if is_last else OF_NEWER_BUILD + known
     path.write_bytes(data)
     with pytest.raises(UnsupportedVersion, match="'moved'"):
         opened(tmp_path)
@@ -200,236 +217,213 @@ async def test_damage_before_the_last_line_refuses_to_start_and_names_the_line(
 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    first = opened(tmp_path)
-    with pytest.raises(AlreadyExists):
+    with opened(tmp_path), pytest.raises(AlreadyExists):
         opened(tmp_path)
-    first.close()
-    opened(tmp_path).close()
+    read(tmp_path)
 
 
 async def test_compaction_keeps_results_for_fourteen_days_and_unfinished_work_for_ever(
     tmp_path: Path,
 ) -> None:
-    other, gone, kept = f"dump-{OTHER}", f"capture-{UID}", f"capture-{OTHER}"
-    work = [
-        Began(order=other, attempt=1, step="freeze"),
-        Ended(order=other, attempt=1, step="freeze"),
-    ]
-    tombstones = [Tombstoned(subject=kept, attempt=3), Tombstoned(subject=gone, attempt=1)]
-    await written(tmp_path, *over(kind="staged"), accepted(other), *work, *tombstones)
+    work = [accepted(OTHER_DUMP), OTHER_FREEZE, Ended(order=OTHER_DUMP, attempt=1, step="freeze")]
+    kept, gone = (
+        Tombstoned(subject=OTHER_CAPTURE, attempt=3),
+        Tombstoned(subject=CAPTURE, attempt=1),
+    )
+    await written(tmp_path, *over(kind="staged"), *work, kept, gone)
     soon = read(tmp_path, NOW + 60)
-    assert set(soon.entries) == {DUMP, other}
-    assert soon.is_tombstoned(gone, 1)
+    assert set(soon.entries) == {DUMP, OTHER_DUMP}
+    assert soon.is_tombstoned(CAPTURE, 1)
     late = read(tmp_path, NOW + KEEP_S + 60)
-    assert set(late.entries) == {other}
-    assert late.entries[other].ended == ["freeze"]
-    assert [late.is_tombstoned(kept, attempt) for attempt in (3, 4)] == [True, False]
-    assert not late.is_tombstoned(gone, 1)
+    assert set(late.entries) == {OTHER_DUMP}
+    assert late.entries[OTHER_DUMP].ended == ["freeze"]
+    assert [late.is_tombstoned(OTHER_CAPTURE, attempt) for attempt in (3, 4)] == [True, False]
+    assert not late.is_tombstoned(CAPTURE, 1)
 
 
 async def test_a_journal_that_has_grown_is_compacted_while_it_is_open(tmp_path: Path) -> None:
     now = NOW
-    journal = Journal.open(tmp_path, wall=lambda: now, min_bytes=2000)
-    await journal.append(*over(kind="staged"))
-    now += KEEP_S + 60
-    other = f"dump-{OTHER}"
-    await journal.append(accepted(other, wall=now))
-    while (tmp_path / "journal").stat().st_size >= 500:
-        await journal.append(Noted(order=other, attempt=1, key="pid", value=7))
-        assert (tmp_path / "journal").stat().st_size < 2500
-    assert set(journal.ledger.entries) == {other}
-    await journal.append(Began(order=other, attempt=1, step="freeze"))
-    journal.close()
+    with contextlib.closing(Journal.open(tmp_path, wall=lambda: now, min_bytes=2000)) as journal:
+        await journal.append(*over(kind="staged"))
+        now += KEEP_S + 60
+        await journal.append(accepted(OTHER_DUMP, wall=now))
+        while (tmp_path / "journal").stat().st_size >= 500:
+            await journal.append(noted(7, OTHER_DUMP))
+            assert (tmp_path / "journal").stat().st_size < 2500
+        assert set(journal.ledger.entries) == {OTHER_DUMP}
+        await journal.append(OTHER_FREEZE)
     again = read(tmp_path, now)
-    assert set(again.entries) == {other}
-    assert again.entries[other].open_step == "freeze"
-
-
-OTHER_DUMP = f"dump-{OTHER}"
-
-
-def small(folder: Path, wall: float = NOW) -> Journal:
-    """Open a journal that moves each order out of memory as soon as it is finished."""
-    return Journal.open(folder, wall=lambda: wall, min_bytes=1)
+    assert set(again.entries) == {OTHER_DUMP}
+    assert again.entries[OTHER_DUMP].open_step == "freeze"
 
 
 async def test_a_finished_order_leaves_the_memory_and_still_has_its_answer(
     tmp_path: Path,
 ) -> None:
-    journal = small(tmp_path)
-    await journal.append(accepted(OTHER_DUMP), *over(kind="staged"))
-    await journal.settled()
-    for _ in range(2):
-        assert list(journal.ledger.entries) == [OTHER_DUMP]
-        entry = journal.ledger.entry(DUMP)
+    def check(ledger: Ledger) -> None:
+        assert list(ledger.entries) == [OTHER_DUMP]
+        entry = ledger.entry(DUMP)
         assert entry is not None
         assert [report.kind for report in entry.reports] == ["staged"]
         assert not entry.undelivered
-        journal.close()
-        journal = small(tmp_path)
-    journal.close()
+
+    with small(tmp_path) as journal:
+        await journal.append(accepted(OTHER_DUMP), *over(kind="staged"))
+        await journal.settled()
+        check(journal.ledger)
+    with small(tmp_path) as again:
+        check(again.ledger)
 
 
 async def test_a_note_brings_an_order_back_and_a_higher_attempt_takes_its_place(
     tmp_path: Path,
 ) -> None:
-    journal = small(tmp_path)
-    await journal.append(*over(attempt=2))
-    await journal.settled()
-    assert not journal.ledger.entries
-    await journal.append(accepted(attempt=1), Noted(order=DUMP, attempt=1, key="pid", value=1))
-    await journal.append(Noted(order=DUMP, attempt=2, key="pid", value=2))
-    entry = journal.ledger.entry(DUMP)
-    assert entry is not None
-    assert (entry.attempt, entry.notes, len(entry.reports)) == (2, {"pid": 2}, 1)
-    await journal.append(accepted(attempt=3))
-    assert journal.ledger.entries[DUMP].attempt == 3
-    (known,) = await journal.entries_of("dump")
-    assert known is journal.ledger.entries[DUMP]
-    journal.close()
+    with small(tmp_path) as journal:
+        await journal.append(*over(attempt=2))
+        await journal.settled()
+        assert not journal.ledger.entries
+        await journal.append(accepted(attempt=1), noted(1))
+        await journal.append(noted(2, attempt=2))
+        entry = journal.ledger.entry(DUMP)
+        assert entry is not None
+        assert (entry.attempt, entry.notes, len(entry.reports)) == (2, {"pid": 2}, 1)
+        await journal.append(accepted(attempt=3))
+        assert journal.ledger.entries[DUMP].attempt == 3
+        (known,) = await journal.entries_of("dump")
+        assert known is journal.ledger.entries[DUMP]
 
 
 async def test_orders_of_a_verb_are_those_in_memory_and_those_that_are_not(tmp_path: Path) -> None:
-    journal = small(tmp_path)
-    await journal.append(*over(), *over(f"prepare-{UID}"), accepted(OTHER_DUMP))
-    assert {entry.order for entry in await journal.entries_of("dump")} == {DUMP, OTHER_DUMP}
-    journal.close()
+    with small(tmp_path) as journal:
+        await journal.append(*over(), *over(f"prepare-{UID}"), accepted(OTHER_DUMP))
+        assert {entry.order for entry in await journal.entries_of("dump")} == {DUMP, OTHER_DUMP}
 
 
 @pytest.mark.parametrize("step", ["_replace", "_open"])
 async def test_an_order_is_known_once_wherever_a_compaction_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    journal = small(tmp_path)
-
     def crash(*_: object) -> None:
         raise OSError("cut off")
 
-    with monkeypatch.context() as patched:
+    with small(tmp_path) as journal, monkeypatch.context() as patched:
         patched.setattr(f"snapshot_shared.journal.{step}", crash)
-        await journal.append(*over(), Tombstoned(subject=f"capture-{UID}", attempt=1))
+        await journal.append(*over(), Tombstoned(subject=CAPTURE, attempt=1))
         with pytest.raises(StorageFailed, match="cut off"):
             await journal.append(accepted(OTHER_DUMP))
-    journal.close()
-    again = small(tmp_path)
-    entry = again.ledger.entry(DUMP)
-    assert entry is not None
-    assert [report.n for report in entry.reports] == [1]
-    assert again.ledger.is_tombstoned(f"capture-{UID}", 1)
-    again.close()
+    with small(tmp_path) as again:
+        entry = again.ledger.entry(DUMP)
+        assert entry is not None
+        assert [report.n for report in entry.reports] == [1]
+        assert again.ledger.is_tombstoned(CAPTURE, 1)
 
 
 async def test_a_full_disk_keeps_finished_orders_in_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> set[str]:
-        raise NoSpace("no space left")
-
-    journal = small(tmp_path)
-    with monkeypatch.context() as patched:
+    with small(tmp_path) as journal, monkeypatch.context() as patched:
         patched.setattr("snapshot_shared.finished.FinishedOrders.put", full)
         await journal.append(*over())
         await journal.settled()
         assert list(journal.ledger.entries) == [DUMP]
-    journal.close()
-    again = small(tmp_path)
-    assert not again.ledger.entries
-    again.close()
+    with small(tmp_path) as again:
+        assert not again.ledger.entries
 
 
 async def test_a_finished_order_is_forgotten_after_fourteen_days_with_its_tombstones(
     tmp_path: Path,
 ) -> None:
-    tombstone = Tombstoned(subject=f"capture-{UID}", attempt=1)
-    journal = small(tmp_path)
-    await journal.append(tombstone, *over())
-    journal.close()
-    kept = small(tmp_path, NOW + KEEP_S)
-    assert kept.ledger.entry(DUMP)
-    assert kept.ledger.is_tombstoned(f"capture-{UID}", 1)
-    kept.close()
-    late = small(tmp_path, NOW + KEEP_S + 1)
-    assert late.ledger.entry(DUMP) is None
-    assert not late.ledger.tombstones
-    late.close()
+    with small(tmp_path) as journal:
+        await journal.append(Tombstoned(subject=CAPTURE, attempt=1), *over())
+    with small(tmp_path, NOW + KEEP_S) as kept:
+        assert kept.ledger.entry(DUMP)
+        assert kept.ledger.is_tombstoned(CAPTURE, 1)
+    with small(tmp_path, NOW + KEEP_S + 1) as late:
+        assert late.ledger.entry(DUMP) is None
+        assert not late.ledger.tombstones
 
 
-async def test_damage_to_a_finished_order_is_named_and_never_an_answer(tmp_path: Path) -> None:
-    journal = small(tmp_path)
-    await journal.append(*over())
-    await journal.settled()
-    path = tmp_path / "finished.sqlite"
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute(
-            "UPDATE orders SET records = CAST(replace(records, 'failed', 'staged') AS BLOB)"
-        )
-    with pytest.raises(JournalCorrupt, match=r"finished\.sqlite"):
-        journal.ledger.entry(DUMP)
-    journal.close()
-    path.write_bytes(b"damaged" * 1000)
+CHANGED = "UPDATE orders SET records = CAST(replace(records, 'failed', 'staged') AS BLOB)"
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "error", "named"),
+    [
+        pytest.param(CHANGED, (), JournalCorrupt, r"finished\.sqlite", id="damaged"),
+        pytest.param(
+            "UPDATE orders SET records = ?",
+            (OF_NEWER_BUILD,),
+            UnsupportedVersion,
+            "'moved'",
+            id="of-a-newer-build",
+        ),
+    ],
+)
+async def test_a_finished_order_that_cannot_be_read_is_named_and_never_an_answer(
+    tmp_path: Path, change: str, values: tuple[bytes, ...], error: type[Exception], named: str
+) -> None:
+    with small(tmp_path) as journal:
+        await journal.append(*over())
+        await journal.settled()
+        path = tmp_path / "finished.sqlite"
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute(change, values)
+        with pytest.raises(error, match=named):
+            journal.ledger.entry(DUMP)
+
+
+async def test_a_file_of_finished_orders_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    with small(tmp_path) as journal:
+        await journal.append(*over())
+    (tmp_path / "finished.sqlite").write_bytes(b"damaged" * 1000)
     with pytest.raises(StorageFailed, match="not a database"):
         small(tmp_path)
 
 
-async def test_a_finished_order_of_a_newer_build_is_refused_by_name(tmp_path: Path) -> None:
-    journal = small(tmp_path)
-    await journal.append(*over())
-    await journal.settled()
-    later = line({"type": "moved", "order": DUMP, "attempt": 1})
-    path = tmp_path / "finished.sqlite"
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("UPDATE orders SET records = ?", (later,))
-    with pytest.raises(UnsupportedVersion, match="'moved'"):
-        journal.ledger.entry(DUMP)
-    journal.close()
+@contextlib.contextmanager
+def memory() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Give what tells how many bytes the block has taken, and the most that it has."""
+    tracemalloc.start()
+    try:
+        yield tracemalloc.get_traced_memory
+    finally:
+        tracemalloc.stop()
 
 
 async def test_the_memory_of_finished_orders_does_not_grow(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW, min_bytes=100_000)
-    tracemalloc.start()
-    try:
-        for number in range(2000):
-            await journal.append(*over(f"dump-{UID[:-4]}{number:04}"))
-        assert tracemalloc.get_traced_memory()[0] < 1_000_000
-    finally:
-        tracemalloc.stop()
-    assert len(await journal.entries_of("dump")) == 2000
-    journal.close()
+    with opened(tmp_path, min_bytes=100_000) as journal:
+        with memory() as taken:
+            for number in range(2000):
+                await journal.append(*over(f"dump-{UID[:-4]}{number:04}"))
+            assert taken()[0] < 1_000_000
+        assert len(await journal.entries_of("dump")) == 2000
 
 
 async def written_over_and_over(journal: Journal, lines: int) -> None:
     """Write down what the next line replaces."""
     for _ in range(lines):
-        await journal.append(*(Noted(order=DUMP, attempt=1, key="pid", value=7),) * 200)
+        await journal.append(*(noted(7),) * 200)
 
 
 async def test_a_journal_is_compacted_without_being_read_again(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, wall=lambda: NOW, min_bytes=2_000_000)
-    await journal.append(accepted())
-    tracemalloc.start()
-    try:
-        await written_over_and_over(journal, 120)
-        assert tracemalloc.get_traced_memory()[1] < 500_000
-    finally:
-        tracemalloc.stop()
-    assert (tmp_path / "journal").stat().st_size < 1_000_000
-    journal.close()
+    with opened(tmp_path, min_bytes=2_000_000) as journal:
+        await journal.append(accepted())
+        with memory() as taken:
+            await written_over_and_over(journal, 120)
+            assert taken()[1] < 500_000
+        assert (tmp_path / "journal").stat().st_size < 1_000_000
 
 
 async def test_a_journal_is_opened_with_little_more_memory_than_its_file_takes(
     tmp_path: Path,
 ) -> None:
-    journal = opened(tmp_path)
-    await journal.append(accepted())
-    await written_over_and_over(journal, 100)
-    journal.close()
+    with opened(tmp_path) as journal:
+        await journal.append(accepted())
+        await written_over_and_over(journal, 100)
     size = (tmp_path / "journal").stat().st_size
-    tracemalloc.start()
-    try:
-        opened(tmp_path).close()
-        assert tracemalloc.get_traced_memory()[1] < 2.5 * size
-    finally:
-        tracemalloc.stop()
+    with memory() as taken:
+        read(tmp_path)
+        assert taken()[1] < 2.5 * size
 
 
 async def test_a_journal_opens_on_a_full_disk_and_only_its_torn_end_is_cut_off(
@@ -438,27 +432,21 @@ async def test_a_journal_opens_on_a_full_disk_and_only_its_torn_end_is_cut_off(
     path = await written(tmp_path, accepted(), FREEZE)
     whole = path.read_bytes()
     path.write_bytes(whole + b"00000000 half")
-
-    def full(*_: object) -> None:
-        raise NoSpace("no space left")
-
     monkeypatch.setattr("snapshot_shared.journal.write_replacing", full)
-    again = opened(tmp_path)
-    assert path.read_bytes() == whole
-    await again.append(FROZEN)
-    again.close()
-    assert opened(tmp_path).ledger.entries[DUMP].ended == ["freeze"]
+    with opened(tmp_path) as again:
+        assert path.read_bytes() == whole
+        await again.append(FROZEN)
+    assert read(tmp_path).entries[DUMP].ended == ["freeze"]
 
 
 async def test_what_was_written_at_once_is_cut_off_as_one_when_its_begin_is_zeros(
     tmp_path: Path,
 ) -> None:
-    journal = opened(tmp_path)
-    await journal.append(accepted())
     path = tmp_path / "journal"
-    size = path.stat().st_size
-    await journal.append(FREEZE, FROZEN)
-    journal.close()
+    with opened(tmp_path) as journal:
+        await journal.append(accepted())
+        size = path.stat().st_size
+        await journal.append(FREEZE, FROZEN)
     data = bytearray(path.read_bytes())
     data[size : size + 40] = bytes(40)
     path.write_bytes(data)
@@ -468,15 +456,15 @@ async def test_what_was_written_at_once_is_cut_off_as_one_when_its_begin_is_zero
 OPEN = [
     accepted(),
     Noted(order=DUMP, attempt=1, key="phase", value="frozen"),
-    Began(order=DUMP, attempt=1, step="freeze"),
-    Ended(order=DUMP, attempt=1, step="freeze"),
+    FREEZE,
+    FROZEN,
     Began(order=DUMP, attempt=1, step="copy-state"),
 ]
 
 
 @pytest.mark.parametrize("count", range(1, len(OPEN) + 1))
 def test_compaction_changes_nothing_whatever_is_open(count: int) -> None:
-    before = folded(Tombstoned(subject=f"capture-{UID}", attempt=2), *OPEN[:count])
+    before = folded(Tombstoned(subject=CAPTURE, attempt=2), *OPEN[:count])
     after = folded(*before.records())
     assert after.records() == before.records()
     assert after.tombstones == before.tombstones
@@ -491,12 +479,7 @@ def test_the_open_step_is_the_last_that_began_and_has_no_end() -> None:
 
 
 def test_what_was_not_acknowledged_is_kept_by_compaction() -> None:
-    ledger = folded(
-        accepted(),
-        reported("accepted"),
-        reported("failed", n=2),
-        Delivered(order=DUMP, attempt=1, n=1),
-    )
+    ledger = folded(accepted(), reported("accepted"), reported("failed", n=2), delivered(n=1))
     again = folded(*ledger.records())
     assert [report.n for report in again.pending_reports()] == [2]
     assert again.entries[DUMP].delivered == {1}
@@ -516,35 +499,27 @@ def test_a_higher_attempt_takes_the_place_and_the_same_or_a_lower_one_does_not()
 
 
 def test_a_tombstone_holds_up_to_its_attempt() -> None:
-    ledger = folded(
-        Tombstoned(subject=f"capture-{UID}", attempt=3),
-        Tombstoned(subject=f"capture-{UID}", attempt=2),
-    )
-    assert [ledger.is_tombstoned(f"capture-{UID}", n) for n in (2, 3, 4)] == [True, True, False]
-    assert not ledger.is_tombstoned(f"capture-{OTHER}", 1)
+    ledger = folded(*(Tombstoned(subject=CAPTURE, attempt=attempt) for attempt in (3, 2)))
+    assert [ledger.is_tombstoned(CAPTURE, attempt) for attempt in (2, 3, 4)] == [True, True, False]
+    assert not ledger.is_tombstoned(OTHER_CAPTURE, 1)
 
 
 def test_what_led_to_an_artifact_goes_with_it_unless_it_is_newer_or_under_way() -> None:
     delete = f"delete-{UID}-gen-1"
-    seal, release, unheard, abort = (
-        f"seal-{UID}",
-        f"release-{UID}",
-        f"prepare-{UID}",
-        f"dump-{OTHER}",
-    )
+    seal, release, unheard = (f"{verb}-{UID}" for verb in ("seal", "release", "prepare"))
     ledger = folded(
-        Tombstoned(subject=f"capture-{UID}", attempt=2),
+        Tombstoned(subject=CAPTURE, attempt=2),
         *over(DUMP, attempt=2),
         *over(seal, attempt=3),
         accepted(release, 2),
         *over(unheard, attempt=2)[:2],
-        *over(abort),
+        *over(OTHER_DUMP),
         accepted(delete),
     )
     ledger.apply(reported("failed", delete))
     assert DUMP in ledger.entries
     ledger.apply(reported("deleted", delete, n=2))
-    assert list(ledger.entries) == [seal, release, unheard, abort, delete]
+    assert list(ledger.entries) == [seal, release, unheard, OTHER_DUMP, delete]
 
 
 def test_a_deletion_without_a_tombstone_drops_nothing_of_the_capture() -> None:
@@ -560,5 +535,5 @@ def test_an_order_lives_until_its_end_was_delivered_and_a_run_until_its_processe
     assert folded(accepted(), reported("failed")).entries[DUMP].is_live
     started = over(run, "started")
     assert folded(*started).entries[run].is_live
-    exited = [reported("exited", run, n=2), Delivered(order=run, attempt=1, n=2)]
+    exited = [reported("exited", run, n=2), delivered(run, n=2)]
     assert not folded(*started, *exited).entries[run].is_live
