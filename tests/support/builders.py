@@ -196,6 +196,11 @@ def vector(devices: Iterable[dict[str, Any]], of_each: int) -> list[VectorEntry]
     return entries
 
 
+def file_entry(**more: Any) -> FileEntry:
+    fields: dict[str, Any] = {"name": "shard-0", "size": 4096, "chunk_bytes": 4096}
+    return FileEntry(**{**fields, "chunks": ["0" * 32], **more})
+
+
 def part_manifest(*files: FileEntry, part: str = "process", **more: Any) -> PartManifest:
     fields: dict[str, Any] = {"namespace": "default", "content_uid": UID, "generation": 1}
     fields |= {"kind": "process", "part": part, "order": f"dump-{UID}"}

@@ -13,7 +13,6 @@ from snapshot_shared.artifact import (
     Encryption,
     Extent,
     FileEncryption,
-    FileEntry,
     MetadataEntry,
     PartManifest,
     SavedLayout,
@@ -25,13 +24,14 @@ from snapshot_shared.artifact import (
 )
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import ArtifactCorrupt, InvalidMessage, InvalidName
-from snapshot_shared.orders import LayoutRef
+from tests.support import builders
+from tests.support.builders import UID
 from tests.unit.tables import each
 
-UID = "00000000-0000-4000-8000-000000000001"
-SOURCE = LayoutRef(
-    device="GPU-1", incarnation="i", generation=1, layout_id="l", structure_hash="h", bytes=8192
-)
+
+def extent(**more: int) -> Extent:
+    """Return the extent of the first of two allocations in one file."""
+    return Extent(**{"file": 0, "file_offset": 0, "offset": 0, "size": 4096, **more})
 
 
 def laid_out(*sizes: int, overlap: int = 0) -> SavedLayout:
@@ -43,26 +43,16 @@ def laid_out(*sizes: int, overlap: int = 0) -> SavedLayout:
             id=f"w{index}",
             slot=index,
             size=size,
-            extents=[Extent(file=0, file_offset=start, offset=0, size=size)],
+            extents=[extent(file_offset=start, size=size)],
         )
         for index, (size, start) in enumerate(zip(sizes, starts, strict=True))
     ]
-    return SavedLayout(source=SOURCE, allocations=allocations)
+    return SavedLayout(source=builders.layout(bytes=8192), allocations=allocations)
 
 
 def manifest(**changes: Any) -> PartManifest:
-    base = PartManifest(
-        kind="gms",
-        part="gpu-0",
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        order=f"save-{UID}-gpu-0",
-        bytes=8192,
-        files=[FileEntry(name="shard-0", size=8192, chunk_bytes=4096, chunks=["0" * 32] * 2)],
-        layout=laid_out(4096, 4096),
-    )
-    return replace(base, **changes)
+    file = builders.file_entry(size=8192, chunks=["0" * 32] * 2)
+    return builders.part_manifest(file, **{"layout": laid_out(4096, 4096), **changes})
 
 
 def test_each_chunk_of_an_encrypted_layout_has_a_tag_and_no_other_chunk_has_one() -> None:
@@ -101,11 +91,11 @@ def test_a_consistent_manifest_is_accepted() -> None:
         manifest(files=[replace(manifest().files[0], chunks=["0" * 32])]),
         manifest(files=[replace(manifest().files[0], name="part.json")]),
         with_extents(),
-        with_extents(Extent(file=1, file_offset=0, offset=0, size=4096)),
-        with_extents(Extent(file=0, file_offset=8000, offset=0, size=4096)),
-        with_extents(Extent(file=0, file_offset=2048, offset=0, size=4096)),
-        with_extents(Extent(file=0, file_offset=0, offset=1, size=4095)),
-        with_extents(Extent(file=0, file_offset=0, offset=0, size=4095)),
+        with_extents(extent(file=1)),
+        with_extents(extent(file_offset=8000)),
+        with_extents(extent(file_offset=2048)),
+        with_extents(extent(offset=1, size=4095)),
+        with_extents(extent(size=4095)),
     ],
 )
 def test_numbers_that_cannot_be_true_are_refused(bad: PartManifest) -> None:
@@ -116,8 +106,8 @@ def test_numbers_that_cannot_be_true_are_refused(bad: PartManifest) -> None:
 def in_sizes(*sizes: int, overlap: int = 0) -> PartManifest:
     """A part of one file with allocations of these sizes."""
     chunks = ["0" * 32] * (sum(sizes) // 4096)
-    file = FileEntry(name="shard-0", size=sum(sizes), chunk_bytes=4096, chunks=chunks)
-    return manifest(files=[file], bytes=sum(sizes), layout=laid_out(*sizes, overlap=overlap))
+    file = builders.file_entry(size=sum(sizes), chunks=chunks)
+    return builders.part_manifest(file, layout=laid_out(*sizes, overlap=overlap))
 
 
 def test_extents_may_touch_whatever_their_sizes_are_and_may_not_overlap_by_a_byte() -> None:
@@ -152,7 +142,6 @@ def test_metadata_about_an_unknown_allocation_is_refused() -> None:
     ],
 )
 def test_a_hostile_file_entry_does_not_even_decode(field: str, value: Any) -> None:
-
     document = msgspec.to_builtins(manifest())
     document["files"][0][field] = value
     with pytest.raises(InvalidMessage, match=rf"files\[0\]\.{field}"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from snapshot_shared.artifact import Encryption, FileEncryption, FileEntry, Signature
+from snapshot_shared.artifact import Encryption, FileEncryption, Signature
 from snapshot_shared.encrypting import (
     KEY_BYTES,
     NONCE_BYTES,
@@ -23,6 +23,7 @@ from snapshot_shared.encrypting import (
 )
 from snapshot_shared.errors import ArtifactCorrupt, NotTrusted
 from snapshot_shared.signing import NO_SIGNATURES, Signing, name_of
+from tests.support import builders
 from tests.unit.tables import each
 
 KEY = bytes(range(KEY_BYTES))
@@ -198,21 +199,14 @@ def part_cipher(key: bytes, part: str) -> PartCipher:
 def test_a_file_that_is_shared_keeps_its_key_in_every_later_part() -> None:
     first, second, third = (part_cipher(bytes([n]) * 32, f"part-{n}") for n in (1, 2, 3))
     data, tag = sealed_chunk(b"x" * 4096, 0, first.chunks_of("shard", 4096))
-    entry = FileEntry(
-        name="shard",
-        size=4096,
-        chunk_bytes=4096,
-        chunks=["0" * 32],
-        encryption=FileEncryption([tag]),
-    )
+    entry = builders.file_entry(name="shard", encryption=FileEncryption([tag]))
     in_second = second.shared_from(first, entry, NONCE)
     in_third = third.shared_from(second, in_second, NONCE)
     for part, found in ((first, entry), (second, in_second), (third, in_third)):
         assert opened_chunk(data, tag, 0, part.chunks_in(found)) == b"x" * 4096
-    with pytest.raises(ArtifactCorrupt):
-        third.chunks_in(in_second)
-    with pytest.raises(ArtifactCorrupt):
-        third.chunks_in(replace(in_third, name="another"))
+    for other in (in_second, replace(in_third, name="another")):
+        with pytest.raises(ArtifactCorrupt):
+            third.chunks_in(other)
     with pytest.raises(ArtifactCorrupt, match="not encrypted"):
         third.chunks_in(replace(entry, encryption=UNSET))
 

@@ -6,13 +6,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from snapshot_shared.artifact import FileEntry, PartManifest, SavedObjects, check_part_manifest
+from snapshot_shared.artifact import FileEntry, SavedObjects, check_part_manifest
 from snapshot_shared.errors import (
     ArtifactCorrupt,
     ArtifactExists,
@@ -29,10 +30,11 @@ from snapshot_shared.stripes import (
     parse_stripes,
     remove_stored,
 )
+from tests.support.builders import UID, file_entry, part_manifest
 from tests.unit.tables import each
 
-UID = "11111111-2222-3333-4444-555555555555"
 PATH = ("default", UID, "gen-1", "gpu-0")
+STRIPED = file_entry(stripe="a")
 ROOT = "/var/artifacts"
 
 
@@ -81,33 +83,12 @@ def test_all_that_is_wrong_with_a_setting_is_said_at_once() -> None:
     assert "'b=c'" in caught.value.message
 
 
-def entry(**changes: object) -> FileEntry:
-    found = FileEntry(name="shard-0", size=4096, chunk_bytes=4096, chunks=["0" * 32])
-    return msgspec.structs.replace(found, **changes)
-
-
-def manifest(*files: FileEntry, **changes: object) -> PartManifest:
-    found = PartManifest(
-        kind="gms",
-        part="gpu-0",
-        namespace="default",
-        content_uid=UID,
-        generation=1,
-        order=f"save-{UID}-gpu-0",
-        bytes=sum(file.size for file in files),
-        files=list(files),
-    )
-    return msgspec.structs.replace(found, **changes)
-
-
 def test_a_file_may_name_a_stripe_root_where_it_can_be_in_one() -> None:
-    striped = entry(stripe="a")
-    assert check_part_manifest(manifest(striped)).files == [striped]
-    prefix = "/".join(PATH)
+    assert check_part_manifest(part_manifest(STRIPED)).files == [STRIPED]
     for bad in (
-        manifest(striped, kind="process", part="process"),
-        manifest(striped, objects=SavedObjects(prefix=prefix)),
-        manifest(striped, entry()),
+        part_manifest(STRIPED, kind="process", part="process"),
+        part_manifest(STRIPED, objects=SavedObjects(prefix="/".join(PATH))),
+        part_manifest(STRIPED, file_entry()),
     ):
         with pytest.raises(ArtifactCorrupt):
             check_part_manifest(bad)
@@ -115,13 +96,13 @@ def test_a_file_may_name_a_stripe_root_where_it_can_be_in_one() -> None:
 
 @each("name", ["", "..", "../x", "/etc", "a/b", "A", "a\n", "-a", "a" * 64])
 def test_a_stripe_root_that_has_no_plain_name_is_no_manifest(name: str) -> None:
-    data = msgspec.json.encode(entry(stripe=name))
+    data = msgspec.json.encode(file_entry(stripe=name))
     with pytest.raises(msgspec.ValidationError, match="stripe"):
         msgspec.json.decode(data, type=FileEntry)
 
 
 def test_a_manifest_without_stripe_roots_is_written_as_before() -> None:
-    data = msgspec.json.encode(entry())
+    data = msgspec.json.encode(file_entry())
     assert b"stripe" not in data
     assert not msgspec.json.decode(data, type=FileEntry).stripe
 
@@ -146,11 +127,19 @@ class Places:
     def stripe(self, name: str) -> Path:
         return self.paths[name].joinpath(*PATH)
 
+    def writing(self, *names: str) -> AbstractContextManager[Mapping[str, int]]:
+        return self.roots.writing(self.root, self.directory, PATH, names)
+
     def write(self, *names: str) -> None:
-        with self.roots.writing(self.root, self.directory, PATH, names) as folders:
+        with self.writing(*names) as folders:
             for name in names:
                 assert (self.folder / MARK).exists()
                 os.close(os.open("shard", os.O_CREAT | os.O_WRONLY, dir_fd=folders[name]))
+
+    def read(self) -> None:
+        """Read a file that is in the stripe root `a`, as its manifest says."""
+        with self.roots.reading(self.directory, part_manifest(STRIPED)):
+            pass
 
     def remove(self, depth: int = 4, roots: StripeRoots | None = None) -> None:
         parent = os.open(self.artifacts.joinpath(*PATH[: depth - 1]), os.O_RDONLY)
@@ -253,11 +242,8 @@ def test_a_part_whose_mark_does_not_name_what_its_manifest_names_is_not_read(
 ) -> None:
     for names in ((), ("b",)):
         places.write(*names)
-        with (
-            pytest.raises(ArtifactCorrupt, match=MARK),
-            places.roots.reading(places.directory, manifest(entry(stripe="a"))),
-        ):
-            pass
+        with pytest.raises(ArtifactCorrupt, match=MARK):
+            places.read()
 
 
 def test_a_link_in_a_stripe_root_is_not_followed(places: Places, tmp_path: Path) -> None:
@@ -269,11 +255,8 @@ def test_a_link_in_a_stripe_root_is_not_followed(places: Places, tmp_path: Path)
     (part / "shard").unlink()
     part.rmdir()
     part.symlink_to(outside)
-    with (
-        pytest.raises(SnapbackError, match="link"),
-        places.roots.reading(places.directory, manifest(entry(stripe="a"))),
-    ):
-        pass
+    with pytest.raises(SnapbackError, match="link"):
+        places.read()
     places.remove(3)
     assert not part.is_symlink()
     assert (outside / "kept").exists()
@@ -337,7 +320,6 @@ def test_two_names_of_one_folder_are_refused(
 def test_a_save_whose_part_was_removed_under_it_takes_its_stripe_folders_with_it(
     places: Places, is_made_again: bool
 ) -> None:
-
     def remove_and_fail() -> None:
         shutil.rmtree(places.folder.parent)
         if is_made_again:
@@ -347,20 +329,14 @@ def test_a_save_whose_part_was_removed_under_it_takes_its_stripe_folders_with_it
         places.stripe("b").mkdir()
         raise ArtifactMissing("the folder of the part is gone")
 
-    with (
-        pytest.raises(ArtifactMissing),
-        places.roots.writing(places.root, places.directory, PATH, ["a", "b"]),
-    ):
+    with pytest.raises(ArtifactMissing), places.writing("a", "b"):
         remove_and_fail()
     assert not places.stripe("a").exists()
     assert places.stripe("b").exists()
 
 
 def test_a_save_that_fails_leaves_its_folders_to_what_removes_the_part(places: Places) -> None:
-    with (
-        pytest.raises(ArtifactMissing),
-        places.roots.writing(places.root, places.directory, PATH, ["a"]),
-    ):
+    with pytest.raises(ArtifactMissing), places.writing("a"):
         raise ArtifactMissing("something else")
     assert places.stripe("a").exists()
     places.remove()

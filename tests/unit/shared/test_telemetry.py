@@ -31,8 +31,17 @@ def finished(telemetry: Telemetry) -> list[SpanRecord]:
     return list(telemetry._outbox.records)
 
 
-def test_a_step_is_the_child_of_the_span_around_it() -> None:
-    telemetry = Telemetry("snap-agent", "node-1", "0")
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry("snap-agent", "node-1", "0")
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("snap-agent", "node-1", "0", scraped=True)
+
+
+def test_a_step_is_the_child_of_the_span_around_it(telemetry: Telemetry) -> None:
     with telemetry.span("dump", parent=PARENT), telemetry.span("freeze"):
         pass
     freeze, dump = finished(telemetry)
@@ -51,16 +60,14 @@ def test_a_span_with_an_identity_has_the_same_id_in_every_process() -> None:
         assert finished(telemetry)[0].span_id == identity.span_id
 
 
-def test_a_span_can_be_recorded_after_it_happened() -> None:
-    telemetry = Telemetry("snap-operator", "operator", "0")
+def test_a_span_can_be_recorded_after_it_happened(telemetry: Telemetry) -> None:
     identity = derived_context("a" * 32, "capture")
     telemetry.record("capture", parent=PARENT, identity=identity, start_ns=5, end_ns=9, error="no")
     (span,) = finished(telemetry)
     assert (span.start_ns, span.end_ns, span.error) == (5, 9, "no")
 
 
-def test_a_failed_block_keeps_its_reason() -> None:
-    telemetry = Telemetry("snap-agent", "node-1", "0")
+def test_a_failed_block_keeps_its_reason(telemetry: Telemetry) -> None:
     with pytest.raises(NoSpace), telemetry.span("write"):
         raise NoSpace("the disk is full")
     (span,) = finished(telemetry)
@@ -71,9 +78,8 @@ def test_a_failed_block_keeps_its_reason() -> None:
 @pytest.mark.parametrize(
     "bad", ["", "x", PARENT + "0", PARENT.upper(), "00-" + "0" * 32 + "-" + "b" * 16 + "-01"]
 )
-def test_a_bad_traceparent_is_no_context_and_stops_nothing(bad: str) -> None:
+def test_a_bad_traceparent_is_no_context_and_stops_nothing(telemetry: Telemetry, bad: str) -> None:
     assert parse_traceparent(bad) is None
-    telemetry = Telemetry("snap-agent", "node-1", "0")
     with telemetry.span("dump", parent=bad):
         pass
     assert finished(telemetry)[0].parent_id == ""
@@ -198,8 +204,7 @@ def test_what_prometheus_is_shown_has_the_names_that_the_table_says() -> None:
     assert wrong == {}
 
 
-def test_a_reason_is_an_attribute_only_where_something_failed() -> None:
-    metrics = Metrics("snap-agent", "node-1", "0", scraped=True)
+def test_a_reason_is_an_attribute_only_where_something_failed(metrics: Metrics) -> None:
     with metrics.timed(JOURNAL_DURATION):
         pass
     assert "error_type" not in metrics.text().decode()
@@ -208,8 +213,7 @@ def test_a_reason_is_an_attribute_only_where_something_failed() -> None:
     assert 'error_type="NoSpace"' in metrics.text().decode()
 
 
-def test_values_must_be_as_many_as_the_attributes_of_the_table() -> None:
-    metrics = Metrics("snap-agent", "node-1", "0", scraped=True)
+def test_values_must_be_as_many_as_the_attributes_of_the_table(metrics: Metrics) -> None:
     with pytest.raises(ValueError, match="zip"):
         metrics.add(ACCEPTED, "run", "order-1")
 

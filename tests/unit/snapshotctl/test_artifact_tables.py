@@ -32,19 +32,16 @@ def _file(*chunks: str, size: int | None = None, name: str = "shard", chunk: int
     return FileEntry(name=name, size=total, chunk_bytes=chunk, chunks=digests)
 
 
-OF_CONTENT: dict[str, Any] = {"namespace": "default", "content_uid": UID, "generation": 1}
-
-
 def _part(*files: FileEntry, part: str = "gpu-0", structure: str = "s") -> PartManifest:
     layout = SavedLayout(source=builders.layout(structure_hash=structure), allocations=[])
-    order, size = f"save-{UID}-{part}", sum(file.size for file in files)
-    of_part: dict[str, Any] = {"part": part, "order": order, "bytes": size, "files": [*files]}
-    return PartManifest(kind="gms", layout=layout, **of_part, **OF_CONTENT)
+    of_part = {"part": part, "content_uid": UID, "order": f"save-{UID}-{part}"}
+    return builders.part_manifest(*files, layout=layout, **of_part)
 
 
 def _root(**facts: Any) -> RootManifest:
     source = PodRef(namespace="default", name="w", uid=UID)
-    return RootManifest(source=source, bytes=1, parts=[], facts=Facts(**facts), **OF_CONTENT)
+    of_content: dict[str, Any] = {"namespace": "default", "content_uid": UID, "generation": 1}
+    return RootManifest(source=source, bytes=1, parts=[], facts=Facts(**facts), **of_content)
 
 
 def _manifests(*parts: PartManifest, **facts: Any) -> Manifests:
