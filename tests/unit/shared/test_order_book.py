@@ -24,28 +24,19 @@ OWNER = Uid("00000000-0000-0000-0000-000000000001")
 NOW = 2_000_000_000.0
 
 
+OF_NODE: dict[str, Any] = {"node": NODE, "owner": OWNER, "deadline_s": 20.0}
+OF_ARTIFACT: dict[str, Any] = {"namespace": "default", "content_uid": OWNER}
+
+
 def order(attempt: int = 1) -> DeleteOrder:
-    return DeleteOrder(
-        order=order_id("delete", OWNER),
-        attempt=attempt,
-        node=NODE,
-        owner=OWNER,
-        deadline_s=20.0,
-        namespace="default",
-        content_uid=OWNER,
-        generation=1,
-    )
+    name = order_id("delete", OWNER)
+    return DeleteOrder(order=name, attempt=attempt, generation=1, **OF_NODE, **OF_ARTIFACT)
 
 
 def verify(generation: int) -> VerifyOrder:
     digest = f"sha256:{'0' * 64}"
-    artifact = ArtifactRef(
-        namespace="default", content_uid=OWNER, generation=generation, root_digest=digest
-    )
-    name = order_id("verify", OWNER)
-    return VerifyOrder(
-        order=name, attempt=1, node=NODE, owner=OWNER, deadline_s=20.0, artifact=artifact
-    )
+    artifact = ArtifactRef(generation=generation, root_digest=digest, **OF_ARTIFACT)
+    return VerifyOrder(order=order_id("verify", OWNER), attempt=1, artifact=artifact, **OF_NODE)
 
 
 def opened(folder: Path) -> OrderBook:
@@ -60,6 +51,13 @@ async def book(tmp_path: Path) -> AsyncIterator[OrderBook]:
     yield book
     await book.drain()
     book.journal.close()
+
+
+async def accepted(book: OrderBook) -> Entry:
+    """Have an order accepted, and return what the book knows of it."""
+    await book.accept(order())
+    (entry,) = book.journal.ledger.entries.values()
+    return entry
 
 
 async def deleted(_entry: Entry) -> Result:
@@ -154,15 +152,13 @@ async def test_a_third_attempt_begins_when_the_first_has_ended_although_the_seco
 async def test_reports_of_one_order_that_are_made_together_have_numbers_of_their_own(
     book: OrderBook,
 ) -> None:
-    await book.accept(order())
-    (entry,) = book.journal.ledger.entries.values()
+    entry = await accepted(book)
     await asyncio.gather(*(book.report(entry, "leased") for _ in range(5)))
     assert kinds(book) == [("accepted", 1), *(("leased", number) for number in range(2, 7))]
 
 
 async def test_of_two_ends_that_come_together_the_first_counts(book: OrderBook) -> None:
-    await book.accept(order())
-    (entry,) = book.journal.ledger.entries.values()
+    entry = await accepted(book)
     await asyncio.gather(
         book.report(entry, "deleted", bytes=7), book.fail(entry, SourceExited("gone"))
     )
@@ -171,9 +167,7 @@ async def test_of_two_ends_that_come_together_the_first_counts(book: OrderBook) 
 
 async def test_what_was_not_delivered_is_in_the_outbox_of_the_next_start(tmp_path: Path) -> None:
     first = opened(tmp_path)
-    await first.accept(order())
-    (entry,) = first.journal.ledger.entries.values()
-    await first.report(entry, "deleted")
+    await first.report(await accepted(first), "deleted")
     first.delivered(first.outbox.take(1)[0])
     await first.drain()
     first.journal.close()
@@ -183,8 +177,7 @@ async def test_what_was_not_delivered_is_in_the_outbox_of_the_next_start(tmp_pat
 
 
 async def test_what_is_told_again_waits_behind_what_is_new_and_but_once(book: OrderBook) -> None:
-    await book.accept(order())
-    (entry,) = book.journal.ledger.entries.values()
+    entry = await accepted(book)
     await book.report(entry, "deleted")
     book.queue_since(NOW - 1)
     assert kinds(book) == [("accepted", 1), ("deleted", 2)]
@@ -223,10 +216,7 @@ async def test_an_attempt_that_is_known_with_another_artifact_is_refused_as_supe
     answer: Any
     (answer,) = book.answers(other) or []
     assert (answer.kind, answer.failure.reason) == ("rejected", "Superseded")
-    assert answer.failure.values == {
-        "attempt": known.attempt,
-        "known": f"artifact {OWNER}/gen-1",
-    }
+    assert answer.failure.values == {"attempt": 1, "known": f"artifact {OWNER}/gen-1"}
 
 
 def test_the_order_book_needs_no_nats() -> None:

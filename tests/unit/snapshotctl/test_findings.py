@@ -81,10 +81,12 @@ CLUSTER = ObservedCluster(
 LOCAL = ObservedMachine((3, 11), "2.15.1", [])
 
 
-TOO_OLD = Failure(
-    reason="NotEligible", message="this node has CRIU 4.1", next_step="update the helper's image"
-)
-MUTE = Failure(reason="r", message="mute")
+def failure(message: str, reason: str = "BusUnavailable", next_step: str = "") -> Failure:
+    return Failure(reason=reason, message=message, next_step=next_step)
+
+
+FORBIDDEN = failure("viewer may not", "NotPermitted")
+TOO_OLD = failure("this node has CRIU 4.1", "NotEligible", "update the helper's image")
 
 
 def found(
@@ -99,8 +101,17 @@ def of(**changes: Any) -> list[Finding]:
     return found(cluster=CLUSTER._replace(**changes))
 
 
+def of_orders(**changes: Any) -> list[Finding]:
+    """Give what is said where the stream of orders is like this."""
+    return of(streams=[stream("ORDERS", **changes), stream("REPORTS")])
+
+
 def of_node(**changes: Any) -> list[Finding]:
     return of(nodes=[SEEN._replace(**changes)])
+
+
+def of_presence(**changes: Any) -> list[Finding]:
+    return of_node(presence=presence(**changes))
 
 
 def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_it() -> None:
@@ -127,24 +138,21 @@ def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_i
             "fail  operator ended → snapshotctl sim restart operator --cluster big",
         ),
         (
-            found(cluster=None, unreachable=Failure(reason="BusUnavailable", message="cannot")),
+            found(cluster=None, unreachable=failure("cannot")),
             "fail  connection: cannot → snapshotctl up",
         ),
         (of(server_version="2.10.3"), "fail  2.11 is needed → upgrade nats-server"),
+        (of(jetstream=failure("off"), streams=[]), "fail  JetStream: off → nats account info"),
         (
-            of(jetstream=Failure(reason="BusUnavailable", message="off"), streams=[]),
-            "fail  JetStream: off → nats account info",
-        ),
-        (
-            of(unstored=Failure(reason="BusUnavailable", message="disk is full")),
+            of(unstored=failure("disk is full")),
             "fail  NATS does not store what is written: disk is full → space",
         ),
         (
-            of(unstored=Failure(reason="NotPermitted", message="viewer may not")),
+            of(unstored=FORBIDDEN),
             "warn  whether NATS stores what is written cannot be tried: viewer may not → NATS_NKEY",
         ),
         (
-            of(streams=[stream("ORDERS", exists=False, durables={}), stream("REPORTS")]),
+            of_orders(exists=False, durables={}),
             "fail  stream ORDERS is missing → restart the operator",
         ),
         (
@@ -152,23 +160,17 @@ def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_i
             "warn  bucket x has other settings: max_age → restart the operator",
         ),
         (
-            of(streams=[stream("ORDERS", durables={}), stream("REPORTS")]),
+            of_orders(durables={}),
             "fail  durable gms-node-1 of ORDERS is missing → restart the gms of node-1",
         ),
         (
             of(streams=[stream("ORDERS"), stream("REPORTS", durables={"operator": "x"})]),
             "fail  durable operator of REPORTS takes x → restart the operator",
         ),
+        (of_orders(fill=0.8), "fail  80% full (3 orders): nothing new begins → snapshotctl orders"),
+        (of_orders(fill=0.5), "warn  50% full → snapshotctl orders"),
         (
-            of(streams=[stream("ORDERS", fill=0.8), stream("REPORTS")]),
-            "fail  80% full (3 orders): nothing new begins → snapshotctl orders",
-        ),
-        (
-            of(streams=[stream("ORDERS", fill=0.5), stream("REPORTS")]),
-            "warn  50% full → snapshotctl orders",
-        ),
-        (
-            of(streams=[stream("ORDERS", paused=frozenset({"agent-node-1"})), stream("REPORTS")]),
+            of_orders(paused=frozenset({"agent-node-1"})),
             (
                 "warn  durable agent-node-1 of ORDERS is paused"
                 " → nats consumer resume ORDERS agent-node-1"
@@ -180,7 +182,7 @@ def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_i
             "fail  no operator answers → snapshotctl sim restart operator --cluster big",
         ),
         (
-            of(health=None, refused=Failure(reason="NotPermitted", message="viewer may not")),
+            of(health=None, refused=FORBIDDEN),
             "warn  the health of the operator cannot be requested: viewer may not → NATS_NKEY",
         ),
         (of(operators=["1.0", "0.9"]), "warn  version 0.9 is used → same version"),
@@ -198,9 +200,9 @@ def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_i
         (of_node(node=None), "warn  unknown to the operator → snapshotctl explain node/node-1"),
         (of_node(skew_s=-2.5), "warn  is 2.5 s behind the server's → timedatectl set-ntp"),
         (of_node(skew_s=60.0), "fail  is 60.0 s ahead of the server's → timedatectl set-ntp"),
-        (of_node(presence=presence(free_bytes=1)), "fail  1 B free below /artifacts → delete"),
-        (of_node(presence=presence(free_bytes=GIB - 1)), "fail  the largest snapshot → delete"),
-        (of_node(presence=presence(free_bytes=GIB)), "warn  room for one more → delete"),
+        (of_presence(free_bytes=1), "fail  1 B free below /artifacts → delete"),
+        (of_presence(free_bytes=GIB - 1), "fail  the largest snapshot → delete"),
+        (of_presence(free_bytes=GIB), "warn  room for one more → delete"),
         (
             of(contents=[], nodes=[SEEN._replace(presence=presence(free_bytes=0))]),
             "fail  0 B free below /artifacts: no capture fits there → free space",
@@ -209,17 +211,17 @@ def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_i
             of(contents=[], nodes=[SEEN._replace(presence=presence(free_bytes=GIB // 2))]),
             "warn  512 MiB free below /artifacts, a GPU there has 1 GiB → free space",
         ),
-        (of_node(presence=presence(schemas=[9])), "fail  understands messages [9] → upgrade"),
-        (of_node(presence=presence(version="0.9")), "warn  agent of node-1 is 0.9 → install 1.0"),
+        (of_presence(schemas=[9]), "fail  understands messages [9] → upgrade"),
+        (of_presence(version="0.9"), "warn  agent of node-1 is 0.9 → install 1.0"),
         (
-            of_node(presence=presence(unready=unready(TOO_OLD, "criu", "criu+cuda"))),
+            of_presence(unready=unready(TOO_OLD, "criu", "criu+cuda")),
             (
                 "fail  node-1 cannot use the process driver criu or criu+cuda: "
                 "this node has CRIU 4.1 → update the helper's image"
             ),
         ),
         (
-            of_node(presence=presence(unready=unready(MUTE, "criu"))),
+            of_presence(unready=unready(failure("mute"), "criu")),
             "fail  criu: mute → see the log of the helper on node-1",
         ),
         (of_node(gms_version="2.0"), "warn  GMS of node-1 is 2.0 → install 1.0 on node-1"),
@@ -255,8 +257,7 @@ def test_whatever_is_not_ok_has_a_fix() -> None:
 
 def test_a_node_without_nvidias_driver_is_well_and_says_what_it_captures_with() -> None:
     none = Failure(reason="NotEligible", message="none is loaded", values={"found": "none"})
-    seen = presence(drivers=["criu"], criu="4.2", unready=unready(none, "criu+cuda"))
-    findings = of_node(presence=seen)
+    findings = of_presence(drivers=["criu"], criu="4.2", unready=unready(none, "criu+cuda"))
     assert [finding.what for finding in findings if "CRIU" in finding.what] == [
         "node-1 captures and restores processes with CRIU 4.2"
     ]
@@ -266,7 +267,7 @@ def test_a_node_without_nvidias_driver_is_well_and_says_what_it_captures_with() 
 def test_a_finding_is_one_line_that_ends_with_its_fix() -> None:
     assert line(views.ok("well")) == "ok    well"
     assert line(views.fail("ill", "do this")) == "fail  ill  → do this"
-    spoilt = Failure(reason="x", message="a\nb\x1b[2J")
-    [shown] = [f for f in found(cluster=None, unreachable=spoilt) if "connection" in f.what]
+    findings = found(cluster=None, unreachable=failure("a\nb\x1b[2J"))
+    [shown] = [finding for finding in findings if "connection" in finding.what]
     assert "\n" not in line(shown)
     assert "\x1b" not in line(shown)

@@ -100,6 +100,7 @@ POLICY = [
     for name in policy_names(NAME)
     for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 ]
+WARNS = {**POLICY[5], "spec": {"validationActions": ["Warn"]}}
 SEEN = SeenInstallation(
     policies=Asked(POLICY),
     definitions=Asked([definition(name) for name in DEFINITIONS]),
@@ -111,6 +112,11 @@ SEEN = SeenInstallation(
 
 def of(**changes: Asked) -> list[Finding]:
     return list(installation_findings(SEEN._replace(**changes)))
+
+
+def of_definitions(**changes: str) -> list[Finding]:
+    """What is said where each of our kinds is defined like this."""
+    return of(definitions=Asked([definition(name, **changes) for name in DEFINITIONS]))
 
 
 def of_workloads(*items: dict[str, Any]) -> list[Finding]:
@@ -143,15 +149,15 @@ def test_an_installation_that_is_well_or_begins_has_nothing_but_ok() -> None:
     [
         (of(definitions=Asked()), "fail  snapshots.nvidia.com is not defined → deploy/crds"),
         (
-            of(definitions=Asked([definition(name, owner="dynamo") for name in DEFINITIONS])),
+            of_definitions(owner="dynamo"),
             "fail  snapshots.nvidia.com belongs to dynamo → crds.install=adopt",
         ),
         (
-            of(definitions=Asked([definition(name, owner="") for name in DEFINITIONS])),
+            of_definitions(owner=""),
             "fail  snapshots.nvidia.com belongs to another product → remove that product",
         ),
         (
-            of(definitions=Asked([definition(n, established="False") for n in DEFINITIONS])),
+            of_definitions(established="False"),
             (
                 "fail  snapshots.nvidia.com is not served yet: names are in use"
                 " → kubectl describe crd snapshots.nvidia.com"
@@ -163,11 +169,7 @@ def test_an_installation_that_is_well_or_begins_has_nothing_but_ok() -> None:
             "fail  statuses.snapback.nvidia.com is missing → helm upgrade",
         ),
         (
-            of(
-                policies=Asked(
-                    [*POLICY[:5], {**POLICY[5], "spec": {"validationActions": ["Warn"]}}]
-                )
-            ),
+            of(policies=Asked([*POLICY[:5], WARNS])),
             "fail  made-objects.snapback.nvidia.com is missing or denies nothing → helm upgrade",
         ),
         (of(policies=FORBIDDEN), "warn  the admission policies cannot be looked at → can-i"),

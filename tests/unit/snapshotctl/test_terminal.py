@@ -19,8 +19,10 @@ class _Tty(io.StringIO):
         return True
 
 
-def _terminal(output: OutputFormat = "table") -> tuple[Terminal, io.StringIO, io.StringIO]:
-    out, err = io.StringIO(), io.StringIO()
+def _terminal(
+    output: OutputFormat = "table", stream: type[io.StringIO] = io.StringIO
+) -> tuple[Terminal, io.StringIO, io.StringIO]:
+    out, err = stream(), stream()
     return Terminal(output, out, err), out, err
 
 
@@ -39,8 +41,9 @@ def test_a_line_is_printed_as_it_is_and_on_a_terminal_what_a_worker_wrote() -> N
         terminal, out, _ = _terminal()
         terminal.line(text)
         assert out.getvalue() == f"{text}\n"
-    shown, text = _Tty(), "  two  words\t" * 50
-    Terminal("table", shown, io.StringIO()).verbatim(text)
+    terminal, shown, _ = _terminal(stream=_Tty)
+    text = "  two  words\t" * 50
+    terminal.verbatim(text)
     assert shown.getvalue() == f"{text}\n"
 
 
@@ -80,8 +83,8 @@ def test_parts_are_one_line_a_movement_when_no_terminal_reads() -> None:
     with terminal.parts() as parts:
         parts.show(PartProgress("gpu-0", 0, 100, 0.0, 0.0))
         parts.show(PartProgress("gpu-0", 90, 100, 0.0, 1.0))
-        parts.show(PartProgress("gpu-0", 100, 100, 0.0, 1.0, is_final=True))
-        parts.show(PartProgress("gpu-0", 100, 100, 0.0, 1.0, is_final=True))
+        for _ in range(2):
+            parts.show(PartProgress("gpu-0", 100, 100, 0.0, 1.0, is_final=True))
     assert out.getvalue().splitlines() == [
         "  gpu-0: 0 B of 100 B",
         "  gpu-0: 90 B of 100 B, 90 B/s",
@@ -92,8 +95,8 @@ def test_parts_are_one_line_a_movement_when_no_terminal_reads() -> None:
 def test_parts_are_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    out = _Tty()
-    with Terminal("table", out, io.StringIO()).parts() as parts:
+    terminal, out, _ = _terminal(stream=_Tty)
+    with terminal.parts() as parts:
         parts.show(PartProgress("gpu-0", 1024, 2048, 0.0, 1.0))
     assert "gpu-0" in out.getvalue()
     assert "━" in out.getvalue()
@@ -115,8 +118,8 @@ WIDE = Table(
 
 @pytest.mark.usefixtures("narrow")
 def test_a_table_fits_a_terminal_and_no_word_is_broken() -> None:
-    out, err = _Tty(), _Tty()
-    Terminal("table", out, err).table(WIDE, indent="  ")
+    terminal, out, err = _terminal(stream=_Tty)
+    terminal.table(WIDE, indent="  ")
     lines = _plain(out).splitlines()
     assert max(map(len, lines)) <= 40
     words = {word for line in lines for word in line.split() if "…" not in word}
@@ -130,15 +133,12 @@ def test_a_table_fits_a_terminal_and_no_word_is_broken() -> None:
 
 @pytest.mark.usefixtures("narrow")
 def test_all_of_a_table_is_shown_where_that_is_asked_for_and_where_a_program_reads() -> None:
-    out, err = _Tty(), _Tty()
-    Terminal("wide", out, err).table(WIDE)
-    terminal, piped, _ = _terminal()
-    terminal.table(WIDE)
-    for shown in (_plain(out), piped.getvalue()):
-        head, line = shown.splitlines()
+    for terminal, out, err in (_terminal("wide", _Tty), _terminal()):
+        terminal.table(WIDE)
+        head, line = _plain(out).splitlines()
         assert head.split() == list(WIDE.columns)
         assert line.endswith("   nothing is wrong with it at all   sha256:" + "a" * 64)
-    assert err.getvalue() == ""
+        assert err.getvalue() == ""
 
 
 @pytest.mark.usefixtures("narrow")
