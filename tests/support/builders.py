@@ -16,7 +16,18 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.ledger import Accepted
 from snapshot_shared.objects import snapback
-from snapshot_shared.objects.kubernetes import Container, Pod, PodSpec, PodStatus
+from snapshot_shared.objects.kubernetes import (
+    Container,
+    Job,
+    JobSpec,
+    JobStatus,
+    Node,
+    NodeStatus,
+    Pod,
+    PodSpec,
+    PodStatus,
+    PodTemplateSpec,
+)
 from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
 from snapshot_shared.orders import (
     LayoutRef,
@@ -121,6 +132,15 @@ def pod(name: str = "worker", source: str = "", **status: Any) -> Pod:
         spec=PodSpec(containers=[Container(name="main", command=["x"])]),
         status=PodStatus(**status),
     )
+
+
+def node(name: str = "node-1", **status: Any) -> Node:
+    return Node(metadata=meta("node", name), status=NodeStatus(**status))
+
+
+def job(name: str = "llm", **status: Any) -> Job:
+    spec = JobSpec(template=PodTemplateSpec(spec=pod().spec))
+    return Job(metadata=meta("job", name), spec=spec, status=JobStatus(**status))
 
 
 def restore(source: str = "snap", *, of: str = "worker", **status: Any) -> snapback.SnapshotRestore:

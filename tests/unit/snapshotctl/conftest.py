@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from snapshotctl.domain.cluster import ClusterRecord
 from snapshotctl.domain.exits import Exit
 from snapshotctl.main import main
 from snapshotctl.views.finding import Finding
@@ -51,6 +52,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     return Run(monkeypatch, capsys)
+
+
+def cluster_record(state: Path, **more: Any) -> ClusterRecord:
+    """Return the record of a local cluster that has the name of its folder."""
+    fields: dict[str, Any] = {"name": state.name, "run": "r", "boot_id": "b"}
+    folders = {"state_dir": str(state), "socket_dir": str(state)}
+    return ClusterRecord(**{**fields, **folders, **more})
 
 
 def assert_trouble(findings: list[Finding], said: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
@@ -14,6 +13,7 @@ from snapshot_shared.nkey import public_key
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import admit
 from snapshotctl.domain import cluster as plans
+from tests.unit.snapshotctl.conftest import cluster_record
 from tests.unit.tables import each
 
 PATHS = plans.ClusterPaths(Path("/s"), Path("/k"))
@@ -34,16 +34,9 @@ def _process(name: str, pid: int) -> plans.ProcessRecord:
     return plans.ProcessRecord(name=name, pid=pid, started=pid * 10)
 
 
-def _record(name: str, run: str, *, owner: int | None = None) -> plans.ClusterRecord:
-    return plans.ClusterRecord(
-        name=name,
-        run=run,
-        boot_id="b",
-        state_dir=f"/s/{name}",
-        socket_dir=f"/k/{run}",
-        processes=[_process("nats-server", 1)],
-        owner=_process("snapshotctl", owner) if owner else None,
-    )
+def _record(name: str, **more: Any) -> plans.ClusterRecord:
+    fields = {"socket_dir": "/k/r", "processes": [_process("nats-server", 1)], **more}
+    return cluster_record(Path("/s") / name, **fields)
 
 
 def test_every_process_carries_the_run_and_none_the_settings_of_another() -> None:
@@ -97,8 +90,7 @@ def test_a_node_has_a_helper_where_the_cluster_has_the_tools() -> None:
 def test_the_operator_ends_first_and_the_bus_last() -> None:
     names = ["nats-server", "operator", "node-1-gms", "node-1-agent", "node-2-gms", "node-2-agent"]
     names.append("node-2-helper")
-    processes = [_process(name, pid) for pid, name in enumerate(names, 1)]
-    record = replace(_record("x", "r"), processes=processes)
+    record = _record("x", processes=[_process(name, pid) for pid, name in enumerate(names, 1)])
     assert [[p.name for p in group] for group in plans.stop_order(record)] == [
         ["operator"],
         ["node-1-agent", "node-2-agent"],
@@ -109,8 +101,8 @@ def test_the_operator_ends_first_and_the_bus_last() -> None:
 
 NOTHING = plans.Inventory([], frozenset(), [], [], [])
 ALL, NONE = frozenset({1}), frozenset[int]()
-DEFAULT, DEMO = _record("default", "r"), _record("demo-1", "r")
-OWNED = _record("demo-1", "r", owner=9)
+DEFAULT, DEMO = _record("default"), _record("demo-1")
+OWNED = _record("demo-1", owner=_process("snapshotctl", 9))
 NATS = [plans.RunProcess(1, "r", "nats-server")]
 STRAY, FOLDER = [plans.RunProcess(7, "gone", "worker.py")], [(Path("/tmp/snapback-x"), "gone")]
 PURGE = "snapshotctl down --cluster demo-1 --purge"
@@ -155,7 +147,7 @@ def test_what_nobody_will_end_is_left_over(found: dict[str, Any], left: list[str
 def test_the_processes_that_ended_are_named(
     alive: frozenset[int], expected: tuple[list[str], bool]
 ) -> None:
-    assert plans.ended(_record("x", "r").processes, alive) == expected
+    assert plans.ended(_record("x").processes, alive) == expected
 
 
 def test_a_seed_is_made_once_and_kept_from_others(tmp_path: Path) -> None:

@@ -19,13 +19,12 @@ from snapshot_shared.errors import NotFound
 from snapshotctl.adapters import asking, cluster_logs
 from snapshotctl.adapters.cluster_logs import ClusterLogs, LogFile, lines_of
 from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
+from tests.unit.snapshotctl.conftest import cluster_record
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> ClusterRecord:
-    return ClusterRecord(
-        name="x", run="r", boot_id="b", state_dir=str(tmp_path), socket_dir=str(tmp_path)
-    )
+    return cluster_record(tmp_path)
 
 
 @pytest.fixture

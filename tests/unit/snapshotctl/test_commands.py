@@ -12,7 +12,6 @@ import tarfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -20,9 +19,11 @@ import yaml
 
 from snapshot_shared.reasons import REASONS
 from snapshotctl import commands
+from snapshotctl.adapters.folders import write_record
 from snapshotctl.cli import COMMANDS, app, hoisted
+from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.exits import Exit
-from tests.unit.snapshotctl.conftest import Run
+from tests.unit.snapshotctl.conftest import Run, cluster_record
 from tests.unit.tables import each
 
 ARTIFACTS = ["ls", "show", "verify", "diff", "gc"]
@@ -92,12 +93,22 @@ def test_the_doctor_reports_a_server_that_is_absent_and_credentials_that_are_non
     assert "missing.nk cannot be read" in trouble["what"]
 
 
+@pytest.fixture
+def kept(run: Run, tmp_path: Path) -> Path:
+    """The folder of a local cluster that does not run."""
+    state = tmp_path / "xdg_state_home" / "snapback" / "kept"
+    (state / "logs").mkdir(parents=True)
+    nodes = [NodeSpec(name="node-1", gpus=1, gpu_memory=1024)]
+    page = "http://127.0.0.1:1/"
+    write_record(cluster_record(state, url="nats://127.0.0.1:1", nodes=nodes, page=page))
+    return state
+
+
 def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SNAPBACK_SECRET_TOKEN", "do-not-show")
-    state = _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", url="nats://127.0.0.1:1")
-    (state / "logs" / "operator.log").write_text("one\n")
+    (kept / "logs" / "operator.log").write_text("one\n")
     path = tmp_path / "x.tar.gz"
     shown = json.loads(run("--cluster", "kept", "bundle", "-f", str(path), "-o", "json").out)
     assert [found["what"] for found in shown["missing"]] == ["everything of the cluster"]
@@ -110,49 +121,33 @@ def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
     assert {"x/README.txt", "x/versions.json", "x/doctor.txt", "x/logs/operator.log"} <= names
 
 
-def _keep_a_cluster(states: Path, **fields: Any) -> Path:
-    """Write the record of a local cluster that does not run."""
-    state = states / "kept"
-    (state / "logs").mkdir(parents=True)
-    record: dict[str, Any] = {"type": "snapback.v1.local_cluster", "name": "kept"}
-    record |= {"run": "r", "boot_id": "b"}
-    record |= {"state_dir": str(state), "socket_dir": str(state)} | fields
-    (state / "cluster.json").write_text(json.dumps(record))
-    return state
-
-
-def test_the_log_of_a_service_is_shown_when_nothing_runs(run: Run, tmp_path: Path) -> None:
-    states = tmp_path / "xdg_state_home" / "snapback"
-    state = _keep_a_cluster(states, url="nats://127.0.0.1:1")
-    (state / "logs" / "operator.log").write_text("one\n\ttwo\x1b[31m\x07\n")
+def test_the_log_of_a_service_is_shown_when_nothing_runs(run: Run, kept: Path) -> None:
+    (kept / "logs" / "operator.log").write_text("one\n\ttwo\x1b[31m\x07\n")
     said = run("--cluster", "kept", "logs", "operator", "--tail", "1")
     assert said.out.rstrip().endswith("two[31m")
     said = run("--cluster", "kept", "logs", "operator", "-o", "json")
     first = json.loads(said.out.splitlines()[0])
     assert first == {"source": "operator", "line": "one"}
-    (state / "logs" / "node-1-agent.log").write_text("three\nfour\n")
+    (kept / "logs" / "node-1-agent.log").write_text("three\nfour\n")
     for word in ("agent", "agent@node-1", "node-1-agent"):
         assert run("--cluster", "kept", "logs", word, "--tail", "1").out == "four\n"
     said = run("--cluster", "kept", "logs", "page", exits=Exit.NOT_FOUND)
     assert "name one of: operator, agent@node-1" in said.err
 
 
-def test_a_program_of_a_cluster_that_is_down_is_not_started_alone(run: Run, tmp_path: Path) -> None:
-    nodes = [{"name": "node-1", "gpus": 1, "gpu_memory": 1024}]
-    _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", nodes=nodes)
+def test_a_program_of_a_cluster_that_is_down_is_not_started_alone(run: Run, kept: Path) -> None:
     for name in ("operator", "page", "nats-server", "node-1"):
         said = run("sim", "restart", name, "--cluster", "kept", exits=Exit.REFUSED)
         assert "'kept' is down" in said.err
         assert "next: start all of it: snapshotctl up --cluster kept" in said.err
 
 
-def test_the_clusters_of_this_machine_are_listed_without_a_server(run: Run, tmp_path: Path) -> None:
-    state = _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", url="nats://127.0.0.1:1")
+def test_the_clusters_of_this_machine_are_listed_without_a_server(run: Run, kept: Path) -> None:
     said = run("clusters")
-    [row] = [line for line in said.out.splitlines() if str(state) in line]
-    assert row.split() == ["kept", "down", "0/0", "-", str(state)]
+    [row] = [line for line in said.out.splitlines() if str(kept) in line]
+    assert row.split() == ["kept", "down", "0/0", "-", str(kept)]
     found = json.loads(run("clusters", "-o", "json").out)
-    [mine] = [cluster for cluster in found if cluster["path"] == str(state)]
+    [mine] = [cluster for cluster in found if cluster["path"] == str(kept)]
     assert (mine["state"], mine["pids"], mine["ended"]) == ("down", {}, [])
 
 
@@ -166,12 +161,10 @@ def test_the_version_needs_no_server(run: Run) -> None:
 
 
 def test_the_address_of_the_page_is_printed_where_there_is_no_display(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    page = {"url": "nats://127.0.0.1:1", "page": "http://127.0.0.1:1/"}
-    _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback", **page)
     said = run("open", "--cluster", "kept")
     assert said.out == "http://127.0.0.1:1/\n"
     said = run("open", "--server", "127.0.0.1:2", exits=Exit.NOT_FOUND)
@@ -226,9 +219,8 @@ COMPLETED = {
 
 
 def test_completion_offers_what_it_knows_and_without_a_server_says_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _keep_a_cluster(tmp_path / "xdg_state_home" / "snapback")
     monkeypatch.setenv("_SNAPSHOTCTL_COMPLETE", "complete_bash")
     wrong = {}
     for line, offered in COMPLETED.items():

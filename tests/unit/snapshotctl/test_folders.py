@@ -11,6 +11,7 @@ from snapshotctl.adapters import folders
 from snapshotctl.adapters.folders import Folders
 from snapshotctl.domain.cluster import MARKER, ClusterRecord
 from snapshotctl.domain.exits import WrongArguments
+from tests.unit.snapshotctl.conftest import cluster_record
 
 
 @pytest.fixture
@@ -22,12 +23,15 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def where(environment: dict[str, str]) -> Folders:
+    return Folders(environment)
+
+
 def _record(where: Folders, name: str, url: str) -> ClusterRecord:
     state = where.state(name)
     state.mkdir(parents=True)
-    record = ClusterRecord(
-        name=name, run="r", boot_id="b", state_dir=str(state), socket_dir="/nowhere", url=url
-    )
+    record = cluster_record(state, url=url)
     folders.write_record(record)
     return record
 
@@ -49,8 +53,9 @@ def test_a_folder_that_no_service_would_take_is_refused_by_name(
     assert repr(value) in refused.value.message
 
 
-def test_the_selected_context_comes_before_the_default_cluster(environment: dict[str, str]) -> None:
-    where = Folders(environment)
+def test_the_selected_context_comes_before_the_default_cluster(
+    environment: dict[str, str], where: Folders
+) -> None:
     record = _record(where, "default", "nats://127.0.0.1:9")
     assert where.find_server(None, None).url == record.url
     _select_context(environment, "prod", "nats://prod:1")
@@ -59,8 +64,7 @@ def test_the_selected_context_comes_before_the_default_cluster(environment: dict
     assert where.find_server(None, "default").url == record.url
 
 
-def test_a_cluster_that_is_not_there_says_how_it_is_started(environment: dict[str, str]) -> None:
-    where = Folders(environment)
+def test_a_cluster_that_is_not_there_says_how_it_is_started(where: Folders) -> None:
     _record(where, "default", "")
     for name, command in ((None, "snapshotctl up"), ("big", "snapshotctl up --cluster big")):
         with pytest.raises(BusUnavailable) as refused:
@@ -69,9 +73,8 @@ def test_a_cluster_that_is_not_there_says_how_it_is_started(environment: dict[st
 
 
 def test_the_address_of_a_local_cluster_is_reached_with_its_key(
-    environment: dict[str, str],
+    environment: dict[str, str], where: Folders
 ) -> None:
-    where = Folders(environment)
     _record(where, "other", "nats://127.0.0.1:8")
     _record(where, "mine", "nats://127.0.0.1:9")
     key = str(where.state("mine") / "keys" / "snapshotctl.nk")
@@ -90,8 +93,9 @@ def test_a_context_that_is_not_there_is_refused_by_name(
         Folders({**environment, "NATS_CONTEXT": name}).find_server(None, None)
 
 
-def test_a_context_of_ours_is_read_like_any_other(environment: dict[str, str]) -> None:
-    where = Folders(environment)
+def test_a_context_of_ours_is_read_like_any_other(
+    environment: dict[str, str], where: Folders
+) -> None:
     name = where.write_context(_record(where, "default", "nats://127.0.0.1:9"))
     found = Folders({**environment, "NATS_CONTEXT": name}).find_server(None, None)
     assert found.url == "nats://127.0.0.1:9"
@@ -102,8 +106,7 @@ def test_a_context_of_ours_is_read_like_any_other(environment: dict[str, str]) -
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"type": "other"}', b"\xff" * 10])
-def test_a_broken_record_is_no_record(environment: dict[str, str], data: bytes) -> None:
-    where = Folders(environment)
+def test_a_broken_record_is_no_record(where: Folders, data: bytes) -> None:
     record = _record(where, "default", "nats://127.0.0.1:9")
     (Path(record.state_dir) / "cluster.json").write_bytes(data)
     assert where.record("default") is None
@@ -136,16 +139,14 @@ def test_a_folder_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert not precious.exists()
 
 
-def test_a_look_finds_folders_of_sockets_by_their_run(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_look_finds_folders_of_sockets_by_their_run(where: Folders, tmp_path: Path) -> None:
     sockets = tmp_path / "run" / "snapback-x"
     sockets.mkdir(parents=True)
     (sockets / MARKER).write_text("run-x\n")
-    assert (sockets, "run-x") in Folders(environment).inventory().socket_folders
+    assert (sockets, "run-x") in where.inventory().socket_folders
 
 
-def test_pids_of_another_boot_mean_nothing(environment: dict[str, str]) -> None:
-    record = _record(Folders(environment), "default", "")
+def test_pids_of_another_boot_mean_nothing(where: Folders) -> None:
+    record = _record(where, "default", "")
     assert not folders.is_this_boot(record)
     assert folders.alive(record) == frozenset()

@@ -2,157 +2,132 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from snapshot_operator.kube import crds
+from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Job, Node
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import GPU_RESOURCE, Container, Job, ResourceRequirements
+from snapshot_shared.objects.meta import Condition
+from snapshot_shared.orders import DeviceRef
+from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.views import tables
 from snapshotctl.views.changing import ChangingTable, changes
 from snapshotctl.views.tables import Table
-from tests.support import objects
+from tests.support import builders, objects
+from tests.support.builders import NOW, content, job, node, restore, row, snapshot
 from tests.unit.tables import each
 
-UID = "0" * 8 + "-0000-0000-0000-" + "0" * 12
-META = {"name": "x", "namespace": "ns", "creationTimestamp": "1970-01-01T00:01:00Z"}
-POD_SPEC = {"containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": 2}}}]}
-CONTENT = {
-    "snapshotRef": {"namespace": "ns", "name": "snap", "uid": UID},
-    "source": {"podRef": {"name": "w"}, "namespace": "ns", "nodeName": "node-1"},
-}
-RESTORE = {"podRef": {"name": "w", "uid": UID}, "source": "snap"}
-TARGET = {"ordinal": 0, "uuid": "GPU-0"}
-IDENTITY = {"model": "m", "backendFramework": "vllm"}
-DEVICE = {"index": 0, "uuid": "GPU-0", "product": "p", "capacity_bytes": 4 * 1024**3}
-READY = {"type": "Ready", "status": "True", "reason": "r"}
-DOUBTED = {"type": "Ready", "status": "False", "reason": "ArtifactCorrupt"}
-QUARANTINED = {"type": "Quarantined", "status": "True", "reason": "ArtifactCorrupt"}
+TARGET = DeviceRef(ordinal=0, uuid="GPU-0")
+DEVICE = builders.device(capacity_bytes=4 * 1024**3)
+READY = row("Ready", "True", "r")
 
 
-SPECS = {
-    "DynamoCheckpoint": {"identity": IDENTITY, "job": {"podTemplateSpec": {"spec": POD_SPEC}}},
-    "Snapshot": {"source": {"podRef": {"name": "w"}}},
-    "SnapshotContent": CONTENT,
-    "SnapshotRestore": RESTORE,
-    "Job": {"template": {"spec": POD_SPEC}},
-    "Pod": POD_SPEC,
-    "Node": {},
-}
+def doubted(reason: str) -> Condition:
+    return row("Ready", "False", reason)
 
 
-def _object(kind: str, status: dict[str, Any], **spec: Any) -> AnyObject:
-    document = {"kind": kind, "apiVersion": KINDS[kind].api_version, "metadata": META}
-    document |= {"spec": SPECS[kind] | spec, "status": status}
-    return msgspec.convert(document, KINDS[kind].type)  # type: ignore[no-any-return]
+def checkpoint(**status: Any) -> AnyObject:
+    found = builders.with_meta(objects.checkpoint("x"), creation_timestamp=builders.STAMP)
+    return builders.with_status(found, **status)
+
+
+def pod(**status: Any) -> AnyObject:
+    resources = ResourceRequirements(limits={GPU_RESOURCE: 2})
+    container = Container(name="main", resources=resources)
+    return builders.with_spec(builders.pod(**status), containers=[container])
 
 
 def _shown(table: Table) -> dict[str, str]:
     return dict(zip(table.columns, table.rows[0], strict=True))
 
 
+def _row_of(value: AnyObject, **more: Any) -> dict[str, str]:
+    return _shown(tables.table_of(kind_of(value), [value], NOW, **more))
+
+
 @each(
-    ("kind", "status", "expected"),
+    ("value", "expected"),
     [
         (
-            "DynamoCheckpoint",
-            {"phase": "Ready", "snapshotName": "s", "bytes": 2 * 1024**2},
-            {"PHASE": "Ready", "MODEL": "m", "SNAPSHOT": "s", "SIZE": "2 MiB"},
+            checkpoint(phase="Ready", snapshot_name="s", bytes=2 * 1024**2),
+            {"PHASE": "Ready", "MODEL": "example/x", "SNAPSHOT": "s", "SIZE": "2 MiB"},
         ),
         (
-            "DynamoCheckpoint",
-            {"phase": "Ready", "conditions": [DOUBTED]},
+            checkpoint(phase="Ready", conditions=[doubted("ArtifactCorrupt")]),
             {"PHASE": "Ready (ArtifactCorrupt)"},
         ),
         (
-            "DynamoCheckpoint",
-            {"phase": "Ready", "shares": "llm", "snapshotName": "llm"},
+            checkpoint(phase="Ready", shares="llm", snapshot_name="llm"),
             {"PHASE": "Ready (shares llm)", "SNAPSHOT": "llm"},
         ),
         (
-            "DynamoCheckpoint",
-            {"phase": "Failed", "conditions": [{**DOUBTED, "reason": "Aborted"}]},
+            checkpoint(phase="Failed", conditions=[doubted("Aborted")]),
             {"PHASE": "Failed (Aborted)"},
         ),
+        (snapshot(conditions=[READY]), {"POD": "worker", "READY": "True", "CONTENT": "-"}),
         (
-            "SnapshotContent",
-            {"capture": "Ready", "conditions": [QUARANTINED]},
+            content(
+                capture=Capture.READY, conditions=[row("Quarantined", "True", "ArtifactCorrupt")]
+            ),
             {"CAPTURE": "Ready (Quarantined)"},
         ),
-        ("Snapshot", {"conditions": [READY]}, {"POD": "w", "READY": "True", "CONTENT": "-"}),
         (
-            "SnapshotContent",
-            {"capture": "Ready", "attempt": 2, "committed": None},
-            {"CAPTURE": "Ready", "ATTEMPT": "2", "NODE": "node-1", "SNAPSHOT": "ns/snap"},
+            content(capture=Capture.READY, attempt=2, committed=None),
+            {"CAPTURE": "Ready", "ATTEMPT": "2", "NODE": "node-1", "SNAPSHOT": "default/snap"},
         ),
         (
-            "SnapshotRestore",
-            {"state": "Loading", "attempt": 1, "nodeName": "node-1", "devices": [TARGET]},
-            {"POD": "w", "SOURCE": "snap", "STATE": "Loading", "NODE": "node-1", "GPUS": "1"},
+            restore(state=Restore.LOADING, attempt=1, node_name="node-1", devices=[TARGET]),
+            {"POD": "worker", "SOURCE": "snap", "STATE": "Loading", "NODE": "node-1", "GPUS": "1"},
         ),
         (
-            "SnapshotRestore",
-            {"state": "Failed", "failure": {"reason": "NoSpace", "message": "full"}},
+            restore(state=Restore.FAILED, failure=Failure(reason="NoSpace", message="full")),
             {"STATE": "Failed (NoSpace)", "ATTEMPT": "0", "NODE": "-"},
         ),
         (
-            "Job",
-            {"active": 1, "ready": 1, "failed": 2},
+            job(active=1, ready=1, failed=2),
             {"ACTIVE": "1", "READY": "1", "SUCCEEDED": "0", "FAILED": "2"},
         ),
+        (pod(phase="Unknown", reason="NodeSilent"), {"STATUS": "Unknown (NodeSilent)"}),
         (
-            "Pod",
-            {"phase": "Unknown", "reason": "NodeSilent", "nodeName": "node-1"},
-            {"STATUS": "Unknown (NodeSilent)"},
-        ),
-        (
-            "Pod",
-            {"phase": "Failed", "reason": "DeviceTooSmall", "nodeName": "node-1"},
+            pod(phase="Failed", reason="DeviceTooSmall", node_name="node-1"),
             {"READY": "0/1", "STATUS": "Failed (DeviceTooSmall)", "NODE": "node-1", "GPUS": "2"},
         ),
         (
-            "Node",
-            {"devices": [DEVICE], "drivers": ["cooperative"]},
+            node(devices=[DEVICE], drivers=["cooperative"]),
             {"STATUS": "Unknown", "GPUS": "1", "GPU-MEMORY": "4 GiB", "DRIVERS": "cooperative"},
         ),
-        ("Node", {"conditions": [{**READY, "status": "False"}]}, {"STATUS": "NotReady"}),
+        (node(conditions=[doubted("r")]), {"STATUS": "NotReady"}),
+        (
+            node(conditions=[READY, row("UnknownArtifacts", "True", "UnknownArtifactsMoved")]),
+            {"STATUS": "Ready,UnknownArtifacts"},
+        ),
+        (
+            builders.with_spec(node(conditions=[READY]), unschedulable=True),
+            {"STATUS": "Ready,SchedulingDisabled"},
+        ),
     ],
 )
-def test_each_kind_shows_what_people_ask_for(
-    kind: str, status: dict[str, Any], expected: dict[str, str]
-) -> None:
-    found = _shown(tables.table_of(KINDS[kind], [_object(kind, status)], now=100.0))
-    assert found.items() >= ({"NAME": "x", "AGE": "40s"} | expected).items()
-
-
-def test_a_cordoned_node_and_unknown_artifacts_below_its_root_stand_in_its_status() -> None:
-    unknown = {"type": "UnknownArtifacts", "status": "True", "reason": "UnknownArtifactsMoved"}
-    for node, status in (
-        (_object("Node", {"conditions": [READY]}, unschedulable=True), "Ready,SchedulingDisabled"),
-        (_object("Node", {"conditions": [READY, unknown]}), "Ready,UnknownArtifacts"),
-    ):
-        assert _shown(tables.table_of(KINDS["Node"], [node], now=100.0))["STATUS"] == status
+def test_each_kind_shows_what_people_ask_for(value: AnyObject, expected: dict[str, str]) -> None:
+    name_and_age = {"NAME": value.metadata.name, "AGE": "10s"}
+    assert _row_of(value).items() >= (name_and_age | expected).items()
 
 
 def test_all_kinds_have_a_layout_with_a_namespace_on_request_and_cells_that_keep_it() -> None:
     for kind in KINDS.values():
         assert tables.table_of(kind, [], now=0.0).columns[0] == "NAME"
-    found = tables.table_of(KINDS["Pod"], [_object("Pod", {})], now=0.0, with_namespace=True)
-    assert _shown(found)["NAMESPACE"] == "ns"
-    pod = _object("Pod", {"reason": "a\nb\x1b[0m"})
-    assert "Pending (a b [0m)" in tables.table_of(KINDS["Pod"], [pod], now=0.0).rows[0]
+    assert _row_of(pod(), with_namespace=True)["NAMESPACE"] == "default"
+    assert "Pending (a b [0m)" in _row_of(pod(reason="a\nb\x1b[0m")).values()
 
 
 def test_a_node_shows_when_it_was_last_seen_or_that_it_is_not_there() -> None:
-    node = _object("Node", {})
-    assert isinstance(node, Node)
-    seen = objects.presence("x", gpus=1)
-    there = {NodeName("x"): replace(seen, free_bytes=1024**3, at=93.0)}
-    found = _shown(tables.table_of_nodes([node], there, (), now=100.0))
+    seen = objects.presence("node-1", gpus=1)
+    there = {NodeName("node-1"): replace(seen, free_bytes=1024**3, at=NOW - 7)}
+    found = _shown(tables.table_of_nodes([node()], there, (), NOW))
     assert (found["SEEN"], found["FREE-DISK"], found["GPUS"]) == ("7s ago", "1 GiB", "1")
-    assert _shown(tables.table_of_nodes([node], {}, (), now=100.0))["SEEN"] == "no"
+    assert _shown(tables.table_of_nodes([node()], {}, (), NOW))["SEEN"] == "no"
 
 
 @pytest.mark.parametrize(
@@ -173,11 +148,14 @@ def test_a_wide_table_has_the_wide_columns_of_kubectl(definition: dict[str, Any]
 
 
 @each(
-    ("kind", "status", "expected"),
+    ("value", "expected"),
     [
         (
-            "DynamoCheckpoint",
-            {"checkpointID": "abc", "contentName": "c", "conditions": [DOUBTED]},
+            checkpoint(
+                checkpoint_id="abc",
+                content_name="c",
+                conditions=[doubted("ArtifactCorrupt")],
+            ),
             {
                 "BACKEND": "vllm",
                 "CHECKPOINTID": "abc",
@@ -185,32 +163,21 @@ def test_a_wide_table_has_the_wide_columns_of_kubectl(definition: dict[str, Any]
                 "REASON": "ArtifactCorrupt",
             },
         ),
-        ("Snapshot", {}, {"DRIVER": "cooperative"}),
-        ("SnapshotContent", {}, {"DRIVER": "cooperative", "TRACE": "-"}),
-        ("SnapshotRestore", {"contentName": "c"}, {"ARTIFACT": "c"}),
-        ("Job", {}, {"CONTAINERS": "main"}),
-        ("Pod", {"devices": [TARGET]}, {"CONTAINERS": "main", "DEVICES": "GPU-0"}),
-        ("Node", {"criu": "4.2", "slots": 2}, {"CRIU": "4.2", "SLOTS": "2", "ARTIFACTS": "-"}),
+        (snapshot(), {"DRIVER": "cooperative"}),
+        (content(), {"DRIVER": "cooperative", "TRACE": "-"}),
+        (restore(content_name="c"), {"ARTIFACT": "c"}),
+        (job(), {"CONTAINERS": "main"}),
+        (pod(devices=[TARGET]), {"CONTAINERS": "main", "DEVICES": "GPU-0"}),
+        (node(criu="4.2", slots=2), {"CRIU": "4.2", "SLOTS": "2", "ARTIFACTS": "-"}),
     ],
 )
-def test_a_wide_table_shows_more_of_an_object(
-    kind: str, status: dict[str, Any], expected: dict[str, str]
-) -> None:
-    item = _object(kind, status)
-    shown = _shown(tables.table_of(KINDS[kind], [item], 100.0, is_wide=True))
+def test_a_wide_table_shows_more_of_an_object(value: AnyObject, expected: dict[str, str]) -> None:
+    shown = _row_of(value, is_wide=True)
     assert {name: shown[name] for name in expected} == expected
 
 
 def _job(name: str, version: str = "1", uid: str = "") -> Job:
-    meta = {"name": name, "namespace": "ns", "uid": uid or name, "resourceVersion": version}
-    pod = {"spec": {"containers": [{"name": "main"}]}}
-    document = {
-        "kind": "Job",
-        "apiVersion": "batch/v1",
-        "metadata": meta,
-        "spec": {"template": pod},
-    }
-    return msgspec.convert(document, Job)
+    return builders.with_meta(job(name), uid=uid or name, resource_version=version)
 
 
 def test_between_two_reads_only_what_differs_is_new() -> None:
@@ -232,8 +199,8 @@ def test_rows_that_come_later_stand_below_the_head() -> None:
     head, row = table.lines([_job("a-long-name")], 0.0, is_gone=False)
     assert table.is_first
     assert head.startswith("NAMESPACE   NAME          ACTIVE")
-    assert row.startswith("ns          a-long-name   0")
+    assert row.startswith("default     a-long-name   0")
     [later] = table.lines([_job("b")], 0.0, is_gone=True)
     assert not table.is_first
-    assert later.startswith("ns          b             0")
+    assert later.startswith("default     b             0")
     assert later.endswith("   (deleted)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
@@ -11,15 +9,14 @@ from snapshot_operator.core.restore import restore_for
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Job, JobSpec, JobStatus, Node, Pod, PodTemplateSpec
+from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import OwnerReference, time_of
-from snapshot_shared.objects.snapback import DynamoCheckpoint
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.targets import Target
 from snapshotctl.views import related, timeline
 from snapshotctl.views.related import ObjectChanged, RelatedObjects
 from tests.support import builders
-from tests.support.builders import NOW, order, report, row
+from tests.support.builders import NOW, job, order, report, row
 from tests.support.objects import checkpoint
 from tests.unit.tables import each
 
@@ -84,14 +81,8 @@ def test_a_failure_a_later_attempt_and_an_exit_code_are_shown() -> None:
 
 
 def _span(name: str, error: str = "", **attributes: str) -> SpanRecord:
-    return builders.span(
-        span_id=name,
-        name=name,
-        start_ns=int(NOW * 1e9),
-        end_ns=int(NOW * 1e9) + 2_000_000_000,
-        error=error,
-        attributes=attributes,
-    )
+    times = {"start_ns": int(NOW * 1e9), "end_ns": int(NOW * 1e9) + 2_000_000_000}
+    return builders.span(name=name, error=error, attributes=attributes, **times)
 
 
 @each(
@@ -164,14 +155,13 @@ def test_the_story_of_a_restored_pod_leads_to_its_restore_and_what_that_reads() 
 
 
 def test_the_stories_of_a_restore_and_of_a_snapshot_end_at_what_they_read() -> None:
-    target, restore = builders.pod(source="snap"), builders.restore("snap")
+    target, restore = builders.pod(source="snap"), builders.restore()
     snapshot = builders.snapshot(bound_snapshot_content_name="c")
     for root in (target, restore):
         assert _linked(snapshot, root) == ["snapshotcontent/c"]
         assert _linked(builders.content(), root) == []
     assert _linked(target, snapshot) == []
-    root = builders.snapshot(bound_snapshot_content_name="c")
-    assert [str(link) for link in related.links(root, root)] == ["pod/worker", "snapshotcontent/c"]
+    assert _linked(snapshot, snapshot) == ["pod/worker", "snapshotcontent/c"]
 
 
 def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture() -> None:
@@ -187,28 +177,21 @@ def test_a_pod_and_its_restore_share_their_events_without_those_of_the_capture()
     assert RelatedObjects(read, [read, target]).restore is None
 
 
-def _job(**status: int) -> Job:
-    template = PodTemplateSpec(spec=builders.pod().spec)
-    spec, found = JobSpec(template=template), JobStatus(**status)
-    return Job(metadata=builders.meta("job", "llm"), spec=spec, status=found)
-
-
 OF_JOB = OwnerReference(
     api_version="batch/v1", kind="Job", name="llm", uid=derived_uid("job", "llm")
 )
 
 
-def _pod_of(uid: Any, *owners: OwnerReference) -> Pod:
-    pod = builders.pod()
-    return replace(pod, metadata=replace(pod.metadata, uid=uid, owner_references=[*owners]))
+def _pod_of(uid: str, *owners: OwnerReference) -> Pod:
+    return builders.with_meta(builders.pod(), uid=uid, owner_references=[*owners])
 
 
 def test_the_pods_of_a_job_are_those_that_it_owns() -> None:
-    job = _job(active=1)
-    [link] = related.links(job, job)
+    active = job(active=1)
+    [link] = related.links(active, active)
     assert (link.kind.name, link.namespace, link.name) == ("Pod", "default", None)
-    assert related.owns(job, _pod_of("u", OF_JOB))
-    assert not related.owns(job, _pod_of("u"))
+    assert related.owns(active, _pod_of("u", OF_JOB))
+    assert not related.owns(active, _pod_of("u"))
 
 
 def test_a_pod_that_only_has_the_name_of_the_one_in_the_story_does_not_belong() -> None:
@@ -217,9 +200,9 @@ def test_a_pod_that_only_has_the_name_of_the_one_in_the_story_does_not_belong() 
         assert not related.is_namesake(source, [*story, source])
         assert related.is_namesake(newer, [*story, newer])
     # A try of the job that failed belongs to the story of its capture.
-    job, first = _job(failed=1), _pod_of(derived_uid("pod", "try"), OF_JOB)
+    first = _pod_of(derived_uid("pod", "try"), OF_JOB)
     members = [builders.snapshot(), source, first, builders.content()]
-    assert not related.is_namesake(first, [*members, job])
+    assert not related.is_namesake(first, [*members, job(failed=1)])
     assert related.is_namesake(first, members)
 
 
@@ -228,10 +211,9 @@ def test_the_only_try_of_a_job_is_named_by_the_snapshot_and_others_are_looked_fo
     failed: int, links: list[str]
 ) -> None:
     root = checkpoint()
-    assert isinstance(root, DynamoCheckpoint)
-    assert _linked(_job(failed=failed), root) == ["pod/*"]
-    root = replace(root, status=replace(root.status, snapshot_name="llm"))
-    assert _linked(_job(failed=failed), root) == links
+    assert _linked(job(failed=failed), root) == ["pod/*"]
+    root = builders.with_status(root, snapshot_name="llm")
+    assert _linked(job(failed=failed), root) == links
 
 
 def test_a_change_belongs_to_an_object_and_to_what_owns_it_or_is_named_by_its_label() -> None:
@@ -244,13 +226,10 @@ def test_a_change_belongs_to_an_object_and_to_what_owns_it_or_is_named_by_its_la
     snapshot = derived_uid("snapshot", "snap")
     meta = replace(builders.content().metadata, labels={"nvidia.com/snapshot-uid": snapshot})
     assert related.owners_of(meta) == {snapshot}
-    restore = builders.restore(of="worker")
-    owners = related.owners_of(restore.metadata)
-    assert owners == {derived_uid("pod", "worker")}
+    assert related.owners_of(builders.restore().metadata) == {derived_uid("pod", "worker")}
 
 
 def test_a_namespace_holds_its_contents_and_every_node() -> None:
-    node = Node(metadata=builders.meta("node", "n", namespace=None))
     assert related.is_in(builders.content(), "default")
     assert not related.is_in(builders.content(), "other")
-    assert related.is_in(node, "other")
+    assert related.is_in(builders.with_meta(builders.node(), namespace=None), "other")
