@@ -13,7 +13,6 @@ from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.compatibility import verdicts
 from snapshot_shared.errors import ArtifactCorrupt
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.kubernetes import Node, NodeStatus
 from snapshot_shared.orders import PartResult, PodRef
 from snapshotctl.adapters.artifact_files import manifests_of
 from snapshotctl.views import artifact_tables
@@ -152,7 +151,7 @@ def test_another_structure_is_a_difference_and_a_part_that_only_one_has_differs_
 )
 def test_the_list_says_whether_an_artifact_was_verified(status: dict[str, Any], state: str) -> None:
     held = builders.content("held", committed=builders.committed(), **status)
-    node = Node(metadata=builders.meta("node", "node-1"), status=NodeStatus(artifact_root="/data"))
+    node = builders.node(artifact_root="/data")
     found = artifact_tables.artifacts([held, builders.content("pending")], [], [node])
     [(space, name, size, generation, where, identity, *_, shown, root)] = artifact_tables.table(
         found, NOW

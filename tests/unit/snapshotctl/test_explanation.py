@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, derived_uid
 from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Node, NodeStatus
 from snapshot_shared.objects.meta import time_of
 from snapshot_shared.orders import Presence, VectorEntry
 from snapshot_shared.transitions import Capture, Restore
@@ -37,16 +35,23 @@ def _related(*members: AnyObject) -> RelatedObjects:
     return RelatedObjects(members[0], members)
 
 
-def _headline(related: RelatedObjects) -> str:
+def _state(*members: AnyObject) -> ObjectState:
+    return object_state(_related(*members))
+
+
+def _headline(*members: AnyObject) -> str:
+    related = _related(*members)
     return explanation.headline(related, object_state(related))
 
 
-def _advice(related: RelatedObjects) -> list[str]:
-    return explanation.advice(related, object_state(related))
+def _advice(*members: AnyObject, silent: tuple[str, ...] = ()) -> list[str]:
+    related = _related(*members)
+    return explanation.advice(related, object_state(related), silent)
 
 
-def _now(related: RelatedObjects, **more: Any) -> list[str]:
+def _now(*members: AnyObject, **more: Any) -> list[str]:
     given: dict[str, Any] = {"presence": {}, "progress": None, "silent": [], "now": NOW, **more}
+    related = _related(*members)
     return explanation.now_lines(related, object_state(related), **given)
 
 
@@ -55,35 +60,32 @@ def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:
     restore = builders.restore(state=Restore.FAILED, failure=TOO_SMALL, conditions=failed)
     assert explanation.asked(restore) == "restore container main of pod worker from snap"
     pod = builders.pod(source="snap", phase="Failed", conditions=failed)
-    for related in (_related(pod, restore), _related(restore, pod)):
-        found = object_state(related)
+    for members in ((pod, restore), (restore, pod)):
+        found = _state(*members)
         assert (found.word, found.reason) == ("failed", "DeviceTooSmall")
-        assert _now(related)[1:3] == ["needed: 9", "capacity: 4"]
-        assert _advice(related)[0] == "choose a larger node"
+        assert _now(*members)[1:3] == ["needed: 9", "capacity: 4"]
+        assert _advice(*members)[0] == "choose a larger node"
 
 
 def test_a_pod_says_what_its_restore_waits_for_before_what_it_says_itself() -> None:
     starting = [row("Ready", "False", "Starting", "the containers are being started")]
     pod = builders.pod(source="snap", phase="Running", conditions=starting)
     again = [row("Ready", "False", "Retrying", "the GPU memory service was killed")]
-    related = _related(pod, builders.restore(state=Restore.PENDING, conditions=again))
-    found = object_state(related)
+    found = _state(pod, builders.restore(state=Restore.PENDING, conditions=again))
     assert (found.word, found.reason) == ("waiting", "Retrying")
-    loading = _related(pod, builders.restore(state=Restore.LOADING, conditions=again))
-    assert object_state(loading).word == "under way"
+    loading = builders.restore(state=Restore.LOADING, conditions=again)
+    assert _state(pod, loading).word == "under way"
 
 
 def test_a_pod_of_a_silent_node_is_neither_well_nor_failed() -> None:
     ready = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
     shown = "node node-1 is silent: its worker may well run"
-    related = _related(
-        builders.pod(phase="Unknown", reason="NodeSilent", message=shown, conditions=ready)
-    )
-    found = object_state(related)
+    pod = builders.pod(phase="Unknown", reason="NodeSilent", message=shown, conditions=ready)
+    found = _state(pod)
     assert (found.word, found.reason) == ("unknown", "NodeSilent")
-    assert _headline(related) == "pod/worker may or may not run: NodeSilent"
-    assert _now(related) == [shown]
-    assert any("snapshotctl nodes" in line for line in _advice(related))
+    assert _headline(pod) == "pod/worker may or may not run: NodeSilent"
+    assert _now(pod) == [shown]
+    assert any("snapshotctl nodes" in line for line in _advice(pod))
 
 
 def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition() -> None:
@@ -92,23 +94,18 @@ def test_a_refusal_of_the_scheduler_keeps_the_step_that_stands_in_its_condition(
         row("Ready", "False", "Incompatible", shown),
         row("Failed", "True", "Incompatible", shown),
     ]
-    related = _related(
-        builders.pod(source="snap", phase="Failed", reason="Incompatible", conditions=rows)
-    )
-    found = object_state(related)
-    assert found.message == "the snapshot has 2 GPUs, the pod asks for 1"
-    assert _advice(related)[0] == "ask for 2"
-    assert "`snapshotctl artifacts show snap`" in _advice(related)[1]
+    pod = builders.pod(source="snap", phase="Failed", reason="Incompatible", conditions=rows)
+    assert _state(pod).message == "the snapshot has 2 GPUs, the pod asks for 1"
+    assert _advice(pod)[0] == "ask for 2"
+    assert "`snapshotctl artifacts show snap`" in _advice(pod)[1]
 
 
 def test_a_snapshot_fails_for_the_reason_of_its_capture_with_its_values() -> None:
     rows = [row("Failed", "True", "DeviceTooSmall", "m")]
-    related = _related(
-        builders.snapshot(conditions=rows),
-        builders.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows),
-    )
-    assert object_state(related).values == {"needed": 9, "capacity": 4}
-    assert _headline(related) == "snapshot/snap has failed: DeviceTooSmall"
+    snapshot = builders.snapshot(conditions=rows)
+    content = builders.content(capture=Capture.FAILED, failure=TOO_SMALL, conditions=rows)
+    assert _state(snapshot, content).values == {"needed": 9, "capacity": 4}
+    assert _headline(snapshot, content) == "snapshot/snap has failed: DeviceTooSmall"
 
 
 @pytest.mark.parametrize(
@@ -123,15 +120,14 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
         builders.order("dump", UID, at=NOW - 3),
     ]
     rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
-    related = _related(builders.content(capture=Capture.STAGING, orders=orders, conditions=rows))
-    found = object_state(related)
+    content = builders.content(capture=Capture.STAGING, orders=orders, conditions=rows)
+    found = _state(content)
     assert (found.word, found.order, found.since) == ("under way", orders[1], NOW - 4)
     presence = Presence(node="node-1", boot_id="b", version="1", at=NOW - 7)
     progress = builders.progress(
         order=orders[1].order, part="gpu-0", done=1024, total=4096, at=NOW - 2
     )
-    lines = _now(related, presence={NodeName("node-1"): presence}, progress=progress)
-    assert lines == [
+    assert _now(content, presence={NodeName("node-1"): presence}, progress=progress) == [
         "attempt 1 is under way",
         f"waits for gms@node-1 to end save-{UID}-gpu-0 (attempt 1)",
         f"ordered 4s ago; gms@node-1 {shown}; its deadline is in 56s",
@@ -142,40 +138,39 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
 
 def test_a_silent_node_and_a_service_that_does_not_answer_are_named() -> None:
     late = builders.order("prepare", UID, at=NOW - 100)
-    related = _related(builders.content(capture=Capture.PREPARING, orders=[late]))
-    found, lines = object_state(related), _now(related)
+    content = builders.content(capture=Capture.PREPARING, orders=[late])
+    lines = _now(content)
     assert "its deadline has passed" in lines[-2]
     assert lines[-1].startswith("node-1 is silent")
-    assert explanation.asked_services(related, found) == [("node-1", "agent")]
-    assert _now(related, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
-    assert explanation.advice(related, found, ["agent@node-1"]) == [
+    assert explanation.asked_services(_related(content), _state(content)) == [("node-1", "agent")]
+    assert _now(content, silent=["agent@node-1"])[-1].startswith("agent@node-1 does not answer")
+    assert _advice(content, silent=("agent@node-1",)) == [
         "Start agent@node-1 again; in a local cluster: `snapshotctl sim restart node-1`."
     ]
 
 
 def test_what_waits_shows_its_reason_and_since_when() -> None:
     rows = [row("PodScheduled", "False", "Unschedulable", "node-1 has 0 of 1 GPUs free")]
-    related = _related(builders.pod(conditions=rows))
-    assert _headline(related) == "pod/worker waits: Unschedulable"
-    assert _now(related)[0] == "node-1 has 0 of 1 GPUs free"
-    assert _now(related)[1].endswith("10s ago")
+    pod = builders.pod(conditions=rows)
+    assert _headline(pod) == "pod/worker waits: Unschedulable"
+    assert _now(pod)[0] == "node-1 has 0 of 1 GPUs free"
+    assert _now(pod)[1].endswith("10s ago")
 
 
-def _going(value: Any) -> ObjectState:
-    meta = replace(value.metadata, deletion_timestamp=builders.STAMP)
-    return object_state(_related(replace(value, metadata=meta)))
+def _going(value: AnyObject) -> ObjectState:
+    return _state(builders.with_meta(value, deletion_timestamp=builders.STAMP))
 
 
 def test_a_capture_waits_unless_it_goes_on_between_two_orders_or_is_being_deleted() -> None:
     rows = [row("Ready", "False", "Capturing", "attempt 1 is under way")]
     sealing = builders.content(capture=Capture.SEALING, conditions=rows)
-    assert object_state(_related(sealing)).word == "under way"
-    assert object_state(_related(builders.content(conditions=rows))).word == "waiting"
+    assert _state(sealing).word == "under way"
+    assert _state(builders.content(conditions=rows)).word == "waiting"
     read = [row("Deleting", "False", "ReadersRegistered", "restored by x")]
     found = _going(builders.content(capture=Capture.READY, conditions=read))
     assert (found.word, found.reason) == ("going", "ReadersRegistered")
     ended = builders.pod(phase="Failed", reason="ContainerExited", message="exit code 3")
-    assert (object_state(_related(ended)).word, _going(ended).word) == ("failed", "going")
+    assert (_state(ended).word, _going(ended).word) == ("failed", "going")
 
 
 def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
@@ -184,20 +179,19 @@ def test_what_is_damaged_is_not_well_although_it_was_captured() -> None:
         row("Quarantined", "True", "ArtifactCorrupt", "part gpu-0"),
     ]
     done = builders.committed()
-    related = _related(builders.content(capture=Capture.READY, committed=done, conditions=rows))
-    assert _headline(related).endswith("is damaged: ArtifactCorrupt")
-    assert any("snapshotctl verify" in line for line in _advice(related))
+    content = builders.content(capture=Capture.READY, committed=done, conditions=rows)
+    assert _headline(content).endswith("is damaged: ArtifactCorrupt")
+    assert any("snapshotctl verify" in line for line in _advice(content))
 
 
 def test_what_is_well_or_no_object_needs_nothing_that_explains_objects() -> None:
     rows = [row("Ready", "True", "WorkerReady", "ready for a snapshot")]
-    related = _related(builders.pod(phase="Running", conditions=rows))
-    assert object_state(related).word == "fine"
-    assert _advice(related) == ["Capture it: `snapshotctl checkpoint worker`."]
+    well = builders.pod(phase="Running", conditions=rows)
+    assert _state(well).word == "fine"
+    assert _advice(well) == ["Capture it: `snapshotctl checkpoint worker`."]
     failed = row("Failed", "True", "NotFound", "no program 'x' on node-1. Next: install it there")
     pod = builders.pod(phase="Failed", reason="NotFound", conditions=[failed])
-    related = _related(pod)
-    assert explanation.advice(related, object_state(related)) == ["install it there"]
+    assert _advice(pod) == ["install it there"]
 
 
 def test_a_node_is_there_or_not_or_lost() -> None:
@@ -207,8 +201,7 @@ def test_a_node_is_there_or_not_or_lost() -> None:
         ([absent], "node/n is not there: PresenceMissing"),
         ([absent, row("Lost", "True", "PresenceMissing")], "node/n is lost: PresenceMissing"),
     ):
-        node = Node(metadata=builders.meta("node", "n"), status=NodeStatus(conditions=rows))
-        assert _headline(_related(node)) == headline
+        assert _headline(builders.node("n", conditions=rows)) == headline
 
 
 @each(
@@ -290,8 +283,8 @@ def test_an_explanation_does_not_advise_to_read_itself() -> None:
 
 def test_a_node_says_which_process_drivers_it_has_and_why_it_cannot_use_another() -> None:
     why = Failure(reason="NotEligible", message="CRIU did not dump", next_step="use CRIU 4.2")
-    status = NodeStatus(drivers=["cooperative"], criu="4.1.1", unready=unready(why, "criu"))
-    lines = _now(_related(Node(metadata=builders.meta("node", "n"), status=status)))
+    unusable = unready(why, "criu")
+    lines = _now(builders.node(drivers=["cooperative"], criu="4.1.1", unready=unusable))
     assert "process drivers: cooperative, CRIU 4.1.1" in lines
     assert "it cannot use the process driver criu: CRIU did not dump. Next: use CRIU 4.2" in lines
 
@@ -305,10 +298,10 @@ def test_what_was_captured_or_restored_says_what_it_has_cost() -> None:
         conditions=[row("Ready", "True", "Captured", "generation 1, 1 GiB")],
     )
     cost = "captured 1 GiB in 4.00 s (268 MB/s); worker paused for 100 ms"
-    assert cost in _now(_related(content))
-    assert cost in _now(_related(builders.snapshot(), content))
+    assert cost in _now(content)
+    assert cost in _now(builders.snapshot(), content)
     restore = builders.restore(state=Restore.RESTORED, attempt=1, restored_seconds=1.24)
-    assert "restored in 1.24 s" in _now(_related(builders.pod(source="snap"), restore))
+    assert "restored in 1.24 s" in _now(builders.pod(source="snap"), restore)
 
 
 def _rows(section: Section) -> list[tuple[str, ...]]:

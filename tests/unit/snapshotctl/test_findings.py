@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, FenceStatus, StatusReply
-from snapshot_shared.objects.kubernetes import Node, NodeSpec, NodeStatus
+from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import Condition
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Presence
@@ -45,8 +45,7 @@ def stream(name: str, **changes: Any) -> Stream:
 
 def node(*, unschedulable: bool = False, **conditions: str) -> Node:
     rows = [row(kind, status, "r") for kind, status in (conditions or {"Ready": "True"}).items()]
-    spec, status = NodeSpec(unschedulable=unschedulable), NodeStatus(conditions=rows)
-    return Node(metadata=builders.meta("node", "node-1"), spec=spec, status=status)
+    return builders.with_spec(builders.node(conditions=rows), unschedulable=unschedulable)
 
 
 def presence(**changes: Any) -> Presence:

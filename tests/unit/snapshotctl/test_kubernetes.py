@@ -143,20 +143,29 @@ class Kubectl:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.client = Kubernetes(None, "there")
         program = folder / "kubectl"
         program.write_text(PROGRAM.format(python=sys.executable))
         program.chmod(0o755)
-        (folder / "code").write_text("0")
-        (folder / "err").write_text("")
-        (folder / "namespace").write_text("")
+        self.answers(code="0", err="", namespace="")
         self.pods()
+
+    def answers(self, **files: str) -> None:
+        """Say what it exits with, prints and knows."""
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
 
     def pods(self, *names: str) -> None:
         items = [
             {"metadata": {"namespace": "sys", "name": name}, "spec": {"nodeName": f"on-{name}"}}
             for name in names
         ]
-        (self.folder / "pods").write_text(json.dumps({"items": items}))
+        self.answers(pods=json.dumps({"items": items}))
+
+    def dry_run(self, *documents: dict[str, Any], trace: str = "") -> list[Any]:
+        """Apply documents in the context of this kubectl, and store nothing."""
+        given = [msgspec.Raw(json.dumps(document).encode()) for document in documents]
+        return [*self.client.apply(given, trace, dry_run=True)]
 
     @property
     def calls(self) -> list[list[str]]:
@@ -192,13 +201,11 @@ def test_the_log_of_a_pod_is_shown_by_kubectl(run: Run, kubectl: Kubectl) -> Non
 
 
 def test_what_names_no_namespace_is_in_that_of_the_context(run: Run, kubectl: Kubectl) -> None:
-    (kubectl.folder / "namespace").write_text("team-a")
-    (kubectl.folder / "said").write_text("thing.nvidia.com/x created (server dry run)\n")
+    kubectl.answers(namespace="team-a", said="thing.nvidia.com/x created (server dry run)\n")
     run("logs", "w")
     run("logs", "w", "-n", "default")
     assert [call[call.index("--namespace") + 1] for call in kubectl.calls] == ["team-a", "default"]
-    document = msgspec.Raw(json.dumps({"kind": "Thing", "metadata": {"name": "x"}}).encode())
-    Kubernetes(None, "there").apply([document], "", dry_run=True)
+    kubectl.dry_run({"kind": "Thing", "metadata": {"name": "x"}})
     [item] = json.loads(kubectl.given[-1])["items"]
     assert item["metadata"]["namespace"] == "team-a"
 
@@ -225,17 +232,17 @@ def test_a_service_of_kubernetes_that_is_missing_or_of_several_nodes_is_asked_fo
     kubectl: Kubectl,
 ) -> None:
     with pytest.raises(NotFound, match="no pod of operator"):
-        Kubernetes(None, "there").log_of(ServiceNamed("operator"))
+        kubectl.client.log_of(ServiceNamed("operator"))
     kubectl.pods("a", "b")
     with pytest.raises(WrongArguments) as refused:
-        Kubernetes(None, "there").log_of(ServiceNamed("gms"))
+        kubectl.client.log_of(ServiceNamed("gms"))
     assert refused.value.next_step == "name gms@on-a or gms@on-b"
 
 
 def test_a_program_runs_in_the_container_and_its_exit_code_is_that_of_the_command(
     run: Run, kubectl: Kubectl
 ) -> None:
-    (kubectl.folder / "code").write_text("7")
+    kubectl.answers(code="7")
     assert "amber" in run("exec", "w", "-c", "main", "--", "ls", "-l", exits=7).out
     [call] = kubectl.calls
     assert call[2:] == [
@@ -253,7 +260,7 @@ def test_a_worker_is_asked_by_a_program_in_its_container(run: Run, kubectl: Kube
     assert "def main(" in source
     question = {"op": "ask", "prompt": "Who am I?"}
     assert json.loads(json.loads(asked)["line"]) == question
-    (kubectl.folder / "code").write_text("1")
+    kubectl.answers(code="1")
     said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
     assert "pod w gave no answer: exit code 1" in said.err
 
@@ -261,8 +268,7 @@ def test_a_worker_is_asked_by_a_program_in_its_container(run: Run, kubectl: Kube
 def test_why_a_worker_gave_no_answer_is_what_the_program_said_and_not_how_kubectl_ended(
     run: Run, kubectl: Kubectl
 ) -> None:
-    (kubectl.folder / "code").write_text("1")
-    (kubectl.folder / "err").write_text("x.sock: refused\ncommand terminated with exit code 1\n")
+    kubectl.answers(code="1", err="x.sock: refused\ncommand terminated with exit code 1\n")
     said = run("ask", "w", "Who am I?", exits=Exit.FAILED)
     assert "pod w gave no answer: x.sock: refused\n" in said.err
 
@@ -272,12 +278,11 @@ def test_the_chart_has_no_page_to_open(run: Run, kubectl: Kubectl) -> None:
 
 
 def test_what_is_there_keeps_its_trace_so_that_it_may_be_unchanged(kubectl: Kubectl) -> None:
-    (kubectl.folder / "said").write_text("thing.nvidia.com/x configured (server dry run)\n")
     trace = {"nvidia.com/traceparent": "00-live"}
     there = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x", "annotations": trace}}
-    (kubectl.folder / "pods").write_text(json.dumps(there))
-    given = {"kind": "Thing", "metadata": {"namespace": "n", "name": "x"}, "spec": {}}
-    Kubernetes(None, "there").apply([msgspec.Raw(json.dumps(given).encode())], "new", dry_run=True)
+    said = "thing.nvidia.com/x configured (server dry run)\n"
+    kubectl.answers(said=said, pods=json.dumps(there))
+    kubectl.dry_run(named("Thing", "n", "x", spec={}), trace="new")
     first, last = (json.loads(text)["items"][0]["metadata"] for text in kubectl.given)
     assert first["annotations"] == {"nvidia.com/traceparent": "new"}
     assert last["annotations"] == trace
@@ -286,12 +291,9 @@ def test_what_is_there_keeps_its_trace_so_that_it_may_be_unchanged(kubectl: Kube
 def test_a_dry_run_asks_the_api_server_and_stores_nothing(kubectl: Kubectl) -> None:
     said = ["created", "configured", "unchanged"]
     lines = [f"thing.nvidia.com/x{n} {word} (server dry run)\n" for n, word in enumerate(said)]
-    (kubectl.folder / "said").write_text("".join(lines))
-    documents = [
-        msgspec.Raw(json.dumps({"kind": "Snapshot", "metadata": {"name": f"x{n}"}}).encode())
-        for n in range(len(said))
-    ]
-    found = Kubernetes(None, "there").apply(documents, "", dry_run=True)
+    kubectl.answers(said="".join(lines))
+    documents = [{"kind": "Snapshot", "metadata": {"name": f"x{n}"}} for n in range(len(said))]
+    found = kubectl.dry_run(*documents)
     assert [(item.name, item.action) for item in found] == [
         ("x0", "created"),
         ("x1", "configured"),
@@ -310,25 +312,18 @@ def named(kind: str, namespace: str, name: str, **more: Any) -> dict[str, Any]:
 
 
 def restore(namespace: str, pod: str, driver: str = "criu") -> dict[str, Any]:
-    reference = {"name": pod, "uid": pod}
-    return named(
-        "SnapshotRestore",
-        namespace,
-        f"restore-{pod}",
-        spec={"podRef": reference},
-        status={"state": "Restored", "driver": driver},
-    )
+    spec, status = {"podRef": {"name": pod, "uid": pod}}, {"state": "Restored", "driver": driver}
+    return named("SnapshotRestore", namespace, f"restore-{pod}", spec=spec, status=status)
 
 
 def seen(kubectl: Kubectl, *restores: dict[str, Any]) -> Any:
-    labels = {"app.kubernetes.io/component": "node"}
-    node = named("DaemonSet", "snapback", "snapback-node")
-    node["metadata"]["labels"] = labels
-    node["spec"] = {"template": {"spec": {"containers": []}}}
+    template = {"spec": {"containers": []}}
+    node = named("DaemonSet", "snapback", "snapback-node", spec={"template": template})
+    node["metadata"]["labels"] = {"app.kubernetes.io/component": "node"}
     pods = [named("Pod", space, name) for space in ("a", "b") for name in ("one", "two", "three")]
     objects = {"workloads": [node], "restores": restores, "pods": pods}
-    (kubectl.folder / "objects").write_text(json.dumps(objects))
-    return Kubernetes(None, "there").installation()
+    kubectl.answers(objects=json.dumps(objects))
+    return kubectl.client.installation()
 
 
 def test_the_pods_of_restored_processes_are_read_if_they_may_be(kubectl: Kubectl) -> None:
