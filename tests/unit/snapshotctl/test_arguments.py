@@ -21,31 +21,24 @@ from tests.unit.tables import each
 # Which object is meant.
 
 
+CHECKPOINTS = ("dckpt", "ckpt", "checkpoint", "checkpoints", "DynamoCheckpoint")
+RESTORES = ("srestore", "restore", "restores", "snapshotrestores", "SnapshotRestore")
+
+
 @each(
     ("words", "kind", "namespace", "name"),
     [
-        (["pod", "w"], "Pod", "ns", "w"),
-        (["pod/w"], "Pod", "ns", "w"),
-        (["pods/w"], "Pod", "ns", "w"),
-        (["Pod", "w"], "Pod", "ns", "w"),
-        (["po/w"], "Pod", "ns", "w"),
-        (["pods"], "Pod", "ns", None),
-        (["nodes", "n"], "Node", None, "n"),
-        *((word.split(), "DynamoCheckpoint", "ns", None) for word in ("dckpt", "ckpt")),
-        *((word.split(), "DynamoCheckpoint", "ns", None) for word in ("checkpoint", "checkpoints")),
-        (["DynamoCheckpoint"], "DynamoCheckpoint", "ns", None),
-        *((word.split(), "SnapshotRestore", "ns", None) for word in ("srestore", "restores")),
-        *(
-            (word.split(), "SnapshotRestore", "ns", None)
-            for word in ("restore", "snapshotrestores")
-        ),
-        (["SnapshotRestore"], "SnapshotRestore", "ns", None),
+        *((words, "Pod", "ns", "w") for words in ("pod w", "pod/w", "pods/w", "Pod w", "po/w")),
+        ("pods", "Pod", "ns", None),
+        ("nodes n", "Node", None, "n"),
+        *((word, "DynamoCheckpoint", "ns", None) for word in CHECKPOINTS),
+        *((word, "SnapshotRestore", "ns", None) for word in RESTORES),
     ],
 )
 def test_a_kind_has_many_names_and_two_ways_to_name_an_object(
-    words: list[str], kind: str, namespace: str | None, name: str | None
+    words: str, kind: str, namespace: str | None, name: str | None
 ) -> None:
-    found = targets.target(words, "ns")
+    found = targets.target(words.split(), "ns")
     assert (found.kind.name, found.namespace, found.name) == (kind, namespace, name)
 
 
@@ -89,13 +82,10 @@ def test_one_object_needs_a_name() -> None:
 
 def test_a_bare_name_is_traced_and_verified_as_whatever_may_have_a_trace_or_an_artifact() -> None:
     captured = [("DynamoCheckpoint", "ns"), ("Snapshot", "ns"), ("SnapshotContent", None)]
+    started = [("Pod", "ns"), ("SnapshotRestore", "ns")]
     verified, traced = targets.verified("x", "ns"), targets.traced("x", "ns")
     assert [(t.kind.name, t.namespace) for t in verified] == captured
-    assert [(t.kind.name, t.namespace) for t in traced] == [
-        *captured,
-        ("Pod", "ns"),
-        ("SnapshotRestore", "ns"),
-    ]
+    assert [(t.kind.name, t.namespace) for t in traced] == captured + started
     assert [str(t) for t in targets.traced("pod/x", "ns")] == ["pod/x"]
     with pytest.raises(WrongArguments, match="holds no artifact"):
         targets.verified("pod/x", "ns")
@@ -121,6 +111,9 @@ def test_a_process_is_that_of_a_pod() -> None:
 PROGRAMS = ["nats-server", "node-1-agent", "node-1-gms", "node-2-agent", "operator", "page"]
 
 
+PODS = ("my-worker", "pod/operator", "demo-llm-dfec6", "pod/node-1-agent", "x-agent", "node-2-gms")
+
+
 @each(
     ("word", "program"),
     [
@@ -130,12 +123,7 @@ PROGRAMS = ["nats-server", "node-1-agent", "node-1-gms", "node-2-agent", "operat
         ("agent@node-1", "node-1-agent"),
         ("node-2-agent", "node-2-agent"),
         ("gms", "node-1-gms"),
-        ("my-worker", None),
-        ("pod/operator", None),
-        ("demo-llm-dfec6", None),
-        ("pod/node-1-agent", None),
-        ("x-agent", None),
-        ("node-2-gms", None),
+        *((pod, None) for pod in PODS),
     ],
 )
 def test_a_word_is_a_service_with_its_program_or_else_a_pod(word: str, program: str | None) -> None:
@@ -348,28 +336,18 @@ def test_without_a_service_both_are_meant() -> None:
 # Numbers, as people write and read them.
 
 
-SIZES = {
-    "1024": 1024,
-    "4GiB": 4 * 1024**3,
-    "512 MiB": 512 * 1024**2,
-    "1.5kB": 1500,
-    "2G": 2 * 10**9,
-}
+GIB = 1024**3
 
 
 @each(
     ("function", "table"),
     [
-        (
-            formats.parse_duration,
-            {"90s": 90, "5m": 300, "1h30m": 5400, "250ms": 0.25, "1.5s": 1.5, "7d": 604_800},
-        ),
-        (formats.parse_size, {**SIZES, "4Gi": 4 * 1024**3}),
-        (
-            formats.size,
-            {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 5 * 1024**5: "5120 TiB"},
-        ),
-        (formats.size, {268_435_456: "256 MiB"}),
+        (formats.parse_duration, {"90s": 90, "5m": 300, "1h30m": 5400, "7d": 604_800}),
+        (formats.parse_duration, {"250ms": 0.25, "1.5s": 1.5}),
+        (formats.parse_size, {"1024": 1024, "512 MiB": GIB // 2, "4GiB": 4 * GIB, "4Gi": 4 * GIB}),
+        (formats.parse_size, {"1.5kB": 1500, "2G": 2 * 10**9}),
+        (formats.size, {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB"}),
+        (formats.size, {GIB // 4: "256 MiB", 5 * 1024**2 * GIB: "5120 TiB"}),
         (formats.span_time, {0.0004: "0.4 ms", 0.012: "12 ms", 1.239: "1.24 s", 125.4: "2m 05s"}),
         (formats.age, {-3: "0s", 59: "59s", 192: "3m12s", 3600: "60m", 7200: "2h", 400_000: "4d"}),
     ],

@@ -13,7 +13,7 @@ from snapshotctl.domain import criu_host, demo_engines, demo_script, demo_story
 from snapshotctl.domain.cluster import ClusterAccess
 from snapshotctl.domain.criu_host import CriuHost
 from snapshotctl.domain.demo_engines import ENGINES, Engine
-from snapshotctl.domain.demo_script import MIB, Answer, Machine, checks
+from snapshotctl.domain.demo_script import GIB, MIB, Answer, Machine, checks
 from snapshotctl.domain.documents import load
 from snapshotctl.domain.exits import DemoFailed, Unready, WrongArguments
 from tests.unit.tables import each
@@ -83,7 +83,7 @@ def test_the_checkpoint_waits_for_all_questions_and_the_refused_pod_has_another_
 
 @pytest.mark.parametrize("size_mib", [16, 512, 2048, 100_000])
 def test_the_nodes_hold_the_weights_and_the_small_one_cannot(size_mib: int) -> None:
-    part = size_mib * demo_script.MIB // demo_script.GPUS
+    part = size_mib * MIB // demo_script.GPUS
     assert all(node.gpu_memory >= part for node in demo_script.nodes(size_mib))
     assert demo_script.small_node(part).gpu_memory < part
     assert demo_script.small_node(part + 4711).gpu_memory % (2 * MIB) == 0
@@ -133,12 +133,9 @@ def test_a_refusal_has_to_name_both_values_and_the_reason() -> None:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        ({"node-1": [demo_script.GIB] * 2, "node-2": [demo_script.GIB] * 3}, []),
-        ({"node-1": [demo_script.GIB] * 2}, ["node-2 has 0 GPUs of 0 MiB"]),
-        (
-            {"node-1": [demo_script.GIB, 1], "node-2": [demo_script.GIB] * 2},
-            ["node-1 has 2 GPUs of 0 MiB"],
-        ),
+        ({"node-1": [GIB] * 2, "node-2": [GIB] * 3}, []),
+        ({"node-1": [GIB] * 2}, ["node-2 has 0 GPUs of 0 MiB"]),
+        ({"node-1": [GIB, 1], "node-2": [GIB] * 2}, ["node-1 has 2 GPUs of 0 MiB"]),
     ],
 )
 def test_nodes_that_the_demo_cannot_use_are_named(
@@ -196,9 +193,9 @@ GOOD = Machine(
     python=(3, 11),
     has_venv=True,
     has_pidfd=True,
-    memory=8 * 1024 * MIB,
+    memory=8 * GIB,
     state_dir="/home",
-    disk=8 * 1024 * MIB,
+    disk=8 * GIB,
     shared_memory=64 * MIB,
     has_examples=True,
     examples="deploy/examples",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
-
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Container, Pod, PodSpec, PodStatus
+from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Container, Pod
 from snapshot_shared.objects.meta import OwnerReference
 from snapshot_shared.objects.snapback import (
     CAPTURE_ON_DRAIN,
@@ -33,17 +31,15 @@ def worker(
     containers: tuple[str, ...] = ("main",),
     **meta: Any,
 ) -> Pod:
-    given = builders.meta("pod", name, uid=UID, labels=labels, annotations=annotations or {})
-    spec = PodSpec(containers=[Container(name=each, command=["x"]) for each in containers])
-    status = PodStatus(node_name=node, phase=phase)
-    return Pod(metadata=replace(given, **meta), spec=spec, status=status)
+    given = {"uid": UID, "labels": labels, "annotations": annotations or {}, **meta}
+    pod = builders.with_meta(builders.pod(name, node_name=node, phase=phase), **given)
+    named = [Container(name=each, command=["x"]) for each in containers]
+    return builders.with_spec(pod, containers=named)
 
 
-def owned(kind: str, *, controller: bool = True) -> dict[str, Any]:
-    owner = OwnerReference(
-        api_version="apps/v1", kind=kind, name="o", uid=UID, controller=controller
-    )
-    return {"owner_references": [owner]}
+def owned(kind: str, **more: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {"api_version": "apps/v1", "name": "o", "controller": True, **more}
+    return {"owner_references": [OwnerReference(kind=kind, uid=UID, **fields)]}
 
 
 def judged(*pods: Pod) -> list[tuple[str, str]]:
@@ -91,8 +87,7 @@ def test_the_snapshot_ends_the_pod_and_is_one_that_the_operator_takes() -> None:
 def test_the_names_are_the_same_for_one_pod_and_do_not_grow_from_drain_to_drain() -> None:
     first = draining.name_of(worker())
     assert first == draining.name_of(worker())
-    moved = worker(first, annotations={RESTORE_FROM: first})
-    moved = replace(moved, metadata=replace(moved.metadata, uid=derived_uid("moved")))
+    moved = worker(first, annotations={RESTORE_FROM: first}, uid=derived_uid("moved"))
     second = draining.name_of(moved)
     assert second != first
     assert len(second) == len(first)
