@@ -30,6 +30,7 @@ from snapshot_shared.objects.kubernetes import (
 )
 from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
 from snapshot_shared.orders import (
+    DumpOrder,
     LayoutRef,
     PartResult,
     PodRef,
@@ -94,6 +95,12 @@ def order(
         "deadline": time_of(at + 60),
     }
     return OrderStatus(**{**fields, **more})
+
+
+def dump_order(**more: Any) -> DumpOrder:
+    fields: dict[str, Any] = {"order": f"dump-{UID}", "attempt": 1, "node": "node-1", "owner": UID}
+    fields |= {"pod": PodRef(namespace="default", name="worker", uid=UID, container="main")}
+    return DumpOrder(**{**fields, "deadline_s": 60.0, "content_uid": UID, "vector": [], **more})
 
 
 def payload(**fields: Any) -> msgspec.Raw:

@@ -16,23 +16,12 @@ from snapshot_shared.errors import DeadlineExceeded, InjectedFault, InvalidInput
 from snapshot_shared.faults import FaultPlan
 from snapshot_shared.journal import Journal, read_records
 from snapshot_shared.ledger import Began
-from snapshot_shared.orders import DumpOrder, PodRef
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.steps import STEPS, VERBS_OF, find
 from snapshot_shared.telemetry import Telemetry
+from tests.support import builders
 
-UID = "11111111-2222-4333-8444-555555555555"
-ORDER = DumpOrder(
-    order=f"dump-{UID}",
-    attempt=1,
-    node="node-1",
-    owner=UID,
-    deadline_s=60.0,
-    pod=PodRef(namespace="default", name="p", uid=UID, container="main"),
-    content_uid=UID,
-    vector=[],
-    driver="cooperative",
-)
+ORDER = builders.dump_order()
 
 
 @pytest.fixture

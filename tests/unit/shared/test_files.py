@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from snapshot_shared import files
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactExists, ArtifactMissing, NoSpace
+from tests.support.limits import no_descriptor_left
 
 
 @pytest.fixture
@@ -114,14 +114,12 @@ def test_a_tree_may_be_as_deep_as_it_likes(root: int, tmp_path: Path) -> None:
         os.close(folder)
         folder = below
     os.close(folder)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
     try:
-        files.remove_tree(root, "tree")
-        assert os.listdir(root) == []
+        with no_descriptor_left(below=used + 8):
+            files.remove_tree(root, "tree")
+            assert os.listdir(root) == []
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         # What is left is too deep for pytest to remove.
         subprocess.run(["rm", "-rf", tmp_path / "tree"], check=True)
 

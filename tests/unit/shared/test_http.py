@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,8 @@ from aiohttp import web
 from snapshot_shared.errors import AddressInUse, InvalidInput
 from snapshot_shared.http import Guests, http_port, parse_address
 from tests.unit.tables import each
+
+served = functools.partial(http_port, "127.0.0.1:0")
 
 
 async def fetch(port: int | None, path: str) -> tuple[int, str]:
@@ -40,7 +43,7 @@ async def connected(
 
 async def test_health_is_ok_while_readiness_says_what_is_missing() -> None:
     missing = ["not connected to NATS"]
-    async with http_port("127.0.0.1:0", lambda: "; ".join(missing)) as port:
+    async with served(lambda: "; ".join(missing)) as port:
         assert await fetch(port, "/healthz") == (200, "ok\n")
         assert await fetch(port, "/readyz") == (503, "not connected to NATS\n")
         missing.clear()
@@ -49,10 +52,8 @@ async def test_health_is_ok_while_readiness_says_what_is_missing() -> None:
 
 @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTT"])
 async def test_who_asks_for_nothing_is_let_go(begun: bytes) -> None:
-    async with (
-        http_port("127.0.0.1:0", str, guests=Guests(head_s=0.1)) as port,
-        connected(port) as [(reader, writer)],
-    ):
+    guests = Guests(head_s=0.1)
+    async with served(str, guests=guests) as port, connected(port) as [(reader, writer)]:
         writer.write(begun)
         assert await ended(reader)
 
@@ -66,10 +67,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 
 
 async def test_who_has_been_answered_and_asks_for_nothing_more_is_let_go() -> None:
-    async with (
-        http_port("127.0.0.1:0", str, patience_s=0.1) as port,
-        connected(port) as [(reader, writer)],
-    ):
+    async with served(str, patience_s=0.1) as port, connected(port) as [(reader, writer)]:
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"ok\n")
 
@@ -80,7 +78,7 @@ LAST = b"GET /healthz HTTP/1.0\r\n\r\n"
 @pytest.mark.parametrize("guests", [Guests(most=2), Guests(of_peer=2)])
 async def test_the_oldest_connection_gives_way_to_one_too_many(guests: Guests) -> None:
     async with (
-        http_port("127.0.0.1:0", str, guests=guests) as port,
+        served(str, guests=guests) as port,
         connected(port, 2) as [(first, _), (second, writer)],
     ):
         assert await fetch(port, "/healthz") == (200, "ok\n")
@@ -97,7 +95,7 @@ async def test_a_connection_that_has_proven_who_it_is_gives_way_to_no_other() ->
         return web.Response(text="trusted\n")
 
     async with (
-        http_port("127.0.0.1:0", str, [web.get("/prove", prove)], guests=guests) as port,
+        served(str, [web.get("/prove", prove)], guests=guests) as port,
         connected(port) as [(reader, writer)],
     ):
         writer.write(b"GET /prove HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -14,7 +14,7 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.orders import DeadLetter, DumpOrder, PodRef, Progress, Report, StepTime
+from snapshot_shared.orders import DeadLetter, Progress, Report, StepTime
 from snapshot_shared.spans import SpanRecord, order_context
 from snapshot_shared.steps import STEPS
 from snapshotctl.domain.exits import WrongArguments
@@ -128,18 +128,7 @@ def test_the_step_of_an_order_follows_the_last_that_ended_or_is_the_one_that_mov
 
 
 def test_the_step_of_an_order_is_one_of_those_that_its_driver_has() -> None:
-    order = DumpOrder(
-        order=TRACED.order,
-        attempt=2,
-        node="node.1",
-        owner=UID,
-        deadline_s=60.0,
-        traceparent=TRACEPARENT,
-        driver="respawn",
-        pod=PodRef(namespace="default", name="llm", uid=UID, container="main"),
-        content_uid=UID,
-        vector=[],
-    )
+    order = builders.dump_order(order=TRACED.order, traceparent=TRACEPARENT, driver="respawn")
     item = replace(TRACED, payload=msgspec.Raw(encode_json(order)))
     found = queue.current_steps([], [Owned(pod(), item)], [span("freeze"), span("copy-state")])
     assert found == {(TRACED.order, 2): "replace"}

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from snapshot_shared.spans import SpanRecord, layout
 from snapshotctl.commands import trace
 from tests.support import builders
@@ -13,6 +11,10 @@ def _span(span_id: str, parent: str, start_ms: int, end_ms: int, **more: Any) ->
     times = {"start_ns": start_ms * 1_000_000, "end_ns": end_ms * 1_000_000}
     ids = {"trace_id": "t" * 32, "span_id": span_id, "parent_id": parent}
     return builders.span(**{"name": span_id, **ids, **times, **more})
+
+
+def _link(trace_id: str = "a" * 32) -> str:
+    return f"00-{trace_id}-{'b' * 16}-01"
 
 
 def test_parents_come_first_and_siblings_by_their_start() -> None:
@@ -73,27 +75,23 @@ def test_no_line_is_wider_than_the_terminal() -> None:
 
 
 def test_a_restore_names_the_trace_of_the_capture_that_it_is_from() -> None:
-    link = f"00-{'a' * 32}-{'b' * 16}-01"
-    spans = [_span("restoration", "", 0, 1, links=[link]), _span("other", "", 0, 1, links=[link])]
+    spans = [_span(name, "", 0, 1, links=[_link()]) for name in ("restoration", "other")]
     assert trace.lines(layout(spans), 90)[-1] == (
         f"  restored from what trace {'a' * 32} captured: snapshotctl trace {'a' * 32}"
     )
-    own = f"00-{'t' * 32}-{'b' * 16}-01"
-    assert len(trace.lines(layout([_span("restoration", "", 0, 1, links=[own])]), 90)) == 1
+    own = _span("restoration", "", 0, 1, links=[_link("t" * 32)])
+    assert len(trace.lines(layout([own]), 90)) == 1
 
 
 def test_errors_and_links_stand_below_and_without_spans_nothing() -> None:
-    link = f"00-{'a' * 32}-{'b' * 16}-01"
-    lines = trace.lines(layout([_span("r", "", 0, 1, error="boom", links=[link])]), 90)
+    lines = trace.lines(layout([_span("r", "", 0, 1, error="boom", links=[_link()])]), 90)
     assert lines[1:] == ["  failed: r: boom", f"  linked to trace {'a' * 32}"]
     for spans in ([], [_span("a", "b", 0, 1), _span("b", "a", 0, 1)]):
         assert trace.lines(layout(spans), 80) == []
 
 
 def test_a_message_is_called_by_its_verb_and_a_link_within_the_trace_is_not_shown() -> None:
-    attributes = {"messaging.operation.name": "process", "snapback.verb": "dump"}
-    link = f"00-{'a' * 32}-{'b' * 16}-01"
-    span = _span("r", "", 0, 1, name="process snap.order.x", attributes=attributes, links=[link])
-    found = layout([msgspec.structs.replace(span, trace_id="a" * 32)])
-    (line,) = trace.lines(found, 90)
+    of_dump = {"messaging.operation.name": "process", "snapback.verb": "dump"}
+    more = {"trace_id": "a" * 32, "links": [_link()], "attributes": of_dump}
+    (line,) = trace.lines(layout([_span("r", "", 0, 1, name="process snap.order.x", **more)]), 90)
     assert line.startswith("process dump ")
