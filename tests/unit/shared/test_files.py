@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,19 +45,21 @@ def test_a_folder_of_others_is_opened_below_links_and_not_through_one(tmp_path: 
         files.open_own(tmp_path / "above" / "lost")
 
 
-@pytest.mark.parametrize("kind", ["symlink", "hardlink", "fifo", "directory"])
-def test_what_is_no_plain_file_is_refused(root: int, tmp_path: Path, kind: str) -> None:
+ODD: dict[str, Callable[[Path], None]] = {
+    "symlink": lambda path: path.symlink_to("real"),
+    "hardlink": lambda path: path.hardlink_to(path.with_name("real")),
+    "fifo": os.mkfifo,
+    "directory": Path.mkdir,
+}
+"""What may stand in the place of a file, and how it is made."""
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_what_is_no_plain_file_is_refused(
+    root: int, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     (tmp_path / "real").write_bytes(b"x")
-    path = tmp_path / "odd"
-    match kind:
-        case "symlink":
-            path.symlink_to("real")
-        case "hardlink":
-            path.hardlink_to(tmp_path / "real")
-        case "fifo":
-            os.mkfifo(path)
-        case _:
-            path.mkdir()
+    make(tmp_path / "odd")
     with pytest.raises(ArtifactCorrupt):
         files.open_regular(root, "odd")
 

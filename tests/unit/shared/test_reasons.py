@@ -5,7 +5,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,7 +76,7 @@ def _classes() -> Iterator[type[SnapbackError]]:
 
 
 class Sources:
-    """All sources as trees, and where in their calls a reason stands."""
+    """All sources as trees, where in their calls a reason stands, and calls with a text first."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self.trees = {name: ast.parse(text) for name, text in texts.items()}
@@ -85,6 +85,7 @@ class Sources:
             for tree in self.trees.values()
         }
         self.constants: dict[str, str] = {}
+        self.calls: list[tuple[str, str]] = []
         self.places: dict[str, set[int]] = {}
         self.own_places: dict[ast.AST, dict[str, set[int]]] = {}
         for tree, nodes in self.nodes.items():
@@ -101,6 +102,8 @@ class Sources:
             case ast.ClassDef(name=name, body=body):
                 targets = [item.target for item in body if isinstance(item, ast.AnnAssign)]
                 self._place(tree, name, [t.id for t in targets if isinstance(t, ast.Name)])
+            case ast.Call(func=ast.Name(id=called), args=[ast.Constant(value=str(text)), *_]):
+                self.calls.append((called, text))
             case _:
                 pass
 
@@ -163,16 +166,6 @@ class Sources:
             case _:
                 return
 
-    @cached_property
-    def _calls(self) -> list[tuple[str, str]]:
-        """All calls whose first argument is a text: what is called, and the text."""
-        return [
-            found
-            for nodes in self.nodes.values()
-            for node in nodes
-            for found in _first_argument(node)
-        ]
-
     def _given(self, name: str, value: ast.expr, tree: ast.AST) -> Iterator[str]:
         """What the function around an expression is called with for its first argument `name`."""
         around = [
@@ -182,16 +175,7 @@ class Sources:
         ]
         for function in around:
             assert function.args.args[0].arg == name
-            yield from (text for called, text in self._calls if called == function.name)
-
-
-def _first_argument(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The name of the function that is called with a text first, and that text."""
-    match node:
-        case ast.Call(func=ast.Name(id=called), args=[ast.Constant(value=str(text)), *_]):
-            yield called, text
-        case _:
-            return
+            yield from (text for called, text in self.calls if called == function.name)
 
 
 def _is_text(value: ast.expr) -> bool:
@@ -209,12 +193,11 @@ def _words(nodes: list[ast.AST]) -> Iterator[str]:
         id(piece) for node in nodes if isinstance(node, ast.JoinedStr) for piece in node.values
     }
     for node in nodes:
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in pieces
-        ):
-            yield node.value
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in pieces:
+                yield text
+            case _:
+                pass
 
 
 @cache

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -108,10 +108,13 @@ async def cancelled_often(task: asyncio.Task[None]) -> None:
     assert not task.done()
 
 
-async def ends_with(held: Held, task: asyncio.Task[None]) -> None:
+async def ends_with(
+    held: Held, task: asyncio.Task[None], meanwhile: Callable[[], object] = lambda: None
+) -> None:
     """Cancel a task often while its call hangs: it ends when the call does, cancelled."""
     await held.begins.wait()
     await cancelled_often(task)
+    meanwhile()
     held.goes.set()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -134,13 +137,7 @@ async def test_a_descriptor_is_open_as_long_as_a_thread_works_on_it(
             opened.append(fd)
             await threads.run(held, fd)
 
-    task = asyncio.create_task(work())
-    await held.begins.wait()
-    await cancelled_often(task)
-    os.fstat(opened[0])
-    held.goes.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await ends_with(held, asyncio.create_task(work()), lambda: os.fstat(opened[0]))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[0])
 

@@ -41,12 +41,6 @@ def message(payload: bytes = b'{"attempt": 2}', order: str = ORDER) -> Queued:
     return Queued(subject, 7, 41.0, payload)
 
 
-def progress(attempt: int = 2, total: int = 8) -> Progress:
-    return builders.progress(
-        order=ORDER, attempt=attempt, node="node.1", step="copy-state", done=2, total=total, at=90.0
-    )
-
-
 def report(n: int, kind: Any, **fields: Any) -> Report:
     return builders.told(order=ORDER, attempt=2, n=n, kind=kind, node="node.1", at=n, **fields)
 
@@ -89,12 +83,10 @@ def test_an_order_stands_where_its_sources_say(
 
 TRACE = "a" * 32
 TRACEPARENT = f"00-{TRACE}-{'b' * 16}-01"
-TRACED = replace(
-    ITEM,
-    order=f"dump-{UID}",
-    verb="dump",
-    state="accepted",
-    payload=payload(traceparent=TRACEPARENT),
+PAYLOAD = payload(traceparent=TRACEPARENT)
+TRACED = replace(ITEM, order=f"dump-{UID}", verb="dump", state="accepted", payload=PAYLOAD)
+OF_DUMP = builders.progress(
+    order=TRACED.order, attempt=2, node="node.1", step="copy-state", done=2, total=8, at=90.0
 )
 
 
@@ -112,12 +104,12 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
         ([span("freeze"), span("copy-state")], [], "thaw"),
         ([span("freeze", attempt=1)], [], None),
         ([span(name) for name in STEPS["dump"]], [], None),
-        ([], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
-        ([span("freeze")], [replace(progress(), order=TRACED.order)], "copy-state 25%"),
-        ([], [replace(progress(total=0), order=TRACED.order)], "copy-state"),
+        ([], [OF_DUMP], "copy-state 25%"),
+        ([span("freeze")], [OF_DUMP], "copy-state 25%"),
+        ([], [replace(OF_DUMP, total=0)], "copy-state"),
         # The last progress may be of a step that is over.
-        ([span("freeze"), span("copy-state")], [replace(progress(), order=TRACED.order)], "thaw"),
-        ([], [replace(progress(attempt=1), order=TRACED.order)], None),
+        ([span("freeze"), span("copy-state")], [OF_DUMP], "thaw"),
+        ([], [replace(OF_DUMP, attempt=1)], None),
     ],
 )
 def test_the_step_of_an_order_follows_the_last_that_ended_or_is_the_one_that_moves_bytes(
@@ -154,9 +146,8 @@ def test_the_queue_shows_what_is_open_and_on_demand_what_was_answered() -> None:
 
 def test_an_order_of_a_restore_is_shown_as_that_of_its_pod() -> None:
     load = replace(ITEM, order=f"load-{UID}-gpu-0", verb="load")
-    [line] = queue.order_lines(
-        [], queue.owned_orders([builders.restore(orders=[load])]), {}, NOW, answered=False
-    )
+    owned = queue.owned_orders([builders.restore(orders=[load])])
+    [line] = queue.order_lines([], owned, {}, NOW, answered=False)
     assert (line.order, line.owner) == (load.order, "pod/worker")
 
 
@@ -171,10 +162,8 @@ def test_a_message_that_no_object_asks_for_is_shown_and_nothing_steers_the_termi
 
 
 def test_the_history_of_an_order_has_each_report_once_and_in_order() -> None:
-    reports = [
-        report(2, "started", steps=[StepTime(step="spawn", seconds=0.5)]),
-        report(1, "accepted"),
-    ]
+    started = report(2, "started", steps=[StepTime(step="spawn", seconds=0.5)])
+    reports = [started, report(1, "accepted")]
     dead = [DeadMessage(3, refused()), DeadMessage(4, refused("snap.order.a.agent.b"))]
     owned = [Owned(pod(), ITEM), Owned(pod(), replace(ITEM, attempt=1))]
     found = queue.order_history(ORDER, message(), owned, [*reports, *reports], {}, dead, NOW)
@@ -187,9 +176,8 @@ def test_the_history_of_an_order_has_each_report_once_and_in_order() -> None:
 
 
 def test_an_order_lives_on_in_its_reports_when_its_object_is_gone() -> None:
-    found = queue.order_history(
-        ORDER, None, [], [report(1, "accepted"), report(2, "started")], None, [], NOW
-    )
+    reports = [report(1, "accepted"), report(2, "started")]
+    found = queue.order_history(ORDER, None, [], reports, None, [], NOW)
     assert found is not None
     assert (found.state, found.owner) == ("answered: started, its object is gone", "-")
     assert queue.order_history(ORDER, None, [], [], {}, [], NOW) is None
