@@ -75,27 +75,19 @@ def test_a_file_in_a_stripe_root_is_shown_with_its_name() -> None:
 
 
 @each(
-    ("left", "right", "differing"),
+    ("fact", "left", "right", "shown"),
     [
-        (
-            {"arch": "x86_64", "devices": 2},
-            {"arch": "aarch64", "devices": 2},
-            {"arch": ("x86_64", "aarch64")},
-        ),
+        ("arch", "x86_64", "aarch64", ("x86_64", "aarch64")),
         # Of instructions, those that one processor alone has.
-        (
-            {"cpu": ["avx2", "fma", "sse2"]},
-            {"cpu": ["sse2", "vaes"]},
-            {"cpu": ("avx2 fma", "vaes")},
-        ),
-        ({"cpu": ["avx2", "fma", "sse2"]}, {"cpu": ["fma", "sse2"]}, {"cpu": ("avx2", "-")}),
+        ("cpu", ["avx2", "fma", "sse2"], ["sse2", "vaes"], ("avx2 fma", "vaes")),
+        ("cpu", ["avx2", "fma", "sse2"], ["fma", "sse2"], ("avx2", "-")),
     ],
 )
-def test_facts_that_differ_have_both_values(
-    left: dict[str, Any], right: dict[str, Any], differing: dict[str, tuple[str, str]]
+def test_a_fact_that_differs_has_both_values(
+    fact: str, left: Any, right: Any, shown: tuple[str, str]
 ) -> None:
-    found = artifact_tables.difference(_manifests(**left), _manifests(**right))
-    assert found.facts == differing
+    one, other = (_manifests(devices=2, **{fact: value}) for value in (left, right))
+    assert artifact_tables.difference(one, other).facts == {fact: shown}
 
 
 def test_a_node_is_compared_by_the_devices_and_the_driver_of_the_source_where_it_has_them() -> None:

@@ -103,7 +103,7 @@ NOTHING = plans.Inventory([], frozenset(), [], [], [])
 ALL, NONE = frozenset({1}), frozenset[int]()
 DEFAULT, DEMO = _record("default"), _record("demo-1")
 OWNED = _record("demo-1", owner=_process("snapshotctl", 9))
-NATS = [plans.RunProcess(1, "r", "nats-server")]
+NATS, SOCKETS = [plans.RunProcess(1, "r", "nats-server")], [(Path("/k/r"), "r")]
 STRAY, FOLDER = [plans.RunProcess(7, "gone", "worker.py")], [(Path("/tmp/snapback-x"), "gone")]
 PURGE = "snapshotctl down --cluster demo-1 --purge"
 
@@ -112,14 +112,7 @@ PURGE = "snapshotctl down --cluster demo-1 --purge"
     ("found", "left"),
     [
         # A running cluster, a stopped one of the user, a demo that was kept and runs.
-        (
-            {
-                "clusters": [(DEFAULT, ALL)],
-                "processes": NATS,
-                "socket_folders": [(Path("/k/r"), "r")],
-            },
-            [],
-        ),
+        ({"clusters": [(DEFAULT, ALL)], "processes": NATS, "socket_folders": SOCKETS}, []),
         ({"clusters": [(DEFAULT, NONE)]}, []),
         ({"clusters": [(DEMO, ALL)], "processes": NATS}, []),
         # A demo that is under way, also while nothing of it runs yet.

@@ -317,8 +317,8 @@ def restore(namespace: str, pod: str, driver: str = "criu") -> dict[str, Any]:
 
 
 def seen(kubectl: Kubectl, *restores: dict[str, Any]) -> Any:
-    template = {"spec": {"containers": []}}
-    node = named("DaemonSet", "snapback", "snapback-node", spec={"template": template})
+    spec: dict[str, Any] = {"template": {"spec": {"containers": []}}}
+    node = named("DaemonSet", "snapback", "snapback-node", spec=spec)
     node["metadata"]["labels"] = {"app.kubernetes.io/component": "node"}
     pods = [named("Pod", space, name) for space in ("a", "b") for name in ("one", "two", "three")]
     objects = {"workloads": [node], "restores": restores, "pods": pods}

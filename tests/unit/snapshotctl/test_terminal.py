@@ -19,9 +19,11 @@ class _Tty(io.StringIO):
         return True
 
 
-def _terminal(
-    output: OutputFormat = "table", stream: type[io.StringIO] = io.StringIO
-) -> tuple[Terminal, io.StringIO, io.StringIO]:
+Shown = tuple[Terminal, io.StringIO, io.StringIO]
+"""A terminal, and its two streams."""
+
+
+def _terminal(output: OutputFormat = "table", stream: type[io.StringIO] = io.StringIO) -> Shown:
     out, err = stream(), stream()
     return Terminal(output, out, err), out, err
 
@@ -103,11 +105,12 @@ def test_parts_are_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Shown:
     """A terminal with 40 columns."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
+    return _terminal(stream=_Tty)
 
 
 WIDE = Table(
@@ -116,9 +119,8 @@ WIDE = Table(
 )
 
 
-@pytest.mark.usefixtures("narrow")
-def test_a_table_fits_a_terminal_and_no_word_is_broken() -> None:
-    terminal, out, err = _terminal(stream=_Tty)
+def test_a_table_fits_a_terminal_and_no_word_is_broken(narrow: Shown) -> None:
+    terminal, out, err = narrow
     terminal.table(WIDE, indent="  ")
     lines = _plain(out).splitlines()
     assert max(map(len, lines)) <= 40
@@ -141,12 +143,10 @@ def test_all_of_a_table_is_shown_where_that_is_asked_for_and_where_a_program_rea
         assert err.getvalue() == ""
 
 
-@pytest.mark.usefixtures("narrow")
-def test_columns_that_can_be_spared_are_left_out_before_anything_is_cut() -> None:
-    out, err = _Tty(), _Tty()
+def test_columns_that_can_be_spared_are_left_out_before_anything_is_cut(narrow: Shown) -> None:
+    terminal, out, err = narrow
     rows = [("a" * 12, "b" * 12, "c" * 12, "d")]
-    table = Table(("NAME", "ONE", "TWO", "ONE"), rows, ("TWO", "NAME"))
-    Terminal("table", out, err).table(table)
+    terminal.table(Table(("NAME", "ONE", "TWO", "ONE"), rows, ("TWO", "NAME")))
     assert [line.split() for line in _plain(out).splitlines()] == [
         ["NAME", "ONE", "ONE"],
         ["a" * 12, "b" * 12, "d"],
@@ -160,16 +160,14 @@ def test_a_table_that_fits_is_not_called_cut_also_with_less_between_its_columns(
         (("a", "1s"), "NAME   AGE\na      1s\n"),
         (("a" * 18, "b" * 20), f"NAME{' ' * 16}AGE\n{'a' * 18}  {'b' * 20}\n"),
     ):
-        out, err = _Tty(), _Tty()
-        Terminal("table", out, err).table(Table(("NAME", "AGE"), [row]))
+        terminal, out, err = _terminal(stream=_Tty)
+        terminal.table(Table(("NAME", "AGE"), [row]))
         assert [line.rstrip() for line in _plain(out).splitlines()] == shown.splitlines()
         assert err.getvalue() == ""
 
 
-@pytest.mark.usefixtures("narrow")
-def test_a_long_line_is_broken_between_words_on_a_terminal() -> None:
-    out, err = _Tty(), _Tty()
-    terminal = Terminal("table", out, err)
+def test_a_long_line_is_broken_between_words_on_a_terminal(narrow: Shown) -> None:
+    terminal, out, err = narrow
     terminal.line("  a line that is too long for the columns of this terminal")
     terminal.note("remarks are broken between their words as well")
     assert _plain(out).splitlines() == [
@@ -196,12 +194,13 @@ def test_there_is_colour_on_a_terminal_unless_it_is_not_wanted(
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in ({"TERM": "xterm-256color"} | settings).items():
         monkeypatch.setenv(name, value)
-    err = _Tty()
-    Terminal("table", io.StringIO(), err).failure(Failure(reason="X", message="wrong"))
+    wrong = Failure(reason="X", message="wrong")
+    terminal, _, err = _terminal(stream=_Tty)
+    terminal.failure(wrong)
     assert "error: wrong" in err.getvalue()
     assert bool(COLOUR.search(err.getvalue())) == is_coloured
     terminal, _, piped = _terminal()
-    terminal.failure(Failure(reason="X", message="wrong"))
+    terminal.failure(wrong)
     assert piped.getvalue() == "error: wrong\n"
 
 
@@ -216,8 +215,7 @@ def test_what_is_under_way_is_a_line_now_and_then_when_no_terminal_reads() -> No
 
 def test_what_is_under_way_is_shown_in_place_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    out = _Tty()
-    terminal = Terminal("table", out, io.StringIO())
+    terminal, out, _ = _terminal(stream=_Tty)
     with terminal.activity() as activity:
         activity.show("    capturing: 1 s so far")
     terminal.line("captured")
@@ -232,5 +230,6 @@ class _WithoutReader(io.StringIO):
 
 
 def test_a_reader_that_has_ended_is_reported_and_ends_no_program() -> None:
+    terminal, *_ = _terminal(stream=_WithoutReader)
     with pytest.raises(BrokenPipeError):
-        Terminal("table", _WithoutReader(), io.StringIO()).line("x")
+        terminal.line("x")
