@@ -343,7 +343,10 @@ def test_every_problem_is_named_at_once_by_its_path() -> None:
         ),
         (pod(containers=[with_gpus(-1)]), GPUS),
         (pod(containers=[with_gpus(-2)]), GPUS),
-        (pod(containers=[with_gpus("two")]), f"{GPUS}'two' is not a quantity, such as 500m, 2 or"),
+        (
+            pod(containers=[with_gpus("two")]),
+            f"{GPUS}'two' is not a quantity, such as 500m, 2 or 4Gi",
+        ),
         (pod(containers=[with_gpus(65)]), "spec.containers: "),
         (
             pod(containers=[with_gpus(33), with_gpus(32, name="b")]),
