@@ -10,16 +10,18 @@ import asyncio
 import contextlib
 import io
 import os
+import socket
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import pytest
 
+import snapback_client as client
 from gms import cli
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.grpc_api import GrpcServer
@@ -34,8 +36,17 @@ from gms.handlers.sessions import LeaseSessions
 from gms.handlers.transfers import GmsTransfers
 from gms.ports import Device, Transfers
 from gms.transfer_child.__main__ import _work_of
-from snapback_client.frames import Access, Attach, Attached, LockMode, MemoryDomain, error_of
+from snapback_client.frames import (
+    LEASE_SOCKET,
+    Access,
+    Attach,
+    Attached,
+    LockMode,
+    MemoryDomain,
+    error_of,
+)
 from snapback_client.lease import Lease
+from snapback_client.wire import prepare
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import failure_of
 from snapshot_shared.frames import DeviceStatus, StatusReply, StatusRequest
@@ -241,6 +252,34 @@ def attach(service: RunningGms, lock: str = "RW", **fields: Any) -> Lease:
     return Lease.attach(str(service.folder), asking(service, lock, **fields))
 
 
+@contextlib.contextmanager
+def raw(sockets: Path) -> Iterator[socket.socket]:
+    """Connect to the lease socket in a folder, and say nothing yet."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        prepare(sock)
+        sock.settimeout(10)
+        sock.connect(str(sockets / LEASE_SOCKET))
+        yield sock
+
+
+def committed(
+    device: int = 0, value: int = 0, *, size: int = 10, layout_id: str | None = None, **how: Any
+) -> client.MemoryPool:
+    """Commit an array `w` of bytes, all with one value; return its pool, which is open."""
+    pool = client.connect(device, lock="RW", **how)
+    array = pool.allocate("w", size, "u1")
+    if value:
+        array[:] = value
+    pool.commit(layout_id=layout_id)
+    return pool
+
+
+def fields_of(verb: str, owner: str, part: str = "-gpu-0") -> dict[str, Any]:
+    """Return what every order has, of one to the service of node n1."""
+    order = f"{verb}-{owner}{part}"
+    return {"order": order, "attempt": 1, "node": "n1", "owner": owner, "deadline_s": 30.0}
+
+
 class GmsProgram:
     """`python -m gms.main` of node n1, with an environment and a log of its own."""
 
@@ -305,6 +344,39 @@ class GmsProgram:
             process.wait()
 
 
+class Other:
+    """Code in another process, which prints a line once it is ready and ends with its input."""
+
+    def __init__(self, code: str, *arguments: str) -> None:
+        command = [sys.executable, "-u", "-c", code, *arguments]
+        pipe = subprocess.PIPE
+        self._process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.said = self._process.stdout.readline().strip()
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.end()
+
+
+def program(name: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a program that is installed beside Python; what it says of a failure can be read."""
+    path = Path(sys.executable).with_name(name)
+    variables = os.environ | environment
+    return subprocess.Popen([path, *words], env=variables, stderr=subprocess.PIPE, text=True)
+
+
 def children_of(pid: int | str = "self") -> list[int]:
     """The children of a process and of all its threads."""
     found: list[int] = []
@@ -313,6 +385,11 @@ def children_of(pid: int | str = "self") -> list[int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += map(int, path.read_text().split())
     return found
+
+
+def open_descriptors() -> int:
+    """How many descriptors this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def gms(*arguments: object, status: int = 0, **environment: str) -> str:

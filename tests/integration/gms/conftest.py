@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,8 @@ from tests.support.gms_rig import RunningGms
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
     """A folder whose path is short enough for a socket."""
-    folder = Path(tempfile.mkdtemp(prefix="gms-"))
-    yield folder
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="gms-") as folder:
+        yield Path(folder)
 
 
 Launch = Callable[..., RunningGms]

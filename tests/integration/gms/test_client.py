@@ -29,7 +29,7 @@ from snapback_client.slots import RAW, dtype_of
 from snapback_client.wire import send
 from snapshot_shared import errors
 from tests.support.forks import forks
-from tests.support.gms_rig import ATTACHED, MIB, attach
+from tests.support.gms_rig import ATTACHED, MIB, attach, committed
 
 POOLS = Path(__file__).parents[2] / "golden/data/pools"
 
@@ -151,9 +151,8 @@ def test_a_pool_that_sleeps_leaves_no_mapping_descriptor_or_thread(service: Any)
 
 
 def test_the_addresses_stay_reserved_while_the_pool_sleeps(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        place = address(pool.allocate("w", 10, np.uint8))
-        pool.commit()
+    with committed() as pool:
+        place = address(pool["w"])
         pool.sleep()
         with pytest.raises(client.AddressTaken):
             Reservation(4096, address=place)
@@ -187,20 +186,14 @@ def test_another_process_restores_the_arrays_at_the_same_addresses_or_connects_t
     assert output(code, str(state)).splitlines() == expected * 2
 
 
-def commit_another(service: Any, first: client.GenerationRef, layout_id: str) -> None:
-    """Replace what is committed, as another process would."""
-    lease = attach(service, if_match=first)
-    lease.allocate([frames.AllocationSpec(id="w", size=10, tag="array")])
-    lease.commit(if_match=first, layout_id=layout_id)
-    lease.detach()
-
-
 def test_a_pool_that_wakes_to_another_layout_names_both_and_sleeps_on(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, np.uint8)
-        first = pool.commit(layout_id="one")
+    with committed(layout_id="one") as pool:
         pool.sleep()
-        commit_another(service, first, "two")
+        # As another process would.
+        lease = attach(service, if_match=pool.generation)
+        lease.allocate([frames.AllocationSpec(id="w", size=10, tag="array")])
+        lease.commit(if_match=pool.generation, layout_id="two")
+        lease.detach()
         with pytest.raises(client.StaleLayout) as caught:
             pool.wake()
         assert caught.value.values["expected"]["layout_id"] == "one"
@@ -210,25 +203,19 @@ def test_a_pool_that_wakes_to_another_layout_names_both_and_sleeps_on(service: A
 
 
 def test_a_wake_does_not_ask_for_the_same_generation(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        array = pool.allocate("w", 10, np.uint8)
-        array[:] = 4
-        first = pool.commit(layout_id="one")
-        shape = pool.structure_hash
-        state = pool.save_state()
+    with committed(value=4, layout_id="one") as first:
+        state = first.save_state()
     # The same layout again, as a load on another node would bring it.
-    with client.connect(lock="RW", if_match=first) as pool:
-        pool.allocate("w", 10, np.uint8)[:] = 4
-        assert pool.commit(layout_id="one").generation == 2
-        assert pool.structure_hash == shape
+    with committed(value=4, layout_id="one", if_match=first.generation) as second:
+        assert second.generation is not None
+        assert second.generation.generation == 2
+        assert second.structure_hash == first.structure_hash
     with client.restore(state) as pool:
         assert pool["w"].tolist() == [4] * 10
 
 
 def test_a_wake_waits_for_a_layout_and_gives_up_at_its_deadline(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, np.uint8)
-        pool.commit()
+    with committed() as pool:
         pool.sleep()
         service.drop(0)
         with pytest.raises(client.DeadlineExceeded):
@@ -237,16 +224,15 @@ def test_a_wake_waits_for_a_layout_and_gives_up_at_its_deadline(service: Any) ->
 
 
 def test_a_wake_after_the_service_was_restarted_is_refused_at_once(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, np.uint8)
-        before = pool.commit()
+    before = service.gms.incarnation
+    with committed() as pool:
         pool.sleep()
         service.restart()
         began = time.monotonic()
         with pytest.raises(client.StaleLayout) as caught:
             pool.wake()
         assert time.monotonic() - began < 5.0
-        assert caught.value.values["expected"] == before.incarnation
+        assert caught.value.values["expected"] == before
         assert caught.value.values["found"] == service.gms.incarnation
         assert pool.is_asleep
 
@@ -254,9 +240,7 @@ def test_a_wake_after_the_service_was_restarted_is_refused_at_once(service: Any)
 def test_a_wake_after_a_restart_takes_the_same_layout_when_it_was_loaded_again(
     service: Any,
 ) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, np.uint8)[:] = 4
-        pool.commit(layout_id="one")
+    with committed(value=4, layout_id="one") as pool:
         pool.sleep()
         service.restart()
         output(
@@ -271,9 +255,7 @@ def test_a_wake_after_a_restart_takes_the_same_layout_when_it_was_loaded_again(
 
 
 def test_a_pool_that_moved_waits_for_its_layout_only_when_asked_to(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, np.uint8)
-        pool.commit()
+    with committed() as pool:
         state = pool.save_state()
     service.restart()
     with pytest.raises(client.StaleLayout, match="the layout is lost"):
@@ -362,9 +344,7 @@ def test_a_freed_array_gives_its_memory_back(service: Any) -> None:
 
 
 def test_two_pools_of_one_range_cannot_be_open_in_one_process(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("a", 10, "u1")
-        pool.commit()
+    with committed():
         with pytest.raises(client.AddressTaken) as caught:
             client.connect(lock="RO")
         assert caught.value.values["address"] == FIRST_ADDRESS
@@ -455,14 +435,14 @@ def test_a_device_that_is_not_there_is_named(
         client.connect(device)
 
 
-@pytest.mark.parametrize("name", [None, "{0}"])
+@pytest.mark.parametrize("index", [None, 0])
 def test_a_state_that_was_saved_when_pools_were_placed_by_ordinal_is_restored(
-    service: Any, name: str | None
+    service: Any, index: int | None
 ) -> None:
     """Recorded then, with ordinal 1; its address counts, also on a device of another index."""
     state = (POOLS / "placed-by-ordinal.json").read_bytes()
-    device = None if name is None else name.format(*service.uuids)
-    with client.connect(1 if device is None else device, lock="RW") as pool:
+    device = None if index is None else service.uuids[index]
+    with client.connect(device or 1, lock="RW") as pool:
         pool.allocate("w", (3, 5), "f4")[:] = 7
         pool.allocate("b", 7, "i2")
         pool.commit(layout_id="golden")
@@ -525,9 +505,7 @@ def test_the_numbers_below_the_count_of_devices_can_be_connected_to(
 
 
 def test_the_state_of_another_size_or_place_is_refused(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("a", 10, "u1")
-        pool.commit()
+    with committed() as pool:
         good = json.loads(pool.save_state())
     slot = good["slots"][0]
     for change in (
@@ -558,14 +536,12 @@ def test_the_library_brings_neither_grpc_nor_nats_nor_telemetry_along() -> None:
 
 
 def test_a_writer_that_gave_up_what_was_committed_commits_anew(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, np.uint8)
-        first = pool.commit()
+    with committed() as pool:
+        first = pool.generation
     with client.connect(lock="RW", if_match=first, replace=True) as pool:
         assert pool.generation is None
         pool.allocate("w", 20, np.uint8)[:] = 2
-        second = pool.commit()
-    assert second.generation == first.generation + 1
+        assert pool.commit().generation == 2
     with client.connect(lock="RO") as pool:
         assert pool["w"].sum() == 40
 

@@ -6,7 +6,6 @@ import importlib.util
 import subprocess
 import sys
 import zipfile
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def metadata_of(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as files:
-        (name,) = (each for each in files.namelist() if each.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(files.read(name).decode())
-
-
 def test_an_engine_with_the_wheel_msgspec_and_numpy_alone_shares_memory(
     wheel: Path, tmp_path: Path, service: Any
 ) -> None:
@@ -73,7 +66,9 @@ def test_an_engine_with_the_wheel_msgspec_and_numpy_alone_shares_memory(
 
 
 def test_the_wheel_needs_msgspec_and_numpy_and_says_what_it_is(wheel: Path) -> None:
-    metadata = metadata_of(wheel)
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (each for each in files.namelist() if each.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(files.read(name).decode())
     needed = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
     assert needed == ["msgspec>=0.19", "numpy>=2.0"]
     assert (metadata["Name"], metadata["License-Expression"]) == ("snapback-client", "Apache-2.0")

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ import pytest
 import snapback_client as client
 from gms.adapters.transfer_process import TransferProcesses
 from snapshot_shared.service import VERSION
-from tests.support.gms_rig import MIB, gms
+from tests.support.gms_rig import MIB, Other, committed, gms, program
 from tests.support.waiting import wait_until
+from tests.support.weights import flip
 
 GMS = Path(sys.executable).with_name("gms")
 
@@ -37,19 +36,6 @@ def save(device: int, root: Path) -> Path:
     return Path(json.loads(gms("save", "-d", device, "--root", root, "-o", "json"))["path"])
 
 
-@contextmanager
-def another_process(source: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a program that prints a line once it is ready, and reads one before it ends."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", source], stdin=pipe, stdout=pipe, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        yield process
-        process.communicate("\n", timeout=20)
-
-
 @pytest.fixture
 def part(service: Any, tmp_path: Path) -> Path:
     """A part that was saved from device 0."""
@@ -58,9 +44,7 @@ def part(service: Any, tmp_path: Path) -> Path:
 
 
 def test_status_shows_devices_holders_and_the_last_events(service: Any) -> None:
-    with client.connect(lock="RW", name="worker") as pool:
-        pool.allocate("w", 1000, "u1")
-        pool.commit()
+    with committed(size=1000, name="worker"):
         text = gms("status")
         assert service.uuids[0] in text
         assert "RO worker (pid" in text
@@ -89,21 +73,24 @@ def test_a_load_replaces_another_layout_only_when_asked_to(service: Any, part: P
 
 def test_drop_frees_what_is_committed_and_says_how_much(service: Any) -> None:
     commit(1)
-    found = json.loads(gms("status", "-o", "json", "--events", 0))["devices"][1]
-    layout = found["domains"][0]["layout"]
+    layout = service.layout(1)
     said = gms("drop", "--device", 1)
-    assert said == f"9.02 MiB of device 1 are free: layout {layout['layout_id']}\n"
-    after = json.loads(gms("status", "-o", "json", "--events", 0))["devices"][1]
-    assert after["used"] == 0
-    assert after["domains"][0]["layout"] is None
+    assert said == f"9.02 MiB of device 1 are free: layout {layout.layout_id}\n"
+    after = service.device(1)
+    assert (after.used, after.domains[0].layout) == (0, None)
     assert "NotFound: nothing is committed on device 1" in gms("drop", "-d", 1, status=1)
     commit(1)
 
 
 def test_drop_is_refused_while_sessions_use_the_layout_and_names_each(service: Any) -> None:
     commit(0)
-    hold = "import snapback_client as c; p = c.connect(lock='RO', name='second'); print(1); input()"
-    with client.connect(0, lock="RO", name="first"), another_process(hold) as other:
+    hold = (
+        "import sys, snapback_client as client\n"
+        "pool = client.connect(lock='RO', name='second')\n"
+        "print('held')\n"
+        "sys.stdin.read()\n"
+    )
+    with client.connect(0, lock="RO", name="first"), Other(hold) as other:
         said = gms("drop", status=1)
         assert "error: NotEligible: the layout of " in said
         assert f"in use by first (pid {os.getpid()}), second (pid {other.pid})\n" in said
@@ -127,8 +114,7 @@ def test_drop_frees_only_the_layout_that_is_named(service: Any) -> None:
     said = gms("drop", "--layout", "another", status=1)
     assert "error: StaleLayout: " in said
     assert "next: see what is committed: gms status" in said
-    status = json.loads(gms("status", "-o", "json", "--events", 0))
-    layout = status["devices"][0]["domains"][0]["layout"]
+    layout = json.loads(gms("status", "-o", "json"))["devices"][0]["domains"][0]["layout"]
     dropped = json.loads(gms("drop", "--layout", layout["layout_id"], "-o", "json"))
     assert dropped == {"device": service.uuids[0], "layout": layout}
 
@@ -136,16 +122,13 @@ def test_drop_frees_only_the_layout_that_is_named(service: Any) -> None:
 def test_a_shard_that_another_artifact_shares_is_verified_as_any_other(
     part: Path, tmp_path: Path
 ) -> None:
-    (shard,) = (each for each in part.iterdir() if each.name != "part.json")
-    (tmp_path / "other").hardlink_to(shard)
+    (tmp_path / "other").hardlink_to(part / "shard-0000.bin")
     assert "every digest matches" in gms("verify", part)
 
 
 def test_verify_names_the_chunk_that_is_damaged(part: Path) -> None:
-    (shard,) = (each for each in part.iterdir() if each.name != "part.json")
-    data = bytearray(shard.read_bytes())
-    data[12345] ^= 1
-    shard.write_bytes(data)
+    shard = part / "shard-0000.bin"
+    flip(shard, 12345)
     text = gms("verify", part, status=1)
     assert "ArtifactCorrupt" in text
     assert f"chunk 0 of {shard}" in text
@@ -194,21 +177,22 @@ def test_bench_measures_and_leaves_nothing(service: Any) -> None:
     assert service.device().used == 0
 
 
-def test_what_cannot_be_done_is_said_in_one_line(service: Any) -> None:
-    refusals = {
-        ("status", "--socket-dir", "/nowhere"): "no GPU memory service answers at /nowhere",
-        ("save", "-d", "7"): "device 7 is not served here",
-        ("save",): "nothing is committed on device 0",
-        ("load", "/nowhere"): "/nowhere is not the path of a part",
-        ("verify", "/nowhere"): "there is no part at /nowhere",
-        ("diff", "/nowhere", "/nowhere"): "there is no part at /nowhere",
-    }
-    found = {words: gms(*words, status=1) for words in refusals}
-    assert {
-        words: found[words] for words, says in refusals.items() if says not in found[words]
-    } == {}
-    assert "Invalid value" in gms("status", "--events", "-1", status=2)
-    assert "No such command" in gms("nothing", status=2)
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ("status --socket-dir /nowhere", 1, "no GPU memory service answers at /nowhere"),
+        ("save -d 7", 1, "device 7 is not served here"),
+        ("save", 1, "nothing is committed on device 0"),
+        ("load /nowhere", 1, "/nowhere is not the path of a part"),
+        ("diff /nowhere /nowhere", 1, "there is no part at /nowhere"),
+        ("status --events -1", 2, "Invalid value"),
+        ("nothing", 2, "No such command"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    service: Any, words: str, status: int, says: str
+) -> None:
+    assert says in gms(*words.split(), status=status)
 
 
 def test_without_a_folder_of_sockets_it_says_what_to_set() -> None:
@@ -216,14 +200,13 @@ def test_without_a_folder_of_sockets_it_says_what_to_set() -> None:
     assert "set GMS_SOCKET_DIR" in text
 
 
-def test_a_folder_of_sockets_that_depends_on_something_else_is_refused() -> None:
-    wrong = {}
-    for folder in ("gms", "./gms", "/run/../gms", "/run/gms/.", "/run/gms "):
-        for command in ("status", "save", "bench"):
-            text = gms(command, "--socket-dir", folder, status=1)
-            if f"--socket-dir={folder!r} is no absolute path" not in text:
-                wrong[command, folder] = text
-    assert wrong == {}
+@pytest.mark.parametrize("command", ["status", "save", "bench"])
+@pytest.mark.parametrize("folder", ["gms", "./gms", "/run/../gms", "/run/gms/.", "/run/gms "])
+def test_a_folder_of_sockets_that_depends_on_something_else_is_refused(
+    command: str, folder: str
+) -> None:
+    text = gms(command, "--socket-dir", folder, status=1)
+    assert f"--socket-dir={folder!r} is no absolute path" in text
 
 
 def test_an_interrupt_ends_a_save_and_leaves_nothing(launch: Any, tmp_path: Path) -> None:
@@ -231,9 +214,7 @@ def test_an_interrupt_ends_a_save_and_leaves_nothing(launch: Any, tmp_path: Path
     with client.connect(lock="RW") as pool:
         pool.allocate("w", 900 * MIB, "u1")
         pool.commit()
-    with subprocess.Popen(
-        [str(GMS), "save", "--root", str(tmp_path)], stderr=subprocess.PIPE, text=True
-    ) as process:
+    with program("gms", "save", "--root", str(tmp_path)) as process:
         wait_until(lambda: any(tmp_path.rglob("gpu-0")))
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ import snapback_client as client
 from gms.containers import save_all
 from gms.domain.containers import Outcome, read_settings
 from snapshot_shared.codec import decode_json, encode_json
+from snapshot_shared.errors import Failure
 from snapshot_shared.orders import LoadOrder, SaveOrder
 from tests.support.forks import forks
-from tests.support.gms_rig import MIB, TransferThreads
+from tests.support.gms_rig import MIB, TransferThreads, committed, program
 from tests.support.waiting import wait_until
 from tests.support.weights import UID, flip, load_order, save_order
 
@@ -40,19 +40,14 @@ class Container:
             "GMS_ORDER_FILE": str(self.control / "orders.json"),
         }
 
-    def start(self, program: str, orders: Any, **environment: str) -> subprocess.Popen[str]:
+    def start(self, name: str, orders: Any, **environment: str) -> subprocess.Popen[str]:
         (self.control / "orders.json").write_bytes(encode_json(orders))
-        return subprocess.Popen(
-            [str(Path(sys.executable).with_name(program))],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **self.environment, **environment},
-        )
+        return program(name, **self.environment | environment)
 
-    def run(self, program: str, orders: Any, *, status: int = 0, **environment: str) -> Outcome:
+    def run(self, name: str, orders: Any, *, status: int = 0, **environment: str) -> Outcome:
         """Run a program in a fork, which starts at once."""
         (self.control / "orders.json").write_bytes(encode_json(orders))
-        name = program.removeprefix("gms-")
+        name = name.removeprefix("gms-")
         ended = forks("gms.containers").run(
             f"from gms.containers import {name}; {name}()",
             environment={**os.environ, **self.environment, **environment},
@@ -67,6 +62,16 @@ class Container:
         settings = read_settings(self.environment)
         parts = asyncio.run(save_all(settings, self.save_orders(), TransferThreads()))
         return Outcome(verb="save", parts=parts)
+
+    def refused(self, name: str, orders: Any, **environment: str) -> Failure:
+        """Run a program, which refuses."""
+        self.run(name, orders, status=1, **environment)
+        return self.failure()
+
+    def failure(self) -> Failure:
+        found = self.outcome().failure
+        assert found is not None
+        return found
 
     def outcome(self) -> Outcome:
         """What stands there: `done` or `failed`, never both."""
@@ -159,8 +164,7 @@ def test_a_saver_and_a_loader_know_object_storage(container: Container, tmp_path
     names = {path.name for path in (container.generation / "gpu-0").iterdir()}
     assert names == {"part.json", "objects.json"}
     container.service.restart()
-    refused = container.run("gms-loader", container.load_orders(saved), status=1).failure
-    assert refused is not None
+    refused = container.refused("gms-loader", container.load_orders(saved))
     assert refused.reason == "ObjectStorageUnset"
     (container.control / "failed").unlink()
     container.run("gms-loader", container.load_orders(saved), **storage)
@@ -171,9 +175,8 @@ def test_when_one_part_is_damaged_no_device_gets_a_layout(container: Container) 
     saved = container.saved()
     flip(container.generation / "gpu-1" / "shard-0000.bin", 77)
     container.service.restart()
-    failed = container.run("gms-loader", container.load_orders(saved), status=1)
-    assert failed.failure is not None
-    assert failed.failure.reason == "ArtifactCorrupt"
+    failure = container.refused("gms-loader", container.load_orders(saved))
+    assert failure.reason == "ArtifactCorrupt"
     for index in range(2):
         device = container.service.device(index)
         assert (device.domains[0].layout, device.loads) == (None, [])
@@ -194,9 +197,7 @@ def test_when_one_layout_cannot_be_published_none_stays_visible(container: Conta
     with loader:
         loader.communicate(timeout=50)
     assert loader.returncode == 1
-    failure = container.outcome().failure
-    assert failure is not None
-    assert failure.reason == "GenerationMismatch"
+    assert container.failure().reason == "GenerationMismatch"
     assert service.device(0).domains[0].layout is None
     assert [service.device(index).loads for index in range(2)] == [[], []]
     with client.connect(1, lock="RO") as other:
@@ -204,30 +205,27 @@ def test_when_one_layout_cannot_be_published_none_stays_visible(container: Conta
 
 
 @pytest.mark.parametrize(
-    ("content", "reason", "says"),
+    ("content", "says"),
     [
-        (b"", "InvalidMessage", ""),
-        (b"[]", "InvalidMessage", "length >= 1"),
-        (b'[{"type": "snapback.v1.load_order"}]', "InvalidMessage", "$[0]"),
+        (b"", ""),
+        (b"[]", "length >= 1"),
+        (b'[{"type": "snapback.v1.load_order"}]', "$[0]"),
     ],
 )
 def test_an_order_file_that_makes_no_sense_is_refused(
-    container: Container, content: bytes, reason: str, says: str
+    container: Container, content: bytes, says: str
 ) -> None:
-    failed = container.run("gms-saver", msgspec.Raw(content), status=1)
-    assert failed.failure is not None
-    assert failed.failure.reason == reason
-    assert says in failed.failure.message
+    failure = container.refused("gms-saver", msgspec.Raw(content))
+    assert failure.reason == "InvalidMessage"
+    assert says in failure.message
 
 
 def test_an_order_about_another_directory_is_refused_with_both_names(container: Container) -> None:
     other = container.generation.parent / "gen-2"
-    failed = container.run(
-        "gms-saver", container.save_orders(), status=1, GMS_CHECKPOINT_DIR=str(other)
-    )
-    assert failed.failure is not None
-    assert failed.failure.values["found"] == str(other)
-    assert failed.failure.values["expected"] == f"default/{UID}/gen-1"
+    orders = container.save_orders()
+    failure = container.refused("gms-saver", orders, GMS_CHECKPOINT_DIR=str(other))
+    assert failure.values["found"] == str(other)
+    assert failure.values["expected"] == f"default/{UID}/gen-1"
 
 
 def test_without_its_environment_it_names_every_variable(container: Container) -> None:
@@ -241,17 +239,13 @@ def test_without_its_environment_it_names_every_variable(container: Container) -
 
 def test_a_saver_that_is_terminated_leaves_no_half_part(launch: Any, tmp_path: Path) -> None:
     service = launch(capacities=(700 * MIB, 8 * MIB))
-    for index, size in ((0, 600 * MIB), (1, MIB)):
-        with client.connect(index, lock="RW") as pool:
-            pool.allocate("w", size, "u1")
-            pool.commit()
+    committed(0, size=600 * MIB).close()
+    committed(1).close()
     container = Container(service, tmp_path)
     with container.start("gms-saver", container.save_orders()[:1]) as process:
         wait_until((container.generation / "gpu-0").exists)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     assert process.returncode == 1
-    failure = container.outcome().failure
-    assert failure is not None
-    assert failure.reason == "Aborted"
+    assert container.failure().reason == "Aborted"
     assert list(container.generation.iterdir()) == []

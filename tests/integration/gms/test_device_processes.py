@@ -46,7 +46,7 @@ from snapshot_shared.errors import SnapbackError
 from snapshot_shared.orders import CommitOrder, PodRef
 from tests.support.cuda_rig import UUIDS as CUDA
 from tests.support.cuda_rig import CudaNode
-from tests.support.gms_rig import MIB, GmsProgram, TransferThreads, gms
+from tests.support.gms_rig import MIB, GmsProgram, TransferThreads, committed, fields_of, gms, raw
 from tests.support.limits import no_descriptor_left
 from tests.support.waiting import wait_until
 from tests.support.weights import PART, UID, loading
@@ -128,13 +128,6 @@ def own(tmp_path: Path, socket_dir: Path) -> Iterator[Node]:
         yield node
 
 
-def committed(device: int, value: int) -> client.MemoryPool:
-    pool = client.connect(device, lock="RW")
-    pool.allocate("w", MIB, np.uint8)[:] = value
-    pool.commit()
-    return pool
-
-
 def test_the_crash_of_one_leaves_the_pools_and_the_layouts_of_the_others(node: Node) -> None:
     with (
         committed(0, 1) as lost,
@@ -151,12 +144,12 @@ def test_the_crash_of_one_leaves_the_pools_and_the_layouts_of_the_others(node: N
         assert lost["w"][7] == 1
         kept.sleep()
         kept.wake()
-        assert kept["w"].tolist() == [2] * MIB
+        assert kept["w"].tolist() == [2] * 10
         asked = Attach(device=UUIDS[1], domain=MemoryDomain.WEIGHTS, lock=LockMode.RO, deadline_s=5)
         reader = Lease.attach(str(node.sockets), asked)
         found = reader.attached
         assert GenerationRef(incarnation=found.incarnation, generation=found.generation) == before
-        assert [info.size for info in reader.allocations()] == [MIB]
+        assert [info.size for info in reader.allocations()] == [10]
         reader.detach()
         wait_until(lambda: node.pid(0) not in (0, killed), node.said)
 
@@ -231,19 +224,34 @@ def test_what_is_asked_while_a_process_starts_again_waits_for_it(node: Node) -> 
         assert status.devices[0].domains[0].layout is None
 
 
+@contextlib.contextmanager
+def stalled(node: Node, number: signal.Signals) -> Iterator[None]:
+    """Have the first device not served: its process hangs, or cannot be started again."""
+    pid, folder, aside = node.pid(0), node.sockets / "gpu-0", node.sockets / "moved"
+    if number is signal.SIGKILL:
+        folder.rename(aside)
+        # What starts again has no place for its sockets.
+        folder.touch()
+    os.kill(pid, number)
+    try:
+        yield
+    finally:
+        if number is signal.SIGKILL:
+            folder.unlink()
+            shutil.rmtree(aside)
+        else:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_a_process_that_hangs_holds_up_no_other_device(node: Node) -> None:
     with committed(1, 2):
-        stopped = node.pid(0)
-        os.kill(stopped, signal.SIGSTOP)
-        try:
+        with stalled(node, signal.SIGSTOP):
             status = asyncio.run(node.status())
             assert [device.uuid for device in status.devices] == UUIDS[1:]
             with pytest.raises(client.DeadlineExceeded):
                 client.connect(0, lock="RW", deadline_s=0.1)
             with client.connect(1, lock="RW", domain="kv") as pool:
                 pool.allocate("kv", MIB, np.uint8)
-        finally:
-            os.kill(stopped, signal.SIGCONT)
         status = asyncio.run(node.status())
         assert [device.uuid for device in status.devices] == UUIDS
 
@@ -294,13 +302,8 @@ async def test_a_fence_does_not_count_as_ended_while_a_process_that_hangs_has_it
 ) -> None:
     token = fresh_token("fence")
     await fence(asleep, token, UUIDS)
-    stopped = asleep.pid(0)
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        with pytest.raises(SnapbackError) as raised:
-            await unfence(asleep, token)
-    finally:
-        os.kill(stopped, signal.SIGCONT)
+    with stalled(asleep, signal.SIGSTOP), pytest.raises(SnapbackError) as raised:
+        await unfence(asleep, token)
     failure = raised.value.to_failure()
     assert (failure.reason, failure.retryable) == ("DeadlineExceeded", True)
     assert UUIDS[0] in failure.message
@@ -344,25 +347,6 @@ async def test_a_call_for_a_fence_that_is_cancelled_may_be_repeated(asleep: Node
     assert await unfence(asleep, token)
 
 
-@contextlib.contextmanager
-def stalled(node: Node, number: signal.Signals) -> Iterator[None]:
-    """Have the first device not served: its process hangs, or cannot be started again."""
-    pid, folder, aside = node.pid(0), node.sockets / "gpu-0", node.sockets / "moved"
-    if number is signal.SIGKILL:
-        folder.rename(aside)
-        # What starts again has no place for its sockets.
-        folder.touch()
-    os.kill(pid, number)
-    try:
-        yield
-    finally:
-        if number is signal.SIGKILL:
-            folder.unlink()
-            shutil.rmtree(aside)
-        else:
-            os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.parametrize(
     ("number", "reason"),
     [(signal.SIGSTOP, "DeadlineExceeded"), (signal.SIGKILL, "DeviceProcessGone")],
@@ -375,16 +359,8 @@ def test_an_order_for_a_device_that_is_not_served_now_may_be_given_again(
 
     unused: Any = None
     orders = GmsOrders(find, unused, unused, unused, root=tmp_path)
-    order = CommitOrder(
-        order=f"commit-{UID}-gpu-0",
-        attempt=1,
-        node="n1",
-        owner=UID,
-        deadline_s=30.0,
-        device="gpu-0",
-        load_token="t",
-        layout_id="l",
-    )
+    fields = fields_of("commit", UID)
+    order = CommitOrder(device="gpu-0", load_token="t", layout_id="l", **fields)
     with stalled(node, number):
         for name in ("gpu-0", UUIDS[0]):
             with pytest.raises(SnapbackError) as raised:
@@ -467,26 +443,25 @@ def test_the_events_of_a_process_that_lives_come_once_and_it_does_not_count_as_e
             events = (await split.status(frames.StatusRequest(events=64))).events
             assert isinstance(events, list)
             found = [(event.kind, event.reason) for event in events]
-            return [
-                each
-                for each in found
-                if each[0] in (frames.EventKind.FENCE, frames.EventKind.DEATH)
-            ]
+            seen = (frames.EventKind.FENCE, frames.EventKind.DEATH)
+            return [each for each in found if each[0] in seen]
+
+        async def start_again() -> None:
+            service.grpc = GrpcServer(service.folder, service.control, service.transfers)
+            await service.grpc.start()
 
         request = frames.FenceRequest(token="t", devices=[uuid], wait_s=5.0, deadline_s=60.0)
         async with split.following():
             await service.control.fence(request)
             await until_said((frames.EventKind.FENCE, "asked"))
             await service.grpc.close()
-            service.grpc = GrpcServer(service.folder, service.control, service.transfers)
-            await service.grpc.start()
+            await start_again()
             await service.control.unfence(frames.UnfenceRequest(token="t"))
             await until_said((frames.EventKind.FENCE, "ended"))
             devices.ended.set()
             await service.grpc.close()
             await until_said((frames.EventKind.DEATH, "device-process"))
-            service.grpc = GrpcServer(service.folder, service.control, service.transfers)
-            await service.grpc.start()
+            await start_again()
             return await said()
 
     assert service.run(run()) == [
@@ -557,9 +532,7 @@ def ended(pidfd: int) -> bool:
 
 def test_a_client_that_names_no_device_is_refused(node: Node) -> None:
     for frame in (encode_frame(Detach()), b"\xff"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(10)
-            sock.connect(str(node.sockets / "gms.sock"))
+        with raw(node.sockets) as sock:
             sock.send(frame)
             reply = decode_reply(sock.recv(65536))
         assert isinstance(reply, ErrorReply)
@@ -572,9 +545,7 @@ def test_a_device_that_no_process_has_is_refused_by_name(node: Node) -> None:
 
 
 def test_a_client_that_says_nothing_is_let_go(node: Node) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(10)
-        sock.connect(str(node.sockets / "gms.sock"))
+    with raw(node.sockets) as sock:
         assert b"no Attach came" in sock.recv(65536)
 
 

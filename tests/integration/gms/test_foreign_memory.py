@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ from snapback_client.wire import send
 from snapshot_shared.codec import encode_msgpack
 from snapshot_shared.errors import Failure, OutOfDeviceMemory, SnapbackError
 from tests.support.claimed_rig import ClaimedRig
-from tests.support.gms_rig import MIB, attach
+from tests.support.gms_rig import MIB, Other, attach, open_descriptors
 from tests.support.waiting import later, wait_until
 
 FOREIGNER = """
@@ -37,20 +35,11 @@ sys.stdin.read()
 """
 
 
-class Foreigner:
-    """Another process that has memory of the device, without the service."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        command = [sys.executable, "-c", FOREIGNER, str(folder), str(size)]
-        pipe = subprocess.PIPE
-        self._process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe)
-        assert self._process.stdout.readline() == b"ready\n"
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+def foreigner_of(folder: Path) -> Other:
+    """Start another process that has 40 MiB of the device, without the service."""
+    found = Other(FOREIGNER, str(folder), str(40 * MIB))
+    assert found.said == "ready"
+    return found
 
 
 @pytest.fixture
@@ -65,10 +54,9 @@ def service(rig: ClaimedRig, launch: Any) -> Any:
 
 
 @pytest.fixture
-def foreigner(rig: ClaimedRig) -> Iterator[Foreigner]:
-    foreigner = Foreigner(rig.folder, 40 * MIB)
-    yield foreigner
-    foreigner.end()
+def foreigner(rig: ClaimedRig) -> Iterator[Other]:
+    with foreigner_of(rig.folder) as foreigner:
+        yield foreigner
 
 
 def test_a_cache_wakes_into_the_memory_that_another_process_frees_meanwhile(
@@ -77,14 +65,14 @@ def test_a_cache_wakes_into_the_memory_that_another_process_frees_meanwhile(
     with client.connect(lock="RW", domain="kv") as cache:
         cache.allocate("k", 50 * MIB, "u1")
         cache.sleep()
-        foreigner = Foreigner(rig.folder, 40 * MIB)
-        with later(foreigner.end):
+        foreigner = foreigner_of(rig.folder)
+        with later(foreigner.kill):
             cache.wake()
         assert cache["k"].nbytes == 50 * MIB
 
 
 def test_what_is_free_is_what_the_device_says_and_not_what_the_service_has_left(
-    service: Any, foreigner: Foreigner
+    service: Any, foreigner: Other
 ) -> None:
     # The service may answer by what the device has said before.
     wait_until(lambda: service.device().free == 24 * MIB)
@@ -105,7 +93,7 @@ def test_what_is_free_is_what_the_device_says_and_not_what_the_service_has_left(
         caught.value.message
     )
     assert caught.value.next_step == "end the processes that hold it"
-    foreigner.end()
+    foreigner.kill()
     lease.allocate([AllocationSpec(id="w", size=64 * MIB)], wait_s=5.0)
     wait_until(lambda: service.device().free == 0)
     lease.detach()
@@ -184,14 +172,14 @@ MADE = encode_msgpack(Made(id=1))
 def test_after_an_answer_that_is_not_understood_the_memory_goes_with_the_connection(
     tmp_path: Path, answer: bytes, descriptors: int
 ) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     node = Node(tmp_path / "memory.sock", (answer, descriptors))
     memory = ClaimedMemory(tmp_path / "memory.sock")
     with pytest.raises(SnapbackError):
         memory.create(MIB)
     node.end()
     assert node.hung_up
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
 
 
 def test_a_refusal_keeps_the_connection_and_what_it_has_made(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from snapshot_shared.codec import decode_msgpack, encode_msgpack
 from snapshot_shared.errors import Failure
 from snapshot_shared.steps import all_names
 from snapshot_shared.telemetry import Telemetry
-from tests.support.gms_rig import MIB, children_of
+from tests.support.gms_rig import MIB, children_of, committed
 from tests.support.waiting import wait_until
 from tests.support.weights import UID
 
@@ -39,11 +40,9 @@ class Caller:
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
 
-    def raw(self, method: str, body: bytes) -> bytes:
-        return self.channel.unary_unary(frames.grpc_method(method))(body, timeout=20)
-
     def __call__(self, method: str, body: object, reply: type[T]) -> T:
-        return decode_msgpack(self.raw(method, encode_msgpack(body)), reply)
+        ask = self.channel.unary_unary(frames.grpc_method(method))
+        return decode_msgpack(ask(encode_msgpack(body), timeout=20), reply)
 
     def open(self, method: str, body: object) -> Any:
         data = body if isinstance(body, bytes) else encode_msgpack(body)
@@ -72,11 +71,7 @@ def call(service: Any) -> Iterator[Caller]:
         yield caller
 
 
-def build(device: int = 0) -> client.MemoryPool:
-    pool = client.connect(device, lock="RW", name="worker")
-    pool.allocate("w", 1000, "u1")[:] = 1
-    pool.commit()
-    return pool
+build = functools.partial(committed, value=1, size=1000, name="worker")
 
 
 def fence(
@@ -192,10 +187,10 @@ def test_the_standard_health_service_answers(service: Any, call: Caller) -> None
 @pytest.fixture
 def sums(service: Any) -> dict[str, int]:
     """Weights on device 0, and what their arrays add up to."""
-    return committed()
+    return big_weights()
 
 
-def committed() -> dict[str, int]:
+def big_weights() -> dict[str, int]:
     with client.connect(lock="RW") as pool:
         rng = np.random.default_rng(7)
         for array in pool.allocate_many({"big": (20 * MIB + 3, "u1"), "m": (9000, "f4")}).values():
@@ -282,9 +277,7 @@ def test_a_load_replaces_the_generation_that_it_names(
     service: Any, call: Caller, sums: dict[str, int]
 ) -> None:
     saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
-    with client.connect(1, lock="RW") as pool:
-        pool.allocate("old", 10, "u1")
-        pool.commit()
+    committed(1).close()
     assert call.refused("Load", load_request(service, saved))[1].reason == "GenerationMismatch"
     base = GenerationRef(incarnation=service.gms.incarnation, generation=1)
     request = load_request(service, saved, publish=True, if_match=base, load_token="l2")
@@ -296,9 +289,8 @@ def test_a_save_reads_beside_a_worker_that_serves(
     service: Any, call: Caller, sums: dict[str, int]
 ) -> None:
     with client.connect(0, lock="RO") as pool:
-        done = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[
-            -1
-        ]
+        request = frames.SaveRequest(device=service.uuids[0], content_uid=UID)
+        done = call.updates("Save", request)[-1]
         assert done.stage is frames.TransferStage.DONE
         assert int(pool["big"].sum(dtype="i8")) == sums["big"]
 
@@ -314,9 +306,7 @@ def test_a_finished_save_is_not_written_again_by_a_repeat_and_not_lost_by_anothe
     request = frames.SaveRequest(device=service.uuids[0], content_uid=UID)
     first = call.updates("Save", request)[-1]
     assert call.updates("Save", request)[-1].digest == first.digest
-    with client.connect(1, lock="RW") as pool:
-        pool.allocate("w", 10, "u1")
-        pool.commit()
+    committed(1).close()
     other = frames.SaveRequest(device=service.uuids[1], content_uid=UID, part="gpu-0")
     assert call.refused("Save", other)[1].reason == "ArtifactExists"
     assert (Path(first.path) / "part.json").is_file()
@@ -348,7 +338,7 @@ def test_a_cancelled_call_ends_its_process_and_leaves_nothing(
     launch: Any, verb: str, tmp_path: Path
 ) -> None:
     service = launch(transfers=TransferProcesses())
-    committed()
+    big_weights()
     with calls(service) as call:
         cancelled(service, call, verb, tmp_path)
 
@@ -413,9 +403,8 @@ async def calls_of_tools(service: Any, parents: dict[str, str]) -> None:
             async with aclosing(gms.watch(frames.WatchRequest(status=True))) as answers:
                 await anext(answers)
         with tracer.span("tool") as parents["gms-save"]:
-            updates = [
-                each async for each in gms.save(frames.SaveRequest(device=device, content_uid=UID))
-            ]
+            request = frames.SaveRequest(device=device, content_uid=UID)
+            updates = [each async for each in gms.save(request)]
         with tracer.span("tool") as parents["gms-load"]:
             async for _ in gms.load(load_request(service, updates[-1])):
                 pass

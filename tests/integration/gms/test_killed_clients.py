@@ -11,10 +11,9 @@ from typing import Any
 
 from snapback_client import frames
 from tests.support.doomed_clients import ANY_TIME, POINTS, SIZE
-from tests.support.gms_rig import attach
+from tests.support.gms_rig import attach, open_descriptors
 from tests.support.waiting import wait_until
 
-MIB = 1024 * 1024
 COUNT = int(os.environ.get("KILLED_CLIENTS", "100"))
 SEED = os.environ.get("KILLED_CLIENTS_SEED", "1")
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,10 +37,6 @@ def _served(service: Any, device: int) -> tuple[frames.Attached, bytes]:
     return lease.attached, found
 
 
-def _descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
 def _held(service: Any) -> list[Any]:
     """What the server holds for its clients, of each device."""
     devices = [service.device(index) for index in (0, 1)]
@@ -55,7 +50,7 @@ def test_bytes_and_descriptors_return_to_where_they_were(service: Any) -> None:
         _commit(service, device, b"intact")
     first, _ = _served(service, 0)
     _served(service, 1)
-    held, descriptors = _held(service), _descriptors()
+    held, descriptors = _held(service), open_descriptors()
 
     arguments = (str(service.folder), *service.uuids, str(COUNT), SEED)
     command = [sys.executable, "-m", "tests.support.doomed_clients", *arguments]
@@ -66,7 +61,7 @@ def test_bytes_and_descriptors_return_to_where_they_were(service: Any) -> None:
     assert set(died) == {*POINTS, ANY_TIME}
 
     wait_until(lambda: _held(service) == held, lambda: (held, _held(service)))
-    wait_until(lambda: _descriptors() <= descriptors, lambda: (descriptors, _descriptors()))
+    wait_until(lambda: open_descriptors() <= descriptors, lambda: (descriptors, open_descriptors()))
 
     again, content = _served(service, 0)
     assert (again.generation, again.layout_id) == (first.generation, first.layout_id)

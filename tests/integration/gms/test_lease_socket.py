@@ -9,22 +9,19 @@ import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import snapback_client as client
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.lease_listener import LeaseListener
 from gms.adapters.lease_socket import LeaseServer
@@ -33,7 +30,7 @@ from gms.domain.shares import TooManySessions
 from gms.handlers.sessions import LeaseSessions
 from snapback_client import frames
 from snapback_client.lease import Lease
-from snapback_client.wire import Inbox, close_all, pinned, prepare, send
+from snapback_client.wire import Inbox, close_all, pinned, send
 from snapshot_shared import errors
 from snapshot_shared.frames import (
     MAX_EVENTS,
@@ -43,7 +40,7 @@ from snapshot_shared.frames import (
     StatusRequest,
     UnfenceRequest,
 )
-from tests.support.gms_rig import MIB, asking, attach
+from tests.support.gms_rig import MIB, Other, asking, attach, committed, open_descriptors, raw
 from tests.support.limits import no_descriptor_left
 from tests.support.waiting import wait_until
 
@@ -62,13 +59,12 @@ def commit_one(service: Any) -> frames.GenerationRef:
     return frames.GenerationRef(incarnation=done.incarnation, generation=done.generation)
 
 
-@contextlib.contextmanager
-def raw(service: Any) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        prepare(sock)
-        sock.settimeout(10)
-        sock.connect(str(service.folder / "gms.sock"))
-        yield sock
+@pytest.fixture
+def writer(service: Any) -> Iterator[Lease]:
+    """A session that may write the weights of the first device."""
+    lease = attach(service)
+    yield lease
+    lease.detach()
 
 
 def answer(sock: socket.socket) -> frames.Reply | None:
@@ -77,15 +73,19 @@ def answer(sock: socket.socket) -> frames.Reply | None:
     return frames.decode_reply(data) if data else None
 
 
+def put(sock: socket.socket, request: frames.Request, *files: IO[Any] | socket.socket) -> None:
+    send(sock, frames.encode_frame(request), [file.fileno() for file in files])
+
+
 def ask(sock: socket.socket, request: frames.Request) -> frames.Reply | None:
-    send(sock, frames.encode_frame(request))
+    put(sock, request)
     return answer(sock)
 
 
 @contextlib.contextmanager
 def session(service: Any, **fields: Any) -> Iterator[socket.socket]:
     """A client that has its lock."""
-    with raw(service) as sock:
+    with raw(service.folder) as sock:
         assert isinstance(ask(sock, asking(service, **fields)), frames.Attached)
         yield sock
 
@@ -94,10 +94,6 @@ def refusal(sock: socket.socket) -> frames.ErrorReply:
     reply = answer(sock)
     assert isinstance(reply, frames.ErrorReply)
     return reply
-
-
-def open_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def waiting(service: Any) -> int:
@@ -111,16 +107,14 @@ def in_background(work: Callable[[], T]) -> Iterator[Callable[[], T]]:
         yield functools.partial(pool.submit(work).result, 20)
 
 
-def test_what_was_granted_says_everything_a_client_needs(service: Any) -> None:
-    lease = attach(service)
-    found = lease.attached
+def test_what_was_granted_says_everything_a_client_needs(service: Any, writer: Lease) -> None:
+    found = writer.attached
     info = service.devices[0].info
     assert (found.device, found.index, found.product) == (info.uuid, 0, info.product)
     assert (found.capacity, found.free) == (info.capacity, info.capacity)
     assert found.granularity == info.granularity
     assert found.incarnation == service.gms.incarnation
     assert (found.granted, found.generation, found.layout_id) == (frames.Access.RW, 0, "")
-    lease.detach()
 
 
 def test_three_thousand_allocations_and_exports_make_the_round_trip(launch: Any) -> None:
@@ -176,9 +170,8 @@ def test_the_session_of_a_killed_process_ends_though_its_child_has_the_socket(
         "print(child, flush=True)\n"
         "signal.pause()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE) as worker:
-        assert worker.stdout is not None
-        child = int(worker.stdout.readline())
+    with Other(code, lock) as worker:
+        child = int(worker.said)
         try:
             assert len(service.device().domains[0].sessions) == 1
             worker.kill()
@@ -214,15 +207,13 @@ def test_a_lock_that_is_not_granted_in_time_names_its_holder(service: Any) -> No
 
 
 def test_a_client_that_sends_ahead_and_dies_while_it_waits_is_let_go_at_once(service: Any) -> None:
-    commit_one(service)
+    first = commit_one(service)
     reader = attach(service, "RO")
     ours, theirs = socket.socketpair()
     ours.settimeout(10)
-    with raw(service) as sock:
-        first = frames.GenerationRef(incarnation=service.gms.incarnation, generation=1)
-        request = asking(service, deadline_s=600.0, if_match=first, replace=True)
-        send(sock, frames.encode_frame(request))
-        send(sock, frames.encode_frame(frames.ListAllocations()), [theirs.fileno()])
+    with raw(service.folder) as sock:
+        put(sock, asking(service, deadline_s=600.0, if_match=first, replace=True))
+        put(sock, frames.ListAllocations(), theirs)
         theirs.close()
         wait_until(lambda: waiting(service) == 1)
     wait_until(lambda: waiting(service) == 0)
@@ -233,14 +224,13 @@ def test_a_client_that_sends_ahead_and_dies_while_it_waits_is_let_go_at_once(ser
     reader.detach()
 
 
-def test_the_wait_of_a_process_that_sent_its_own_socket_ahead_ends_with_it(service: Any) -> None:
-    writer = attach(service)
-
+def test_the_wait_of_a_process_that_sent_its_own_socket_ahead_ends_with_it(
+    service: Any, writer: Lease
+) -> None:
     def wait() -> None:
-        with raw(service) as sock:
-            request = asking(service, deadline_s=600.0)
-            send(sock, frames.encode_frame(request))
-            send(sock, frames.encode_frame(frames.ListAllocations()), [sock.fileno()])
+        with raw(service.folder) as sock:
+            put(sock, asking(service, deadline_s=600.0))
+            put(sock, frames.ListAllocations(), sock)
 
     pid = os.fork()
     if pid == 0:
@@ -253,27 +243,22 @@ def test_the_wait_of_a_process_that_sent_its_own_socket_ahead_ends_with_it(servi
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     wait_until(lambda: waiting(service) == 0)
-    writer.detach()
 
 
 def test_a_client_that_dies_with_a_frame_ahead_waits_for_memory_no_longer(service: Any) -> None:
     other = attach(service, domain=frames.MemoryDomain.KV)
     other.allocate(specs(40 * MIB))
     with session(service) as sock:
-        send(
-            sock,
-            frames.encode_frame(frames.AllocateMany(allocations=specs(40 * MIB), wait_s=600.0)),
-        )
-        send(sock, frames.encode_frame(frames.ListAllocations()))
+        put(sock, frames.AllocateMany(allocations=specs(40 * MIB), wait_s=600.0))
+        put(sock, frames.ListAllocations())
     wait_until(lambda: service.device().domains[0].sessions == [])
     other.detach()
     assert service.device().used == 0
 
 
-def test_all_allocations_are_made_or_none(service: Any) -> None:
-    lease = attach(service)
+def test_all_allocations_are_made_or_none(service: Any, writer: Lease) -> None:
     with pytest.raises(errors.OutOfDeviceMemory) as caught:
-        lease.allocate(specs(40 * MIB, 40 * MIB))
+        writer.allocate(specs(40 * MIB, 40 * MIB))
     assert caught.value.values == {
         "needed": 80 * MIB,
         "free": 64 * MIB,
@@ -282,8 +267,7 @@ def test_all_allocations_are_made_or_none(service: Any) -> None:
         "holders": {},
     }
     assert service.device().used == 0
-    assert lease.allocations() == []
-    lease.detach()
+    assert writer.allocations() == []
 
 
 @pytest.mark.parametrize(
@@ -297,15 +281,13 @@ def test_all_allocations_are_made_or_none(service: Any) -> None:
     ],
 )
 def test_a_bad_first_frame_gets_an_answer_and_ends_only_that_client(
-    service: Any, data: bytes
+    service: Any, writer: Lease, data: bytes
 ) -> None:
-    good = attach(service)
-    with raw(service) as sock:
+    with raw(service.folder) as sock:
         send(sock, data)
         assert refusal(sock)
         assert answer(sock) is None
-    assert good.allocations() == []
-    good.detach()
+    assert writer.allocations() == []
 
 
 def test_a_bad_later_frame_is_answered_and_the_session_goes_on(service: Any) -> None:
@@ -327,8 +309,8 @@ def test_descriptors_that_were_not_requested_are_closed(
 ) -> None:
     """A message may not carry so many as 250."""
     before = open_descriptors()
-    with raw(service) as sock, Path(os.devnull).open() as spare:
-        send(sock, frames.encode_frame(frames.Detach()), [spare.fileno()] * count)
+    with raw(service.folder) as sock, Path(os.devnull).open() as spare:
+        put(sock, frames.Detach(), *[spare] * count)
         assert said in refusal(sock).message
     wait_until(lambda: open_descriptors() <= before)
 
@@ -363,7 +345,7 @@ def test_frames_that_were_sent_ahead_are_answered_in_their_order(
             frames.ListAllocations(),
         ]
         for each in [*requests, frames.Detach()]:
-            send(sock, frames.encode_frame(each))
+            put(sock, each)
         kinds = [type(answer(sock)).__name__ for _ in requests]
         expected = "Allocated Done Allocations Metadata Exported ErrorReply Done Allocations"
         assert kinds == expected.split() * 5
@@ -377,8 +359,8 @@ def test_a_client_that_reads_late_gets_every_answer_whole(launch: Any) -> None:
         ask(sock, frames.AllocateMany(allocations=specs(*[1] * 2000)))
         asked = 100
         for _ in range(asked):
-            send(sock, frames.encode_frame(frames.ListAllocations()))
-        send(sock, frames.encode_frame(frames.Detach()))
+            put(sock, frames.ListAllocations())
+        put(sock, frames.Detach())
         listed = [answer(sock) for _ in range(asked)]
         assert all(isinstance(each, frames.Allocations) for each in listed)
         assert [len(each.allocations) for each in listed] == [2000] * asked  # type: ignore[union-attr]
@@ -393,24 +375,19 @@ def test_the_loop_does_not_turn_for_a_frame_that_has_to_wait(service: Any) -> No
     with session(service) as sock:
         assert isinstance(ask(sock, frames.ListAllocations()), frames.Allocations)
         before = service.run(watched())
-        send(
-            sock,
-            frames.encode_frame(frames.AllocateMany(allocations=specs(30 * MIB), wait_s=600.0)),
-        )
-        send(sock, frames.encode_frame(frames.ListAllocations()))
+        put(sock, frames.AllocateMany(allocations=specs(30 * MIB), wait_s=600.0))
+        put(sock, frames.ListAllocations())
         wait_until(lambda: service.run(watched()) < before)
         cache.detach()
         assert not isinstance(answer(sock), frames.ErrorReply)
         assert isinstance(answer(sock), frames.Allocations)
 
 
-def test_a_session_outlives_an_allocation_for_which_no_descriptor_is_left(service: Any) -> None:
-    lease = attach(service)
+def test_a_session_outlives_an_allocation_for_which_no_descriptor_is_left(writer: Lease) -> None:
     with no_descriptor_left(), pytest.raises(errors.DeviceError) as refused:
-        lease.allocate(specs(5))
+        writer.allocate(specs(5))
     assert refused.value.reason == "DeviceError"
-    lease.allocate(specs(5))
-    lease.detach()
+    writer.allocate(specs(5))
 
 
 async def test_what_has_the_number_of_the_spare_descriptor_meanwhile_is_left_alone(
@@ -491,6 +468,17 @@ def as_user(uid: int, groups: list[int], work: Callable[[], int]) -> int:
     return in_child(as_that_user)
 
 
+def attached(service: Any, **fields: Any) -> int:
+    """Attach, and detach; the status is 0, 13 for who may not, or 7 for one too many."""
+    try:
+        attach(service, **fields).detach()
+    except errors.Forbidden:
+        return 13
+    except TooManySessions:
+        return 7
+    return 0
+
+
 @pytest.mark.root
 @pytest.mark.parametrize(("group", "by_group"), [(None, 13), (61_000, 0)])
 def test_another_user_gets_in_only_by_the_shared_group(
@@ -499,14 +487,7 @@ def test_another_user_gets_in_only_by_the_shared_group(
     service = launch(policy=LeasePolicy(group=group))
     service.folder.chmod(0o711)
     (service.folder / "gms.sock").chmod(0o666)
-
-    def connect() -> int:
-        try:
-            attach(service).detach()
-        except errors.Forbidden:
-            return 13
-        return 0
-
+    connect = functools.partial(attached, service)
     assert as_user(65_534, [], connect) == 13
     assert as_user(65_534, [61_001], connect) == 13
     assert as_user(65_534, [61_000], connect) == by_group
@@ -517,24 +498,15 @@ def test_a_flood_of_connections_leaves_those_that_are_served_alone(launch: Any) 
     service = launch(policy=LeasePolicy(max_connections=32, max_of_user=24, handshake_s=30.0))
     good = attach(service)
     before = open_descriptors()
-    held: list[socket.socket] = []
-    refused = 0
-    for number in range(2_000):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(10)
-        sock.connect(str(service.folder / "gms.sock"))
-        if len(held) < 23:
-            held.append(sock)
-            continue
-        if number % 100 == 0:
-            reply = refusal(sock)
-            assert (reply.reason, reply.retryable) == ("TooManySessions", True)
-            refused += 1
-        sock.close()
-    assert refused == 20 - 1
-    assert good.allocations() == []
-    for sock in held:
-        sock.close()
+    with contextlib.ExitStack() as held:
+        for _ in range(23):
+            held.enter_context(raw(service.folder))
+        for number in range(23, 2_000):
+            with raw(service.folder) as sock:
+                if number % 100 == 0:
+                    reply = refusal(sock)
+                    assert (reply.reason, reply.retryable) == ("TooManySessions", True)
+        assert good.allocations() == []
     wait_until(lambda: open_descriptors() <= before)
     good.detach()
     attach(service).detach()
@@ -567,17 +539,10 @@ def test_one_process_that_holds_all_it_may_keeps_out_no_other_and_no_transfer(
     held = [attach(service, domain=domain) for domain in frames.MemoryDomain]
     with pytest.raises(TooManySessions):
         attach(service, device=service.uuids[1])
-
-    def attached() -> int:
-        try:
-            attach(service, device=service.uuids[1]).detach()
-        except TooManySessions:
-            return 7
-        return 0
-
-    assert in_child(lambda: in_child(attached)) == for_another
+    connect = functools.partial(attached, service, device=service.uuids[1])
+    assert in_child(lambda: in_child(connect)) == for_another
     # Transfers are children of the service.
-    assert in_child(attached) == 0
+    assert in_child(connect) == 0
     for lease in held:
         lease.detach()
 
@@ -612,7 +577,7 @@ def test_a_client_that_keeps_frames_queued_lets_the_loop_turn_between_any_two(
         with in_background(lambda: service.run(turns_until_all_are_answered())) as turns:
             for sock in clients:
                 for _ in range(50):
-                    send(sock, frames.encode_frame(frames.FreeMany(ids=["missing"])))
+                    put(sock, frames.FreeMany(ids=["missing"]))
             is_queued.set()
             assert turns() >= 99
 
@@ -622,7 +587,7 @@ def test_a_client_that_is_silent_or_stops_in_the_middle_has_two_seconds(service:
     cut = frames.encode_frame(asking(service, "RO", domain=frames.MemoryDomain.KV, deadline_s=9.0))[
         :-5
     ]
-    with raw(service) as silent, raw(service) as halved:
+    with raw(service.folder) as silent, raw(service.folder) as halved:
         send(halved, cut)
         assert refusal(halved).reason == "InvalidMessage"
         assert answer(halved) is None
@@ -632,15 +597,15 @@ def test_a_client_that_is_silent_or_stops_in_the_middle_has_two_seconds(service:
     assert 1.9 <= time.monotonic() - begun < 5.0
 
 
-def test_a_frame_over_the_limit_ends_the_connection_and_costs_no_memory(service: Any) -> None:
-    good = attach(service)
-    with raw(service) as sock:
+def test_a_frame_over_the_limit_ends_the_connection_and_costs_no_memory(
+    service: Any, writer: Lease
+) -> None:
+    with raw(service.folder) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * MIB)
         with contextlib.suppress(OSError):
             send(sock, b"x" * (MIB + 1))
             assert refusal(sock).reason == "InvalidMessage"
-    assert good.allocations() == []
-    good.detach()
+    assert writer.allocations() == []
 
 
 def test_a_folder_has_one_server(service: Any) -> None:
@@ -667,15 +632,13 @@ def test_a_missing_server_is_named_by_its_path(socket_dir: Path) -> None:
     assert caught.value.values["path"] == str(socket_dir / "gms.sock")
 
 
-def test_metadata_and_ids_that_are_not_allowed_change_nothing(service: Any) -> None:
-    lease = attach(service)
+def test_metadata_and_ids_that_are_not_allowed_change_nothing(writer: Lease) -> None:
     with pytest.raises(errors.InvalidMessage):
-        lease.allocate([frames.AllocationSpec(id="../x y", size=1)])
-    lease.allocate(specs(5))
+        writer.allocate([frames.AllocationSpec(id="../x y", size=1)])
+    writer.allocate(specs(5))
     with pytest.raises(errors.NotFound):
-        lease.put_metadata([frames.MetadataItem(key="k", allocation="none", offset=0, value=b"")])
-    assert lease.metadata() == []
-    lease.detach()
+        writer.put_metadata([frames.MetadataItem(key="k", allocation="none", offset=0, value=b"")])
+    assert writer.metadata() == []
 
 
 FRAMES = [
@@ -796,9 +759,7 @@ def reasons(service: Any) -> list[tuple[str, str]]:
 
 
 def test_status_shows_what_happened_in_order_and_when(service: Any) -> None:
-    with client.connect(lock="RW", name="worker") as pool:
-        pool.allocate("w", 1000, "u1")
-        pool.commit()
+    committed(size=1000, name="worker").close()
     request = FenceRequest(token="f", devices=service.uuids[:1], wait_s=5, deadline_s=60)
     service.run(service.control.fence(request))
     service.run(service.control.unfence(UnfenceRequest(token="f")))
@@ -824,29 +785,20 @@ def test_status_shows_what_happened_in_order_and_when(service: Any) -> None:
 
 
 def test_a_refusal_is_in_the_history_with_its_reason(service: Any) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, "u1")
-        pool.commit()
-        with pytest.raises(errors.GenerationMismatch):
-            attach(service)
+    with committed(), pytest.raises(errors.GenerationMismatch):
+        attach(service)
     assert ("refusal", "GenerationMismatch") in reasons(service)
 
 
 def test_a_writer_waits_until_one_that_hung_up_is_dead_and_status_says_so(service: Any) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(VANISHES), service.uuids[0]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as careless:
-        assert careless.stdout is not None
-        assert careless.stdin is not None
-        assert careless.stdout.readline() == b"hung up\n"
+    with Other(textwrap.dedent(VANISHES), service.uuids[0]) as careless:
+        assert careless.said == "hung up"
         with pytest.raises(errors.DeadlineExceeded, match=r"careless.*which hung up and lives"):
             attach(service, deadline_s=0.2)
         (session,) = service.device().domains[0].sessions
         assert (session.client, session.state) == ("careless", "lingering")
         assert session.fence == "pidfd"
-        careless.stdin.close()
+        careless.end()
         attach(service, deadline_s=20.0).detach()
     assert ("death", "lingering") in reasons(service)
     assert ("death", "process-ended") in reasons(service)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
@@ -34,7 +32,7 @@ from snapshot_shared.codec import encode_pretty
 from snapshot_shared.frames import MissingDevice, StatusReply, StatusRequest
 from snapshot_shared.orders import LoadOrder, PodRef, SaveOrder
 from snapshot_shared.volumes import GMS_VOLUME, folder_of
-from tests.support.gms_rig import MIB, TransferThreads, carried_out
+from tests.support.gms_rig import MIB, TransferThreads, carried_out, program
 from tests.support.waiting import until
 from tests.support.weights import UID, flip, load_order, save_order
 
@@ -56,16 +54,8 @@ class Pod:
     @contextlib.contextmanager
     def program(self, name: str) -> Iterator[subprocess.Popen[str]]:
         """Run a program that follows the orders of the volume; it has to end when it is told to."""
-        with subprocess.Popen(
-            [str(Path(sys.executable).with_name(name))],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "GMS_SOCKET_DIR": str(self.service.folder),
-                "GMS_ORDER_DIR": str(self.volume),
-            },
-        ) as process:
+        folders = {"GMS_SOCKET_DIR": str(self.service.folder), "GMS_ORDER_DIR": str(self.volume)}
+        with program(name, **folders) as process:
             yield process
             process.send_signal(signal.SIGTERM)
             _, said = process.communicate(timeout=30)

@@ -24,7 +24,7 @@ from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_shared.codec import encode_msgpack
 from snapshot_shared.errors import InvalidMessage, UnsupportedVersion
 from snapshot_shared.frames import VERSION_HEADER, StatusRequest, WatchRequest, grpc_method
-from tests.support.gms_rig import ATTACHED, asking
+from tests.support.gms_rig import ATTACHED, asking, raw
 
 RANGES: list[tuple[frames.Versions, frames.Versions, int | None]] = [
     ((1, 2), (1, 2), 2),
@@ -57,44 +57,34 @@ def test_a_session_is_in_the_highest_version_that_both_sides_speak(
     lease.detach()
 
 
-def raw_session(service: Any, first: frames.Attach | bytes) -> Any:
-    """Send a first frame as a client of another build has it; return the answer, undecoded."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(10)
-    sock.connect(str(service.folder / "gms.sock"))
-    send(sock, first if isinstance(first, bytes) else frames.encode_frame(first))
-    return sock, msgspec.msgpack.decode(sock.recv(65536))
+def answer(sock: socket.socket, frame: bytes) -> Any:
+    """Send a frame as a client of another build has it; return the answer, undecoded."""
+    send(sock, frame)
+    return msgspec.msgpack.decode(sock.recv(65536))
 
 
 def test_a_client_that_offers_no_range_is_served_in_the_first_version(service: Any) -> None:
-    sock, reply = raw_session(service, asking(service))
-    with sock:
+    with raw(service.folder) as sock:
+        reply = answer(sock, frames.encode_frame(asking(service)))
         assert (reply["type"], reply["v"]) == ("attached", 1)
-        send(sock, frames.encode_frame(frames.Detach()))
-        assert msgspec.msgpack.decode(sock.recv(65536))["v"] == 1
+        assert answer(sock, frames.encode_frame(frames.Detach()))["v"] == 1
 
 
 def test_a_frame_of_another_version_than_was_agreed_is_refused_and_the_session_goes_on(
     service: Any,
 ) -> None:
-    sock, reply = raw_session(service, asking(service, versions=(1, 2)))
-    with sock:
-        assert reply["v"] == 2
-        send(sock, frames.encode_frame(frames.Detach(), 1))
-        refused = frames.decode_reply(sock.recv(65536))
-        assert isinstance(refused, frames.ErrorReply)
-        assert refused.reason == "UnsupportedVersion"
-        send(sock, frames.encode_frame(frames.Detach(), 2))
-        assert msgspec.msgpack.decode(sock.recv(65536))["type"] == "done"
+    with raw(service.folder) as sock:
+        assert answer(sock, frames.encode_frame(asking(service, versions=(1, 2))))["v"] == 2
+        refused = answer(sock, frames.encode_frame(frames.Detach(), 1))
+        assert (refused["type"], refused["reason"]) == ("error", "UnsupportedVersion")
+        assert answer(sock, frames.encode_frame(frames.Detach(), 2))["type"] == "done"
 
 
 def test_a_client_of_the_far_future_is_refused_with_both_ranges(service: Any) -> None:
     first = msgspec.msgpack.encode({"type": "attach", "v": 8, "versions": [8, 9], "device": 7})
-    sock, reply = raw_session(service, first)
-    sock.close()
-    assert reply["values"] == {"offered": [8, 9], "supported": [1, 2]}
-    pool = client.connect(lock="RW")
-    pool.close()
+    with raw(service.folder) as sock:
+        assert answer(sock, first)["values"] == {"offered": [8, 9], "supported": [1, 2]}
+    client.connect(lock="RW").close()
 
 
 def test_an_answer_in_a_version_that_was_not_offered_is_refused() -> None:
@@ -155,17 +145,21 @@ def test_a_call_is_answered_in_the_highest_version_that_both_sides_speak(
         assert caught.value.values == {"offered": list(ours), "supported": list(theirs)}
 
 
-@pytest.mark.parametrize(
-    ("metadata", "version"),
-    [((), "1"), ((("snapback-versions", "1-1"),), "1"), ((("snapback-versions", "1-7"),), "2")],
-)
-def test_an_answer_names_its_version_also_to_those_who_offer_none(
-    service: Any, metadata: tuple[tuple[str, str], ...], version: str
-) -> None:
+def status_call(service: Any, *offered: str) -> grpc.Call:
+    """Ask for the status as a program that offers these versions; return the call."""
+    metadata = tuple(("snapback-versions", versions) for versions in offered)
     with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
         method = channel.unary_unary(grpc_method("Status"))
-        _, call = method.with_call(encode_msgpack(StatusRequest()), metadata=metadata, timeout=10)
-        assert dict(call.initial_metadata())[VERSION_HEADER] == version
+        body = encode_msgpack(StatusRequest())
+        return method.with_call(body, metadata=metadata, timeout=10)[1]
+
+
+@pytest.mark.parametrize(("offered", "version"), [([], "1"), (["1-1"], "1"), (["1-7"], "2")])
+def test_an_answer_names_its_version_also_to_those_who_offer_none(
+    service: Any, offered: list[str], version: str
+) -> None:
+    call = status_call(service, *offered)
+    assert dict(call.initial_metadata())[VERSION_HEADER] == version
 
 
 def old_service(folder: Path) -> Any:
@@ -197,12 +191,6 @@ async def test_a_service_that_names_no_version_speaks_the_first(tmp_path: Path) 
 
 
 def test_an_offer_that_is_no_range_is_refused(service: Any) -> None:
-    with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
-        method = channel.unary_unary(grpc_method("Status"))
-        with pytest.raises(grpc.RpcError) as caught:
-            method(
-                encode_msgpack(StatusRequest()),
-                metadata=(("snapback-versions", "two"),),
-                timeout=10,
-            )
+    with pytest.raises(grpc.RpcError) as caught:
+        status_call(service, "two")
     assert InvalidMessage.reason in str(caught.value.details())

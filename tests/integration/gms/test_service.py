@@ -28,7 +28,7 @@ from snapshot_shared.ids import NodeName, OrderId
 from tests.support import builders
 from tests.support.agent_rig import Rig
 from tests.support.artifact_keys import put_encryption
-from tests.support.gms_rig import GmsProgram
+from tests.support.gms_rig import GmsProgram, committed, fields_of
 from tests.support.nats_server import nats_server
 from tests.support.waiting import wait_until
 from tests.support.weights import load_order, save_order
@@ -67,9 +67,7 @@ def test_workers_are_served_while_the_disk_does_not_answer(process: GmsProgram) 
 
 def test_workers_are_served_while_nats_is_away(process: GmsProgram) -> None:
     process.start()
-    with client.connect(lock="RW") as pool:
-        pool.allocate("w", 10, np.uint8)[:] = 1
-        pool.commit()
+    with committed(value=1) as pool:
         pool.sleep()
         pool.wake()
 
@@ -185,16 +183,6 @@ async def operator(ordered: GmsProgram, url: str, tmp_path: Path) -> AsyncIterat
     await found.close()
 
 
-def common(verb: str, owner: str, part: str = "-gpu-0") -> dict[str, Any]:
-    return {
-        "order": f"{verb}-{owner}{part}",
-        "attempt": 1,
-        "node": "n1",
-        "owner": owner,
-        "deadline_s": 30.0,
-    }
-
-
 def load_of_nothing(device: str = DEVICE) -> orders.LoadOrder:
     return load_order(
         owner=str(uuid.uuid4()),
@@ -220,9 +208,9 @@ async def test_a_commit_of_what_was_not_loaded_fails_and_a_drop_of_it_is_done(
 ) -> None:
     owner = str(uuid.uuid4())
     fields: dict[str, Any] = {"device": DEVICE, "load_token": "t"}
-    commit = orders.CommitOrder(layout_id="l", **fields, **common("commit", owner))
+    commit = orders.CommitOrder(layout_id="l", **fields, **fields_of("commit", owner))
     await operator.refused(commit, "LoadLost")
-    drop = orders.DropOrder(**fields, **common("drop", owner))
+    drop = orders.DropOrder(**fields, **fields_of("drop", owner))
     assert (await operator.carry_out(drop)).kind == "dropped"
 
 
@@ -238,7 +226,9 @@ async def test_a_save_without_its_fence_fails_and_writes_nothing(
 
 async def test_an_abort_makes_sure_that_no_later_save_begins(operator: Rig) -> None:
     owner = str(uuid.uuid4())
-    abort = orders.AbortOrder(content_uid=owner, fence_token="f", **common("abort", owner, "-gms"))
+    abort = orders.AbortOrder(
+        content_uid=owner, fence_token="f", **fields_of("abort", owner, "-gms")
+    )
     subject = subjects.order(operator.node, "gms", OrderId(abort.order))
     await operator.bus.publish(subject, encode_json(abort))
     assert (await operator.answer(abort)).kind == "aborted"

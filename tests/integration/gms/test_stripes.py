@@ -13,16 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-import snapback_client as client
 from gms.adapters.part_files import verify_part
 from gms.adapters.transfer_process import TransferProcesses
-from gms.domain.tasks import (
-    LoadTask,
-    SaveTask,
-    TransferDone,
-    TransferEvent,
-    TransferProgress,
-)
+from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent, TransferProgress
 from gms.handlers.transfers import whole_or_nothing
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
@@ -31,7 +24,7 @@ from snapshot_shared import errors
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
 from tests.support import builders
-from tests.support.gms_rig import MIB
+from tests.support.gms_rig import MIB, committed
 from tests.support.weights import OTHER, PART, UID, Weights
 
 PLACE = GenerationRef("default", UID, 1)
@@ -82,6 +75,13 @@ def capture(service: Any, tmp_path: Path) -> Capture:
     return Capture(service, tmp_path)
 
 
+@pytest.fixture
+def saved(capture: Capture) -> Capture:
+    """Weights whose part is in all folders."""
+    capture.run(capture.save_task())
+    return capture
+
+
 async def nobody_asks(done: int) -> None:
     del done
 
@@ -93,12 +93,11 @@ def verified(capture: Capture, place: GenerationRef = PLACE) -> set[str]:
     return {entry.stripe or "" for entry in manifest.files}
 
 
-def test_files_are_spread_over_all_folders_and_come_back(capture: Capture) -> None:
-    capture.run(capture.save_task())
-    counts = [len(capture.shards(stripe)) for stripe in ("", "fast", "other")]
-    assert sum(counts) == len(capture.manifest().files) == 8
+def test_files_are_spread_over_all_folders_and_come_back(saved: Capture) -> None:
+    counts = [len(saved.shards(stripe)) for stripe in ("", "fast", "other")]
+    assert sum(counts) == len(saved.manifest().files) == 8
     assert max(counts) - min(counts) <= 1
-    assert capture.load() == capture.digests
+    assert saved.load() == saved.digests
 
 
 def test_shards_are_cut_shorter_so_that_every_folder_has_some(capture: Capture) -> None:
@@ -107,17 +106,15 @@ def test_shards_are_cut_shorter_so_that_every_folder_has_some(capture: Capture) 
     assert [entry.size // MIB for entry in capture.manifest().files] == [16, 12]
 
 
-def test_a_manifest_names_stripe_roots_and_no_path(capture: Capture, tmp_path: Path) -> None:
-    capture.run(capture.save_task())
-    assert verified(capture) == {"", "fast", "other"}
+def test_a_manifest_names_stripe_roots_and_no_path(saved: Capture, tmp_path: Path) -> None:
+    assert verified(saved) == {"", "fast", "other"}
     for file in ("part.json", MARK):
-        assert str(tmp_path) not in (capture.path / file).read_text()
+        assert str(tmp_path) not in (saved.path / file).read_text()
 
 
-def test_folders_and_files_of_all_roots_are_for_their_owner_alone(capture: Capture) -> None:
-    capture.run(capture.save_task())
-    fast = Path(capture.stripes["fast"])
-    for path in (capture.root, *capture.root.rglob("*"), *fast.rglob("*")):
+def test_folders_and_files_of_all_roots_are_for_their_owner_alone(saved: Capture) -> None:
+    fast = Path(saved.stripes["fast"])
+    for path in (saved.root, *saved.root.rglob("*"), *fast.rglob("*")):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
@@ -144,14 +141,10 @@ def test_the_same_save_again_gives_the_same_result(capture: Capture) -> None:
 
 
 def test_a_part_of_one_file_uses_the_artifact_root_alone(capture: Capture) -> None:
-    with client.connect(1, lock="RW") as pool:
-        pool.allocate("small", 3 * MIB, "u1")
-        pool.commit()
+    committed(1, size=3 * MIB).close()
     layout = capture.service.layout(1)
-    uuid = capture.service.uuids[1]
-    capture.run(
-        capture.save_task(layout=layout, device=uuid, fence_token=None, shard_bytes=64 * MIB)
-    )
+    other = {"layout": layout, "device": layout.device, "fence_token": None}
+    capture.run(capture.save_task(**other, shard_bytes=64 * MIB))
     assert {path.name for path in capture.path.iterdir()} == {"part.json", "shard-0000.bin"}
     assert capture.left() == []
     capture.remove()
@@ -169,31 +162,27 @@ def test_an_artifact_from_before_the_setting_is_loaded_verified_and_removed(
     assert not capture.path.exists()
 
 
-def test_a_verification_reads_all_folders(
-    capture: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capture.run(capture.save_task())
-    verified(capture)
-    setting = ":".join(f"{name}={path}" for name, path in capture.stripes.items())
+def test_a_verification_reads_all_folders(saved: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified(saved)
+    setting = ":".join(f"{name}={path}" for name, path in saved.stripes.items())
     monkeypatch.setenv("SNAPBACK_STRIPE_ROOTS", setting)
-    verify_part(capture.path, capture.manifest(), lambda _: None)
-    entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
-    with (Path(capture.stripes["other"]) / PART / entry.name).open("r+b") as file:
+    verify_part(saved.path, saved.manifest(), lambda _: None)
+    entry = next(entry for entry in saved.manifest().files if entry.stripe == "other")
+    with (Path(saved.stripes["other"]) / PART / entry.name).open("r+b") as file:
         file.write(b"damaged")
     with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
-        verified(capture)
+        verified(saved)
     with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
-        verify_part(capture.path, capture.manifest(), lambda _: None)
+        verify_part(saved.path, saved.manifest(), lambda _: None)
 
 
-def test_a_file_that_is_missing_in_a_stripe_root_is_named(capture: Capture) -> None:
-    capture.run(capture.save_task())
-    entry = next(entry for entry in capture.manifest().files if entry.stripe == "other")
-    (Path(capture.stripes["other"]) / PART / entry.name).unlink()
+def test_a_file_that_is_missing_in_a_stripe_root_is_named(saved: Capture) -> None:
+    entry = next(entry for entry in saved.manifest().files if entry.stripe == "other")
+    (Path(saved.stripes["other"]) / PART / entry.name).unlink()
     with pytest.raises(errors.ArtifactMissing, match=entry.name):
-        asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+        asyncio.run(saved.agent.read_part(PLACE, "gpu-0"))
     with pytest.raises(errors.ArtifactMissing, match=entry.name):
-        capture.run(capture.load_task())
+        saved.run(saved.load_task())
 
 
 def gone(capture: Capture, how: str) -> dict[str, str]:
@@ -211,19 +200,18 @@ def gone(capture: Capture, how: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("how", ["not named", "no folder", "not mounted", "another disk"])
 def test_a_load_or_a_deletion_without_a_stripe_root_fails_before_it_begins(
-    capture: Capture, how: str
+    saved: Capture, how: str
 ) -> None:
-    capture.run(capture.save_task())
-    stripes = gone(capture, how)
+    stripes = gone(saved, how)
     with pytest.raises(errors.SnapbackError, match="'other'") as caught:
-        capture.run(capture.load_task(stripe_roots=stripes))
+        saved.run(saved.load_task(stripe_roots=stripes))
     assert caught.value.to_failure().reason == "StripeMissing"
-    agent = capture.agent_with(stripes)
+    agent = saved.agent_with(stripes)
     with pytest.raises(StripeMissing, match="'other'"):
         asyncio.run(agent.read_part(PLACE, "gpu-0"))
     with pytest.raises(StripeMissing, match="'other'") as refused:
         asyncio.run(agent.remove(PLACE))
-    assert (capture.path / MARK).exists()
+    assert (saved.path / MARK).exists()
     assert "SNAPBACK_STRIPE_ROOTS" in refused.value.next_step
     assert refused.value.values["setting"] == "SNAPBACK_STRIPE_ROOTS"
     assert not refused.value.retryable
@@ -251,11 +239,10 @@ def test_a_capture_is_refused_where_two_stripe_roots_are_one_folder(capture: Cap
         asyncio.run(capture.agent.require_space(1, 1))
 
 
-def test_what_no_manifest_names_in_a_stripe_root_is_found(capture: Capture) -> None:
-    capture.run(capture.save_task())
-    (Path(capture.stripes["other"]) / PART / "extra").touch()
+def test_what_no_manifest_names_in_a_stripe_root_is_found(saved: Capture) -> None:
+    (Path(saved.stripes["other"]) / PART / "extra").touch()
     with pytest.raises(errors.ArtifactCorrupt, match="'extra'"):
-        asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
+        asyncio.run(saved.agent.read_part(PLACE, "gpu-0"))
 
 
 def test_a_save_that_fails_at_its_end_leaves_nothing(
@@ -274,20 +261,19 @@ def test_a_save_that_fails_at_its_end_leaves_nothing(
     assert capture.left() == []
 
 
-def test_a_saver_or_loader_in_a_pod_is_given_no_stripe_roots(capture: Capture) -> None:
-    capture.run(capture.save_task())
+def test_a_saver_or_loader_in_a_pod_is_given_no_stripe_roots(saved: Capture) -> None:
     with pytest.raises(errors.SnapbackError, match="no loader in a pod is given"):
-        capture.run(capture.load_task(staged=str(capture.root.parent)))
-    task = capture.save_task()
-    written = capture.root.parent / f"{task.order}.{task.attempt}" / PART
+        saved.run(saved.load_task(staged=str(saved.root.parent)))
+    task = saved.save_task()
+    written = saved.root.parent / f"{task.order}.{task.attempt}" / PART
     written.mkdir(parents=True)
-    (written / "part.json").write_bytes((capture.path / "part.json").read_bytes())
-    capture.remove()
+    (written / "part.json").write_bytes((saved.path / "part.json").read_bytes())
+    saved.remove()
     with pytest.raises(
         errors.SnapbackError, match="the saver of the pod has put files of gpu-0 into"
     ):
-        capture.run(capture.save_task(staged=str(capture.root.parent)))
-    assert capture.left() == []
+        saved.run(saved.save_task(staged=str(saved.root.parent)))
+    assert saved.left() == []
 
 
 def test_what_a_saver_in_a_pod_has_written_stays_in_the_artifact_root(capture: Capture) -> None:

@@ -27,21 +27,16 @@ from gms.domain import tasks
 from gms.transfer_child.load import load
 from gms.transfer_child.save import save
 from snapback_client.errors import GmsUnavailable
-from snapback_client.frames import (
-    LEASE_SOCKET,
-    ErrorReply,
-    encode_frame,
-)
+from snapback_client.frames import LEASE_SOCKET, ErrorReply, encode_frame
 from snapback_client.wire import Inbox, close_all, send
 from snapshot_shared import errors
 from snapshot_shared.codec import encode_json
 from snapshot_shared.orders import ArtifactRef
 from tests.bench.machine import huge_bytes_free
-from tests.support.gms_rig import attach, children_of
+from tests.support.gms_rig import MIB, attach, children_of
 from tests.support.waiting import later, until, wait_until
 from tests.support.weights import OTHER, PART, UID, Weights, digests_of, flip
 
-MIB = 1024 * 1024
 ARRAYS: dict[str, tuple[Any, Any]] = {
     "big": (20 * MIB + 3, "u1"),
     "matrix": ((300, 70), "f4"),
@@ -54,21 +49,26 @@ def capture(service: Any, tmp_path: Path) -> Weights:
     return Weights(service, tmp_path / "artifacts", ARRAYS)
 
 
-def test_a_load_waits_for_a_service_that_is_being_started(capture: Weights) -> None:
+@pytest.fixture
+def saved(capture: Weights) -> Weights:
+    """Weights of which there is an artifact."""
     capture.run(capture.save_task())
-    path = capture.service.folder / LEASE_SOCKET
+    return capture
+
+
+def test_a_load_waits_for_a_service_that_is_being_started(saved: Weights) -> None:
+    path = saved.service.folder / LEASE_SOCKET
     away = path.rename(path.with_suffix(".away"))
     with later(lambda: away.rename(path)):
-        assert isinstance(capture.events(capture.load_task())[-1], tasks.TransferDone)
+        assert isinstance(saved.events(saved.load_task())[-1], tasks.TransferDone)
 
 
 def test_a_load_that_finds_no_service_says_so_and_may_be_tried_again(
-    capture: Weights, tmp_path: Path
+    saved: Weights, tmp_path: Path
 ) -> None:
-    capture.run(capture.save_task())
-    task = capture.load_task(socket_dir=str(tmp_path), deadline_s=0.2)
+    task = saved.load_task(socket_dir=str(tmp_path), deadline_s=0.2)
     with pytest.raises(errors.SnapbackError, match="no GPU memory service answers at ") as raised:
-        capture.events(task)
+        saved.events(task)
     assert (raised.value.reason, raised.value.retryable) == ("GmsUnavailable", True)
     assert isinstance(raised.value, GmsUnavailable)
 
@@ -161,65 +161,59 @@ def test_readers_are_admitted_while_a_save_reads(capture: Weights) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 16 * MIB - 1])
-def test_one_flipped_bit_fails_the_load_and_leaves_no_memory(capture: Weights, where: int) -> None:
-    capture.run(capture.save_task())
-    flip(capture.path / "shard-0000.bin", where)
+def test_one_flipped_bit_fails_the_load_and_leaves_no_memory(saved: Weights, where: int) -> None:
+    flip(saved.path / "shard-0000.bin", where)
     # Its memory is free when its process has ended.
     with pytest.raises(errors.ArtifactCorrupt) as caught:
-        capture.apart(capture.load_task())
+        saved.apart(saved.load_task())
     assert caught.value.values["file"] == "shard-0000.bin"
     assert caught.value.values["chunk"] == where // (8 * MIB)
-    wait_until(lambda: capture.service.device(1).used == 0)
+    wait_until(lambda: saved.service.device(1).used == 0)
 
 
 @pytest.mark.parametrize("damage", ["link", "fifo", "linked folder"])
-def test_files_that_are_not_what_was_written_are_refused(capture: Weights, damage: str) -> None:
-    capture.run(capture.save_task())
-    task = capture.load_task()
-    wrong = capture.path if damage == "linked folder" else capture.path / "shard-0001.bin"
+def test_files_that_are_not_what_was_written_are_refused(saved: Weights, damage: str) -> None:
+    task = saved.load_task()
+    wrong = saved.path if damage == "linked folder" else saved.path / "shard-0001.bin"
     elsewhere = wrong.rename(wrong.with_name("elsewhere"))
     if damage == "fifo":
         os.mkfifo(wrong)
     else:
         wrong.symlink_to(elsewhere)
     with pytest.raises(errors.ArtifactCorrupt):
-        capture.apart(task)
-    wait_until(lambda: capture.service.device(1).used == 0)
+        saved.apart(task)
+    wait_until(lambda: saved.service.device(1).used == 0)
 
 
 @pytest.mark.parametrize("name", ["shard-0000.bin", "part.json"])
-def test_a_missing_file_is_named(capture: Weights, name: str) -> None:
-    capture.run(capture.save_task())
-    task = capture.load_task()
-    (capture.path / name).unlink()
+def test_a_missing_file_is_named(saved: Weights, name: str) -> None:
+    task = saved.load_task()
+    (saved.path / name).unlink()
     with pytest.raises(errors.ArtifactMissing, match=name):
-        capture.run(task)
+        saved.run(task)
 
 
-def test_a_manifest_that_is_not_the_sealed_one_is_refused(capture: Weights) -> None:
-    capture.run(capture.save_task())
-    task = capture.load_task()
-    capture.forge(lambda m: msgspec.structs.replace(m, order=f"save-{UID}-gpu-9"))
+def test_a_manifest_that_is_not_the_sealed_one_is_refused(saved: Weights) -> None:
+    task = saved.load_task()
+    saved.forge(lambda m: msgspec.structs.replace(m, order=f"save-{UID}-gpu-9"))
     with pytest.raises(errors.ArtifactCorrupt, match="not the one that was sealed"):
-        capture.run(task)
+        saved.run(task)
 
 
 @pytest.mark.parametrize(
     "change", [{"generation": 2}, {"part": "gpu-1"}, {"layout": None}, {"bytes": 5}, {"files": []}]
 )
 def test_a_manifest_that_contradicts_itself_is_refused_even_with_the_right_digest(
-    capture: Weights, change: dict[str, Any]
+    saved: Weights, change: dict[str, Any]
 ) -> None:
-    capture.run(capture.save_task())
-    forged = capture.forge(lambda m: msgspec.structs.replace(m, **change))
+    forged = saved.forge(lambda m: msgspec.structs.replace(m, **change))
     with pytest.raises(errors.ArtifactCorrupt):
-        capture.run(capture.load_task(part_digest=forged))
+        saved.run(saved.load_task(part_digest=forged))
 
 
-def test_an_artifact_of_another_layout_is_refused(capture: Weights) -> None:
-    capture.run(capture.save_task())
+def test_an_artifact_of_another_layout_is_refused(saved: Weights) -> None:
     with pytest.raises(errors.Incompatible):
-        capture.run(capture.load_task(structure_hash="ab" * 32))
+        saved.run(saved.load_task(structure_hash="ab" * 32))
 
 
 def test_a_device_that_is_too_small_is_refused_with_both_values_before_it_is_touched(
@@ -235,23 +229,21 @@ def test_a_device_that_is_too_small_is_refused_with_both_values_before_it_is_tou
 
 
 def test_a_load_waits_for_the_memory_that_an_engine_gives_up_as_long_as_it_may(
-    capture: Weights,
+    saved: Weights,
 ) -> None:
-    capture.run(capture.save_task())
     with client.connect(1, lock="RW", domain="kv") as cache:
         cache.allocate("k", 50 * MIB, "u1")
         with pytest.raises(errors.OutOfDeviceMemory):
-            capture.run(capture.load_task(memory_wait_s=0))
+            saved.run(saved.load_task(memory_wait_s=0))
         with later(cache.sleep):
-            capture.run(capture.load_task())
+            saved.run(saved.load_task())
 
 
-def test_a_second_load_under_one_token_is_refused_and_the_first_stays(capture: Weights) -> None:
-    capture.run(capture.save_task())
-    capture.run(capture.load_task())
+def test_a_second_load_under_one_token_is_refused_and_the_first_stays(saved: Weights) -> None:
+    saved.run(saved.load_task())
     with pytest.raises(errors.SnapbackError):
-        capture.run(capture.load_task())
-    (load,) = capture.service.device(1).loads
+        saved.run(saved.load_task())
+    (load,) = saved.service.device(1).loads
     assert (load.load_token, load.bytes) == ("l1", 26 * MIB)
 
 
@@ -448,13 +440,12 @@ def lying_server(folder: Path, real: Path, lies_at: int) -> threading.Thread:
     "lies_at", range(6), ids=["attach", "allocate", "export", "metadata", "commit", "detach"]
 )
 def test_an_artifact_is_not_damaged_because_a_memory_server_says_so(
-    capture: Weights, lies_at: int
+    saved: Weights, lies_at: int
 ) -> None:
-    capture.run(capture.save_task())
     with tempfile.TemporaryDirectory(prefix="gms-") as folder:
-        server = lying_server(Path(folder), capture.service.folder, lies_at)
+        server = lying_server(Path(folder), saved.service.folder, lies_at)
         with pytest.raises(errors.ContainerFailed, match="chunk 3 is damaged"):
-            load(capture.load_task(socket_dir=folder), lambda _: None)
+            load(saved.load_task(socket_dir=folder), lambda _: None)
         server.join()
 
 
