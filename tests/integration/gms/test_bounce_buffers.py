@@ -45,18 +45,22 @@ from tests.support import builders
 from tests.support.artifact_keys import put_encryption
 from tests.support.cuda_rig import CudaNode, ThisProcess
 from tests.support.direct_backend import DirectExample
+from tests.support.gms_rig import open_descriptors
 from tests.support.weights import flip, saving
 
 FAKE_KVIKIO = Path(__file__).parents[2] / "support" / "fake_kvikio"
 GRANULE = 2 * 1024 * 1024
 BUFFER = 8 * PAGE
 SIZES = [GRANULE, 3 * PAGE + 17, 100, 11 * PAGE]
+DEFAULTS: dict[str, Any] = {"threads": 2, "advance": ignored}
+"""How files are moved, where a test says nothing else."""
 
 
 class Layout:
-    """Allocations on a fake GPU."""
+    """Allocations on a fake GPU, and the folder of their files."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, folder: int) -> None:
+        self.folder = folder
         self.places = [index * GRANULE for index in range(len(SIZES))]
         size = GRANULE * len(SIZES)
         self.range = CudaRange(CudaDriver(), device.info.uuid, size, address=None, exact=False)
@@ -86,30 +90,20 @@ class Layout:
             backend = find_backend(backend, in_place=True)
         return BounceBuffered(backend, self.range, self.places, self.range.size)
 
-    def save(
-        self,
-        folder: int,
-        backend: TransferBackend | str = "posix-direct",
-        *,
-        threads: int = 2,
-        advance: Advance = ignored,
-    ) -> Moved:
+    def save(self, backend: TransferBackend | str = "posix-direct", **how: Any) -> Moved:
         with self.through(backend) as bounced:
-            return bounced.write_files(folder, plans(), [], threads=threads, advance=advance)
+            return bounced.write_files(self.folder, plans(), [], **DEFAULTS | how)
 
     def load(
         self,
-        folder: int,
         files: Sequence[FileEntry],
         backend: TransferBackend | str = "posix-direct",
         *,
         only: Sequence[FilePlan] = (),
-        threads: int = 2,
-        advance: Advance = ignored,
+        **how: Any,
     ) -> Moved:
         with self.through(backend) as bounced:
-            wanted = only or plans()
-            return bounced.read_files(folder, wanted, files, [], threads=threads, advance=advance)
+            return bounced.read_files(self.folder, only or plans(), files, [], **DEFAULTS | how)
 
 
 @pytest.fixture
@@ -120,20 +114,6 @@ def device(cuda_node: CudaNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cud
 
 
 @pytest.fixture
-def source(device: CudaDevice) -> Iterator[Layout]:
-    layout = Layout(device).fill()
-    yield layout
-    layout.range.release()
-
-
-@pytest.fixture
-def target(device: CudaDevice) -> Iterator[Layout]:
-    layout = Layout(device)
-    yield layout
-    layout.range.release()
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Iterator[int]:
     (tmp_path / "parts").mkdir()
     with opened(open_root(tmp_path / "parts")) as directory:
@@ -141,8 +121,22 @@ def folder(tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.fixture
-def saved(source: Layout, folder: int) -> list[FileEntry]:
-    return source.save(folder).files
+def source(device: CudaDevice, folder: int) -> Iterator[Layout]:
+    layout = Layout(device, folder).fill()
+    yield layout
+    layout.range.release()
+
+
+@pytest.fixture
+def target(device: CudaDevice, folder: int) -> Iterator[Layout]:
+    layout = Layout(device, folder)
+    yield layout
+    layout.range.release()
+
+
+@pytest.fixture
+def saved(source: Layout) -> list[FileEntry]:
+    return source.save().files
 
 
 def plans(shard: int = BUFFER) -> list[FilePlan]:
@@ -156,20 +150,16 @@ def values() -> list[bytes]:
     return found
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @pytest.mark.parametrize("backend", ["posix-direct", "posix-buffered"])
 @pytest.mark.parametrize("threads", [1, 5])
 def test_what_was_saved_through_bounce_buffers_is_loaded_through_them(
-    source: Layout, target: Layout, folder: int, backend: str, threads: int
+    source: Layout, target: Layout, backend: str, threads: int
 ) -> None:
     reported: list[int] = []
-    moved = source.save(folder, backend, threads=threads, advance=reported.append)
+    moved = source.save(backend, threads=threads, advance=reported.append)
     assert [entry.name for entry in moved.files] == [plan.name for plan in plans()]
     assert sum(reported) == sum(plan.size for plan in plans())
-    target.load(folder, moved.files, backend, threads=threads)
+    target.load(moved.files, backend, threads=threads)
     assert target.is_filled()
 
 
@@ -199,7 +189,7 @@ def test_files_in_several_folders_move_through_bounce_buffers_at_once(
 
 
 def test_objects_of_several_buffers_at_once_make_one_part(
-    source: Layout, target: Layout, folder: int, tmp_path: Path
+    source: Layout, target: Layout, tmp_path: Path
 ) -> None:
     class Slow(ObjectStorage):
         """Lets the others go first."""
@@ -209,23 +199,23 @@ def test_objects_of_several_buffers_at_once_make_one_part(
             super().remove(prefix)
 
     objects = Objects(Slow(f"file://{tmp_path}/objects"), "a/b")
-    target.load(folder, source.save(folder, objects, threads=5).files, objects, threads=5)
+    target.load(source.save(objects, threads=5).files, objects, threads=5)
     assert target.is_filled()
 
 
 def test_objects_of_an_older_part_are_copied_and_not_sent(
-    source: Layout, target: Layout, folder: int, tmp_path: Path
+    source: Layout, target: Layout, tmp_path: Path
 ) -> None:
     storage = ObjectStorage(f"file://{tmp_path}/objects")
-    older = source.save(folder, Objects(storage, "a"))
+    older = source.save(Objects(storage, "a"))
     objects = Objects(storage, "b")
     with source.through(objects) as out:
         out.take_from("a", older.files)
-    newer = source.save(folder, objects)
+    newer = source.save(objects)
     assert older.bytes > newer.bytes == 0
     assert newer.files == older.files
     storage.remove("a")
-    target.load(folder, newer.files, objects)
+    target.load(newer.files, objects)
     assert target.is_filled()
 
 
@@ -256,11 +246,11 @@ def test_a_killed_save_goes_on_through_bounce_buffers(
 ) -> None:
     first, *others = plans()
     with source.through("posix-direct") as bounced:
-        cut_off = bounced.write_files(folder, [first], [], threads=2, advance=ignored)
+        cut_off = bounced.write_files(folder, [first], [], **DEFAULTS)
         notes = Notes({entry.name: dict(enumerate(entry.chunks)) for entry in cut_off.files})
-        moved = bounced.write_missing(folder, plans(), [], threads=2, advance=ignored, notes=notes)
+        moved = bounced.write_missing(folder, plans(), [], notes=notes, **DEFAULTS)
     assert moved.bytes <= sum(plan.size for plan in others)
-    target.load(folder, moved.files)
+    target.load(moved.files)
     assert target.is_filled()
 
 
@@ -275,14 +265,13 @@ def test_files_that_are_longer_than_a_buffer_are_read_and_not_written(
 ) -> None:
     with source.through("posix-direct") as bounced:
         with pytest.raises(errors.InvalidInput, match="a buffer has"):
-            bounced.write_files(folder, plans(4 * BUFFER), [], threads=2, advance=ignored)
+            bounced.write_files(folder, plans(4 * BUFFER), [], **DEFAULTS)
         assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_a_damaged_file_is_named_though_the_device_has_read_it(
     target: Layout,
-    folder: int,
     saved: list[FileEntry],
     tmp_path: Path,
     cuda_node: CudaNode,
@@ -291,7 +280,7 @@ def test_a_damaged_file_is_named_though_the_device_has_read_it(
     flip(tmp_path / "parts" / plans()[3].name)
     before = threading.active_count()
     with pytest.raises(errors.ArtifactCorrupt) as caught:
-        target.load(folder, saved, DirectExample() if is_direct else "posix-direct")
+        target.load(saved, DirectExample() if is_direct else "posix-direct")
     assert caught.value.values["file"] == plans()[3].name
     assert caught.value.values["chunk"] == 0
     assert threading.active_count() == before
@@ -307,10 +296,10 @@ def test_a_transfer_that_is_cancelled_ends(source: Layout, folder: int) -> None:
             raise errors.Aborted("enough")
 
     with pytest.raises(errors.Aborted, match="enough"):
-        source.save(folder, threads=1, advance=end)
+        source.save(threads=1, advance=end)
     assert len(os.listdir(folder)) < len(plans())
     with pytest.raises(errors.ArtifactExists):
-        source.save(folder, threads=1)
+        source.save(threads=1)
 
 
 def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
@@ -320,7 +309,7 @@ def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
         BounceBuffered(find_backend("posix-direct"), source.range, source.places, PAGE) as small,
         pytest.raises(errors.ArtifactCorrupt, match="longer than all of the memory"),
     ):
-        small.read_files(folder, plans(), saved, [], threads=2, advance=ignored)
+        small.read_files(folder, plans(), saved, [], **DEFAULTS)
 
 
 # What a backend reads into the device itself is copied back and compared.
@@ -368,10 +357,10 @@ class Failing(DirectExample):
 
 @pytest.mark.parametrize("threads", [1, 5])
 def test_what_the_device_has_read_itself_is_in_its_place_and_zeros_are_not_read(
-    target: Layout, folder: int, saved: list[FileEntry], threads: int
+    target: Layout, saved: list[FileEntry], threads: int
 ) -> None:
     reported: list[int] = []
-    moved = target.load(folder, saved, DirectExample(), threads=threads, advance=reported.append)
+    moved = target.load(saved, DirectExample(), threads=threads, advance=reported.append)
     assert target.is_filled()
     assert moved.backend == "direct-example"
     assert sum(reported) == sum(plan.size for plan in plans())
@@ -379,90 +368,78 @@ def test_what_the_device_has_read_itself_is_in_its_place_and_zeros_are_not_read(
 
 
 def test_a_file_that_is_as_it_was_is_not_called_damaged_when_the_device_has_other_bytes(
-    target: Layout, folder: int, saved: list[FileEntry]
+    target: Layout, saved: list[FileEntry]
 ) -> None:
     with pytest.raises(errors.DeviceError, match="chunk 1") as caught:
-        target.load(folder, saved[-1:], Faulty(), only=plans()[-1:])
+        target.load(saved[-1:], Faulty(), only=plans()[-1:])
     assert not isinstance(caught.value, errors.ArtifactCorrupt)
     assert "posix-direct" in caught.value.next_step
 
 
 def test_a_read_that_fails_ends_the_load_once_those_on_the_stream_are_done(
-    target: Layout, folder: int, saved: list[FileEntry], cuda_node: CudaNode
+    target: Layout, saved: list[FileEntry], cuda_node: CudaNode
 ) -> None:
     failing = Failing(cuda_node.here)
     with pytest.raises(errors.DeviceError, match="no more"):
-        target.load(folder, saved[-1:], failing, only=plans()[-1:], threads=1)
+        target.load(saved[-1:], failing, only=plans()[-1:], threads=1)
     assert failing.waits == 1
     assert (cuda_node.here.pinned, cuda_node.here.streams) == ([], 0)
 
 
-def test_what_a_device_does_not_read_goes_through_the_host(
-    source: Layout, target: Layout, folder: int
-) -> None:
-    moved = source.save(folder, DirectExample())
+def test_what_a_device_does_not_read_goes_through_the_host(source: Layout, target: Layout) -> None:
+    moved = source.save(DirectExample())
     assert moved.backend == "posix-buffered"
     # Files whose bytes fill no memory are only verified.
     alone = [without_memory(plan) for plan in plans()]
-    assert target.load(folder, moved.files, DirectExample(), only=alone).backend == "posix-buffered"
+    assert target.load(moved.files, DirectExample(), only=alone).backend == "posix-buffered"
 
 
 # KvikIO, by a fake of it that has GPUDirect Storage. The real one is met in test_cuda.py.
 
 
 @pytest.fixture
-def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kvikio(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """The fake, which does what the parameter says."""
     monkeypatch.syspath_prepend(FAKE_KVIKIO)
+    monkeypatch.setenv("FAKE_KVIKIO", getattr(request, "param", ""))
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "kvikio"]:
         del sys.modules[name]
 
 
 @pytest.mark.parametrize(
-    ("what", "way"), [("gds", "gds"), ("compat", "gds-compat"), ("", "gds-compat")]
+    ("kvikio", "way"),
+    [("gds", "gds"), ("compat", "gds-compat"), ("", "gds-compat")],
+    indirect=["kvikio"],
 )
 def test_kvikio_reads_into_the_device_and_only_gpudirect_storage_is_called_so(
-    target: Layout,
-    folder: int,
-    saved: list[FileEntry],
-    kvikio: None,
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-    way: str,
+    target: Layout, saved: list[FileEntry], kvikio: None, way: str
 ) -> None:
-    monkeypatch.setenv("FAKE_KVIKIO", what)
-    before = open_files()
-    assert target.load(folder, saved, "gds", threads=5).backend == way
+    before = open_descriptors()
+    assert target.load(saved, "gds", threads=5).backend == way
     assert target.is_filled()
-    assert open_files() == before
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("kvikio", "why"),
     [
         ("open", "KvikIO cannot be used: cuFile error at: /src 5030: GPUDirect"),
         ("read", "KvikIO cannot read into the device: cuFile error: device pointer"),
         ("empty", "KvikIO cannot read into the device: the file ends before"),
     ],
+    indirect=["kvikio"],
 )
 def test_what_kvikio_cannot_read_is_refused_with_the_way_through_the_host(
-    target: Layout,
-    folder: int,
-    saved: list[FileEntry],
-    kvikio: None,
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-    why: str,
+    target: Layout, saved: list[FileEntry], kvikio: None, why: str
 ) -> None:
-    monkeypatch.setenv("FAKE_KVIKIO", what)
     with pytest.raises(errors.DeviceError, match=why) as caught:
-        target.load(folder, saved, "gds")
+        target.load(saved, "gds")
     assert "SNAPBACK_TRANSFER_BACKEND=posix-direct" in caught.value.next_step
 
 
 def test_a_kvikio_that_cannot_be_imported_is_refused_when_a_part_is_loaded(
     target: Layout,
-    folder: int,
     saved: list[FileEntry],
     tmp_path: Path,
     kvikio: None,
@@ -471,7 +448,7 @@ def test_a_kvikio_that_cannot_be_imported_is_refused_when_a_part_is_loaded(
     (tmp_path / "kvikio.py").write_text("raise ImportError('libcufile.so.0 is missing')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(errors.DeviceError, match=r"libcufile\.so\.0"):
-        target.load(folder, saved, "gds")
+        target.load(saved, "gds")
 
 
 def test_memory_of_the_host_is_moved_as_by_posix_direct(folder: int, kvikio: None) -> None:
@@ -562,11 +539,11 @@ def there_and_back(task: SaveTask, inner: Any) -> Moved:
         encrypting(task, device, inner) as (ciphers, bounced),
     ):
         ciphers.begin(staging)
-        moved = bounced.write_files(staging.directory, PLANS, [], threads=2, advance=ignored)
+        moved = bounced.write_files(staging.directory, PLANS, [], **DEFAULTS)
         written = [ciphers.finished(entry) for entry in moved.files]
         before = device.values()
         device.memory[:] = bytes(len(device.memory))
-        bounced.read_files(staging.directory, PLANS, written, [], threads=2, advance=ignored)
+        bounced.read_files(staging.directory, PLANS, written, [], **DEFAULTS)
     assert device.values() == before
     return moved
 
@@ -584,20 +561,13 @@ class Watched:
         self.buffers: list[Any] = []
         self.writes = 0
 
-    def write_files(
-        self, directory: int, plans: Sequence[FilePlan], buffers: Buffers, **how: Any
-    ) -> Moved:
+    def write_files(self, directory: int, plans: Any, buffers: Buffers, **how: Any) -> Moved:
         self.buffers += buffers
         self.writes += len(buffers)
         return self._backend.write_files(directory, plans, buffers, **how)
 
     def read_files(
-        self,
-        directory: int,
-        plans: Sequence[FilePlan],
-        entries: Sequence[FileEntry],
-        buffers: Buffers,
-        **how: Any,
+        self, directory: int, plans: Any, entries: Any, buffers: Buffers, **how: Any
     ) -> Moved:
         self.buffers += buffers
         return self._backend.read_files(directory, plans, entries, buffers, **how)
@@ -617,7 +587,7 @@ def write_missing(
 ) -> tuple[Ciphers, Moved]:
     with encrypting(task, device) as (ciphers, bounced):
         ciphers.begin(staging)
-        how: dict[str, Any] = {"threads": 2, "advance": ignored, "notes": staging}
+        how = {"notes": staging, **DEFAULTS}
         return ciphers, bounced.write_missing(staging.directory, plans, [], **how)
 
 
@@ -648,13 +618,8 @@ def test_a_save_that_was_cut_off_goes_on_and_is_loaded_again(task: SaveTask) -> 
             ciphers, moved = write_missing(task, device, staging, PLANS)
             assert ciphers.cipher.encryption == noted.encryption
             files = {entry.name: ciphers.finished(entry) for entry in moved.files}
-            manifest = part_manifest(
-                task,
-                ENTRIES,
-                [files[plan.name] for plan in PLANS],
-                [],
-                ciphers.cipher.encryption,
-            )
+            in_order = [files[plan.name] for plan in PLANS]
+            manifest = part_manifest(task, ENTRIES, in_order, [], ciphers.cipher.encryption)
             check_part_manifest(manifest)
             for name, tags in noted.tags.items():
                 entry = files[name]
@@ -666,7 +631,5 @@ def test_a_save_that_was_cut_off_goes_on_and_is_loaded_again(task: SaveTask) -> 
             loaded = HostDevice()
             with encrypting(task, loaded) as (opening, bounced):
                 opening.open(manifest)
-                bounced.read_files(
-                    staging.directory, PLANS, manifest.files, [], threads=2, advance=ignored
-                )
+                bounced.read_files(staging.directory, PLANS, manifest.files, [], **DEFAULTS)
             assert loaded.values() == device.values()
