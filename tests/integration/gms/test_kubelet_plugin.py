@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -34,19 +34,30 @@ from tests.support.cluster_api import MemoryApi
 from tests.support.gms_rig import MIB, GmsProgram
 from tests.support.waiting import until
 
-FIRST = "11111111-6c5f-4a51-9d3a-7b8f3a6f2d11"
-SECOND = "22222222-6c5f-4a51-9d3a-7b8f3a6f2d11"
+
+class Claim(NamedTuple):
+    name: str
+    uid: str
+
+
+FIRST = Claim("first", "11111111-6c5f-4a51-9d3a-7b8f3a6f2d11")
+SECOND = Claim("second", "22222222-6c5f-4a51-9d3a-7b8f3a6f2d11")
 DRA = "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 
 
 class Node:
-    """One node: its devices, its folders, and a driver that can be ended and started."""
+    """One node: its devices, its folders, and a driver that can be ended and started.
+
+    Two claims have the first device allocated, until a test says otherwise.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.kubelet = folder / "kubelet"
         self.cdi = folder / "cdi"
         (self.kubelet / "plugins_registry").mkdir(parents=True)
         self.api = MemoryApi()
+        for claim in (FIRST, SECOND):
+            self.api.allocate(*claim, "gpu-0")
         self.devices = [
             SimulatedDevice(node="n1", index=index, capacity=64 * MIB) for index in range(2)
         ]
@@ -73,6 +84,10 @@ class Node:
     async def prepare(self, *names: tuple[str, str]) -> dict[str, Any]:
         return await self._claims("NodePrepareResources", "Prepared", names)
 
+    async def error(self, claim: tuple[str, str]) -> str:
+        """Prepare a claim; return why it is refused, which is empty for one that is not."""
+        return str((await self.prepare(claim))[claim[1]]["error"])
+
     async def unprepare(self, *names: tuple[str, str]) -> dict[str, Any]:
         return await self._claims("NodeUnprepareResources", "Unprepared", names)
 
@@ -85,12 +100,12 @@ class Node:
         answer = await call(path, f"{DRA}/{method}", "Claims", reply, {"claims": claims})
         return dict(answer["claims"])
 
-    def spec(self, uid: str) -> Any:
-        return json.loads((self.cdi / cdi_file(uid)).read_bytes())
+    def spec(self, claim: Claim) -> Any:
+        return json.loads((self.cdi / cdi_file(claim.uid)).read_bytes())
 
-    def mount(self, uid: str) -> Path:
+    def mount(self, claim: Claim) -> Path:
         """Return the folder that a container of the claim has its devices in."""
-        return self.claims_folder / uid
+        return self.claims_folder / claim.uid
 
 
 async def call(
@@ -149,23 +164,23 @@ def test_a_folder_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_prepared_claim_has_a_specification_and_memory_of_its_device(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-1")
+    node.api.allocate(*FIRST, "gpu-1")
     async with node.driver():
-        answer = (await node.prepare(("c", FIRST)))[FIRST]
+        answer = (await node.prepare(FIRST))[FIRST.uid]
         assert answer["error"] == ""
         (device,) = answer["devices"]
         assert device["request_names"] == ["gpu"]
         assert (device["pool_name"], device["device_name"]) == ("n1", "gpu-1")
-        assert device["cdi_device_ids"] == [f"{DRIVER}/claim={FIRST}-0"]
+        assert device["cdi_device_ids"] == [f"{DRIVER}/claim={FIRST.uid}-0"]
         (edits,) = (each["containerEdits"] for each in node.spec(FIRST)["devices"])
         assert edits["mounts"][0]["hostPath"] == str(node.mount(FIRST) / "0")
         await asyncio.to_thread(uses_memory, node, FIRST, node.devices[1])
         await until(lambda: node.devices[1].used == 0)
 
 
-def uses_memory(node: Node, uid: str, device: SimulatedDevice) -> None:
+def uses_memory(node: Node, claim: Claim, device: SimulatedDevice) -> None:
     """Allocate, write and read as the memory server of a pod does."""
-    (claimed,) = claimed_devices(node.mount(uid))
+    (claimed,) = claimed_devices(node.mount(claim))
     assert claimed.info.uuid == device.info.uuid
     assert claimed.info.capacity == device.info.capacity
     with contextlib.closing(claimed):
@@ -179,75 +194,68 @@ def uses_memory(node: Node, uid: str, device: SimulatedDevice) -> None:
 
 
 async def test_a_claim_is_prepared_once_however_often_it_is_asked_for(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-0", "gpu-1")
+    node.api.allocate(*FIRST, "gpu-0", "gpu-1")
     async with node.driver():
-        answers = await asyncio.gather(*(node.prepare(("c", FIRST)) for _ in range(3)))
-        assert answers[0] == answers[1] == answers[2] == await node.prepare(("c", FIRST))
-        assert len(answers[0][FIRST]["devices"]) == 2
+        answers = await asyncio.gather(*(node.prepare(FIRST) for _ in range(3)))
+        assert answers[0] == answers[1] == answers[2] == await node.prepare(FIRST)
+        assert len(answers[0][FIRST.uid]["devices"]) == 2
         # Once prepared, nothing is asked of the API server.
         node.api.is_away = True
-        assert await node.prepare(("c", FIRST)) == answers[0]
+        assert await node.prepare(FIRST) == answers[0]
 
 
 async def test_a_claim_that_fails_leaves_the_others_of_its_call_alone(node: Node) -> None:
-    node.api.allocate("good", FIRST, "gpu-0")
     async with node.driver():
-        answers = await node.prepare(("good", FIRST), ("gone", SECOND), ("bad", "../../x"))
-    assert answers[FIRST]["error"] == ""
-    assert 'resourceclaims "gone" not found' in answers[SECOND]["error"]
+        answers = await node.prepare(FIRST, ("gone", SECOND.uid), ("bad", "../../x"))
+    assert answers[FIRST.uid]["error"] == ""
+    assert 'resourceclaims "gone" not found' in answers[SECOND.uid]["error"]
     assert "$.uid" in answers["../../x"]["error"]
-    assert [each.name for each in node.claims_folder.iterdir()] == [FIRST]
+    assert [each.name for each in node.claims_folder.iterdir()] == [FIRST.uid]
 
 
 async def test_unprepare_removes_everything_and_may_be_repeated(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-0")
     async with node.driver():
-        await node.prepare(("c", FIRST))
+        await node.prepare(FIRST)
         for _ in range(2):
-            answer = await node.unprepare(("c", FIRST), ("never prepared", SECOND))
-            assert answer[FIRST] == {"error": ""}
+            answer = await node.unprepare(FIRST, SECOND)
+            assert answer[FIRST.uid] == {"error": ""}
         assert list(node.cdi.iterdir()) == []
         assert list(node.claims_folder.iterdir()) == []
         assert "$.uid" in (await node.unprepare(("c", "..")))[".."]["error"]
 
 
 async def test_a_device_is_given_when_its_last_claim_is_unprepared_late(node: Node) -> None:
-    node.api.allocate("old", FIRST, "gpu-0")
-    node.api.allocate("new", SECOND, "gpu-0")
     async with node.driver():
-        await node.prepare(("old", FIRST))
-        waiting = asyncio.create_task(node.prepare(("new", SECOND)))
+        await node.prepare(FIRST)
+        waiting = asyncio.create_task(node.error(SECOND))
         await until(lambda: node.api.calls.count("claim") == 2)
         assert not waiting.done()
-        await node.unprepare(("old", FIRST))
-        assert (await waiting)[SECOND]["error"] == ""
+        await node.unprepare(FIRST)
+        assert await waiting == ""
         # What comes later still for the old claim touches nothing of the new one.
-        await node.unprepare(("old", FIRST))
+        await node.unprepare(FIRST)
         assert node.spec(SECOND)["devices"]
         await asyncio.to_thread(uses_memory, node, SECOND, node.devices[0])
 
 
 async def test_a_device_that_stays_held_is_refused_with_the_claim_that_holds_it(node: Node) -> None:
-    node.api.allocate("old", FIRST, "gpu-0")
-    node.api.allocate("new", SECOND, "gpu-0")
-    node.api.allocate("monitor", "33333333-6c5f-4a51-9d3a-7b8f3a6f2d11", "gpu-0", admin=True)
+    monitor = Claim("monitor", "33333333-6c5f-4a51-9d3a-7b8f3a6f2d11")
+    node.api.allocate(*monitor, "gpu-0", admin=True)
     async with node.driver(patience_s=0.1):
-        await node.prepare(("old", FIRST))
-        error = (await node.prepare(("new", SECOND)))[SECOND]["error"]
-        assert f"gpu-0 is still held by claim default/old ({FIRST})" in error
-        monitor = ("monitor", "33333333-6c5f-4a51-9d3a-7b8f3a6f2d11")
-        assert (await node.prepare(monitor))[monitor[1]]["error"] == ""
+        await node.prepare(FIRST)
+        held = f"gpu-0 is still held by claim default/first ({FIRST.uid})"
+        assert held in await node.error(SECOND)
+        assert await node.error(monitor) == ""
 
 
 async def test_a_claim_that_is_unprepared_while_it_is_prepared_leaves_nothing(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-0")
     async with node.driver() as claims:
         async with claims._turn:
-            unpreparing = asyncio.create_task(claims.unprepare(FIRST))
-            preparing = asyncio.create_task(node.prepare(("c", FIRST)))
-            await until(lambda: FIRST in claims._prepared)
+            unpreparing = asyncio.create_task(claims.unprepare(FIRST.uid))
+            preparing = asyncio.create_task(node.error(FIRST))
+            await until(lambda: FIRST.uid in claims._prepared)
         await unpreparing
-        assert "unprepared meanwhile" in (await preparing)[FIRST]["error"]
+        assert "unprepared meanwhile" in await preparing
     assert list(node.claims_folder.iterdir()) == []
     assert not node.cdi.exists()
 
@@ -255,59 +263,53 @@ async def test_a_claim_that_is_unprepared_while_it_is_prepared_leaves_nothing(no
 async def test_a_claim_keeps_its_device_after_a_failure_until_it_is_unprepared(
     node: Node,
 ) -> None:
-    node.api.allocate("c", FIRST, "gpu-0")
-    node.api.allocate("other", SECOND, "gpu-0")
     # No folder can be made there.
     node.cdi.write_bytes(b"")
     async with node.driver(patience_s=0.1):
-        assert str(node.cdi) in (await node.prepare(("c", FIRST)))[FIRST]["error"]
+        assert str(node.cdi) in await node.error(FIRST)
         node.cdi.unlink()
-        assert "still held" in (await node.prepare(("other", SECOND)))[SECOND]["error"]
-        assert (await node.prepare(("c", FIRST)))[FIRST]["error"] == ""
-        await node.unprepare(("c", FIRST))
-        assert (await node.prepare(("other", SECOND)))[SECOND]["error"] == ""
+        assert "still held" in await node.error(SECOND)
+        assert await node.error(FIRST) == ""
+        await node.unprepare(FIRST)
+        assert await node.error(SECOND) == ""
 
 
 async def test_a_driver_that_starts_again_serves_what_was_prepared(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-0")
     async with node.driver():
-        before = await node.prepare(("c", FIRST))
+        before = await node.prepare(FIRST)
         spec = node.spec(FIRST)
     # A tmpfs as a rule; without the file no container of the pod could start again.
-    (node.cdi / cdi_file(FIRST)).unlink()
+    (node.cdi / cdi_file(FIRST.uid)).unlink()
     node.api.is_away = True
     async with node.driver():
         assert node.spec(FIRST) == spec
         await asyncio.to_thread(uses_memory, node, FIRST, node.devices[0])
-        assert await node.prepare(("c", FIRST)) == before
-        await node.unprepare(("c", FIRST))
+        assert await node.prepare(FIRST) == before
+        await node.unprepare(FIRST)
     assert list(node.claims_folder.iterdir()) == []
 
 
 async def test_a_damaged_record_is_replaced_when_its_claim_is_prepared(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-0")
     async with node.driver():
-        before = await node.prepare(("c", FIRST))
+        before = await node.prepare(FIRST)
     (node.mount(FIRST) / "claim.json").write_bytes(b'{"devices": [')
     (node.claims_folder / "unknown").mkdir()
     async with node.driver():
-        assert await node.prepare(("c", FIRST)) == before
+        assert await node.prepare(FIRST) == before
 
 
 async def test_a_claim_waits_while_the_api_server_is_away(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-0")
     node.api.is_away = True
     async with node.driver():
-        waiting = asyncio.create_task(node.prepare(("c", FIRST)))
+        waiting = asyncio.create_task(node.error(FIRST))
         await until(lambda: "claim" in node.api.calls)
         node.api.is_away = False
-        assert (await waiting)[FIRST]["error"] == ""
+        assert await waiting == ""
 
 
 async def test_memory_of_a_pod_outlives_the_driver_and_is_counted_by_the_next(node: Node) -> None:
-    node.api.allocate("c", FIRST, "gpu-0")
     async with node.driver():
-        await node.prepare(("c", FIRST))
+        await node.prepare(FIRST)
         claimed = ClaimedDevice(node.mount(FIRST) / "0", 0)
         kept = await asyncio.to_thread(claimed.create, 8 * MIB)
     await until(lambda: node.devices[0].used == 0)
