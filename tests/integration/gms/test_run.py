@@ -24,6 +24,7 @@ import pytest
 from snapback_client.errors import InvalidInput, NotEligible
 from snapback_client.run import Command, Engine, Request, hook_of, plan_of
 from tests.integration.gms.test_worker import PATIENCE_S, Agent
+from tests.support.agent_rig import is_gone
 from tests.support.waiting import wait_until
 
 HAS_FILTERS = hasattr(tarfile, "data_filter")
@@ -79,6 +80,12 @@ class Running:
         """Start an engine that writes down what it is asked by POST."""
         program = ("--", sys.executable, "-c", ENGINE, str(self.port))
         self.start("--ready", self.url("/"), *options, *program, **env)
+
+    def end_captured(self, agent: Agent) -> None:
+        """End what was captured; a standby that starts next begins with what it has saved."""
+        self.close()
+        agent.remove("quiesce", "quiesced", "ready-for-snapshot")
+        agent.put("restore-complete", 2)
 
     def asked(self) -> list[str]:
         return (self.folder / "asked").read_text().split()
@@ -216,8 +223,7 @@ def test_an_engine_is_asked_to_be_quiet_for_a_capture_and_to_go_on_after_it(
 
 def is_not_captured(running: Running, agent: Agent, hook: str) -> None:
     """Have a capture aborted because the engine has not become quiet after its hook."""
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
+    agent.ask()
     wait_until(lambda: hook in (running.folder / "asked").read_text(), "the hook")
     agent.go_on(end="snapshot-aborted")
     assert not (agent.path / "quiesced").exists()
@@ -258,10 +264,8 @@ def test_a_folder_that_is_elsewhere_is_saved_with_what_is_in_it(
     (running.folder / "cache").symlink_to(tmp_path / "mounted")
     running.engine("--state", "cache")
     agent.quiet()
-    running.close()
+    running.end_captured(agent)
     (tmp_path / "mounted/graph").unlink()
-    agent.remove("quiesce", "quiesced", "ready-for-snapshot")
-    agent.put("restore-complete", 2)
     running.engine("--state", "cache", SNAPSHOT_RESTORE_STANDBY="1")
     agent.found("restored", 2)
     assert (tmp_path / "mounted/graph").read_text() == "compiled"
@@ -280,18 +284,11 @@ def test_an_engine_that_cannot_go_on_ends_with_a_status_that_is_not_0(
 def test_what_a_hook_has_started_ends_with_it(running: Running, agent: Agent) -> None:
     hook = "sh -c 'sleep 60 & echo $! >pid; wait'"
     running.start("--hook-within", "0.3", "--quiesce", hook, "--", "sleep", "60")
-    agent.found("ready-for-snapshot")
-    agent.put("quiesce", 1)
+    agent.ask()
     wait_until((running.folder / "pid").exists, "the start of the hook")
     wait_until(lambda: (running.folder / "pid").read_text().strip(), "its child")
     pid = int((running.folder / "pid").read_text())
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the end of its child")
-
-
-def _is_zombie(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    return True
+    wait_until(lambda: is_gone(pid), "the end of its child")
 
 
 def test_a_restored_engine_finds_its_files_and_is_asked_to_take_them_up(
@@ -466,10 +463,8 @@ def test_a_server_of_others_has_its_data_again(running: Running, agent: Agent) -
     ask(running.url("/bucket"), "PUT")
     ask(running.url("/bucket/key"), "PUT", b"what was stored")
     agent.quiet()
-    running.close()
+    running.end_captured(agent)
     (running.folder / "moto_recording").unlink()
-    agent.remove("quiesce", "quiesced", "ready-for-snapshot")
-    agent.put("restore-complete", 2)
     running.start(*words, *program, SNAPSHOT_RESTORE_STANDBY="1", **env)
     agent.found("restored", 2)
     assert ask(running.url("/bucket/key")) == b"what was stored"

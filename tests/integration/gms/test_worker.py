@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,15 @@ class Agent:
 
         wait_until(is_there, name)
 
-    def quiet(self, attempt: int = 1) -> None:
-        """Have a worker that is ready be quiet."""
+    def ask(self, attempt: int = 1) -> None:
+        """Ask a worker that is ready to be quiet, and wait until it has heard that."""
         self.found("ready-for-snapshot")
         self.put("quiesce", attempt)
+        wait_until(lambda: not (self.path / "ready-for-snapshot").exists(), "its withdrawal")
+
+    def quiet(self, attempt: int = 1) -> None:
+        """Have a worker that is ready be quiet."""
+        self.ask(attempt)
         self.found("quiesced", attempt)
 
     def go_on(self, attempt: int = 1, *, end: str = "snapshot-complete") -> None:
@@ -75,14 +82,27 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
     return made
 
 
+@pytest.fixture
+def standby(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """The agent of a process that begins with what another has saved."""
+    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+    return agent
+
+
+@contextlib.contextmanager
+def ready(*hooks: Any) -> Iterator[Worker]:
+    """A worker that has said that it may be captured."""
+    with Worker(*hooks) as worker:
+        worker.ready()
+        yield worker
+
+
 def test_a_worker_outside_of_snapback_serves_and_is_never_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SNAPSHOT_CONTROL_DIR", raising=False)
-    with Worker() as worker:
-        worker.ready()
-        with worker.request():
-            assert worker.state is None
+    with ready() as worker, worker.request():
+        assert worker.state is None
 
 
 def test_a_control_directory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +113,9 @@ def test_a_control_directory_that_is_not_there_is_named(monkeypatch: pytest.Monk
 
 def test_a_capture_waits_for_requests_and_holds_up_later_ones(agent: Agent) -> None:
     seen: list[object] = []
-    with Worker(seen.append, seen.append) as worker:
-        worker.ready()
-        agent.found("ready-for-snapshot")
+    with ready(seen.append, seen.append) as worker:
         with worker.request():
-            agent.put("quiesce", 3)
-            wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+            agent.ask(3)
             time.sleep(0.05)
             assert seen == []
         agent.found("quiesced", 3)
@@ -122,10 +139,8 @@ def test_a_worker_whose_saving_fails_says_nothing_and_goes_on_when_it_is_aborted
     agent: Agent,
 ) -> None:
     seen: list[Resumed] = []
-    with Worker(lambda _: 1 // 0, seen.append) as worker:  # type: ignore[arg-type]
-        worker.ready()
-        agent.put("quiesce", 1)
-        wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+    with ready(lambda _: 1 // 0, seen.append) as worker:
+        agent.ask()
         agent.go_on(end="snapshot-aborted")
         assert [each.outcome for each in seen] == ["aborted"]
         assert not (agent.path / "quiesced").exists()
@@ -150,8 +165,7 @@ def test_a_worker_whose_saving_fails_removes_all_that_it_has_saved(
         has_saved.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with Worker(save) as worker:
-        worker.ready()
+    with ready(save):
         agent.put("quiesce", 1)
         assert has_saved.wait(PATIENCE_S)
         wait_until(lambda: not list((agent.path / "state").iterdir()), "its removal")
@@ -164,8 +178,7 @@ def test_a_worker_that_has_missed_the_end_of_a_capture_answers_the_next(
     agent: Agent, previous: str
 ) -> None:
     seen: list[Resumed] = []
-    with Worker(None, seen.append) as worker:
-        worker.ready()
+    with ready(None, seen.append):
         agent.quiet()
         agent.put("quiesce", 2, previous=previous)
         agent.found("quiesced", 2)
@@ -177,8 +190,7 @@ def test_a_process_that_was_restored_elsewhere_answers_with_the_attempt_and_its_
     agent: Agent,
 ) -> None:
     seen: list[Resumed] = []
-    with Worker(None, seen.append) as worker:
-        worker.ready()
+    with ready(None, seen.append) as worker:
         agent.quiet()
         agent.put("restore-complete", 5, devices={"GPU-a": "GPU-b"})
         agent.found("restored", 5)
@@ -197,8 +209,7 @@ def test_a_request_that_waits_is_refused_when_the_worker_is_closed(agent: Agent)
         except NotEligible as error:
             refused.append(error)
 
-    with Worker() as worker:
-        worker.ready()
+    with ready() as worker:
         agent.quiet()
         late = threading.Thread(target=ask)
         late.start()
@@ -226,8 +237,7 @@ def test_a_worker_that_is_closed_within_a_request_does_not_wait_for_it(agent: Ag
     worker = Worker()
     worker.ready()
     with worker.request():
-        agent.put("quiesce", 1)
-        wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        agent.ask()
         worker.close()
     assert not (agent.path / "quiesced").exists()
 
@@ -235,8 +245,7 @@ def test_a_worker_that_is_closed_within_a_request_does_not_wait_for_it(agent: Ag
 @pytest.mark.parametrize("what", ["folder", "pipe", "link", "noise", "empty", "huge"])
 def test_what_no_agent_has_put_there_is_left_alone(agent: Agent, what: str) -> None:
     path = agent.path / "quiesce"
-    with Worker() as worker:
-        worker.ready()
+    with ready():
         match what:
             case "folder":
                 path.mkdir()
@@ -269,11 +278,9 @@ def test_what_a_process_before_has_said_is_taken_back(agent: Agent) -> None:
 
 
 def test_a_worker_that_cannot_say_that_it_is_quiet_goes_on(agent: Agent) -> None:
-    with Worker() as worker:
-        worker.ready()
+    with ready():
         (agent.path / "quiesced").mkdir()
-        agent.put("quiesce", 1)
-        wait_until(lambda: not (agent.path / "ready-for-snapshot").exists(), "its withdrawal")
+        agent.ask()
         agent.go_on(end="snapshot-aborted")
 
 
@@ -298,10 +305,11 @@ RESTORED_HERE = {
 }
 
 
-def test_a_restored_worker_is_told_who_it_is(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+def test_a_restored_worker_is_told_who_it_is(
+    standby: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOSTNAME", "the-source")
-    agent.put("restore-complete", 3, **RESTORED_HERE)
+    standby.put("restore-complete", 3, **RESTORED_HERE)
     with Worker() as worker:
         assert worker.identity is not None
         found = worker.identity._asdict()
@@ -320,11 +328,10 @@ def test_a_restored_worker_is_told_who_it_is(agent: Agent, monkeypatch: pytest.M
     ],
 )
 def test_a_restored_worker_finds_the_variables_of_its_new_container(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, text: str, context: Any
+    standby: Agent, text: str, context: Any
 ) -> None:
-    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
-    (agent.path / "restore-context.json").write_text(text)
-    agent.put("restore-complete", 3, **RESTORED_HERE)
+    (standby.path / "restore-context.json").write_text(text)
+    standby.put("restore-complete", 3, **RESTORED_HERE)
     with Worker() as worker:
         assert worker.identity is not None
         wanted = json.loads(text)["env"] if context is None else context
@@ -333,8 +340,7 @@ def test_a_restored_worker_finds_the_variables_of_its_new_container(
 
 def test_a_worker_that_goes_on_in_its_place_keeps_who_it_is(agent: Agent) -> None:
     seen: list[Resumed] = []
-    with Worker(None, seen.append) as worker:
-        worker.ready()
+    with ready(None, seen.append) as worker:
         for attempt, end in ((1, "snapshot-complete"), (2, "snapshot-aborted")):
             agent.quiet(attempt)
             agent.go_on(attempt, end=end)
@@ -353,9 +359,8 @@ def test_a_pool_that_its_builder_has_committed_is_left_so(agent: Agent, launch: 
         assert worker.pool("weights", build).layout_id == "mine"
 
 
-def test_a_pool_that_was_not_saved_is_named(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
-    agent.put("restore-complete", 1)
+def test_a_pool_that_was_not_saved_is_named(standby: Agent) -> None:
+    standby.put("restore-complete", 1)
     with Worker() as worker, pytest.raises(NotFound, match="no pool 'weights' was saved"):
         worker.pool("weights")
 
@@ -384,19 +389,16 @@ def test_a_worker_that_cannot_go_on_ends(agent: Agent, end: str) -> None:
     assert "no weights" in said
 
 
-def test_a_standby_begins_with_what_was_saved(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
-    agent.put("restored", 1)
-    agent.put("restore-complete", 4, devices={"GPU-a": "GPU-b"})
+def test_a_standby_begins_with_what_was_saved(standby: Agent) -> None:
+    standby.put("restored", 1)
+    standby.put("restore-complete", 4, devices={"GPU-a": "GPU-b"})
     with Worker() as worker:
-        assert not (agent.path / "restored").exists()
-        assert worker.state == agent.path / "state"
+        assert not (standby.path / "restored").exists()
+        assert worker.state == standby.path / "state"
         assert worker.devices == {"GPU-a": "GPU-b"}
         worker.ready()
-        agent.found("restored", 4)
-    assert not (agent.path / "restored").exists()
+        standby.found("restored", 4)
+    assert not (standby.path / "restored").exists()
 
 
 def test_a_worker_that_respawns_stands_in_the_midst_of_a_capture(
@@ -414,7 +416,7 @@ def test_a_worker_that_respawns_stands_in_the_midst_of_a_capture(
     made.close()
 
 
-def test_two_pools_of_one_name_are_refused(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_pools_of_one_name_are_refused(agent: Agent) -> None:
     made = Worker()
     made._pools["weights"] = None  # type: ignore[assignment]
     with pytest.raises(InvalidInput, match="a pool 'weights' already"):
@@ -454,10 +456,7 @@ async def _ask_async(worker: AsyncWorker, seen: list[object]) -> None:
         seen.append("answered")
 
 
-async def test_an_async_standby_can_be_cancelled_while_it_waits(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SNAPSHOT_RESTORE_STANDBY", "1")
+async def test_an_async_standby_can_be_cancelled_while_it_waits(standby: Agent) -> None:
     worker = AsyncWorker()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
