@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-LIKENESSES = Path(__file__).parents[2] / "support" / "engines"
+from tests.support.torch_site import LIKENESSES
+
 VARIABLE = "SNAPBACK_ENGINE_SOURCES"
 
 ELSEWHERE = {

@@ -9,7 +9,6 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,20 +17,12 @@ import pytest
 from snapback_client import engines
 from snapback_client.errors import InvalidInput, NotEligible, UnsupportedVersion
 from tests.support.gms_rig import RunningGms
-from tests.support.torch_site import VARIABLE, path_with_torch
-
-LIKENESSES = Path(__file__).parents[2] / "support" / "engines"
+from tests.support.torch_site import LIKENESSES, likeness_of
 
 
 @pytest.fixture
 def likeness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(sys, "path", [str(LIKENESSES), *path_with_torch()])
-    torch = pytest.importorskip("torch", reason=f"needs PyTorch: make test-torch sets {VARIABLE}")
-    yield torch
-    engines.close_memory()
-    for name in list(sys.modules):
-        if name.split(".")[0] in ("sglang", "engine_model") or name == "snapback_client.sglang":
-            del sys.modules[name]
+    yield from likeness_of("sglang", monkeypatch)
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from snapback_client.errors import InvalidInput, NotEligible, NotFound, OutOfDev
 from snapback_client.torch import TorchMemory, tensor_of
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import LayoutRef
-from tests.support.gms_rig import MIB, RunningGms, events_of
-from tests.support.torch_site import VARIABLE, path_with_torch
+from tests.support.gms_rig import MIB, RunningGms, committed, events_of
+from tests.support.torch_site import path_with_torch, torch_for
 from tests.support.weights import loading, saving
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu(240)]
@@ -36,8 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", path_with_torch())
-    return pytest.importorskip("torch", reason=f"needs PyTorch: make test-torch sets {VARIABLE}")
+    return torch_for(monkeypatch)
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -66,10 +65,6 @@ def models(torch: Any) -> Any:
     from tests.support import torch_model
 
     return torch_model
-
-
-def parameter_bytes(model: Any) -> int:
-    return sum(each.nbytes for each in model.parameters())
 
 
 def committed_bytes(service: Any, index: int = 0) -> int:
@@ -109,7 +104,7 @@ def test_a_published_model_answers_the_same_and_the_pool_holds_little_but_its_pa
     expected = models.answer(model)
     memory.publish(model)
     assert torch.equal(models.answer(model), expected)
-    wanted = parameter_bytes(model)
+    wanted = sum(each.nbytes for each in model.parameters())
     assert 20 * MIB < wanted <= committed_bytes(service) <= 1.02 * wanted
     assert int(model.calls) == 2, "forward writes a buffer, which is no part of the pool"
     addresses = [weights.address(name) for name in weights.arrays()]
@@ -449,9 +444,7 @@ def test_a_model_that_does_not_fit_is_refused_and_works_on(
 def test_a_publication_that_loses_to_another_is_made_again(
     service: Any, torch: Any, models: Any
 ) -> None:
-    with client.connect(lock="RW") as first:
-        first.allocate("a", 1, "u1")
-        first.commit()
+    with committed() as first:
         known = first.generation
     assert known is not None
     with client.connect(lock="RW", if_match=known) as pool:

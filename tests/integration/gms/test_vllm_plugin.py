@@ -19,27 +19,15 @@ import pytest
 
 from snapback_client import engines
 from snapback_client.errors import InvalidInput, NotEligible, UnsupportedVersion
-from snapback_client.pool import connect
-from tests.support.gms_rig import RunningGms
-from tests.support.torch_site import VARIABLE, path_with_torch
+from tests.support.gms_rig import RunningGms, committed
+from tests.support.torch_site import LIKENESSES, likeness_of
 
-LIKENESSES = Path(__file__).parents[2] / "support" / "engines"
 MODEL = "example/model"
-
-
-def forget(*packages: str) -> None:
-    for name in list(sys.modules):
-        if name.split(".")[0] in packages or name in packages:
-            del sys.modules[name]
 
 
 @pytest.fixture
 def likeness(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "path", [str(LIKENESSES), *path_with_torch()])
-    pytest.importorskip("torch", reason=f"needs PyTorch: make test-torch sets {VARIABLE}")
-    yield
-    engines.close_memory()
-    forget("vllm", "engine_model", "snapback_client.vllm")
+    yield from likeness_of("vllm", monkeypatch)
 
 
 @pytest.fixture
@@ -310,10 +298,8 @@ def devices_of_cache(service: RunningGms) -> list[int]:
 def test_a_map_of_devices_is_applied_once_for_each_restore(
     plugin: Any, service: RunningGms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = service.uuids[:2]
-    swapped = {first: second, second: first}
-
     def restored(attempt: int, generation: int) -> None:
+        swapped = dict(zip(service.uuids, reversed(service.uuids), strict=True))
         body = {"attempt": attempt, "generation": generation, "devices": swapped}
         (tmp_path / "restore-complete").write_text(json.dumps(body))
 
@@ -389,9 +375,7 @@ def test_a_writer_gives_up_what_is_published_where_there_is_no_room_for_both(
 def test_a_writer_beside_readers_leaves_them_what_they_read(
     likeness: None, service: RunningGms
 ) -> None:
-    with connect(1, lock="RW") as pool:
-        pool.allocate("w", 3, "uint8")[:] = 5
-        pool.commit()
+    with committed(1, 5) as pool:
         # The addresses in this process belong to the pool that is open.
         code = (
             "from snapback_client.engines import EngineMemory\n"
@@ -405,7 +389,7 @@ def test_a_writer_beside_readers_leaves_them_what_they_read(
             text=True,
         )
         assert found.stdout == "True\n", found.stderr
-        assert list(pool["w"]) == [5, 5, 5]
+        assert list(pool["w"]) == [5] * 10
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
