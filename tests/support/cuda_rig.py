@@ -57,10 +57,14 @@ for name in {sorted(_LIBRARIES)}:
 
 
 def worker(code: str, *arguments: str, **environment: str | None) -> str:
-    """Run code in a process on the node with some variables set, or left out; return its output."""
+    """Run code in a process on the node with some variables set, or left out; return its output.
+
+    The code finds the library as `client`, and `os` and `sys`.
+    """
     variables = {name: value for name, value in os.environ.items() if name not in environment}
     variables |= {name: value for name, value in environment.items() if value is not None}
-    ended = forks(*CLIENTS).run(LOADED + code, *arguments, environment=variables)
+    code = f"{LOADED}import sys\nimport snapback_client as client\n{code}"
+    ended = forks(*CLIENTS).run(code, *arguments, environment=variables)
     assert ended.returncode == 0, ended.stderr.decode()
     return ended.stdout.decode()
 
@@ -77,11 +81,16 @@ class Call(NamedTuple):
 class Worker:
     """A process that uses CUDA, or two: it answers pings while the driver lets it."""
 
+    program = "worker.py"
+
     def __init__(self, library: Path, ordinal: int, *words: str) -> None:
-        command = [sys.executable, str(HERE / "worker.py"), str(library), str(ordinal), *words]
+        command = [sys.executable, str(HERE / self.program), str(library), str(ordinal), *words]
         pipe = subprocess.PIPE
         self.process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-        self.pids = [int(word) for word in self.process.stdout.readline().split()]
+        self._begun()
+
+    def _begun(self) -> None:
+        self.pids = [int(word) for word in self.answer().split()]
 
     def ping(self, word: str) -> None:
         self.process.stdin.write(word + "\n")
@@ -103,10 +112,9 @@ class Worker:
 class Foreign(Worker):
     """A process that is none of ours and holds memory; `status` is 2 when there is not so much."""
 
-    def __init__(self, library: Path, ordinal: int, size: int) -> None:
-        command = [sys.executable, str(HERE / "foreign.py"), str(library), str(ordinal), str(size)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    program = "foreign.py"
+
+    def _begun(self) -> None:
         self.status = int(self.answer())
         self.pids = [self.process.pid]
 
@@ -193,7 +201,7 @@ class CudaNode:
 
     def foreign(self, size: int, ordinal: int = 0) -> Foreign:
         """Start a process that takes memory of a device."""
-        found = Foreign(self.library, ordinal, size)
+        found = Foreign(self.library, ordinal, str(size))
         self.workers.append(found)
         return found
 

@@ -28,8 +28,6 @@ from tests.support.waiting import later, wait_until
 MIG = tuple(f"MIG-{n}0000000-0000-4000-8000-00000000000{n}" for n in range(5, 7))
 
 OPEN = """
-import sys
-import snapback_client as client
 name = sys.argv[1]
 try:
     with client.connect(int(name) if name.isdigit() else name, lock="RW") as pool:
@@ -99,8 +97,7 @@ def test_pools_that_are_opened_by_uuid_are_restored_at_their_addresses_in_any_or
     service: Any, tmp_path: Path
 ) -> None:
     write = (
-        "import pathlib, sys\n"
-        "import snapback_client as client\n"
+        "import pathlib\n"
         "pools = [client.connect(name, lock='RW') for name in sys.argv[2:]]\n"
         "for value, pool in enumerate(pools):\n"
         "    pool.allocate('w', 10, 'u1').set(value)\n"
@@ -109,8 +106,7 @@ def test_pools_that_are_opened_by_uuid_are_restored_at_their_addresses_in_any_or
         "    print(pool.device, pool.address('w'))\n"
     )
     read = (
-        "import pathlib, sys\n"
-        "import snapback_client as client\n"
+        "import pathlib\n"
         "for value in (1, 0):\n"
         "    pool = client.restore(pathlib.Path(sys.argv[1], str(value)).read_bytes())\n"
         "    print(pool.device, pool.address('w'))\n"
@@ -138,7 +134,6 @@ def test_the_devices_of_a_service_are_in_the_order_of_nvidia_smi_unless_another_
     cuda_node: CudaNode,
 ) -> None:
     code = (
-        "import os\n"
         "from gms.adapters.cuda import open_devices\n"
         "print([device.info.index for device in open_devices()], os.environ['CUDA_DEVICE_ORDER'])\n"
     )
@@ -148,8 +143,6 @@ def test_the_devices_of_a_service_are_in_the_order_of_nvidia_smi_unless_another_
 
 def test_a_fork_closes_a_pool_without_the_driver_which_is_dead_in_it(service: Any) -> None:
     code = (
-        "import os\n"
-        "import snapback_client as client\n"
         "pool = client.connect(0, lock='RW')\n"
         "array = pool.allocate('w', 10, 'u1')\n"
         "array.set(7)\n"
