@@ -447,9 +447,7 @@ def test_a_saver_of_a_pod_that_does_not_encrypt_is_refused(weights: Encrypted) -
 def sealed(weights: Encrypted, keys: Path) -> None:
     """Save a generation, and seal and sign it as an agent with these keys does."""
     done = weights.run(weights.save_task(1))
-    manifest = weights.part()
-    layout = manifest.layout
-    assert layout is not None
+    part = artifact.RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)
     root = encode_pretty(
         artifact.RootManifest(
             namespace="default",
@@ -457,9 +455,7 @@ def sealed(weights: Encrypted, keys: Path) -> None:
             generation=1,
             source=PodRef(namespace="default", name="p", uid=UID, container="main"),
             bytes=done.bytes,
-            parts=[
-                artifact.RootPart(part="gpu-0", kind="gms", bytes=done.bytes, digest=done.digest)
-            ],
+            parts=[part],
         )
     )
     (weights.path_of().parent / artifact.ROOT_MANIFEST).write_bytes(root)
