@@ -269,7 +269,8 @@ def committed(
     pool = client.connect(device, lock="RW", **how)
     array = pool.allocate("w", size, "u1")
     if value:
-        array[:] = value
+        # An array of a GPU has another name for it.
+        (array.set if pool.device_kind == "cuda" else array.fill)(value)
     pool.commit(layout_id=layout_id)
     return pool
 

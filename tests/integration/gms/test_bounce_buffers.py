@@ -52,6 +52,7 @@ FAKE_KVIKIO = Path(__file__).parents[2] / "support" / "fake_kvikio"
 GRANULE = 2 * 1024 * 1024
 BUFFER = 8 * PAGE
 SIZES = [GRANULE, 3 * PAGE + 17, 100, 11 * PAGE]
+PLACES = [index * GRANULE for index in range(len(SIZES))]
 DEFAULTS: dict[str, Any] = {"threads": 2, "advance": ignored}
 """How files are moved, where a test says nothing else."""
 
@@ -61,10 +62,9 @@ class Layout:
 
     def __init__(self, device: CudaDevice, folder: int) -> None:
         self.folder = folder
-        self.places = [index * GRANULE for index in range(len(SIZES))]
         size = GRANULE * len(SIZES)
         self.range = CudaRange(CudaDriver(), device.info.uuid, size, address=None, exact=False)
-        for at in self.places:
+        for at in PLACES:
             handle = device.create(GRANULE)
             descriptor = device.export(handle, Access.RW)
             device.release(handle)
@@ -72,14 +72,14 @@ class Layout:
             os.close(descriptor)
 
     def fill(self) -> Layout:
-        for at, data in zip(self.places, values(), strict=True):
+        for at, data in zip(PLACES, values(), strict=True):
             self.range.write(at, memoryview(bytearray(data)))
         return self
 
     def is_filled(self) -> bool:
         """Whether it has the values. To show how so many bytes differ would take minutes."""
         found = []
-        for at, size in zip(self.places, SIZES, strict=True):
+        for at, size in zip(PLACES, SIZES, strict=True):
             data = bytearray(size)
             self.range.read(at, memoryview(data))
             found.append(bytes(data))
@@ -88,7 +88,7 @@ class Layout:
     def through(self, backend: TransferBackend | str) -> BounceBuffered:
         if isinstance(backend, str):
             backend = find_backend(backend, in_place=True)
-        return BounceBuffered(backend, self.range, self.places, self.range.size)
+        return BounceBuffered(backend, self.range, PLACES, self.range.size)
 
     def save(self, backend: TransferBackend | str = "posix-direct", **how: Any) -> Moved:
         with self.through(backend) as bounced:
@@ -306,7 +306,7 @@ def test_a_manifest_whose_chunks_are_longer_than_the_memory_is_not_read(
     source: Layout, folder: int, saved: list[FileEntry]
 ) -> None:
     with (
-        BounceBuffered(find_backend("posix-direct"), source.range, source.places, PAGE) as small,
+        BounceBuffered(find_backend("posix-direct"), source.range, PLACES, PAGE) as small,
         pytest.raises(errors.ArtifactCorrupt, match="longer than all of the memory"),
     ):
         small.read_files(folder, plans(), saved, [], **DEFAULTS)
@@ -464,7 +464,6 @@ def test_memory_of_the_host_is_moved_as_by_posix_direct(folder: int, kvikio: Non
 # What is encrypted between the buffers and the files.
 
 SHARD = 64 * PAGE
-PLACES = [index * GRANULE for index in range(len(SIZES))]
 INFOS = [
     AllocationInfo(id=f"a{slot}", size=size, aligned=GRANULE, tag="", slot=slot)
     for slot, size in enumerate(SIZES)
@@ -514,9 +513,8 @@ def task(tmp_path: Path) -> SaveTask:
 
 def filled() -> HostDevice:
     device = HostDevice()
-    for at, size in zip(PLACES, SIZES, strict=True):
-        device.memory[at : at + size] = Random(size).randbytes(size)
-    device.memory[32 * PAGE : 48 * PAGE] = bytes(16 * PAGE)
+    for at, data in zip(PLACES, values(), strict=True):
+        device.memory[at : at + len(data)] = data
     return device
 
 

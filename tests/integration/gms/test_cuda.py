@@ -30,7 +30,7 @@ from snapback_client.reservation import FIRST_ADDRESS, reserve
 from snapshot_shared import errors
 from tests.support.backend_site import find_kvikio, site_with_backends
 from tests.support.cuda_rig import LOADED, UUIDS, CudaNode, ThisProcess, worker
-from tests.support.gms_rig import MIB, apart, children_of, program
+from tests.support.gms_rig import MIB, apart, children_of, committed, program
 from tests.support.waiting import until, wait_until
 from tests.support.weights import PART, Weights
 
@@ -165,9 +165,7 @@ def test_what_an_engine_made_current_stays_current(service: Any, driver: ThisPro
     cuda = CudaDriver()
     context = cuda.call("cuDevicePrimaryCtxRetain", 1)
     cuda.call("cuCtxPushCurrent", context)
-    with client.connect(lock="RW") as pool:
-        pool.allocate("a", 10, "u1").set(1)
-        pool.commit()
+    with committed(value=1) as pool:
         pool.sleep()
         pool.wake()
         assert driver.contexts == [int(context)]
@@ -179,14 +177,12 @@ def test_where_the_driver_takes_no_hint_a_pool_sleeps_and_wakes_at_the_addresses
     service: Any, cuda_node: CudaNode
 ) -> None:
     cuda_node.faults("cuMemAddressReserve 0 nohint")
-    with client.connect(lock="RW") as pool:
-        pool.allocate("a", 5, "u1").set(3)
-        address = pool["a"].address
+    with committed(value=3) as pool:
+        address = pool["w"].address
         assert address != FIRST_ADDRESS
-        pool.commit()
         pool.sleep()
         pool.wake()
-        assert pool["a"].address == address
+        assert pool["w"].address == address
         state = pool.save_state()
     with pytest.raises(AddressTaken) as caught:
         client.restore(state)
@@ -196,9 +192,7 @@ def test_where_the_driver_takes_no_hint_a_pool_sleeps_and_wakes_at_the_addresses
 def test_a_pool_of_a_simulated_device_does_not_wake_on_another_kind(
     service: Any, driver: ThisProcess
 ) -> None:
-    with client.connect(lock="RW") as pool:
-        pool.allocate("a", 5, "u1")
-        pool.commit()
+    with committed() as pool:
         state = pool.save_state().replace(b'"device_kind":"cuda"', b'"device_kind":"simulated"')
     with pytest.raises(errors.Incompatible) as caught:
         client.restore(state)
@@ -281,9 +275,7 @@ def test_an_allocation_that_fails_late_leaves_no_array_behind(
 def test_what_a_broken_context_may_have_mapped_stays_charged(
     service: Any, cuda_node: CudaNode
 ) -> None:
-    pool = client.connect(lock="RW")
-    pool.allocate("a", 5, "u1")
-    pool.commit()
+    pool = committed()
     cuda_node.faults("cuCtxSynchronize 0 error 700")
     with pytest.raises(CudaFailed, match="cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"):
         pool.sleep()

@@ -371,14 +371,19 @@ def test_an_order_for_a_device_that_is_not_served_now_may_be_given_again(
             assert failure.retryable
 
 
+async def saved(node: Node, index: int, root: Path) -> frames.TransferUpdate:
+    """Save a device; return the last that is said of it."""
+    request = frames.SaveRequest(device=UUIDS[index], content_uid=UID, root=str(root))
+    async with GmsCaller(node.sockets) as gms:
+        return [update async for update in gms.save(request)][-1]
+
+
 async def test_a_load_whose_device_process_is_killed_may_be_tried_again(
     node: Node, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    request = frames.SaveRequest(device=UUIDS[1], content_uid=UID, root=str(root))
     with committed(1, 2):
-        async with GmsCaller(node.sockets) as gms:
-            done = [update async for update in gms.save(request)][-1]
+        done = await saved(node, 1, root)
     assert done.layout is not None
     task = loading(
         node.sockets,
@@ -498,13 +503,8 @@ async def test_a_client_for_whom_no_descriptor_is_left_is_let_go_with_one_line(
 
 
 def test_what_one_process_saves_another_loads(node: Node, tmp_path: Path) -> None:
-    async def save() -> Any:
-        request = frames.SaveRequest(device=UUIDS[0], content_uid=UID, root=str(tmp_path / "root"))
-        async with GmsCaller(node.sockets) as caller:
-            return [update async for update in caller.save(request)][-1]
-
     with committed(0, 7):
-        done = asyncio.run(save())
+        done = asyncio.run(saved(node, 0, tmp_path / "root"))
     assert done.stage is frames.TransferStage.DONE
     gms("load", done.path, "-d", "1")
     with client.connect(1, lock="RO") as pool:

@@ -67,12 +67,6 @@ def models(torch: Any) -> Any:
     return torch_model
 
 
-def committed_bytes(service: Any, index: int = 0) -> int:
-    layout = service.device(index).domains[0].layout
-    assert layout is not None
-    return int(layout.bytes)
-
-
 def in_another_process(tmp_path: Path, state: str, device: str, socket_dir: Path) -> Any:
     found = tmp_path / "found.json"
     worker = [sys.executable, "-m", "tests.support.torch_worker", state, device, str(found)]
@@ -105,7 +99,7 @@ def test_a_published_model_answers_the_same_and_the_pool_holds_little_but_its_pa
     memory.publish(model)
     assert torch.equal(models.answer(model), expected)
     wanted = sum(each.nbytes for each in model.parameters())
-    assert 20 * MIB < wanted <= committed_bytes(service) <= 1.02 * wanted
+    assert 20 * MIB < wanted <= service.layout().bytes <= 1.02 * wanted
     assert int(model.calls) == 2, "forward writes a buffer, which is no part of the pool"
     addresses = [weights.address(name) for name in weights.arrays()]
     ends = [at + size for at, size in zip(addresses, weights.sizes().values(), strict=True)]
@@ -277,7 +271,7 @@ def test_views_of_one_memory_are_views_of_one_memory_in_the_pool(
     model.register_buffer("row", fused[5])
     wanted = {name: each.clone() for name, each in model.named_parameters()}
     memory.publish(model)
-    assert committed_bytes(service) < 2 * fused.nbytes, "once, and the row of the buffer"
+    assert service.layout().bytes < 2 * fused.nbytes, "once, and the row of the buffer"
     for name, each in model.named_parameters():
         assert torch.equal(each, wanted[name])
     assert model.turned.data_ptr() == model.q.data_ptr()
