@@ -211,6 +211,7 @@ def test_when_one_layout_cannot_be_published_none_stays_visible(container: Conta
         (b"[]", "length >= 1"),
         (b'[{"type": "snapback.v1.load_order"}]', "$[0]"),
     ],
+    ids=["nothing", "no-order", "an-order-without-fields"],
 )
 def test_an_order_file_that_makes_no_sense_is_refused(
     container: Container, content: bytes, says: str

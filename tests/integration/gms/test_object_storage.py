@@ -294,6 +294,7 @@ def _remove(storage: ObjectStorage, key: str, size: int) -> None:
         (_swap, errors.ArtifactCorrupt),
         (_remove, errors.ArtifactMissing),
     ],
+    ids=["flipped", "truncated", "swapped", "removed"],
 )
 def test_damage_is_found_by_a_load_and_by_both_verifications(
     capture: Capture,

@@ -145,20 +145,20 @@ def test_a_call_is_answered_in_the_highest_version_that_both_sides_speak(
         assert caught.value.values == {"offered": list(ours), "supported": list(theirs)}
 
 
-def status_call(service: Any, *offered: str) -> grpc.Call:
-    """Ask for the status as a program that offers these versions; return the call."""
-    metadata = tuple(("snapback-versions", versions) for versions in offered)
+def status_call(service: Any, offered: str) -> grpc.Call:
+    """Ask for the status as a program that offers these versions, or none; return the call."""
+    metadata = (("snapback-versions", offered),) if offered else ()
     with grpc.insecure_channel(f"unix:{service.folder}/gms-grpc.sock") as channel:
         method = channel.unary_unary(grpc_method("Status"))
         body = encode_msgpack(StatusRequest())
         return method.with_call(body, metadata=metadata, timeout=10)[1]
 
 
-@pytest.mark.parametrize(("offered", "version"), [([], "1"), (["1-1"], "1"), (["1-7"], "2")])
+@pytest.mark.parametrize(("offered", "version"), [("", "1"), ("1-1", "1"), ("1-7", "2")])
 def test_an_answer_names_its_version_also_to_those_who_offer_none(
-    service: Any, offered: list[str], version: str
+    service: Any, offered: str, version: str
 ) -> None:
-    call = status_call(service, *offered)
+    call = status_call(service, offered)
     assert dict(call.initial_metadata())[VERSION_HEADER] == version
 
 
