@@ -207,6 +207,7 @@ def lost_by_criu() -> set[str]:
 
 
 POLLS = """
+# Has a file of its control directory open until it gets SIGUSR1.
 import os, pathlib, signal, time
 control = pathlib.Path(os.environ["SNAPSHOT_CONTROL_DIR"])
 held = open(control / "ready-for-snapshot", "w")
@@ -219,18 +220,11 @@ time.sleep(600)
 """
 
 
-async def polling(node: PlainNode) -> Pod:
-    """Run a worker that has a file of its control directory open until it gets SIGUSR1."""
-    worker = node.pod(name="source", command=[PYTHON, "-c", POLLS])
-    await node.done(replace(node.run_order(worker), driver="criu"), "started")
-    await until(lambda: "waits" in log_of(worker), "the start of the worker")
-    return worker
-
-
 async def test_a_process_that_had_a_control_file_open_for_a_moment_is_dumped_again(
     node: PlainNode,
 ) -> None:
-    source = await polling(node)
+    source, copy = await started(node, PYTHON, "-c", POLLS)
+    await until(lambda: "waits" in log_of(source), "the start of the worker")
     pause = Pause(node.programs, "post-dump")
     capture = asyncio.create_task(node.captured(source, fresh_uid()))
     await pause.reached()
@@ -239,8 +233,6 @@ async def test_a_process_that_had_a_control_file_open_for_a_moment_is_dumped_aga
     procfs.send(first, signal.SIGUSR1)
     pause.end()
     artifact = await capture
-    copy = node.pod(name="copy", command=[PYTHON, "-c", POLLS])
-    await node.done(replace(node.run_order(copy, standby=True), driver="criu"), "started")
     await node.done(node.restore_order(copy, artifact), "restored")
     await until(lambda: "goes on" in log_of(copy), "the end of its wait")
 
@@ -248,7 +240,8 @@ async def test_a_process_that_had_a_control_file_open_for_a_moment_is_dumped_aga
 async def test_a_process_that_keeps_a_control_file_open_is_refused_and_goes_on(
     node: PlainNode,
 ) -> None:
-    source = await polling(node)
+    [source] = await started(node, PYTHON, "-c", POLLS, copies=0)
+    await until(lambda: "waits" in log_of(source), "the start of the worker")
     prepared = await node.prepared(source, content := fresh_uid())
     failure = await node.refused(node.dump_order(source, content, prepared.vector), "CriuFailed")
     assert "ready-for-snapshot of its control directory open" in failure.message

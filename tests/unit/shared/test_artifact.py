@@ -52,7 +52,9 @@ def laid_out(*sizes: int, overlap: int = 0) -> SavedLayout:
 
 def manifest(**changes: Any) -> PartManifest:
     file = builders.file_entry(size=8192, chunks=["0" * 32] * 2)
-    return builders.part_manifest(file, **{"layout": laid_out(4096, 4096), **changes})
+    return builders.part_manifest(
+        file, **{"part": "gpu-0", "layout": laid_out(4096, 4096), **changes}
+    )
 
 
 def test_each_chunk_of_an_encrypted_layout_has_a_tag_and_no_other_chunk_has_one() -> None:
@@ -107,7 +109,7 @@ def in_sizes(*sizes: int, overlap: int = 0) -> PartManifest:
     """A part of one file with allocations of these sizes."""
     chunks = ["0" * 32] * (sum(sizes) // 4096)
     file = builders.file_entry(size=sum(sizes), chunks=chunks)
-    return builders.part_manifest(file, layout=laid_out(*sizes, overlap=overlap))
+    return builders.part_manifest(file, part="gpu-0", layout=laid_out(*sizes, overlap=overlap))
 
 
 def test_extents_may_touch_whatever_their_sizes_are_and_may_not_overlap_by_a_byte() -> None:

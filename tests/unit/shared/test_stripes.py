@@ -84,11 +84,11 @@ def test_all_that_is_wrong_with_a_setting_is_said_at_once() -> None:
 
 
 def test_a_file_may_name_a_stripe_root_where_it_can_be_in_one() -> None:
-    assert check_part_manifest(part_manifest(STRIPED)).files == [STRIPED]
+    assert check_part_manifest(part_manifest(STRIPED, part="gpu-0")).files == [STRIPED]
     for bad in (
-        part_manifest(STRIPED, kind="process", part="process"),
-        part_manifest(STRIPED, objects=SavedObjects(prefix="/".join(PATH))),
-        part_manifest(STRIPED, file_entry()),
+        part_manifest(STRIPED),
+        part_manifest(STRIPED, part="gpu-0", objects=SavedObjects(prefix="/".join(PATH))),
+        part_manifest(STRIPED, file_entry(), part="gpu-0"),
     ):
         with pytest.raises(ArtifactCorrupt):
             check_part_manifest(bad)
@@ -138,7 +138,7 @@ class Places:
 
     def read(self) -> None:
         """Read a file that is in the stripe root `a`, as its manifest says."""
-        with self.roots.reading(self.directory, part_manifest(STRIPED)):
+        with self.roots.reading(self.directory, part_manifest(STRIPED, part="gpu-0")):
             pass
 
     def remove(self, depth: int = 4, roots: StripeRoots | None = None) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +48,6 @@ from snapshot_shared.artifact import FileEntry
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
-from snapshot_shared.files import opened
 from snapshot_shared.orders import Driver
 from snapshot_shared.tasks import end_all, in_thread
 from snapshot_shared.volumes import CONTROL_VOLUME
@@ -245,13 +243,14 @@ class Criu:
             with self._span("check-pages"):
                 await read_checked(source.part, pages, counter)
 
-        with _pipe() as (verdict, writer):
+        reader, writer = socket.socketpair()
+        with reader, writer:
             checking = asyncio.ensure_future(check())
-            asked = asyncio.ensure_future(self._ask(request, (verdict,)))
+            asked = asyncio.ensure_future(self._ask(request, (reader.fileno(),)))
             try:
                 await asyncio.wait((asked, checking), return_when=asyncio.FIRST_COMPLETED)
                 if checking.done():
-                    os.write(writer, WHOLE if checking.exception() is None else _REFUSED)
+                    writer.send(WHOLE if checking.exception() is None else _REFUSED)
                     # The helper undoes a restore that was refused, and says that it failed.
                     await asyncio.gather(asked, return_exceptions=True)
                     checking.result()
@@ -370,14 +369,6 @@ class PlainCriu(Criu):
             return super().release(worker, phase)
         except SourceExited:
             return Release()
-
-
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
-    """Make a pipe for a block; yield the descriptors of its reader and of its writer."""
-    reader, writer = os.pipe()
-    with opened(reader), opened(writer):
-        yield reader, writer
 
 
 def _mounts_of(process: Process) -> list[Mount]:

@@ -230,7 +230,9 @@ class Helper:
                 return Done(frozen_s=dump(request, fds[0], self._node, caller))
             case RestoreRequest():
                 if len(fds) != 1:
-                    raise InvalidMessage("a restore has one descriptor, of the pipe of its verdict")
+                    raise InvalidMessage(
+                        "a restore has one descriptor, of the socket of its verdict"
+                    )
                 pid, start = restore(request, fds[0], self._node, caller)
                 return Done(pid=pid, start=start)
             case Settle():

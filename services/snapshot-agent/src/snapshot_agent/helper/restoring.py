@@ -59,7 +59,7 @@ from snapshot_shared.volumes import INIT_VOLUME
 def restore(request: RestoreRequest, verdict: int, node: Node, caller: Caller) -> tuple[int, int]:
     """Restore a process; return its pid and start time on the node.
 
-    It runs after its agent has written WHOLE into the pipe `verdict`.
+    It runs after WHOLE has come at the descriptor `verdict`.
 
     What is half restored when it is given up is ended together with the placeholder. A process that
     cannot have its devices is ended, and the placeholder waits on.
