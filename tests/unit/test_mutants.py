@@ -117,11 +117,20 @@ def test_tests_that_fail_without_any_bug_are_named(
     assert "FAILED tests/test_product.py::test_twice_is_more" in capsys.readouterr().err
 
 
+def _is_defined(test: str) -> bool:
+    """Whether there is a file of tests, or a function or class in it: `tests/unit/test_x.py::y`."""
+    file, *names = test.split("::")
+    source = (ROOT / file).read_text("utf-8")
+    return not names or any(f"{kind} {names[0]}(" in source for kind in ("def", "class"))
+
+
 def test_all_that_is_listed_can_be_put_in_or_left_out_as_unnoticeable() -> None:
     mutants = read_list(LIST)
     assert len(mutants) >= 24
     files = {mutant.file: (ROOT / mutant.file).read_text("utf-8") for mutant in mutants}
     assert [m.name for m in mutants if files[m.file].count(m.find) != 1] == []
+    named = {test.partition("[")[0] for mutant in mutants for test in mutant.caught_by}
+    assert [test for test in sorted(named) if not _is_defined(test)] == []
     there = {(one.file, one.before, one.after) for one in sample.mutations(ROOT)}
     assert sample.read_equivalents(sample.EQUIVALENT) - there == set()
 
