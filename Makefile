@@ -179,7 +179,8 @@ contract-servers: $(STAMP) ## The contract of the bus on each nats-server that i
 	done <tests/contract/servers.lock
 	@status=0; for server in $(SERVERS)/*/bin/nats-server $(BIN)/nats-server; do \
 		$$server --version; \
-		NATS_SERVER=$$server $(BIN)/pytest -q -k "not simulated" tests/contract/test_bus.py \
+		NATS_SERVER=$$server $(BIN)/pytest -q $(IN_PARALLEL) -k "not simulated" \
+			tests/contract/test_bus.py \
 			|| status=1; \
 	done; exit $$status
 

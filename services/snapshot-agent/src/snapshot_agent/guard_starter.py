@@ -45,10 +45,13 @@ class Starter:
         self._guards: set[int] = set()
         self._ended = asyncio.Event()
         settings.guard_starter.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        settings.guard_starter.unlink(missing_ok=True)
+        # Under its name it listens already, so that no agent is refused in between.
+        temporary = settings.guard_starter.with_suffix(".new")
+        temporary.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(settings.guard_starter))
+        self._listener.bind(str(temporary))
         self._listener.listen(16)
+        temporary.rename(settings.guard_starter)
         self._loop.add_reader(self._listener, self._accept)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
