@@ -76,7 +76,7 @@ class RestorePlan(NamedTuple):
     `root` is where a copy of the target's mounts is. `network` is a descriptor of the target's
     network namespace; `pipes` has the target's descriptor for each pipe of the source, by its link
     text. `pidfile` gets the pid of the restored process. `script` is run before and after each
-    part of the restore.
+    part of the restore, if there is one.
     """
 
     images: str
@@ -86,7 +86,7 @@ class RestorePlan(NamedTuple):
     network: int
     external: Sequence[str]
     pipes: Mapping[str, int]
-    script: str
+    script: str = ""
 
 
 def restore_arguments(plan: RestorePlan) -> list[str]:
@@ -94,7 +94,8 @@ def restore_arguments(plan: RestorePlan) -> list[str]:
     found = ["restore", *_places(plan.images, plan.work), "--log-file", "restore.log", *_COMMON]
     found += ["--network-lock", "skip", "--evasive-devices", "--restore-detached"]
     found += ["--root", plan.root, "--pidfile", plan.pidfile]
-    found += ["--action-script", plan.script, "--inherit-fd", f"fd[{plan.network}]:{NETWORK}"]
+    found += ["--action-script", plan.script] if plan.script else []
+    found += ["--inherit-fd", f"fd[{plan.network}]:{NETWORK}"]
     for link, descriptor in plan.pipes.items():
         found += ["--inherit-fd", f"fd[{descriptor}]:{link}"]
     for name in ("uts", "ipc"):
