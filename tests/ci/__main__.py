@@ -86,7 +86,7 @@ class Runner:
 
     def _make(self, step: Step, *, repeated: bool) -> Ran:
         cache = ROOT / ".pytest_cache" / step.name
-        options = f"-o cache_dir={cache}"
+        options = f"-o cache_dir={cache} --durations=40 --durations-min=5"
         if repeated:
             ungroup(cache / "v" / "cache" / "lastfailed")
             options += " --last-failed --last-failed-no-failures=none"

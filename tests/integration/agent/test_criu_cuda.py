@@ -9,16 +9,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from snapshot_agent.adapters.criu_cuda import AGAIN_S, CriuCuda, GpusUnknown
 from snapshot_agent.domain import helping
 from snapshot_agent.domain.control import ContainerPaths
 from snapshot_agent.domain.driving import Phase
 from snapshot_agent.ports import DriverState, Dump, Process, RestoreSource, Worker
+from snapshot_shared.artifact import FileEntry
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.errors import CriuFailed, NotEligible
+from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NotEligible
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.orders import PodRef
+from snapshot_shared.tasks import readable
 from tests.support.agent_rig import stat_of
 from tests.support.cuda_rig import GivenDevices
 
@@ -31,6 +34,8 @@ class Helper:
 
     def __init__(self, path: Path) -> None:
         self.asked: list[helping.Request] = []
+        self.verdicts: list[bytes] = []
+        self.awaits_verdict = False
         self.answers: helping.Reply = helping.Done()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
@@ -43,8 +48,14 @@ class Helper:
         while True:
             caller, _ = await loop.sock_accept(self._listener)
             with caller:
-                data = await loop.sock_recv(caller, 65536)
+                await readable(caller.fileno())
+                data, fds, _, _ = socket.recv_fds(caller, 65536, 1)
                 self.asked.append(decode_json(data, helping.Request, limit=65536))  # type: ignore[arg-type]
+                if self.awaits_verdict:
+                    await readable(fds[0])
+                    self.verdicts.append(os.read(fds[0], 1))
+                for fd in fds:
+                    os.close(fd)
                 await loop.sock_sendall(caller, encode_json(self.answers))
 
     async def close(self) -> None:
@@ -110,6 +121,39 @@ async def test_a_restore_names_the_gpus_here_and_those_that_have_the_weights(
     [asked] = helper.asked
     assert isinstance(asked, helping.RestoreRequest)
     assert (asked.gpus, asked.chosen) == ([B], {A: B})
+
+
+@pytest.mark.parametrize("awaits_verdict", [True, False], ids=["helper", "earlier helper"])
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_process_is_restored_only_if_its_pages_are_right(
+    driver: CriuCuda,
+    helper: Helper,
+    worker: Worker,
+    clock: list[float],
+    tmp_path: Path,
+    *,
+    awaits_verdict: bool,
+    is_whole: bool,
+) -> None:
+    helper.awaits_verdict = awaits_verdict
+    helper.answers = helping.Done(pid=9, start=8)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "pages-1.img").write_bytes(b"pages")
+    digest = xxhash.xxh3_128_hexdigest(b"pages" if is_whole else b"other")
+    pages = FileEntry(name="pages-1.img", size=5, chunk_bytes=4096, chunks=[digest])
+
+    async def ignored(_done: int) -> None:
+        pass
+
+    with opened(open_root(tmp_path / "part")) as part:
+        source = RestoreSource(part, ["part"], [pages], {}, clock[-1] + 10, ignored)
+        if is_whole:
+            assert await driver.restore(worker, source) == Process(9, 8)
+        else:
+            with pytest.raises(ArtifactCorrupt, match=r"pages-1\.img: chunk 0"):
+                await driver.restore(worker, source)
+    expected = helping.WHOLE if is_whole else b"0"
+    assert helper.verdicts == ([expected] if awaits_verdict else [])
 
 
 async def test_a_dump_is_done_with_its_worker_before_it_reads_what_was_written(

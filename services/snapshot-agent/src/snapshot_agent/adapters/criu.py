@@ -253,8 +253,10 @@ class Criu:
                     writer.send(WHOLE if checking.exception() is None else _REFUSED)
                     # The helper undoes a restore that was refused, and says that it failed.
                     await asyncio.gather(asked, return_exceptions=True)
-                    checking.result()
+                    await checking
                 done = await asked
+                # A helper of an earlier release waits for no verdict.
+                await checking
             finally:
                 await end_all(asked, checking)
         return Process(done.pid, done.start)

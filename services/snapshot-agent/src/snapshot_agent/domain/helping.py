@@ -79,11 +79,12 @@ class DumpRequest(msgspec.Struct, frozen=True, kw_only=True, tag="dump"):
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
     """Restore a process below a placeholder, from a folder below the artifact root.
 
-    The descriptor of a socket comes with this. The other end has checked all images but those of
-    pages, and writes WHOLE if these are right, too. The process does not run before that.
     With `scratch` it is below the scratch folder instead. `folder` has the names of that path.
     `init` is the folder of the placeholder's first program.
     `chosen` has devices of the source and the ones here that were given their weights, by uuid.
+
+    The descriptor of a socket comes with this. The agent has checked all images but those of pages,
+    and writes WHOLE into the socket if these are right, too. The process does not run before that.
     """
 
     pid: Pid
