@@ -97,12 +97,6 @@ def order(
     return OrderStatus(**{**fields, **more})
 
 
-def dump_order(**more: Any) -> DumpOrder:
-    fields: dict[str, Any] = {"order": f"dump-{UID}", "attempt": 1, "node": "node-1", "owner": UID}
-    fields |= {"pod": PodRef(namespace="default", name="worker", uid=UID, container="main")}
-    return DumpOrder(**{**fields, "deadline_s": 60.0, "content_uid": UID, "vector": [], **more})
-
-
 def payload(**fields: Any) -> msgspec.Raw:
     return msgspec.Raw(encode_json(fields))
 
@@ -112,6 +106,11 @@ def work_order(kind: type[Object], owner: str = UID, **more: Any) -> Object:
     verb = kind.__name__.removesuffix("Order").lower()
     fields = {"order": f"{verb}-{owner}", "attempt": 1, "node": "node-1", "owner": owner}
     return kind(**{**fields, "deadline_s": 60.0, **more})
+
+
+def dump_order(**more: Any) -> DumpOrder:
+    pod = PodRef(namespace="default", name="worker", uid=UID, container="main")
+    return work_order(DumpOrder, **{"pod": pod, "content_uid": UID, "vector": [], **more})
 
 
 def report(item: OrderStatus, kind: str, *, n: int = 2, **more: Any) -> Report:
