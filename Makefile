@@ -243,7 +243,8 @@ accept-bundle: $(STAMP) .tools/criu/criu init ## What the acceptance needs on a 
 		$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir .accept/wheels \
 			$$sdist && rm $$sdist || exit 1; \
 	done
-	@rm .accept/wheels/numpy-* && $(MAKE) --no-print-directory wheels DIST=.accept/wheels >/dev/null
+	@rm .accept/wheels/numpy-*
+	@$(MAKE) --no-print-directory wheels DIST=.accept/wheels >/dev/null
 	@cp -r .tools/criu .tools/snapback-init .accept/tools && cp tests/gpu/carried .accept/run
 	@echo "Carry this tree with .accept to the machine, and run there: .accept/run --gib 8 --out accept.json --folder /the/disk"
 

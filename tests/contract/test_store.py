@@ -58,7 +58,7 @@ def late() -> Iterator[Store]:
             loop=asyncio.get_running_loop(),
             rng=random.Random(1),
             settings=Settings(stale_s=0.1, lease="lease"),
-            apart=set(),
+            is_apart=lambda _process: False,
             is_healed=False,
         )
         process: Any = Running()

@@ -190,6 +190,7 @@ class SimOs:
             self._disk.release(opened.inode)
 
     def close_all(self, chosen: Callable[[Owner], bool]) -> None:
+        """Close the descriptors of the owners that are chosen."""
         for fd in [fd for fd, (_, owner) in self._table.items() if chosen(owner)]:
             self.close(fd)
             self._dead.add(fd)
@@ -210,6 +211,7 @@ class SimOs:
         return self._disk.nodes[opened.inode].locks
 
     def open_descriptors(self) -> list[int]:
+        """Give the descriptors that are open, for tests that look for leaks."""
         return sorted(self._table)
 
     def opened_by(self, owner: Owner) -> list[int]:
@@ -248,6 +250,9 @@ class SimOs:
         if not opened.flags & os.O_APPEND:
             opened.position += done
         return done
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        return self._write(self.opened(fd), data, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         return self._write(self.opened(fd), b"".join(buffers), offset)
@@ -378,6 +383,7 @@ class SimOs:
         return self.status(self.opened(fd).inode)
 
     def status(self, inode: int) -> os.stat_result:
+        """Give the status of an inode."""
         content, node = self._disk.image[inode], self._disk.nodes[inode]
         kind = stat.S_IFDIR if isinstance(content, dict) else stat.S_IFREG
         size = 4096 if isinstance(content, dict) else len(content)
@@ -387,12 +393,18 @@ class SimOs:
         plain = (kind | node.mode, inode, FIRST, links, *who, size, 0, 0, 0)
         return os.stat_result(plain, {"st_blocks": blocks})
 
-    def fstatvfs(self, _fd: int) -> os.statvfs_result:
+    def statvfs(self, path: Any) -> os.statvfs_result:
         free = self._disk.free()
         return os.statvfs_result((1, 1, 2**40, free, free, 2**20, 2**20, 2**20, 0, 255))
 
+    def fstatvfs(self, fd: int) -> os.statvfs_result:
+        return self.statvfs(fd)
+
+    def chmod(self, path: Any, mode: int, **options: Any) -> None:
+        self._disk.nodes[self.find(path, options.get("dir_fd"))].mode = mode
+
     def fchmod(self, fd: int, mode: int) -> None:
-        self._disk.nodes[self.find(fd)].mode = mode
+        self.chmod(fd, mode)
 
 
 class _SimPath:

@@ -127,7 +127,7 @@ here = Path(sys.argv[1])
 node = Node(here / "criu", here / "artifacts", here / "cgroups", Records(here / "dumps", here))
 request = RestoreRequest(pid=2, start=1, within_s=60.0, folder=["part"], init=sys.argv[2])
 try:
-    restore(request, node, Caller(socket.socketpair()[0]))
+    restore(request, -1, node, Caller(socket.socketpair()[0]))
 except ControlFolderBroken as error:
     print(error.message, error.next_step)
 """
