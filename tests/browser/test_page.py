@@ -528,7 +528,7 @@ async def test_a_long_run_under_way_leaves_those_that_ended_a_third_of_the_axis(
     assert open_share > 1
     words = "document.querySelector('#runs .lane + .sr').textContent"
     assert await rests(driver, words) == "write from 0.0 ms on, under way"
-    # It has the whole axis where nothing has ended.
+    # It has the whole axis if no work has ended.
     await give_runs(driver, long)
     assert await shares(driver) == [pytest.approx(1, rel=0.02)]
     # A run of unknown length has no figure.

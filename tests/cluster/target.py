@@ -30,7 +30,7 @@ class Target(NamedTuple):
 
 @contextlib.contextmanager
 def started(purpose: str, nodes: int = 2) -> Iterator[Cluster]:
-    """Run a cluster for the length of the block; skip the test where none can be started."""
+    """Run a cluster for the length of the block; skip the test if none can be started."""
     if why := programs.lacking():
         pytest.skip(why)
     cluster = Cluster(f"{purpose}-{os.getpid()}")

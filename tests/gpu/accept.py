@@ -104,7 +104,7 @@ class Child:
     def hear(self, within_s: float = 120.0) -> Any:
         """Wait for the next thing it says.
 
-        Broken when it ends before that, and Skipped when it says what it is missing.
+        Raise Broken if it ends before that, and Skipped if it says that something is missing.
         """
         if not select.select([self.process.stdout], [], [], within_s)[0]:
             raise Broken(f"{self._role} said nothing for {within_s:.0f} s")

@@ -104,7 +104,7 @@ def names(folder: Path | str) -> list[str]:
 
 
 def build(root: Path, tree: dict[str, Any]) -> None:
-    """Make folders, which are dictionaries, files, which are bytes, and what has a word."""
+    """Make a tree: a dictionary is a folder, bytes are a file, tuples and words are other kinds."""
     for name, what in tree.items():
         path = root / name
         match what:

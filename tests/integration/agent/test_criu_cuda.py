@@ -93,6 +93,10 @@ def worker(tmp_path: Path) -> Worker:
     return Worker(POD, Process(*stat_of(os.getpid()).key), paths)
 
 
+async def ignored(_done: int) -> None:
+    pass
+
+
 async def test_the_helper_is_told_which_gpus_the_kubelet_gave_to_a_worker_if_that_answers(
     driver: CriuCuda, helper: Helper, worker: Worker, kubelet: GivenDevices
 ) -> None:
@@ -112,9 +116,6 @@ async def test_a_restore_names_the_gpus_here_and_those_that_have_the_weights(
 ) -> None:
     kubelet.uuids = [B]
     helper.answers = helping.Done(pid=9, start=8)
-
-    async def ignored(_done: int) -> None:
-        pass
 
     source = RestoreSource(-1, ["part"], [], {A: B}, clock[-1] + 10, ignored)
     assert await driver.restore(worker, source) == Process(9, 8)
@@ -141,9 +142,6 @@ async def test_a_process_is_restored_only_if_its_pages_are_right(
     (tmp_path / "part" / "pages-1.img").write_bytes(b"pages")
     digest = xxhash.xxh3_128_hexdigest(b"pages" if is_whole else b"other")
     pages = FileEntry(name="pages-1.img", size=5, chunk_bytes=4096, chunks=[digest])
-
-    async def ignored(_done: int) -> None:
-        pass
 
     with opened(open_root(tmp_path / "part")) as part:
         source = RestoreSource(part, ["part"], [pages], {}, clock[-1] + 10, ignored)

@@ -58,7 +58,7 @@ WORKER = """
 
 @contextlib.contextmanager
 def running(*argv: str) -> Iterator[procfs.Stat]:
-    """Start a program whose family writes a byte once all have what they need."""
+    """Start a program that writes a byte when its whole family is ready."""
     child = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,

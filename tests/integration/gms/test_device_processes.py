@@ -226,7 +226,7 @@ def test_what_is_asked_while_a_process_starts_again_waits_for_it(node: Node) -> 
 
 @contextlib.contextmanager
 def stalled(node: Node, number: signal.Signals) -> Iterator[None]:
-    """Have the first device not served: its process hangs, or cannot be started again."""
+    """Make the process of the first device hang, or keep it from starting again."""
     pid, folder, aside = node.pid(0), node.sockets / "gpu-0", node.sockets / "moved"
     if number is signal.SIGKILL:
         folder.rename(aside)

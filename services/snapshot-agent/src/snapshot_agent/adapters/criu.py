@@ -67,6 +67,7 @@ READY_S = 2.0
 
 
 Span = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Records a block as a span of a name in `CRIU_STEPS`."""
 
 
 class HelperUnavailable(SnapbackError):
@@ -199,8 +200,8 @@ class Criu:
         counter = ByteCounter(source.progress)
         scratch = await self._wanted(source.cipher)
         if scratch is None:
-            # CRIU parses all but the pages as root. Nothing parses pages, so CRIU may read them
-            # while they are checked, as long as no process runs on them.
+            # CRIU, which is root, parses all images but those of pages. It may read pages while
+            # they are checked, as long as no process runs on them (docs/adr/0055).
             pages = [entry for entry in source.files if entry.name.startswith(_PAGES)]
             others = [entry for entry in source.files if not entry.name.startswith(_PAGES)]
             with self._span("check-images"):
@@ -222,7 +223,7 @@ class Criu:
         counter: ByteCounter,
         scratch: str = "",
     ) -> Process:
-        """Have the process restored while its pages are checked. ArtifactCorrupt: none has run.
+        """Restore the process while its pages are checked. Raise ArtifactCorrupt if one is wrong.
 
         `init` is the folder of the first program. The images are in the folder `scratch` of the
         scratch folder, if it has a name, and otherwise in the artifact.

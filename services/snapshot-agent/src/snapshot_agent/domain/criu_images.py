@@ -234,7 +234,7 @@ def unlinked(image: bytes, remaps: bytes, suffix: str) -> bytes:
 
 
 def open_below(image: bytes, remaps: bytes, folders: Collection[str]) -> list[str]:
-    """Return the paths of open files below folders that have a name still. ArtifactCorrupt.
+    """Return the paths of open files below folders, without unlinked ones. ArtifactCorrupt.
 
     `image` is `files.img`; `remaps` is `remap-fpath.img`, or empty if nothing is unlinked.
     """

@@ -195,10 +195,10 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
 
 
 def _dumped(dump: Callable[[], Dumped], part: int) -> Dumped:
-    """Dump a worker again if it had a file of its control directory open for a moment.
+    """Dump a worker, and again if it had a file of its control directory open.
 
-    A worker that polls its control directory opens files there. Those files differ from one
-    directory to the next, so a restore would miss what was open.
+    A worker that polls its control directory opens files there. The container of a restore has
+    other control files, so CRIU would not find the open one. Raise CriuFailed after TRIES dumps.
     """
     path = ""
     for _ in range(TRIES):

@@ -298,9 +298,9 @@ class _Restore:
             raise criu_failed(self._work, "restore")
 
     def _let_go(self, criu: int, script: ActionScript) -> None:
-        """Let the restored processes run if their bytes are right, once sockets have their names.
+        """Name the restored sockets, then let the processes run if the agent says WHOLE.
 
-        If the bytes are wrong, CRIU ends the processes, of which none has run.
+        Otherwise CRIU ends the processes before one of them has run.
         """
         with opened(os.pidfd_open(criu)) as pidfd:
             ready, _, _ = select.select([script.asks, pidfd], [], [])
