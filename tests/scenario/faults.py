@@ -359,7 +359,7 @@ def _gpus(rng: random.Random) -> int:
 def _habits(rng: random.Random) -> Habits:
     if rng.random() < 0.85:
         return Habits(warm_s=rng.random() * 2, quiet_s=rng.random() * 0.2)
-    odd = rng.choice(("never_ready", "never_quiet", "ends_when_asked", "ignores_term"))
+    odd = rng.choice(("never_ready", "never_quiet", "refuses", "ends_when_asked", "ignores_term"))
     return Habits(**{odd: True})
 
 

@@ -43,6 +43,7 @@ class Habits(msgspec.Struct, frozen=True):
     quiet_s: float = 0.05
     never_ready: bool = False
     never_quiet: bool = False
+    refuses: bool = False
     ends_when_asked: bool = False
     ignores_term: bool = False
 
@@ -96,6 +97,22 @@ class SimWorker:
             attempt = await self._news(control.QUIESCE)
             await self._quiesce(attempt)
 
+    async def _refuse(self, attempt: int) -> None:
+        """Say that the worker cannot be captured, and go on when the agent has heard it."""
+        self.serves = False
+        self._say(control.QUIESCE_FAILED, attempt)
+        await self._end(attempt)
+        self.serves = True
+        self._say(control.READY, 0)
+
+    async def _end(self, attempt: int) -> str:
+        """Wait for the end of a capture; return the name of its file."""
+        while True:
+            # An answer to this attempt; what lies there of an older one is not.
+            name, of = await self._either(control.COMPLETE, control.ABORTED)
+            if of >= attempt:
+                return name
+
     async def _quiesce(self, attempt: int) -> None:
         if self.habits.ends_when_asked:
             self.process.kill(0)
@@ -103,6 +120,9 @@ class SimWorker:
             await asyncio.get_running_loop().create_future()
         self.node.control.drop(self.paths.control, control.READY)
         await asyncio.sleep(self.habits.quiet_s)
+        if self.habits.refuses:
+            await self._refuse(attempt)
+            return
         layouts = [lease.attached.layout_id or self._layout(lease) for lease in self.leases]
         self.serves = False
         for lease in self.leases:
@@ -112,12 +132,7 @@ class SimWorker:
         self.node.save_state(self.paths, STATE_FILE, msgspec.json.encode(saved))
         self.node.world.rules.quiesced(self, saved)
         self._say(control.QUIESCED, attempt)
-        while True:
-            # An answer to this attempt; what lies there of an older one is not.
-            name, of = await self._either(control.COMPLETE, control.ABORTED)
-            if of >= attempt:
-                break
-        self.node.world.rules.let_go(self, name)
+        self.node.world.rules.let_go(self, await self._end(attempt))
         await self._map(layouts)
         self.serves = True
         self.turns += 1

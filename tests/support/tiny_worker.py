@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--exit-at-quiesce", type=int)
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--never-quiet", action="store_true")
+    parser.add_argument("--waits-for", help="show that the worker waits for this, and never answer")
+    parser.add_argument("--refuses", help="answer each request to be quiet by this reason")
     parser.add_argument("--never-restored", action="store_true")
     parser.add_argument("--odd-state", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
@@ -139,7 +141,11 @@ def serve(arguments: argparse.Namespace, answer: str, quiet: dict[str, object] |
             # The end of the capture before came and went between two looks.
             tell(f"snapshot-{wanted.get('previous')} {quiet['attempt']}, missed")
             quiet = None
-        if quiet is None and wanted is not None and not arguments.never_quiet:
+        if quiet is None and wanted is not None and arguments.waits_for:
+            put("quiescing", wanted | {"message": arguments.waits_for})
+        elif quiet is None and wanted is not None and arguments.refuses:
+            put("quiesce-failed", wanted | {"message": arguments.refuses})
+        elif quiet is None and wanted is not None and not arguments.never_quiet:
             if arguments.exit_at_quiesce is not None:
                 sys.exit(arguments.exit_at_quiesce)
             save(arguments, answer)

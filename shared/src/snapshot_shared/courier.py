@@ -101,8 +101,11 @@ class OrderContext:
         """Run a step table for this order."""
         await self._runner.run(verb, self.order, table, remaining_s=self.remaining_s)
 
-    async def progress(self, part: str, step: str, done: int, total: int) -> None:
-        """Announce how many bytes are done: twice a second, at each quarter, and the last."""
+    async def progress(self, part: str, step: str, done: int, total: int, awaits: str = "") -> None:
+        """Announce how many bytes are done: twice a second, at each quarter, and the last.
+
+        `awaits` says what the step waits for.
+        """
         now = self._book.clocks.monotonic()
         quarter = 4 * done // total if total else 4
         is_due = now - self._last_progress >= PROGRESS_EVERY_S
@@ -117,6 +120,7 @@ class OrderContext:
             step=step,
             done=done,
             total=total,
+            awaits=awaits,
             at=self._book.clocks.wall(),
         )
         subject = subjects.progress(self._book.node, OrderId(self.entry.order))

@@ -239,6 +239,7 @@ EXACT = {
     "PodSource.uid": "the uid of the pod; one of the same name that came later is refused",
     "Presence.devices": "the devices of the node",
     "Presence.seccomp_profile": "the seccomp profile that the node has for workers of CRIU",
+    "Progress.awaits": "what the step waits for, if it waits",
     "Progress.part": "the part that is moved",
     "Report.bytes": "how many bytes were moved",
     "Report.generation": "the generation that was committed or removed",

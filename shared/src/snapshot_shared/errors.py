@@ -17,6 +17,7 @@ SnapbackError
 │   ├── WrongNode / StalePodReference / Superseded / NotEligible
 ├── DeadlineExceeded          time ran out: names the step and the budget in seconds
 ├── SourceExited              the worker ended while it was needed
+├── WorkerRefused             the worker says that it cannot be captured
 ├── CriuFailed                CRIU did not dump or restore a process
 ├── OutcomeUnknown            a step may or may not have happened; it is never run again
 ├── Aborted                   ended by an abort
@@ -150,6 +151,12 @@ class NoGuard(SnapbackError):
 
 class SourceExited(SnapbackError):
     """The worker ended while it was needed; `values` has the exit code."""
+
+
+class WorkerRefused(SnapbackError):
+    """The worker says that it cannot be captured, and why."""
+
+    default_next_step = "mend on_quiesce, or the hook --quiesce, and take a new capture"
 
 
 class ControlFolderBroken(SnapbackError):

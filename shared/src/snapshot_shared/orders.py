@@ -530,7 +530,10 @@ class Report(
 class Progress(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.progress"
 ):
-    """How far an order is. Lossy: only for people. `done` and `total` are bytes."""
+    """How far an order is. Lossy: only for people.
+
+    `done` and `total` are bytes, and `awaits` says what the step waits for if it waits.
+    """
 
     order: OrderIdStr
     attempt: Attempt
@@ -540,6 +543,7 @@ class Progress(
     done: Bytes
     total: Bytes
     at: float
+    awaits: Text = ""
     time: str = ""
 
     def __post_init__(self) -> None:

@@ -321,6 +321,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "exit code where one is known.",
             "Read what it printed: `snapshotctl explain pod/NAME`; start it again.",
         ),
+        "WorkerRefused": Reason(
+            "The worker says that it cannot be captured; it goes on.",
+            "Its `on_quiesce`, or the hook `--quiesce` of `snapback-run`, failed; the message has "
+            "the error.",
+            "Read what it printed: `snapshotctl logs POD`; mend the worker, then take a new "
+            "capture: `snapshotctl checkpoint POD`.",
+        ),
         "SourcePodGone": Reason(
             "The pod to capture has ended.",
             "It finished, failed, or is being deleted.",

@@ -146,6 +146,29 @@ async def test_a_worker_that_never_becomes_quiet_is_let_go(node: Rig) -> None:
     await node.refused(node.prepare_order(pod, content, 2, quiesce_s=0.3), "DeadlineExceeded")
 
 
+async def test_a_worker_that_cannot_be_captured_says_why_and_is_let_go_at_once(node: Rig) -> None:
+    pod, content = (
+        await node.running("--refuses", "OSError: locked\x1b[2J" + "x" * 5000),
+        fresh_uid(),
+    )
+    failure = await node.refused(node.prepare_order(pod, content, quiesce_s=2.0), "WorkerRefused")
+    assert not failure.retryable
+    assert "the worker cannot be captured: OSError: locked" in failure.message
+    assert len(failure.message) < 600
+    assert control.is_of((pod.control / control.ABORTED).read_bytes(), 1)
+    assert ((await node.status())["captures"], node.guards(), sockets(node)) == ([], [], [])
+
+
+async def test_what_a_worker_waits_for_is_announced_and_in_the_error(node: Rig) -> None:
+    pod, content = await node.running("--waits-for", "2 requests under way"), fresh_uid()
+    async with node.bus.listening(f"snap.progress.{node.node}.>") as queue:
+        order = node.prepare_order(pod, content, quiesce_s=1.0)
+        failure = await node.refused(order, "DeadlineExceeded")
+        announced = json.loads((await asyncio.wait_for(queue.get(), 5)).data)
+    assert (announced["step"], announced["awaits"]) == ("quiesce", "2 requests under way")
+    assert "did not become quiet within 1 s: 2 requests under way" in failure.message
+
+
 async def test_a_worker_that_never_becomes_quiet_is_killed_where_the_policy_says_so(
     node: Rig,
 ) -> None:

@@ -130,18 +130,48 @@ def test_a_capture_waits_for_requests_and_holds_up_later_ones(agent: Agent) -> N
         agent.found("ready-for-snapshot")
 
 
+def test_a_worker_shows_what_it_waits_for(agent: Agent) -> None:
+    with ready() as worker:
+        with worker.request(), worker.request():
+            agent.ask(3)
+            agent.found("quiescing", 3)
+            body = decode_json((agent.path / "quiescing").read_bytes(), Signal)
+            assert body.message == "2 requests under way"
+        agent.found("quiesced", 3)
+        agent.go_on(3)
+
+
+async def test_a_worker_on_asyncio_shows_what_it_waits_for(agent: Agent) -> None:
+    async with AsyncWorker() as worker:
+        worker.ready()
+        async with worker.request():
+            await asyncio.to_thread(agent.ask, 3)
+            await asyncio.to_thread(agent.found, "quiescing", 3)
+            body = decode_json((agent.path / "quiescing").read_bytes(), Signal)
+            assert body.message == "1 request under way"
+        await asyncio.to_thread(agent.found, "quiesced", 3)
+        await asyncio.to_thread(agent.go_on, 3)
+
+
 def _ask(worker: Worker, seen: list[object]) -> None:
     with worker.request():
         seen.append("answered")
 
 
-def test_a_worker_whose_saving_fails_says_nothing_and_goes_on_when_it_is_aborted(
+def test_a_worker_whose_saving_fails_says_why_and_goes_on_when_it_is_aborted(
     agent: Agent,
 ) -> None:
     seen: list[Resumed] = []
-    with ready(lambda _: 1 // 0, seen.append) as worker:
-        agent.ask()
-        agent.go_on(end="snapshot-aborted")
+
+    def refuse(_state: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", os.fsdecode(b"\xff"))
+
+    with ready(refuse, seen.append) as worker:
+        agent.ask(7)
+        agent.found("quiesce-failed", 7)
+        body = decode_json((agent.path / "quiesce-failed").read_bytes(), Signal)
+        assert body.message == "FileNotFoundError: [Errno 2] no such file: '\\udcff'"
+        agent.go_on(7, end="snapshot-aborted")
         assert [each.outcome for each in seen] == ["aborted"]
         assert not (agent.path / "quiesced").exists()
         with worker.request():

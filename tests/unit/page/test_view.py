@@ -191,6 +191,14 @@ async def test_progress_of_another_attempt_is_not_shown(capturing: World) -> Non
     assert (step["done"], step["total"]) == (1, 2048)
 
 
+async def test_what_a_worker_waits_for_is_shown_while_it_waits(capturing: World) -> None:
+    (item,) = await _ordered(capturing, "prepare")
+    waits = {item.order: replace(progress(item, 0, 0), awaits="1 request under way")}
+    step = rows(await facts_of(capturing, progress=waits), "objects")[0]["step"]
+    assert step["what"] == f"prepare on {item.node} waits: 1 request under way"
+    assert "total" not in step
+
+
 async def test_a_part_that_has_ended_counts_whole_while_others_go_on(capturing: World) -> None:
     saves = await _ordered(capturing, "save", 2)
     received = {item.order: progress(item, 512, 1024) for item in saves}

@@ -136,6 +136,15 @@ def test_what_is_under_way_names_the_oldest_order_that_is_not_answered(
     ]
 
 
+def test_what_a_worker_waits_for_is_shown_instead_of_bytes() -> None:
+    orders = [builders.order("prepare", UID, at=NOW - 9, state="accepted")]
+    content = builders.content(capture=Capture.PREPARING, orders=orders)
+    more = {"order": orders[0].order, "step": "quiesce", "total": 0, "done": 0, "at": NOW - 2}
+    shown = _now(content, progress=builders.progress(**more, awaits="1 request under way\n"))
+    assert "step quiesce waits for the worker: 1 request under way, 2s ago" in shown
+    assert not [line for line in shown if "last progress" in line]
+
+
 def test_a_silent_node_and_a_service_that_does_not_answer_are_named() -> None:
     late = builders.order("prepare", UID, at=NOW - 100)
     content = builders.content(capture=Capture.PREPARING, orders=[late])

@@ -107,6 +107,7 @@ def span(name: str, attempt: int = 2) -> SpanRecord:
         ([], [OF_DUMP], "copy-state 25%"),
         ([span("freeze")], [OF_DUMP], "copy-state 25%"),
         ([], [replace(OF_DUMP, total=0)], "copy-state"),
+        ([], [replace(OF_DUMP, total=0, awaits="a\nb")], "copy-state (a b)"),
         # The last progress may be of a step that is over.
         ([span("freeze"), span("copy-state")], [OF_DUMP], "thaw"),
         ([], [replace(OF_DUMP, attempt=1)], None),

@@ -27,6 +27,7 @@ import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -38,7 +39,9 @@ from snapback_client.control import (
     CONTROL_DIR,
     MAX_BODY_BYTES,
     QUIESCE,
+    QUIESCE_FAILED,
     QUIESCED,
+    QUIESCING,
     READY,
     RESTORE_COMPLETE,
     RESTORE_FAILED,
@@ -68,6 +71,10 @@ _OUTCOMES: dict[str, Outcome] = {
 }
 _SUFFIX = ".pool"
 _MAX_CONTEXT_BYTES = 4 * 1024 * 1024
+_MAX_MESSAGE = 2000
+"""How many characters of an error the agent gets: a control file is at most 64 KiB."""
+_WAITS_AGAIN_S = 1.0
+"""How often a worker writes what it waits for, in seconds."""
 _Body = TypeVar("_Body", Signal, RestoreContext)
 _IN_MOVED_TO = 0x80
 
@@ -108,9 +115,10 @@ class Worker:
         """Make a worker, which has to be started.
 
         `on_quiesce` is called when a capture begins, with the folder for what the worker has to
-        find again after a restore. No request is answered until `on_resume` has returned. Both may
-        be set later, as attributes. Pools that `pool` returns need neither. `resume_from` is the
-        argument `--resume-from` that the driver `respawn` gives. InvalidInput: the control
+        find again after a restore. If it raises an error, the capture fails with that error at
+        once, and the worker goes on. No request is answered until `on_resume` has returned. Both
+        may be set later, as attributes. Pools that `pool` returns need neither. `resume_from` is
+        the argument `--resume-from` that the driver `respawn` gives. InvalidInput: the control
         directory cannot be followed.
         """
         self.state: Path | None = None
@@ -128,6 +136,7 @@ class Worker:
         self._resume_from = Path(resume_from) if resume_from else None
         self._pools: dict[str, MemoryPool] = {}
         self._owed: int | None = None
+        self._attempt = 0
         self._requests = 0
         self._is_stopped = False
         self._is_closed = False
@@ -225,6 +234,15 @@ class Worker:
                 self._requests -= 1
                 self._turn.notify_all()
 
+    def show_waiting(self, text: str) -> None:
+        """Show what the worker waits for before it is quiet, in `snapshotctl` and on the page.
+
+        Call it from `on_quiesce` if that takes long.
+        """
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.put(QUIESCING, self._attempt, text)
+
     def close(self) -> None:
         """Close the pools. The worker is captured no more."""
         self._end_requests()
@@ -276,14 +294,22 @@ class Worker:
                 # The kernel sends the first process of a container nothing that it does not handle.
                 os._exit(128 + signal.SIGTERM)
 
+    def _finish_requests(self) -> None:
+        """Begin no request any more, and wait for those under way. _Ended."""
+        with self._turn:
+            self._is_stopped = True
+            while not self._turn.wait_for(
+                lambda: self._is_closed or not self._requests, _WAITS_AGAIN_S
+            ):
+                self.show_waiting(_under_way(self._requests))
+            if self._is_closed:
+                raise _Ended
+
     def _captured(self, control: _ControlDirectory, asked: _News) -> _News:
         """Be quiet until a capture is over; return what has ended it."""
         control.withdraw(READY)
-        with self._turn:
-            self._is_stopped = True
-            self._turn.wait_for(lambda: self._is_closed or not self._requests)
-            if self._is_closed:
-                raise _Ended
+        attempt = self._attempt = asked.body.attempt
+        self._finish_requests()
         try:
             control.state.mkdir(mode=0o700, exist_ok=True)
             if self.on_quiesce is not None:
@@ -291,11 +317,13 @@ class Worker:
             for name, pool in self._pools.items():
                 pool.sleep()
                 (control.state / f"{name}{_SUFFIX}").write_bytes(pool.save_state())
-            control.put(QUIESCED, asked.body.attempt)
-        except Exception:
+            control.put(QUIESCED, attempt)
+        except Exception as error:
             log.exception("the worker cannot be captured, and waits for the end of the capture")
             # It may have filled the disk, which is needed to say that the worker goes on.
             control.empty_state()
+            with contextlib.suppress(OSError):
+                control.put(QUIESCE_FAILED, attempt, f"{type(error).__name__}: {error}")
         # The agent removes what ended a capture when it begins the next one.
         end = control.wait(*_OUTCOMES, RESTORE_FAILED, QUIESCE)
         if end.name == RESTORE_FAILED:
@@ -365,6 +393,10 @@ class AsyncWorker:
         """Say that the worker serves, and that it may be captured from now on."""
         self._worker.ready()
 
+    def show_waiting(self, text: str) -> None:
+        """Show what the worker waits for before it is quiet. As `Worker.show_waiting`."""
+        self._worker.show_waiting(text)
+
     @contextlib.asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
         """Wait while the worker is captured. No capture begins before the end of the block."""
@@ -410,15 +442,19 @@ class AsyncWorker:
     # In the thread of the worker.
 
     def _quiesce(self, state: Path) -> None:
-        self._run(self._quiesced(state))
+        quiet = self._begin(self._quiesced(state))
+        while not futures.wait([quiet], _WAITS_AGAIN_S).done:
+            if self._requests:
+                self._worker.show_waiting(_under_way(self._requests))
+        quiet.result()
 
     def _resume(self, resumed: Resumed) -> None:
-        self._run(self._resumed(resumed))
+        self._begin(self._resumed(resumed)).result()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> futures.Future[None]:
         if self._loop is None:
             raise InvalidValue("the worker was not started")
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _quiesced(self, state: Path) -> None:
         async with self._turn:
@@ -433,6 +469,10 @@ class AsyncWorker:
         async with self._turn:
             self._is_stopped = False
             self._turn.notify_all()
+
+
+def _under_way(requests: int) -> str:
+    return f"{requests} request{'' if requests == 1 else 's'} under way"
 
 
 async def _done(result: object) -> None:
@@ -528,10 +568,13 @@ class _ControlDirectory:
                 os.read(self._changes, MAX_BODY_BYTES)
         return found
 
-    def put(self, name: str, attempt: int = 0) -> None:
+    def put(self, name: str, attempt: int = 0, message: str = "") -> None:
         """Put a file in place as a whole."""
         temporary = self._path / f".{name}.tmp"
-        temporary.write_bytes(encode_json(Signal(attempt=attempt)))
+        # An error may name a file whose name is no text.
+        text = message[:_MAX_MESSAGE].encode(errors="replace").decode()
+        body = Signal(attempt=attempt, message=text)
+        temporary.write_bytes(encode_json(body))
         temporary.rename(self._path / name)
 
     def withdraw(self, name: str) -> None:

@@ -426,6 +426,9 @@ def _step(
         what = f"{order.verb} on {order.node}"
         return {"what": what, "since": order.ordered_at.timestamp()}
     order, last = moving[-1]
+    if last.awaits:
+        what = f"{order.verb} on {order.node} waits: {last.awaits}"
+        return {"what": what, "since": order.ordered_at.timestamp()}
     parts = views.progress(values, received)
     what = f"{len(moving)} parts" if len(moving) > 1 else last.part
     since = moving[0][0].ordered_at.timestamp()

@@ -17,7 +17,9 @@ from snapback_client.control import (
     CONTROL_DIR,
     MAX_BODY_BYTES,
     QUIESCE,
+    QUIESCE_FAILED,
     QUIESCED,
+    QUIESCING,
     READY,
     RESTORE_COMPLETE,
     RESTORE_FAILED,
@@ -37,6 +39,8 @@ __all__ = [
     "MAX_BODY_BYTES",
     "QUIESCE",
     "QUIESCED",
+    "QUIESCE_FAILED",
+    "QUIESCING",
     "READY",
     "RESTORED",
     "RESTORE_COMPLETE",
@@ -45,10 +49,13 @@ __all__ = [
     "Signal",
 ]
 
+MAX_MESSAGE = 500
+"""How many characters of the message of a worker a report has."""
+
 OUTCOMES = {COMPLETE: "complete", ABORTED: "aborted"}
 """The outcome of a capture, by the file that reports it to the worker."""
 
-CAPTURE_FILES = (QUIESCE, QUIESCED, COMPLETE, ABORTED)
+CAPTURE_FILES = (QUIESCE, QUIESCING, QUIESCED, QUIESCE_FAILED, COMPLETE, ABORTED)
 RESTORE_FILES = (RESTORE_COMPLETE, RESTORE_FAILED, RESTORED)
 
 
@@ -152,3 +159,11 @@ def is_of(data: bytes, attempt: int) -> bool:
         return decode_json(data, Signal, limit=MAX_BODY_BYTES).attempt == attempt
     except InvalidMessage:
         return False
+
+
+def message_of(data: bytes | None) -> str:
+    """Return the message in a body, cut to a size that fits into a report; empty without one."""
+    try:
+        return decode_json(data or b"", Signal, limit=MAX_BODY_BYTES).message[:MAX_MESSAGE]
+    except InvalidMessage:
+        return ""

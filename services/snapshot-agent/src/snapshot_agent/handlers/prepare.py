@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -25,6 +25,7 @@ from snapshot_shared.errors import (
     Internal,
     NotEligible,
     SnapbackError,
+    WorkerRefused,
 )
 from snapshot_shared.ids import Uid
 from snapshot_shared.orders import (
@@ -234,17 +235,46 @@ class Prepare:
             control.QUIESCE,
             control.request(order.attempt, order.content_uid, self._previous),
         )
-        await self._within(
-            min(order.quiesce_s, order.hold_s),
-            worker,
-            self._while_memory_answers(
-                self._machine.control.appears(
-                    where, control.QUIESCED, lambda data: control.is_of(data, order.attempt)
-                )
-            ),
-            "the worker did not become quiet",
-            f"the worker answers {control.QUIESCE} by {control.QUIESCED} with the same attempt",
-        )
+        try:
+            await self._within(
+                min(order.quiesce_s, order.hold_s),
+                worker,
+                self._while_memory_answers(self._answer()),
+                "the worker did not become quiet",
+                f"the worker answers {control.QUIESCE} by {control.QUIESCED} with the same attempt",
+            )
+        except DeadlineExceeded as error:
+            if awaited := control.message_of(self._machine.control.get(where, control.QUIESCING)):
+                error.message += f": {awaited}"
+            raise
+
+    async def _answer(self) -> None:
+        """Wait until the worker is quiet. WorkerRefused if it cannot be captured."""
+        await first(self._written(control.QUIESCED), self._refusal(), self._announce_waiting())
+
+    async def _written(self, name: str, last: bytes = b"") -> bytes:
+        """Wait for a control file of this attempt with another body than `last`; return it."""
+        where, attempt = self.hold.worker.paths, self._order.attempt
+        found = b""
+
+        def accepts(data: bytes) -> bool:
+            nonlocal found
+            found = data
+            return data != last and control.is_of(data, attempt)
+
+        await self._machine.control.appears(where, name, accepts)
+        return found
+
+    async def _refusal(self) -> NoReturn:
+        said = control.message_of(await self._written(control.QUIESCE_FAILED))
+        raise WorkerRefused(f"the worker cannot be captured: {said or 'it does not say why'}")
+
+    async def _announce_waiting(self) -> NoReturn:
+        """Announce what the worker still waits for, each time that it writes something else."""
+        last = b""
+        while True:
+            last = await self._written(control.QUIESCING, last)
+            await self._ctx.progress("process", "quiesce", 0, 0, control.message_of(last))
 
     async def _while_memory_answers(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for a worker that gives up its memory, for which GMS has to answer it.

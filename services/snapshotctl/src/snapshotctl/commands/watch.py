@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from snapshot_shared.errors import BusUnavailable, DeadlineExceeded
+from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.kubernetes import Job, Node, Pod
 from snapshot_shared.objects.snapback import SnapshotRestore
+from snapshot_shared.orders import Progress
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects
 from snapshotctl.command import Namespace, Timeout, Traced, command, new_app
@@ -141,15 +143,21 @@ class Display:
         waits = ("waits", current.reason, current.message)
         if current.word in ("waiting", "unknown", "going") and waits not in self._shown:
             self._shown.add(waits)
-            self._show_waits(current)
+            self._show_waits(current.reason, current.message)
 
-    def _show_waits(self, current: ObjectState) -> None:
-        why = ": ".join(filter(None, (current.reason, current.message)))
+    def show_awaited(self, text: str) -> None:
+        """Show what the worker waits for before it is quiet, once."""
+        if text not in self._shown:
+            self._shown.add(text)
+            self._show_waits("Worker", text)
+
+    def _show_waits(self, reason: str, message: str) -> None:
+        why = ": ".join(filter(None, (reason, message)))
         if self._screen.wants_table:
             at = formats.clock(self._now())
             self._line(f"{at:<12}  waits: {formats.plain(why)}")
         else:
-            self._entry({"waits": current.reason, "message": current.message})
+            self._entry({"waits": reason, "message": message})
 
     def _line(self, text: str) -> None:
         self._screen.line(f"  {self._subject} {text}" if self._subject else f"  {text}")
@@ -193,7 +201,9 @@ async def until_ended(operator: Operator, display: Display, target: Target) -> O
     changed = asyncio.Event()
     known: set[str] = set()
     async with operator.progress() as messages, operator.news() as news:
-        receiving = asyncio.create_task(display.progress.receive(messages))
+        receiving = asyncio.create_task(
+            display.progress.receive(_show_awaited(messages, known, display))
+        )
         notifying = asyncio.create_task(_notify(news, known, changed))
         try:
             while True:
@@ -211,6 +221,16 @@ async def until_ended(operator: Operator, display: Display, target: Target) -> O
                         await changed.wait()
         finally:
             await end_all(receiving, notifying)
+
+
+async def _show_awaited(
+    messages: AsyncIterator[Progress], known: Collection[str], display: Display
+) -> AsyncIterator[Progress]:
+    """Yield the messages; show what the orders of the known objects wait for."""
+    async for message in messages:
+        if message.awaits and owner_of(OrderId(message.order)) in known:
+            display.show_awaited(message.awaits)
+        yield message
 
 
 async def _read(operator: Operator, target: Target) -> RelatedObjects:

@@ -162,7 +162,12 @@ def _stuck(order: OrderStatus, progress: Progress | None, now: float) -> list[st
         f"waits for {where} to end {order.order} (attempt {order.attempt})",
         f"ordered {formats.age(now - order.ordered_at.timestamp())} ago; {where} {taken}; {limit}",
     ]
-    if progress is not None and progress.attempt == order.attempt:
+    if progress is not None and progress.attempt == order.attempt and progress.awaits:
+        lines.append(
+            f"step {progress.step} waits for the worker: {formats.plain(progress.awaits)}, "
+            f"{formats.age(now - progress.at)} ago"
+        )
+    elif progress is not None and progress.attempt == order.attempt:
         done = formats.size(progress.done)
         share = f"{done} of {formats.size(progress.total)}" if progress.total else done
         lasted = progress.at - order.ordered_at.timestamp()

@@ -130,6 +130,7 @@ def current_steps(
             found[item.order, item.attempt] = left[0]
     for moved in progress:
         share = f" {100 * moved.done // moved.total}%" if moved.total else ""
+        share += f" ({formats.plain(moved.awaits)})" if moved.awaits else ""
         key = (moved.order, moved.attempt)
         if found.get(key, moved.step) == moved.step:
             found[key] = moved.step + share
