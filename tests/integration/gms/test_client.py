@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -699,6 +701,10 @@ def test_errors_are_those_of_python_and_of_the_project(service: Any) -> None:
         ("w", (3, -2), "int8", "the shape of array 'w' has a negative dimension"),
         ("w", (-3, -2), "int8", "the shape of array 'w' has a negative dimension"),
         ("new", (-3, -2), "int8", "negative dimension"),
+        ("w", 2.7, "int8", "the shape of array 'w' is 2.7, which is no int"),
+        ("w", (2, 2.0), "int8", r"is \(2, 2.0\), which is no int and no sequence of ints"),
+        ("w", "12", "int8", "is '12', which is no int"),
+        ("w", [1] * 33, "int8", "or more than 32"),
     ],
 )
 def test_a_wrong_argument_is_named_and_nothing_is_freed(
@@ -739,6 +745,9 @@ def test_an_overwrite_that_the_device_can_never_hold_leaves_the_array_as_it_is(
         with pytest.raises(MemoryError, match="the arrays of this pool would take"):
             pool.allocate("w", size, "int8", overwrite=True)
         assert list(pool["w"]) == [5, 5, 5]
+        with pytest.raises(MemoryError):
+            pool.allocate("more", size, "int8")
+        assert list(pool) == ["other", "w"]
 
 
 def test_arrays_can_be_made_anew_as_often_as_one_likes(service: Any) -> None:
@@ -798,7 +807,7 @@ def test_bfloat16_is_kept_by_its_name(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         array = pool.allocate("w", (2, 3), "bfloat16")
         assert (array.shape, array.dtype.itemsize) == ((2, 3), 2)
-        array.view("uint16")[:] = 0x3F80
+        array[:] = np.full((2, 3), 1.0, "float32")
         pool.commit()
         pool.sleep()
         pool.wake()
@@ -809,18 +818,28 @@ def test_bfloat16_is_kept_by_its_name(service: Any) -> None:
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_a_type_that_numpy_lacks_is_an_integer_of_its_width_with_its_name(name: str) -> None:
-    found = dtype_of(name)
-    if found.kind == "u":
-        assert found == np.dtype(RAW[name])
-        assert found.metadata is not None
-        assert found.metadata["dtype"] == name
-    else:
-        assert found.name == name
+def test_a_type_that_numpy_lacks_has_the_width_that_is_written_down(name: str) -> None:
+    assert (dtype_of(name).name, dtype_of(name).itemsize) == (name, np.dtype(RAW[name]).itemsize)
 
 
-def test_the_types_of_ml_dtypes_are_used_where_they_are(service: Any) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+def test_without_ml_dtypes_no_array_of_its_types_is_made_or_read(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.connect(lock="RW") as pool:
+        pool.allocate("w", 2, "bfloat16")[:] = 1.5
+        pool.commit()
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(errors.InvalidInput, match="no bfloat16 without a package ml_dtypes") as no:
+        client.connect(lock="RO")
+    assert no.value.next_step == "pip install --upgrade ml_dtypes; or keep the bits as uint16"
+    with (
+        client.connect(lock="RW", domain="kv") as pool,
+        pytest.raises(ValueError, match="no float8_e5m2 without"),
+    ):
+        pool.allocate("w", 2, "float8_e5m2")
+
+
+def test_the_types_of_ml_dtypes_may_be_given_themselves(service: Any) -> None:
     with client.connect(lock="RW") as pool:
         array = pool.allocate("w", 2, ml_dtypes.bfloat16)
         array[:] = 1.5

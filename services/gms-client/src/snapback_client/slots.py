@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,12 @@ import msgspec
 from msgspec import Meta
 
 from snapback_client.codec import decode_json, decode_msgpack, encode_json, encode_msgpack
-from snapback_client.errors import InvalidMessage, InvalidValue, UnsupportedVersion
+from snapback_client.errors import (
+    InvalidMessage,
+    InvalidValue,
+    NoDeviceMemory,
+    UnsupportedVersion,
+)
 from snapback_client.frames import (
     ALLOCATION_PATTERN,
     MAX_ALLOCATIONS,
@@ -52,9 +58,14 @@ RAW = {
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
 }
-"""Types that numpy has with the package ml_dtypes alone, and integers of their width."""
+"""Types that numpy has with the package ml_dtypes alone, and integers of their width.
 
-Dimensions = Annotated[list[Bytes], Meta(max_length=32)]
+An array of these integers would take floats, and cast them, so there is no array without the
+package.
+"""
+
+MAX_DIMENSIONS = 32
+Dimensions = Annotated[list[Bytes], Meta(max_length=MAX_DIMENSIONS)]
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +110,10 @@ class PoolState(
 def new_slots(
     arrays: Mapping[str, tuple[int | Sequence[int], DTypeLike]], *, start: int, granularity: int
 ) -> tuple[list[Slot], int]:
-    """Return new arrays, one after another from `start`, and their end. InvalidInput."""
+    """Return new arrays, one after another from `start`, and their end.
+
+    InvalidInput, NoDeviceMemory.
+    """
     slots: list[Slot] = []
     at = start
     for name, (shape, dtype) in arrays.items():
@@ -117,21 +131,45 @@ def new_slots(
                 name=name[:80],
             )
         kind, written = _written(dtype)
-        dimensions = [shape] if isinstance(shape, int) else [int(each) for each in shape]
-        if min(dimensions, default=0) < 0:
-            raise InvalidValue(
-                f"the shape of array {name!r} has a negative dimension: {dimensions}",
-                next_step="use dimensions from 0 on",
-                name=name,
-                shape=dimensions,
-            )
+        dimensions = _dimensions(name, shape)
         size = max(1, math.prod(dimensions) * kind.itemsize)
+        if size > DOMAIN_BYTES:
+            raise NoDeviceMemory(
+                f"with array {name!r} of {size} bytes the arrays of this pool would take more than "
+                f"the {DOMAIN_BYTES} bytes that a pool has addresses for",
+                next_step="use a smaller shape, or several pools",
+                needed=size,
+                capacity=DOMAIN_BYTES,
+            )
         aligned = -(-size // granularity) * granularity
         slots.append(
             Slot(name=name, shape=dimensions, dtype=written, at=at, size=size, aligned=aligned)
         )
         at += aligned
     return slots, at
+
+
+def _dimensions(name: str, shape: int | Sequence[int]) -> list[int]:
+    """Return a shape as a list of ints. InvalidValue."""
+    try:
+        found = [
+            operator.index(each) for each in (shape if isinstance(shape, Iterable) else [shape])
+        ]
+    except TypeError:
+        raise InvalidValue(
+            f"the shape of array {name!r} is {shape!r}, which is no int and no sequence of ints",
+            next_step="use whole numbers from 0 on, at most 32 of them",
+            name=name,
+            shape=repr(shape)[:80],
+        ) from None
+    if min(found, default=0) < 0 or len(found) > MAX_DIMENSIONS:
+        raise InvalidValue(
+            f"the shape of array {name!r} has a negative dimension, or more than {MAX_DIMENSIONS}: "
+            f"{found[: MAX_DIMENSIONS + 1]}",
+            next_step="use whole numbers from 0 on, at most 32 of them",
+            name=name,
+        )
+    return found
 
 
 def first_place(slots: Iterable[Slot], size: int) -> int:
@@ -208,7 +246,7 @@ def _check(slots: Sequence[Slot], reserved: int) -> None:
             raise InvalidMessage(f"array {slot.name!r} overlaps another or is misplaced")
         end = slot.at + slot.aligned
         try:
-            needed = math.prod(slot.shape) * _plain(dtype_of(slot.dtype)).itemsize
+            needed = math.prod(slot.shape) * _plain(_raw_dtype(slot.dtype)).itemsize
         except (TypeError, InvalidValue) as error:
             raise InvalidMessage(f"array {slot.name!r} has no plain dtype: {error}") from error
         if needed > slot.size:
@@ -233,8 +271,7 @@ def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the dtype that is written as `name`. TypeError for a name that is none.
 
-    One of RAW is that of ml_dtypes where it is installed. Elsewhere it is an integer of the same
-    width, whose `metadata["dtype"]` is the name.
+    A type in RAW is that of the package ml_dtypes. InvalidValue if it is not installed.
     """
     # Not above: every service imports this package for its errors, and numpy takes long.
     import numpy as np  # noqa: PLC0415
@@ -242,12 +279,22 @@ def dtype_of(name: str) -> np.dtype[Any]:
     if name not in RAW:
         return np.dtype(name)
     try:
-        # Not everyone has it.
         kind: Any = getattr(importlib.import_module("ml_dtypes"), name)
     except (ImportError, AttributeError):
-        return np.dtype(RAW[name], metadata={"dtype": name})
+        raise InvalidValue(
+            f"numpy has no {name} without a package ml_dtypes that knows it",
+            next_step=f"pip install --upgrade ml_dtypes; or keep the bits as {RAW[name]}",
+            dtype=name,
+        ) from None
     found: np.dtype[Any] = np.dtype(kind)
     return found
+
+
+def _raw_dtype(name: str) -> np.dtype[Any]:
+    """Return a dtype of the same width, which needs no package. TypeError."""
+    import numpy as np  # noqa: PLC0415 - as above
+
+    return np.dtype(RAW.get(name, name))
 
 
 def _written(dtype: DTypeLike) -> tuple[np.dtype[Any], str]:
@@ -262,7 +309,5 @@ def _written(dtype: DTypeLike) -> tuple[np.dtype[Any], str]:
             next_step="use one of numpy, or bfloat16 or a float8 of ml_dtypes",
             dtype=str(dtype),
         ) from error
-    notes: Mapping[str, Any] = found.metadata or {}
-    named = notes.get("dtype", found.name)
     # Those of ml_dtypes are written as bytes of no type by numpy.
-    return _plain(found), named if named in RAW else found.str
+    return _plain(found), found.name if found.name in RAW else found.str
