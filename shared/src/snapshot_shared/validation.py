@@ -108,6 +108,25 @@ def problems(document: Any, world: World) -> list[Problem]:
     return [*found, *rules]
 
 
+def unchecked(document: dict[str, Any], world: World) -> str:
+    """Return what `problems` leaves unchecked of a document without problems; empty for nothing."""
+    kind = KINDS.get(str(document.get("kind")))
+    if world == "standalone" or (kind is not None and kind.api_version == GROUP):
+        return ""
+    about = f"{document.get('kind')} of {document.get('apiVersion')}"
+    if _pods_of(document):
+        return f"{about}: only its annotations of Snapback; Kubernetes checks the rest"
+    return f"{about}: Kubernetes checks it"
+
+
+def _pods_of(document: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the pod, or the pod template, of a document, with its path and a dot."""
+    if document.get("kind") == "Pod":
+        return [("", document)]
+    template = _at(document, "spec.template")
+    return [("spec.template.", template)] if isinstance(template, dict) else []
+
+
 def repetitions(documents: Sequence[Any]) -> Iterator[tuple[int, Problem]]:
     """Yield the place of each document that is about the object of one before it."""
     seen: set[tuple[str, str, str]] = set()
@@ -369,18 +388,22 @@ def _short(value: Any) -> str:
 
 def _rule_problems(document: dict[str, Any], world: World) -> Iterator[Problem]:
     is_standalone = world == "standalone"
+    for path, pod in _pods_of(document):
+        for problem in restore_problems(pod):
+            yield Problem(f"{path}{problem.path}", problem.text)
     match document["kind"]:
-        case "Pod":
-            yield from restore_problems(document)
-            if is_standalone:
-                yield from _pod_problems(document, "spec", world)
+        case "Pod" if is_standalone:
+            yield from _pod_problems(document, "spec", world)
         case "Job" if is_standalone:
             yield from _pod_problems(document, "spec.template.spec", world)
         case "DynamoCheckpoint":
             yield from _pod_problems(document, _TEMPLATE, world)
             yield from _target_problems(document)
-            rules = _standalone_problems if is_standalone else _memory_problems
-            yield from rules(document)
+            if is_standalone:
+                yield from _standalone_problems(document)
+            else:
+                yield from _memory_problems(document)
+                yield from _text_problems(document)
         case "Snapshot":
             yield from _source_problems(_at(document, "spec.source"))
         case _:
@@ -470,6 +493,30 @@ def _pod_problems(document: Any, where: str, world: World) -> Iterator[Problem]:
     if not 0 <= wanted <= MAX_GPUS:
         text = f"nvidia.com/gpu must be a whole number up to {MAX_GPUS}"
         yield Problem(f"{where}.containers", text)
+
+
+def _text_problems(document: Any) -> Iterator[Problem]:
+    """Check what a definition leaves open, and the API server refuses when the pod is made."""
+    for kind in ("initContainers", "containers"):
+        for number, container in _rows(document, f"{_TEMPLATE}.{kind}"):
+            for place, found in _texts(container):
+                if not isinstance(found, str):
+                    yield Problem(
+                        f"{_TEMPLATE}.{kind}[{number}].{place}",
+                        f"expected string, found {_short(found)}; put it in quotes",
+                    )
+
+
+def _texts(container: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the words of the command and the values of variables, each with its path."""
+    for name in ("command", "args"):
+        given = container.get(name)
+        for index, word in enumerate(given if isinstance(given, list) else ()):
+            yield f"{name}[{index}]", word
+    for index, variable in _rows(container, "env"):
+        # Null is no value.
+        if variable.get("value") is not None:
+            yield f"env[{index}].value", variable["value"]
 
 
 def _process_problems(container: dict[str, Any], path: str) -> Iterator[Problem]:

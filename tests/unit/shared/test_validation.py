@@ -18,6 +18,7 @@ from snapshot_shared.validation import (
     changes,
     problems,
     repetitions,
+    unchecked,
     warnings,
     without_server_fields,
 )
@@ -154,6 +155,28 @@ def test_a_snapshot_has_one_source_in_both_worlds(world: Any, source: Any, numbe
 )
 def test_a_kind_of_kubernetes_itself_is_left_to_kubernetes(document: Any) -> None:
     assert problems(document, "kubernetes") == []
+    assert unchecked(document, "kubernetes").endswith(("Kubernetes checks it", "checks the rest"))
+
+
+def test_the_pod_template_of_any_kind_is_checked_for_what_it_asks_of_snapback() -> None:
+    wrong = restore_document()
+    wrong["metadata"]["annotations"]["nvidia.com/restore-policy"] = "Never"
+    document = {"apiVersion": "apps/v1", "kind": "Deployment", "spec": {"template": wrong}}
+    (found,) = problems(document, "kubernetes")
+    assert found.path == "spec.template.metadata.annotations[nvidia.com/restore-policy]"
+    assert "only its annotations of Snapback" in unchecked(document, "kubernetes")
+
+
+def test_words_and_values_of_a_template_that_are_no_texts_are_refused() -> None:
+    document = in_cluster()
+    (container,) = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    container |= {"args": ["--port", 8000], "env": [{"name": "A", "value": True}, {"name": "B"}]}
+    where = "spec.job.podTemplateSpec.spec.containers[0]"
+    assert list(map(str, problems(document, "kubernetes"))) == [
+        f"{where}.args[1]: expected string, found 8000; put it in quotes",
+        f"{where}.env[0].value: expected string, found True; put it in quotes",
+    ]
+    assert unchecked(document, "kubernetes") == ""
 
 
 @each(

@@ -399,6 +399,18 @@ def test_each_named_file_is_read_and_a_wrong_one_is_refused(run: Run, tmp_path: 
     assert "missing.yaml" in run("apply", "-f", str(missing), exits=Exit.USAGE).err
 
 
+def test_a_folder_is_the_manifests_in_it_by_their_names(run: Run, tmp_path: Path) -> None:
+    refused = run("validate", "-f", str(tmp_path), exits=Exit.USAGE).err
+    assert f"{tmp_path} has no file that ends in .json, .yaml, .yml" in refused
+    for name in ("b.yml", "a.json", "notes.txt"):
+        (tmp_path / name).write_text(
+            f"{{apiVersion: v1, kind: ConfigMap, metadata: {{name: {name[0]}}}}}"
+        )
+    (tmp_path / "c.yaml").mkdir()
+    lines = run("validate", "-f", str(tmp_path)).out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"{tmp_path}/a.json", f"{tmp_path}/b.yml"]
+
+
 CHECKPOINT = """\
 apiVersion: nvidia.com/v1alpha1
 kind: DynamoCheckpoint
@@ -449,10 +461,12 @@ def test_manifests_for_a_cluster_are_right_without_a_server_and_what_is_missing_
     file = tmp_path / "two.yaml"
     file.write_text(MANIFESTS)
     said = run("validate", "-f", str(file))
-    assert said.out.splitlines() == [f"{file}:1: right", f"{file}:8: right"]
+    left = "not checked: ConfigMap of v1: Kubernetes checks it"
+    assert said.out.splitlines() == [f"{file}:1: right", f"{file}:8: {left}"]
     assert f"warning: {file}:6: spec.job.podTemplateSpec.spec.containers[0]" in said.err
     first, second = json.loads(run("validate", "-f", str(file), "-o", "json").out)
     assert (len(first["warnings"]), second["warnings"]) == (1, [])
+    assert (first["notChecked"], second["notChecked"]) == ("", left.partition(": ")[2])
 
 
 CONFIG_MAP = "apiVersion: v1\nkind: ConfigMap"
@@ -491,6 +505,11 @@ CONFIG_MAP = "apiVersion: v1\nkind: ConfigMap"
             ["validate", "--standalone"],
             MANIFESTS.replace("name: main, ", "name: main, tty: true, "),
             ["containers[0].tty: ", "containers[0].command: is required", "two.yaml:9: kind: "],
+        ),
+        (
+            ["validate"],
+            MANIFESTS.replace("name: main, ", "name: main, env: [{name: A, value: 5}], "),
+            ["containers[0].env[0].value: expected string, found 5; put it in quotes"],
         ),
         (
             ["validate"],

@@ -22,6 +22,35 @@ def test_every_document_knows_the_line_where_it_begins() -> None:
     assert [(d.where, d.value) for d in found] == [("f.yaml:1", {"a": 1}), ("f.yaml:4", {"b": 2})]
 
 
+LISTS = """\
+apiVersion: v1
+kind: List
+items:
+- kind: Pod
+  metadata: {name: a}
+- kind: PodList
+  items:
+  - {kind: Pod, metadata: {name: b}}
+- 7
+---
+kind: Pod
+items: [1]
+"""
+
+
+def test_a_list_is_the_objects_in_it_each_with_its_line() -> None:
+    found = load(LISTS.encode(), "f.yaml")
+    assert [d.where for d in found] == ["f.yaml:4", "f.yaml:8", "f.yaml:9", "f.yaml:11"]
+    assert [d.value for d in found[1:3]] == [{"kind": "Pod", "metadata": {"name": "b"}}, 7]
+    assert found[0].placed("metadata.name: is wrong") == "f.yaml:5: metadata.name: is wrong"
+    many = json.dumps({"kind": "List", "items": [{}] * (documents.MAX_DOCUMENTS + 1)})
+    assert "holds more than 100 documents" in _problem(many)
+
+
+def test_an_empty_list_is_no_document() -> None:
+    assert "holds no document" in _problem("{kind: List, items: []}")
+
+
 VALUE = {"kind": "Pod", "n": [1, 2.5, None, True]}
 
 

@@ -260,7 +260,10 @@ def complete_nodes(context: typer.Context) -> list[str]:
 Files = Annotated[
     list[Path],
     typer.Option(
-        "--filename", "-f", metavar="FILE", help="A YAML file; - for stdin. May be repeated."
+        "--filename",
+        "-f",
+        metavar="FILE",
+        help="A YAML file, or a folder of them; - for stdin. May be repeated.",
     ),
 ]
 Manifest = Annotated[

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 SERVICE = "snapshotctl"
 NODE = "cli"
 DEFAULT_NAMESPACE = "default"
+MANIFESTS = (".json", ".yaml", ".yml")
+"""The suffixes of the files that are read of a folder."""
 
 Connect = Callable[[], "AbstractAsyncContextManager[OperatorClient]"]
 
@@ -291,8 +293,12 @@ class Tools:
         return RunningCluster(sockets, run, connect, access), connect
 
     def documents(self, *sources: Path) -> list[Document]:
-        """Read the documents of files, or of standard input for `-`. InvalidManifest."""
-        return [document for source in sources for document in self._documents(source)]
+        """Read the documents of files, of the files of folders, or of standard input for `-`.
+
+        InvalidManifest, WrongArguments.
+        """
+        files = [file for source in sources for file in _files_of(source)]
+        return [document for file in files for document in self._documents(file)]
 
     def _documents(self, source: Path) -> list[Document]:
         from snapshotctl.domain import documents
@@ -307,3 +313,16 @@ class Tools:
             raise WrongArguments(
                 f"{source} cannot be read: {error.strerror}", next_step="name a readable file, or -"
             ) from error
+
+
+def _files_of(source: Path) -> list[Path]:
+    """Return the manifests in a folder by their names, or the source itself. WrongArguments."""
+    if not source.is_dir():
+        return [source]
+    found = sorted(path for path in source.iterdir() if path.suffix in MANIFESTS and path.is_file())
+    if not found:
+        raise WrongArguments(
+            f"{source} has no file that ends in {', '.join(MANIFESTS)}",
+            next_step="name a file, or the folder that has the manifests",
+        )
+    return found

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.validation import World, problems, repetitions, warnings
+from snapshot_shared.validation import World, problems, repetitions, unchecked, warnings
 from snapshotctl.command import Files, command, new_app
 from snapshotctl.tools import Tools
 
@@ -31,7 +31,8 @@ async def validate(
     """Check the manifests of a file by the rules of the operator, without a server.
 
     Every problem is named by its field. A cluster may lack what the file does not show, such as a
-    Secret. Kinds of Kubernetes itself are left to Kubernetes.
+    Secret. Of kinds of Kubernetes itself only the annotations of Snapback are checked, and the
+    output says so.
     """
     world: World = "standalone" if standalone else "kubernetes"
     documents = tools.documents(*files)
@@ -50,11 +51,17 @@ async def validate(
             next_step="correct the fields and run it again",
             problems=refused,
         )
-    checked = list(zip(documents, doubts, strict=True))
+    left = [unchecked(value, world) for value in values]
+    checked = list(zip(documents, doubts, left, strict=True))
     if not tools.screen.wants_table:
-        tools.screen.value([{"where": each.where, "warnings": doubt} for each, doubt in checked])
+        tools.screen.value(
+            [
+                {"where": each.where, "warnings": doubt, "notChecked": rest}
+                for each, doubt, rest in checked
+            ]
+        )
         return
-    for document, each in checked:
+    for document, each, rest in checked:
         for warning in each:
             tools.screen.note(f"warning: {document.placed(warning)}")
-        tools.screen.line(f"{document.where}: right")
+        tools.screen.line(f"{document.where}: " + (f"not checked: {rest}" if rest else "right"))

@@ -7,6 +7,8 @@ still is one node, so that a bomb of aliases is refused before it is expanded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
@@ -109,7 +111,7 @@ def _check_depth(text: str, source: str) -> None:
             raise _refused(_line(source, event), f"is nested more than {MAX_DEPTH} deep")
 
 
-def _documents(text: str, source: str) -> Any:
+def _documents(text: str, source: str) -> Iterator[Document]:
     loader = _Loader(text)
     count = 0
     try:
@@ -119,12 +121,26 @@ def _documents(text: str, source: str) -> Any:
             value = loader.construct_document(node)
             if value is None:
                 continue
-            count += 1
-            if count > MAX_DOCUMENTS:
-                raise _refused(source, f"holds more than {MAX_DOCUMENTS} documents")
-            yield Document(_line(source, node), value, node)
+            for found in _members(value, node, source):
+                count += 1
+                if count > MAX_DOCUMENTS:
+                    raise _refused(source, f"holds more than {MAX_DOCUMENTS} documents")
+                yield found
     finally:
         loader.dispose()
+
+
+def _members(value: Any, node: yaml.Node, source: str) -> Iterator[Document]:
+    """Yield the objects of a List, as `kubectl get -o yaml` writes it, or the document itself."""
+    items = value.get("items") if isinstance(value, dict) else None
+    if not isinstance(items, list) or not str(value.get("kind", "")).endswith("List"):
+        yield Document(_line(source, node), value, node)
+        return
+    listed = _below(node, "items")
+    nodes = listed[1].value if listed and isinstance(listed[1], yaml.SequenceNode) else []
+    for item, below in zip_longest(items, nodes[: len(items)]):
+        # An object of a List of its own, which may leave out what the List says of all.
+        yield from _members(item, node if below is None else below, source)
 
 
 def _weigh(node: yaml.Node, source: str, known: dict[int, int]) -> int:
