@@ -21,7 +21,8 @@ SnapbackError
 ├── CriuFailed                CRIU did not dump or restore a process
 ├── OutcomeUnknown            a step may or may not have happened; it is never run again
 ├── Aborted                   ended by an abort
-│   └── ConnectionLost        the GPU memory service ended, or hung up
+│   ├── ConnectionLost        the GPU memory service ended, or hung up
+│   └── ServiceStopped        the service was stopped within an order, which was undone
 ├── DeviceError
 │   ├── OutOfDeviceMemory / DeviceTooSmall / UnknownDevice
 ├── LayoutError
@@ -96,6 +97,12 @@ class InvalidName(InvalidInput):
 
 class AlreadyExists(SnapbackError):
     """The name is taken."""
+
+
+class ServiceStopped(Aborted):
+    """The service was stopped within an order, which was undone."""
+
+    retryable = True
 
 
 class Conflict(SnapbackError):

@@ -20,7 +20,15 @@ import msgspec
 from snapshot_shared import instruments
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
-from snapshot_shared.errors import Aborted, NoSpace, Rejected, SnapbackError, Superseded, failure_of
+from snapshot_shared.errors import (
+    Aborted,
+    NoSpace,
+    Rejected,
+    ServiceStopped,
+    SnapbackError,
+    Superseded,
+    failure_of,
+)
 from snapshot_shared.ids import NodeName, OrderId, verb_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Accepted, Delivered, Entry, Record, Reported, Tombstoned
@@ -96,12 +104,6 @@ def _name(report: Report) -> tuple[str, int, int]:
 def _artifact_of(order: Order) -> str:
     found: ArtifactRef | None = getattr(order, "artifact", None)
     return f"artifact {found.content_uid}/gen-{found.generation}" if found else "no artifact"
-
-
-class ServiceStopped(Aborted):
-    """The service was stopped within an order, which was undone."""
-
-    retryable = True
 
 
 class OrderBook:

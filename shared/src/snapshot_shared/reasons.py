@@ -119,8 +119,9 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "It goes when they are done; to hurry, delete the pods: `snapshotctl delete pod NAME`.",
         ),
         "Retrying": Reason(
-            "An attempt failed before it touched the worker, and another one begins.",
-            "The failure was retryable; a capture and a restore have three attempts at most.",
+            "An attempt failed and left the worker as it was, and another one begins.",
+            "The failure was retryable. A capture has four attempts at most, a restore three, with "
+            "rests between them; an attempt that ends with a service does not count for a capture.",
             "Wait; `snapshotctl explain NAME` says what the attempt before failed of.",
         ),
         "Restoring": Reason(
@@ -313,7 +314,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "NoGuard": Reason(
             "No guard could be started, so the worker was left as it was.",
             "The container `guards` of the agent's pod does not run or does not answer.",
-            "`kubectl logs POD --container guards`; the capture is tried again.",
+            "The capture is tried again until its deadline. Read the log of the guards: "
+            "`kubectl logs --selector app=snapback-node --container guards --prefix`.",
         ),
         "SourceExited": Reason(
             "The worker ended while it was needed.",
@@ -863,8 +865,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "ServiceStopped": Reason(
             "The agent or GMS was stopped within an order, which was undone.",
             "It was restarted or updated during the order.",
-            "It is tried again by itself where nothing was frozen and no worker was touched; else "
-            "take a new snapshot: `snapshotctl checkpoint POD`.",
+            "A capture is tried again by itself, and a restore if no worker was touched; else "
+            "start the pod again.",
         ),
         "PresenceMissing": Reason(
             "The agent of this node was silent for more than 30 s.",

@@ -157,15 +157,56 @@ async def test_a_retryable_failure_before_the_freeze_is_tried_again_at_most_thre
     world: World,
 ) -> None:
     await capturing(world)
-    for attempt in (1, 2, 3):
+    for attempt, rest in ((1, 1.0), (2, 5.0), (3, 30.0), (4, None)):
         # An attempt keeps no order of the one before it.
         orders = (await world.content()).status.orders
         assert [(item.verb, item.attempt) for item in orders] == [("prepare", attempt)]
         await world.fail(world.open("prepare")[0], "QuiesceTimeout", retryable=True)
         await world.answer("abort")
-    assert not world.open("prepare")
+        assert not world.open("prepare")
+        if rest is not None:
+            await world.advance(rest - 0.1)
+            assert not world.open("prepare")
+            await world.advance(0.2)
     content = await world.content()
-    assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 3)
+    assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 4)
+
+
+async def test_an_attempt_that_took_longer_than_its_rest_is_followed_at_once(world: World) -> None:
+    await capturing(world)
+    world.now += 2.0
+    await world.fail(world.open("prepare")[0], "QuiesceTimeout", retryable=True)
+    await world.answer("abort")
+    assert [order.attempt for order in world.open("prepare")] == [2]
+
+
+@pytest.mark.parametrize(("reason", "fails"), [("NoGuard", "prepare"), ("ServiceStopped", "save")])
+async def test_a_node_whose_services_are_stopped_and_started_ends_no_capture(
+    world: World, reason: str, fails: str
+) -> None:
+    await capturing(world)
+    for _ in range(8):
+        await world.advance(31.0)
+        if fails != "prepare":
+            await world.answer("prepare", "dump")
+        for order in world.open(fails):
+            await world.fail(order, reason, retryable=True)
+        await world.answer("abort")
+    assert (await world.content()).status.retries == 0
+    await world.advance(31.0)
+    await world.answer_all()
+    content = await world.content()
+    assert (content.status.capture, content.status.attempt) == (Capture.READY, 9)
+
+
+async def test_a_node_that_never_gets_ready_ends_a_capture_at_its_deadline(world: World) -> None:
+    await capturing(world)
+    await world.fail(world.open("prepare")[0], "NoGuard", retryable=True)
+    await world.answer("abort")
+    await world.advance(4000.0)
+    await world.answer_all()
+    content = await world.content()
+    assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 1)
 
 
 async def test_no_attempt_begins_while_an_abort_that_was_given_again_is_not_answered(
@@ -212,6 +253,8 @@ async def test_a_capture_whose_worker_was_let_go_before_its_dump_is_tried_again(
     if late == "save":
         # The end of the attempt comes before it.
         await world.fail(world.open("dump")[0], Superseded.reason)
+    await world.answer_all()
+    await world.advance(1.0)
     await world.answer_all()
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.READY, 2)

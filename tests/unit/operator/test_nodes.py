@@ -297,6 +297,7 @@ async def test_an_order_that_its_node_cannot_read_is_tried_again_before_the_free
     assert (failure.reason, failure.retryable) == ("UnsupportedVersion", True)
     assert failure.values == {"found": 2, "supported": [1]}
     await world.answer("abort")
+    await world.advance(1.0)
     assert [order.attempt for order in world.open("prepare")] == [2]
 
 

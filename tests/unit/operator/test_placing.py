@@ -89,6 +89,8 @@ async def test_a_load_that_failed_is_tried_again_when_the_process_is_placed() ->
     # The process may be on its way still.
     assert not world.open("load")
     await world.answer_well(world.open("place")[0])
+    assert not world.open("load")
+    await world.advance(1.0)
     assert [order.attempt for order in world.open("load")] == [2, 2]
     assert [order.attempt for order in world.open("place")] == [2]
     await world.answer_all()

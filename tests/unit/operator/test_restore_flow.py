@@ -288,14 +288,14 @@ async def test_a_load_that_may_go_well_the_next_time_is_tried_again_twice(world:
     await world.apply(restore_document(node="node-2"))
     begun = (await world.restore("restored")).status.started_at
     assert begun == time_of(world.now)
-    for attempt in (1, 2, 3):
-        world.now += 5
+    for attempt, rest in ((1, 0.0), (2, 1.0), (3, 5.0)):
+        await world.advance(rest)
         first, second = world.open("load")
         assert (first.attempt, second.attempt) == (attempt, attempt)
         await world.fail(first, "DeviceBusy", retryable=True)
         await world.answer_well(second)
         await world.answer("drop")
-    assert not world.open("load")
+        assert not world.open("load")
     status = (await world.restore("restored")).status
     assert (status.state, status.started_at) == (Restore.FAILED, begun)
 

@@ -38,7 +38,7 @@ MAIN: dict[str, Any] = {
 }
 SIDECAR: dict[str, Any] = {"name": "sidecar", "image": "s"}
 MODELS = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
-TIMING = {"periodSeconds": 1, "successThreshold": 1, "failureThreshold": 86_400 + 7_740}
+TIMING = {"periodSeconds": 1, "successThreshold": 1, "failureThreshold": 86_400 + 7_746}
 IMAGES = Images("registry.example/gms:1", "registry.example/agent:1")
 PROGRAM = "/snapback/snapback-init"
 STANDBY = [

@@ -41,7 +41,7 @@ from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 from snapshot_shared.units import sizes
 from snapshot_shared.views import is_answered
 
-MAX_RETRIES = 2
+MAX_RETRIES = 3
 MAX_BYTES = 2**50
 UNDER_WAY = (Capture.PREPARING, Capture.STAGING, Capture.SEALING)
 CORDONED = "NodeCordoned"
@@ -328,6 +328,9 @@ _WAITS: tuple[Callable[[ContentView], Wait | None], ...] = (
 
 def _begin(view: ContentView, now: float) -> Plan:
     content, status = view.content, view.content.status
+    if now < (at := fold.rested_at(current(content))):
+        # The condition says why there is another attempt.
+        return owing_plan(content, status, now, wake_at=min(at, deadline_of(content)))
     if wait := next((found for check in _WAITS if (found := check(view))), None):
         rows = conditions.pending(status.conditions, content, now, wait.reason, wait.message)
         waiting = replace(status, conditions=rows)
@@ -525,14 +528,14 @@ def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
         return owing_plan(content, status, now)
     failure = end or status.failure or Failure(reason="Aborted", message="the capture was aborted")
     if end is None and _may_retry(content, attempt, failure):
-        message = f"attempt {status.attempt} failed before the freeze: {failure.message}"
+        message = f"attempt {status.attempt} failed, and its worker goes on: {failure.message}"
         rows = conditions.pending(status.conditions, content, now, "Retrying", message)
         known = max((fold.superseding(item) for item in attempt), default=0)
         again = moved(
             content,
             CaptureEvent.RETRY,
             conditions=rows,
-            retries=status.retries + 1,
+            retries=status.retries + (failure.reason not in fold.OF_A_NODE),
             attempt=max(status.attempt, known),
         )
         return owing_plan(content, again, now)
@@ -550,12 +553,18 @@ def _came_too_late(dump: OrderStatus) -> bool:
 def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure: Failure) -> bool:
     """Only what failed before the freeze, and has answered in all its parts, is tried again.
 
-    An attempt that the node knows a higher one of has not begun, whatever else its failure says.
+    A worker that was frozen would pause once more for an attempt that may fail in the same way. A
+    service that was stopped says nothing of the next attempt, so that one is made. An attempt that
+    the node knows a higher one of has not begun, whatever else its failure says.
     """
-    was_frozen = any(item.verb == "dump" and not _came_too_late(item) for item in attempt)
+    of_node = failure.reason in fold.OF_A_NODE
+    was_frozen = not of_node and any(
+        item.verb == "dump" and not _came_too_late(item) for item in attempt
+    )
     # What cleans up after an attempt has a higher number once it was given again.
     number = content.status.attempt
     all_answered = all(is_answered(i) for i in content.status.orders if i.attempt >= number)
     is_old = any(fold.superseding(item) for item in attempt)
     may = failure.retryable or is_old
-    return may and not was_frozen and all_answered and content.status.retries < MAX_RETRIES
+    is_left = of_node or content.status.retries < MAX_RETRIES
+    return may and not was_frozen and all_answered and is_left

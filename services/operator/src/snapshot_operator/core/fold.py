@@ -11,7 +11,7 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from snapshot_shared.errors import Failure, UnsupportedVersion
+from snapshot_shared.errors import Failure, NoGuard, ServiceStopped, UnsupportedVersion
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
 from snapshot_shared.views import is_answered
@@ -23,6 +23,16 @@ LOST = "lost"
 REST_S = 30.0
 """How long a cleaning order rests after its first failure, in seconds; it grows with each."""
 MAX_REST_S = 600.0
+RESTS_S = (1.0, 5.0, 30.0)
+"""How long after the begin of an attempt the next one begins at the earliest, in seconds.
+
+The last of these counts for all later attempts.
+"""
+OF_A_NODE = frozenset({ServiceStopped.reason, NoGuard.reason})
+"""Failures of a node whose services are stopped or started, as in an upgrade.
+
+They leave the worker as it was, and count as no attempt: a capture has its deadline.
+"""
 MAX_CLAIM = MAX_ATTEMPT // 2
 """The highest attempt that a node is believed to know of an order."""
 ANSWER_GRACE_S = 15.0
@@ -228,6 +238,19 @@ def due_at(item: OrderStatus) -> float | None:
     if superseding(item):
         return _seconds(item.ended_at)
     return _seconds(item.ended_at) + min(REST_S * item.tries, MAX_REST_S)
+
+
+def rested_at(orders: Iterable[OrderStatus]) -> float:
+    """Return when the attempt after the one of these orders may begin, in seconds since the epoch.
+
+    0 without orders. What an attempt met, such as a service that is being started, is there for the
+    next one as well if that begins at once.
+    """
+    began = [(item.ordered_at.timestamp(), item.attempt) for item in orders]
+    if not began:
+        return 0.0
+    at, attempt = min(began)
+    return at + RESTS_S[min(attempt, len(RESTS_S)) - 1]
 
 
 def superseding(item: OrderStatus) -> int:

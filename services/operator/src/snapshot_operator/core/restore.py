@@ -52,13 +52,13 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestoreSpec,
     SnapshotRestoreStatus,
 )
-from snapshot_shared.orders import PLACEHOLDER_DRIVERS, ArtifactRef, DeviceRef
+from snapshot_shared.orders import PLACEHOLDER_DRIVERS, DeviceRef
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
 from snapshot_shared.views import is_answered
 
 MAX_RETRIES = 2
-LONGEST_S = (1 + MAX_RETRIES) * sum(
+LONGEST_S = sum(fold.RESTS_S[:MAX_RETRIES]) + (1 + MAX_RETRIES) * sum(
     ordering.BUDGET_S[verb] + fold.ANSWER_GRACE_S for verb in ("load", "commit", "restore", "drop")
 )
 """How long a restore may take that waits for nothing, with all its attempts, in seconds."""
@@ -416,9 +416,7 @@ def _pending(view: RestoreView, now: float) -> Plan:
         return _waits(restore, "WaitingForMemoryServer", message, now)
     if view.is_full:
         return _waits(restore, backpressure.REASON, backpressure.MESSAGE, now)
-    artifact = ordering.artifact_ref(content, committed)
-    traced = capture_span(content, committed.generation)
-    return _begin(restore, pod, artifact, committed, traced, now)
+    return _begin(restore, pod, content, committed, now)
 
 
 def _unreadable(view: RestoreView, now: float) -> Plan | None:
@@ -434,15 +432,13 @@ def _unreadable(view: RestoreView, now: float) -> Plan | None:
 
 
 def _begin(
-    restore: SnapshotRestore,
-    pod: Pod,
-    artifact: ArtifactRef,
-    committed: Committed,
-    captured: str,
-    now: float,
+    restore: SnapshotRestore, pod: Pod, content: SnapshotContent, committed: Committed, now: float
 ) -> Plan:
-    """Begin an attempt; `captured` is the span of the capture of the artifact."""
+    """Begin an attempt, after the rest that follows another one."""
     status = restore.status
+    if now < (at := fold.rested_at(_attempted(restore))):
+        return owing_plan(restore, status, now, wake_at=at)
+    artifact = ordering.artifact_ref(content, committed)
     attempt = max([status.attempt, *(item.attempt for item in status.orders)]) + 1
     trace = restoration_span(restore)
     begun = replace(
@@ -454,7 +450,7 @@ def _begin(
         devices=_devices(pod, committed),
         started_at=status.started_at or time_of(now),
         traceparent=trace,
-        capture_traceparent=captured,
+        capture_traceparent=capture_span(content, committed.generation),
         failure=None,
         orders=[item for item in status.orders if not is_answered(item)],
     )
