@@ -189,7 +189,15 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
     assert re.search(
         r"^ +captured .* in .*/s\); worker paused for [\d.]+ m?s$", taken, re.MULTILINE
     )
-    assert "unchanged" in running.ok("checkpoint", pod, "--checkpoint-id", "second").out
+    refused = running.refused(
+        Exit.REFUSED, "nothing was captured now", "checkpoint", pod, "--checkpoint-id", "second"
+    )
+    assert re.search(r"snapshot/second is Ready since \w+; nothing", refused.err)
+    before = running.value("get", "snap/second")
+    taken = running.ok("checkpoint", pod, "--checkpoint-id", "second", "--replace")
+    assert "snapshot/second deleted" in taken.err
+    _has(taken.out, "snapshot/second created", "snapshot/second is ready: Captured")
+    assert running.value("get", "snap/second")["metadata"]["uid"] != before["metadata"]["uid"]
     lines = running.ok("checkpoint", pod, "-o", "json").out.splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     assert (first["kind"], first["action"]) == ("Snapshot", "created")

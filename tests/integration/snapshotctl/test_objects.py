@@ -57,6 +57,24 @@ def test_an_object_that_does_not_exist_is_not_found(running: Cli) -> None:
     running.refused(3, "no spans", "trace", "0" * 31 + "1")
 
 
+def test_several_objects_are_deleted_or_none(running: Cli) -> None:
+    for name in ("first", "second"):
+        running.apply(pod(name))
+    refused = running.refused(3, "Pod frist does not exist", "delete", "pod/second", "pod/frist")
+    assert refused.err.endswith("next: did you mean pod/first?\n")
+    running.refused(3, "nothing is called secnod", "explain", "secnod")
+    assert {"first", "second"} <= {
+        each["metadata"]["name"] for each in running.value("get", "pods")
+    }
+    lines = running.ok("delete", "pod", "first", "second", "first").out.splitlines()
+    assert [line.partition(" ")[0] for line in lines if not line.startswith(" ")] == [
+        "pod/first",
+        "pod/second",
+    ]
+    for name in ("first", "second"):
+        running.ok("wait", f"pod/{name}", "--for", "delete", "--timeout", "60s")
+
+
 def test_a_deleted_object_is_waited_for_until_it_is_gone(running: Cli) -> None:
     running.schedule("goner")
     running.ok("delete", "pod", "goner")

@@ -15,6 +15,7 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidMessage, RemoteFailure
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshotctl import objects
 from snapshotctl.adapters.operator_client import SAFETY_S, OperatorClient, connected
 from snapshotctl.adapters.terminal import Terminal
 from snapshotctl.commands.cordon import set_unschedulable
@@ -183,8 +184,10 @@ async def test_what_was_made_again_since_it_was_read_is_not_deleted(
     served: Bus, world: World
 ) -> None:
     before = (await world.get("Pod", "x")).metadata.uid
+    overtaken = Overtaken(served, world)
+    found = await objects.existing(overtaken, POD)
     with pytest.raises(RemoteFailure) as refused:
-        await delete_as_read(Overtaken(served, world), POD)
+        await delete_as_read(overtaken, POD, found)
     assert refused.value.failure.reason == "Conflict"
     assert "snapshotctl describe pod/x" in refused.value.failure.next_step
     found = (await world.get("Pod", "x")).metadata

@@ -106,6 +106,23 @@ def test_a_process_is_that_of_a_pod() -> None:
         targets.pod_named("node/w")
 
 
+def test_several_objects_are_named_as_kubectl_takes_them() -> None:
+    for words in (["pod", "a", "b"], ["pod/a", "pod/b"], ["pods", "a", "b"]):
+        assert [str(one) for (one,) in targets.several(words, "ns")] == ["pod/a", "pod/b"]
+    first, second = targets.several(["a", "b"], "ns")
+    assert {each.name for each in first} == {"a"}
+    assert len(second) == len(targets.NAMED)
+    for words in (["pods"], ["pod/a", "pod"], ["pod/a", "nonsense/b"]):
+        with pytest.raises(WrongArguments):
+            targets.several(words, "ns")
+
+
+def test_a_slip_of_a_name_is_recognised() -> None:
+    there = [targets.Target(KINDS["Pod"], "ns", name) for name in ("warm", "cold", "worker-1")]
+    assert [str(each) for each in targets.names_like("wram", there)] == ["pod/warm"]
+    assert targets.names_like("else", there) == []
+
+
 # Whose log is meant.
 
 PROGRAMS = ["nats-server", "node-1-agent", "node-1-gms", "node-2-agent", "operator", "page"]

@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "explain": "Explain an object: what was asked, what happened, its state, what to do.",
         "events": "Show what happened to one object and what belongs to it, or to all.",
         "wait": "Wait until a condition comes true, or cannot any more.",
-        "delete": "Delete an object and what belongs to it.",
+        "delete": "Delete objects and what belongs to them.",
     },
     "Manifests": {
         "apply": "Store the manifests of files, all or none.",

@@ -298,6 +298,14 @@ KindAndName = Annotated[
         autocompletion=_kinds_and_names,
     ),
 ]
+KindAndNames = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[KIND] NAME...",
+        help="KIND NAME..., KIND/NAME..., or names that one object each has.",
+        autocompletion=_kinds_and_names,
+    ),
+]
 KindAndMaybeName = Annotated[
     list[str],
     typer.Argument(

@@ -22,7 +22,7 @@ from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import Ambiguous
-from snapshotctl.domain.targets import Target, kinds_like
+from snapshotctl.domain.targets import Target, kinds_like, names_like
 from snapshotctl.ports import Operator
 from snapshotctl.views import related, timeline
 from snapshotctl.views.related import RelatedObjects, trace_of
@@ -66,17 +66,30 @@ async def find(operator: Operator, targets: Sequence[Target]) -> AnyObject:
             next_step=f"name the kind as well, as in {named[0]}",
             candidates=named,
         )
-    raise _none_of(targets)
+    raise _none_of(targets, await _like(operator, targets))
 
 
-def _none_of(targets: Sequence[Target]) -> NotFound:
+async def _like(operator: Operator, wanted: Sequence[Target]) -> list[Target]:
+    """Return the objects there that have a name much like that of targets of one name."""
+    there = [
+        Target(each.kind, each.namespace, value.metadata.name)
+        for each in wanted
+        for value in await operator.all_of(each.kind, each.namespace)
+    ]
+    return names_like(wanted[0].name or "", there)
+
+
+def _none_of(targets: Sequence[Target], like: Sequence[Target]) -> NotFound:
+    meant = f"did you mean {' or '.join(each.typed for each in like)}?" if like else ""
     if len(targets) == 1:
         found = targets[0]
         where = f" in namespace {found.namespace}" if found.namespace else ""
         return NotFound(
             f"{found.kind.name} {found.name} does not exist{where}",
-            next_step=f"list what there is: snapshotctl get {found.kind.plural}",
+            next_step=meant or f"list what there is: snapshotctl get {found.kind.plural}",
         )
+    if meant:
+        return NotFound(f"nothing is called {targets[0].name}", next_step=meant)
     close = kinds_like(targets[0].name or "")
     return NotFound(
         f"there is no {', no '.join(map(str, targets))}",

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from snapshot_shared.errors import NotEligible
+from snapshot_shared.errors import AlreadyExists, NotEligible
+from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import Framework
+from snapshot_shared.objects.snapback import DynamoCheckpoint, Framework, Snapshot
 from snapshotctl import objects
 from snapshotctl.command import Container, Manifest, MaybeNamespace, Timeout, command, new_app
 from snapshotctl.commands.watch import create_and_watch
@@ -27,7 +28,7 @@ app = new_app()
     "snapshotctl checkpoint my-worker",
     "snapshotctl checkpoint --manifest worker.yaml --checkpoint-id llm-v2 --timeout 45m",
 )
-async def checkpoint(
+async def checkpoint(  # noqa: PLR0913, PLR0917 - its options, each of which a person may want
     tools: Tools,
     pod: Annotated[str, typer.Argument(metavar="[POD]", help="A running pod.")] = "",
     manifest: Manifest = None,
@@ -40,13 +41,17 @@ async def checkpoint(
         str | None,
         typer.Option("--checkpoint-id", metavar="ID", help="Name of the snapshot or checkpoint."),
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Delete the capture of that name first, if any.")
+    ] = False,
     timeout: Timeout = "1h",
     namespace: MaybeNamespace = None,
 ) -> None:
     """Capture a running pod, or the pod of a manifest.
 
     A running pod goes on; that of a manifest is started and ended. The first makes a Snapshot, the
-    second a DynamoCheckpoint. Its phases are shown to the end.
+    second a DynamoCheckpoint. Its phases are shown to the end. A capture of that name that is under
+    way is followed; one that is over is refused without --replace.
     """
     if bool(pod) == (manifest is not None):
         raise WrongArguments(
@@ -67,7 +72,50 @@ async def checkpoint(
         else:
             running = targets.one_target(["pod", pod.removeprefix("pod/")], space)
             document = await _snapshot_of(operator, running, container, name)
+        made = Target(KINDS[document.value["kind"]], space, document.value["metadata"]["name"])
+        if replace:
+            await _remove(tools, operator, made, within_s)
+        else:
+            await _require_open(operator, made, tools.now())
         await create_and_watch(tools, operator, document, space, within_s=within_s)
+
+
+async def _require_open(operator: Operator, target: Target, now: float) -> None:
+    """Raise AlreadyExists if a capture of this name is over."""
+    found = await operator.get(target)
+    if not isinstance(found, Snapshot | DynamoCheckpoint):
+        return
+    ended = [
+        row
+        for row in found.status.conditions
+        if row.type in ("Ready", "Failed") and row.status == "True"
+    ]
+    if ended:
+        how = "is Ready" if ended[0].type == "Ready" else f"has failed ({ended[0].reason})"
+        at = formats.instant(ended[0].last_transition_time)
+        since = f" since {formats.age(now - at)}" if at is not None else ""
+        raise AlreadyExists(
+            f"{target} {how}{since}; nothing was captured now",
+            next_step="take another capture in its place with --replace, or beside it with "
+            "another --checkpoint-id",
+        )
+
+
+async def _remove(tools: Tools, operator: Operator, target: Target, within_s: float) -> None:
+    """Delete an object, if there is one, and wait until it is gone. DeadlineExceeded."""
+    found = await operator.get(target)
+    if found is None:
+        return
+    uid = found.metadata.uid
+    if not await operator.delete(target, uid):
+        await objects.until(
+            operator,
+            target,
+            lambda now: True if now is None or now.metadata.uid != uid else None,
+            within_s=within_s,
+            what=f"{target} is deleted",
+        )
+    tools.screen.note(f"{target} deleted")
 
 
 async def _snapshot_of(

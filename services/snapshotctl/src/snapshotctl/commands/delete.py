@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from snapshot_shared.objects.kinds import AnyObject
 from snapshotctl import objects
-from snapshotctl.command import KindAndName, Namespace, command, new_app
+from snapshotctl.command import KindAndNames, Namespace, command, new_app
 from snapshotctl.domain import targets
 from snapshotctl.domain.targets import Target
 from snapshotctl.ports import Operator
@@ -16,24 +17,29 @@ app = new_app()
     app,
     "snapshotctl delete pod my-worker",
     "snapshotctl delete snap/demo",
-    "snapshotctl delete my-worker",
+    "snapshotctl delete pod/my-worker pod/another",
 )
-async def delete(tools: Tools, words: KindAndName, namespace: Namespace = "default") -> None:
-    """Delete an object and what belongs to it."""
-    wanted = targets.meant_one(words, namespace)
+async def delete(tools: Tools, words: KindAndNames, namespace: Namespace = "default") -> None:
+    """Delete objects and what belongs to them.
+
+    Nothing is deleted if a name is that of no object, or of several.
+    """
+    wanted = targets.several(words, namespace)
     async with tools.operator() as operator:
-        target = await objects.resolved(operator, wanted)
-        gone = await delete_as_read(operator, target)
+        found = [await objects.find(operator, each) for each in wanted]
+        named = {objects.target_of(*each): each[0] for each in zip(found, wanted, strict=True)}
+        gone = {each: await delete_as_read(operator, each, named[each]) for each in named}
     if not tools.screen.wants_table:
-        tools.screen.value({"kind": target.kind.name, "name": target.name, "gone": gone})
+        about = [{"kind": t.kind.name, "name": t.name, "gone": gone[t]} for t in gone]
+        tools.screen.value(about if len(about) > 1 else about[0])
         return
-    tools.screen.line(f"{target} {'deleted' if gone else 'is being deleted'}")
-    if not gone:
-        tools.screen.line(f"  wait until it is gone: snapshotctl wait {target} --for=delete")
+    for target, is_gone in gone.items():
+        tools.screen.line(f"{target} {'deleted' if is_gone else 'is being deleted'}")
+        if not is_gone:
+            tools.screen.line(f"  wait until it is gone: snapshotctl wait {target} --for=delete")
 
 
-async def delete_as_read(operator: Operator, target: Target) -> bool:
-    """Mark the object that has the name now for deletion. Return whether it is gone. Conflict."""
-    found = await objects.existing(operator, target)
+async def delete_as_read(operator: Operator, target: Target, found: AnyObject) -> bool:
+    """Mark an object for deletion. Return whether it is gone. Conflict if another has its name."""
     with objects.unchanged(target):
         return await operator.delete(target, found.metadata.uid)

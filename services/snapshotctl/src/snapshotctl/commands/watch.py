@@ -35,6 +35,9 @@ LOOK_AGAIN_S = 15.0
 
 app = new_app()
 
+JUST_NOW_S = 2.0
+"""For how long an end counts as now, in seconds."""
+
 
 @command(app, "snapshotctl watch demo-llm", "snapshotctl watch pod/demo-llm-restored --timeout 5m")
 async def watch(
@@ -107,7 +110,9 @@ def _show_end(screen: Screen, target: Target, ended: ObjectState, numbers: str, 
             f"{target} has failed: {why}", next_step=f"see why: snapshotctl explain {target.typed}"
         )
     if screen.wants_table:
-        line = f"  {formats.clock(now):<12}  {target} is ready: {formats.plain(why)}"
+        # A condition has whole seconds.
+        at = now if ended.since is None or now - ended.since < JUST_NOW_S else ended.since
+        line = f"  {formats.clock(at):<12}  {target} is ready: {formats.plain(why)}"
         screen.line(line, strong=True)
         if numbers:
             screen.line(f"  {'':<12}  {numbers}")

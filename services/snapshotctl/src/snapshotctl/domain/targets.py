@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from snapshot_shared.errors import InvalidName, NotFound
@@ -75,10 +75,28 @@ def meant_one(words: list[str], namespace: str) -> list[Target]:
     return found if len(found) > 1 else [one_target(words, namespace)]
 
 
+def several(words: list[str], namespace: str) -> list[list[Target]]:
+    """Return what words may mean that name objects, as kubectl takes them. WrongArguments.
+
+    That is KIND NAME NAME, KIND/NAME KIND/NAME, or bare names.
+    """
+    if any("/" in word for word in words) or not _is_kind(words[0]):
+        return [meant_one([word], namespace) for word in words]
+    names = words[1:] or [""]
+    return [[one_target([words[0], name] if name else words, namespace)] for name in names]
+
+
 def kinds_like(word: str) -> list[str]:
     """Return the names of kinds that a word may be a slip of."""
     names = [name for kind in KINDS.values() for name in (kind.plural, kind.name.lower())]
     return difflib.get_close_matches(word.lower(), names, n=2, cutoff=0.75)
+
+
+def names_like(name: str, there: Iterable[Target]) -> list[Target]:
+    """Return the targets that a name may be a slip of, the likeliest first."""
+    by_name = {found.name or "": found for found in there}
+    close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.7)
+    return [by_name[each] for each in close]
 
 
 def _is_kind(text: str) -> bool:
