@@ -16,7 +16,9 @@ from snapshot_agent.adapters.copying import (
     WRITE_BACK_BYTES,
     ByteCounter,
     WriteBack,
+    copied,
     digested,
+    listed,
     read_checked,
 )
 from snapshot_shared.artifact import FileEntry
@@ -184,6 +186,51 @@ async def test_a_cancelled_reading_is_over_when_its_caller_goes_on(folder: Path,
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert not calls_under_way()
+
+
+async def test_holes_stay_holes_in_a_part_and_after_a_restore(
+    tmp_path: Path, folder: Path, part: int
+) -> None:
+    state, restored = tmp_path / "state", tmp_path / "restored"
+    size, at = 300 * CHUNK_BYTES + 7, 40 * CHUNK_BYTES + 11
+    for made in (state, restored):
+        made.mkdir()
+    with (state / "sparse").open("wb") as file:
+        file.seek(at)
+        file.write(b"here")
+        file.truncate(size)
+    (state / "hole").touch()
+    os.truncate(state / "hole", 5)
+    (state / "dense").write_bytes(bytes(3 * CHUNK_BYTES) + b"end")
+    source, target = (os.open(made, os.O_RDONLY | os.O_DIRECTORY) for made in (state, restored))
+    assert sum(taken for _, taken in listed(source)) < 4 * CHUNK_BYTES
+    entries = await copied(source, part, ByteCounter(ignored))
+    assert [(each.name, each.size) for each in entries] == [
+        ("dense", 3 * CHUNK_BYTES + 3),
+        ("hole", 5),
+        ("sparse", size),
+    ]
+    assert [entries[0], entries[1]] == [entry_of(folder / "dense"), entry_of(folder / "hole")]
+    counter = ByteCounter(ignored)
+    await read_checked(part, entries, counter, target)
+    assert counter.done == size + 5 + 3 * CHUNK_BYTES + 3
+    # A reading without a copy, as of a verification.
+    await read_checked(part, entries, ByteCounter(ignored))
+    for made in (folder, restored):
+        found = (made / "sparse").stat()
+        assert (found.st_size, found.st_blocks * 512 <= CHUNK_BYTES) == (size, True)
+        with (made / "sparse").open("rb") as file:
+            file.seek(at - 1)
+            assert file.read(6) == b"\0here\0"
+        assert (made / "hole").read_bytes() == bytes(5)
+        assert (made / "dense").read_bytes() == (state / "dense").read_bytes()
+    with (folder / "sparse").open("r+b") as file:
+        file.seek(200 * CHUNK_BYTES)
+        file.write(b"x")
+    with pytest.raises(ArtifactCorrupt, match="sparse: chunk 200 "):
+        await read_checked(part, entries, ByteCounter(ignored))
+    for descriptor in (source, target):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])

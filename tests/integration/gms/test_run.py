@@ -23,8 +23,10 @@ import pytest
 
 from snapback_client.errors import InvalidInput, NotEligible
 from snapback_client.run import Command, Engine, Request, hook_of, plan_of
+from snapback_client.state_files import pack, unpack
 from tests.integration.gms.test_worker import PATIENCE_S, Agent
 from tests.support.agent_rig import is_gone
+from tests.support.gms_rig import MIB
 from tests.support.waiting import wait_until
 
 HAS_FILTERS = hasattr(tarfile, "data_filter")
@@ -418,6 +420,46 @@ def test_links_that_stay_in_what_the_state_names_are_put_back(tmp_path: Path) ->
     engine.put_back(tmp_path)
     assert (cache / "below/link").readlink() == Path("../graph")
     assert {(cache / each).read_text() for each in ("below/link", "name")} == {"compiled"}
+    assert (cache / "name").samefile(cache / "graph")
+
+
+def test_holes_modes_and_times_of_the_state_are_put_back(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (cache / "below").mkdir(parents=True)
+    with (cache / "below/sparse").open("wb") as file:
+        for offset in (0, 300 * MIB + 5):
+            file.seek(offset)
+            file.write(b"here")
+        file.truncate(1024 * MIB)
+    (cache / "zeros").write_bytes(bytes(4 * MIB))
+    (cache / "empty").touch()
+    before = (cache / "below/sparse").stat()
+    for path, mode in ((cache / "below/sparse", 0o664), (cache / "below", 0o775), (cache, 0o710)):
+        path.chmod(mode)
+        os.utime(path, (1e9, 1e9 + mode))
+    pack([cache], tmp_path / "files.tar")
+    packed = (tmp_path / "files.tar").stat()
+    assert packed.st_blocks * 512 < MIB < packed.st_size
+    with tarfile.open(tmp_path / "files.tar") as archive:
+        assert sorted(archive.getnames()) == [
+            "0",
+            "0/below",
+            "0/below/sparse",
+            "0/empty",
+            "0/zeros",
+        ]
+    shutil.rmtree(cache)
+    unpack(tmp_path / "files.tar", [cache])
+    found = (cache / "below/sparse").stat()
+    assert found.st_size == before.st_size == 1024 * MIB
+    assert found.st_blocks * 512 <= before.st_blocks * 512 + 2 * 64 * 1024
+    with (cache / "below/sparse").open("rb") as file:
+        for offset in (0, 300 * MIB + 5):
+            file.seek(offset)
+            assert file.read(5) == b"here\0"
+    assert (cache / "zeros").read_bytes() == bytes(4 * MIB)
+    for path, mode in ((cache / "below/sparse", 0o664), (cache / "below", 0o775), (cache, 0o710)):
+        assert (path.stat().st_mode & 0o777, path.stat().st_mtime) == (mode, 1e9 + mode)
 
 
 def test_a_signal_that_comes_while_the_engine_is_started_reaches_it(

@@ -22,17 +22,18 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from snapback_client.errors import DeadlineExceeded, InvalidInput, NotEligible, SnapbackError
+from snapback_client.state_files import pack, unpack
 from snapback_client.worker import Resumed, Worker
 
 log = logging.getLogger("snapback-run")
 
 FILES = "files.tar"
-"""What `--state` names, in a worker's state: in order, each below its number."""
+"""What `--state` names, in a worker's state (snapback_client/state_files.py)."""
 _METHODS = ("GET", "POST", "PUT")
 _FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -237,13 +238,7 @@ class Engine:
         if self.child.poll() is not None:
             raise _engine_ended()
         try:
-            with tarfile.open(state / FILES, "w") as archive:
-                for number, path in enumerate(self._plan.state):
-                    where = path.resolve()
-                    if where.exists():
-                        archive.add(where, str(number), filter=_checked(where))
-                    else:
-                        log.warning("--state names %s, which is not there", path)
+            pack(self._plan.state, state / FILES)
         except tarfile.TarError as error:
             raise NotEligible(
                 f"the files of --state could not be put back: {error}",
@@ -254,13 +249,7 @@ class Engine:
     def put_back(self, state: Path) -> None:
         """Put the files back where the engine looks for them. NotEligible says why it cannot."""
         try:
-            with tarfile.open(state / FILES) as archive:
-                for member in archive:
-                    path = self._plan.state[int(member.name.partition("/")[0])].resolve()
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    placed, folder = _placed(member, path)
-                    # With this filter nothing is written outside of the folder.
-                    archive.extract(placed, folder, filter="data")
+            unpack(state / FILES, self._plan.state)
         except (OSError, tarfile.TarError, ValueError, LookupError) as error:
             raise NotEligible(
                 f"the files of --state cannot be put back: {error}",
@@ -401,30 +390,6 @@ def _forward_signals(engine: Engine) -> None:
 
 def _engine_ended() -> NotEligible:
     return NotEligible("the engine has ended", next_step="see what it has printed")
-
-
-def _checked(path: Path) -> Callable[[tarfile.TarInfo], tarfile.TarInfo]:
-    """Return a filter that refuses what could not be put back at a path. tarfile.FilterError."""
-
-    def check(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        placed, folder = _placed(member, path)
-        tarfile.data_filter(placed, str(folder))
-        return member
-
-    return check
-
-
-def _placed(member: tarfile.TarInfo, path: Path) -> tuple[tarfile.TarInfo, Path]:
-    """Return a member of `FILES` as it stands at a path, and the folder that it must not leave.
-
-    tarfile.FilterError: it is a link in the place of the path itself, which would lead elsewhere.
-    """
-    below = member.name.partition("/")[2]
-    if below:
-        return member.replace(name=below, deep=False), path
-    if member.issym() or member.islnk():
-        raise tarfile.LinkOutsideDestinationError(member, member.linkname)
-    return member.replace(name=path.name, deep=False), path.parent
 
 
 def _ended_by(error: SnapbackError, status: int) -> int:

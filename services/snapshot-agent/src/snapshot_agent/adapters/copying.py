@@ -1,7 +1,9 @@
 """Copies files into a part and out of it, in chunks, each with its xxh3-128 digest.
 
 A cancellation waits for the chunk under way, so that no thread uses a worker's files or a part
-after the caller has gone on.
+after the caller has gone on. A chunk that is a hole stays one, and is not read: a sparse file takes
+in a part, and after a restore, what it took before, to within a chunk at each end of its data.
+Encryption has no holes.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import stat
 from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -48,7 +52,7 @@ those of the event loop, which the journal needs."""
 
 
 def listed(directory: int) -> list[tuple[str, int]]:
-    """Return the names and sizes of the files of a directory, sorted.
+    """Return the names of the files of a directory, sorted, and the bytes that each takes there.
 
     InvalidName for what a part cannot hold: folders, links, odd names, too many files.
     """
@@ -62,7 +66,7 @@ def listed(directory: int) -> list[tuple[str, int]]:
                 next_step="write plain files into state/",
                 value=name[:128],
             )
-        found.append((name, seen.st_size))
+        found.append((name, min(seen.st_size, 512 * seen.st_blocks)))
     if len(found) > MAX_FILES:
         raise InvalidName(f"state/ holds {len(found)} files, the limit is {MAX_FILES}")
     return found
@@ -221,6 +225,7 @@ async def _copied(
         chunks.append(digest)
         written += length
         await counter.add(length)
+    await ROOT.run(os.ftruncate, sink, written)
     return FileEntry(name=name, size=written, chunk_bytes=CHUNK_BYTES, chunks=chunks)
 
 
@@ -235,6 +240,9 @@ def _copy_chunk(
     is_end: bool,
 ) -> tuple[str, int]:
     """Copy some bytes of a file; return the digest and the length of what was written."""
+    if cipher is None and _is_hole(reading, start, count):
+        os.lseek(sink, count, os.SEEK_CUR)
+        return _digest_of_zeros(count), count
     data: bytes | bytearray = bytearray(count)
     _read(reading, name, start, memoryview(data))
     if cipher is not None:
@@ -243,7 +251,23 @@ def _copy_chunk(
     return xxhash.xxh3_128_hexdigest(data), len(data)
 
 
+def _is_hole(fd: int, offset: int, count: int) -> bool:
+    """Return whether a range of a file is a hole, as far as its file system says so."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + count
+    except OSError as error:
+        # There is no data from here on.
+        return error.errno == errno.ENXIO and offset + count <= os.fstat(fd).st_size
+
+
+@lru_cache(maxsize=64)
+def _digest_of_zeros(count: int) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes(count))
+
+
 def _digest(reading: int, name: str, offset: int, count: int) -> str:
+    if _is_hole(reading, offset, count):
+        return _digest_of_zeros(count)
     piece = memoryview(bytearray(min(count, PIECE_BYTES)))
     state = xxhash.xxh3_128()
     end = offset + count
@@ -336,6 +360,8 @@ async def _read_entry(
     else:
         for index in indices:
             await check(index)
+        if cipher is None:
+            await ROOT.run(os.ftruncate, sink, entry.size)
 
 
 def _check_chunk(
@@ -349,7 +375,8 @@ def _check_chunk(
 ) -> None:
     name, digest = entry.name, entry.chunks[index]
     data: bytes | bytearray = b""
-    if sink is None:
+    is_hole = cipher is None and _is_hole(reading, offset, count)
+    if sink is None or is_hole:
         found = _digest(reading, name, offset, count)
     else:
         data = bytearray(count)
@@ -367,5 +394,7 @@ def _check_chunk(
     if cipher is not None:
         is_end = offset + count == entry.size
         data = cipher.decrypt(offset // SEGMENT_BYTES, memoryview(data), is_end=is_end)
-    if sink is not None:
+    if sink is not None and is_hole:
+        os.lseek(sink, count, os.SEEK_CUR)
+    elif sink is not None:
         write_all(sink, memoryview(data))
