@@ -152,6 +152,18 @@ async def test_of_imports_that_wait_together_one_goes_on_and_the_other_waits(
     assert reasons == ["ArtifactInUse", "Captured"]
 
 
+async def test_a_checkpoint_whose_content_was_deleted_is_ready_no_more() -> None:
+    world = await world_of(1, captured=True)
+    await world.delete("SnapshotContent", (await world.content()).metadata.name)
+    await world.answer_all()
+    status = (await world.get("DynamoCheckpoint", "llm")).status
+    assert (status.phase, is_true(status.conditions, "Failed")) == ("Failed", True)
+    (row,) = [each for each in status.conditions if each.type == "Ready"]
+    assert (row.status, row.reason) == ("False", "SnapshotContentDeleted")
+    assert "was deleted, and the artifact with it" in row.message
+    assert row.message.count("Next: ") == 1
+
+
 async def test_who_has_lost_a_content_of_the_same_name_stands_for_it_no_more(world: World) -> None:
     made = await retained(world)
     await imported(world, made, deletionPolicy="Retain")

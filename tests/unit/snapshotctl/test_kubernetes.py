@@ -13,11 +13,13 @@ import pytest
 
 from snapshot_shared.errors import NotFound
 from snapshot_shared.objects.kinds import KINDS
+from snapshotctl import cli
 from snapshotctl.adapters.kubectl import Kubernetes
 from snapshotctl.domain import kubernetes
 from snapshotctl.domain.exits import Exit, WrongArguments
 from snapshotctl.domain.sources import ServiceNamed
 from snapshotctl.domain.targets import Target
+from snapshotctl.tools import Tools
 from snapshotctl.views.installation import Asked
 from tests.unit.snapshotctl.conftest import Run
 from tests.unit.tables import each
@@ -341,3 +343,20 @@ def test_the_pods_of_restored_processes_are_read_if_they_may_be(kubectl: Kubectl
     assert seen(kubectl, restore("a", "three", "cooperative")).clones == Asked([])
     failure = seen(kubectl, restore("secret", "one")).clones.failure
     assert failure.reason == "NotPermitted"
+
+
+def test_a_plug_in_of_kubectl_uses_its_current_context_unless_another_place_is_named() -> None:
+    tools = Tools(None, None, "table", is_plugin=True)
+    assert tools.kubernetes is not None
+    assert tools.kubernetes.name == "the current context of kubectl"
+    assert Tools("127.0.0.1", None, "table", is_plugin=True).kubernetes is None
+    assert Tools(None, "default", "table", is_plugin=True).kubernetes is None
+    assert Tools(None, None, "table").kubernetes is None
+
+
+def test_kubectl_is_given_what_may_follow_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.complete(["get", "--names"]) == 0
+    assert cli.complete(["check"]) == 0
+    first, *rest, last = capsys.readouterr().out.splitlines()
+    assert [first, last] == [":4", ":4"]
+    assert [line.partition("\t")[0] for line in rest] == ["checkpoint"]

@@ -94,6 +94,8 @@ WHERE = (
 """How a command finds its server."""
 
 OWN_OPERATOR = "--own-operator"
+PLUGIN = "kubectl snapback"
+"""How people call the program as a plug-in of kubectl."""
 _GLOBAL_OPTIONS = ("--server", "--cluster", "--context", "--kubeconfig", "--output", "-o")
 """Each takes a value."""
 
@@ -198,21 +200,40 @@ def common(
     ] = False,
 ) -> None:
     """Capture warm GPU workers, restore them in seconds, and look at what is going on."""
-    tools = Tools(server, cluster, output, kubeconfig, context_name, own_operator)
+    is_plugin = context.obj == PLUGIN
+    tools = Tools(server, cluster, output, kubeconfig, context_name, own_operator, is_plugin)
     context.call_on_close(tools.close)
     context.obj = tools
 
 
-def run(words: Sequence[str]) -> int:
-    """Parse a command line, run its command, and return the exit code."""
+def run(words: Sequence[str], *, is_plugin: bool = False) -> int:
+    """Parse a command line, run its command, and return the exit code.
+
+    A plug-in of kubectl uses its current context if nothing else is named.
+    """
+    name, obj = (PLUGIN, PLUGIN) if is_plugin else ("snapshotctl", None)
     try:
         # Not standalone, or typer would print errors and exit by itself.
-        code = app(hoisted(words), prog_name="snapshotctl", standalone_mode=False)
+        code = app(hoisted(words), prog_name=name, standalone_mode=False, obj=obj)
     except typer.TyperException as error:
         return int(_misunderstood(error))
     except typer.Abort:
         return int(Exit.INTERRUPTED)
     return int(code or Exit.OK)
+
+
+def complete(words: Sequence[str]) -> int:
+    """Print what may stand in the place of the last word, each on a line, as kubectl reads it."""
+    from click.shell_completion import ShellComplete  # noqa: PLC0415 - for this alone
+
+    root: Any = typer.main.get_command(app)
+    *before, last = words or [""]
+    found = ShellComplete(root, {}, PLUGIN, "").get_completions(before, last)
+    for item in found:
+        typer.echo(f"{item.value}\t{item.help}" if item.help else item.value)
+    # kubectl offers no files besides.
+    typer.echo(":4")
+    return Exit.OK
 
 
 def hoisted(words: Sequence[str]) -> list[str]:

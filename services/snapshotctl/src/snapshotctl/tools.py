@@ -56,11 +56,16 @@ class Tools:
     kubeconfig: str | None = None
     context: str | None = None
     own_operator: bool = False
+    is_plugin: bool = False
 
     @cached_property
     def kubernetes(self) -> Kubernetes | None:
-        """The cluster of kubectl that was named; None where none was."""
-        if not (self.kubeconfig or self.context):
+        """The cluster of kubectl that was named; None where none was.
+
+        A plug-in of kubectl uses that of the current context if nothing is named.
+        """
+        is_meant = self.is_plugin and not (self.server or self.cluster)
+        if not (self.kubeconfig or self.context or is_meant):
             return None
         from snapshotctl.adapters.kubectl import Kubernetes
 

@@ -144,12 +144,18 @@ def _undecided(checkpoint: DynamoCheckpoint) -> DynamoCheckpointStatus:
 
 
 def _captured(view: CheckpointView, now: float) -> Plan:
-    """Mirror whether what was captured may be used; that it was captured stays true."""
-    checkpoint, snapshot = view.checkpoint, view.snapshot
-    is_failed = checkpoint.status.phase == "Failed"
-    if is_failed or snapshot is None or not owned_by(snapshot, checkpoint):
+    """Mirror whether what was captured may be used, until it is gone for good.
+
+    That it was captured stays true as long as its artifact is there.
+    """
+    checkpoint, snapshot, status = view.checkpoint, view.snapshot, view.checkpoint.status
+    if status.phase == "Failed" or snapshot is None or not owned_by(snapshot, checkpoint):
         return NOTHING
-    return _mirrors(checkpoint, checkpoint.status, snapshot, now)
+    ended = condition(snapshot.status.conditions, "Failed")
+    if ended is not None and ended.status == "True":
+        failure = Failure(reason=ended.reason, message=ended.message)
+        return _failed(checkpoint, status, failure, now)
+    return _mirrors(checkpoint, status, snapshot, now)
 
 
 def _mirrors(

@@ -77,12 +77,13 @@ def delete_children(owner: AnyObject, children: Sequence[AnyObject | None]) -> P
     return status_plan(owner, owner, *deletes)
 
 
-def gone(kind: str, name: str) -> Failure:
+def gone(kind: str, name: str, *, is_captured: bool = False) -> Failure:
     """Return the failure of an object whose child was deleted under it."""
+    what = "and the artifact with it" if is_captured else "before the capture was done"
     return Failure(
         reason=f"{kind}Deleted",
-        message=f"{kind} {name} was deleted before the capture was done",
-        next_step="delete the checkpoint and apply it again",
+        message=f"{kind} {name} was deleted, {what}",
+        next_step="delete this object, and take another capture",
     )
 
 

@@ -87,7 +87,11 @@ def reconcile(view: SnapshotView, now: float) -> Plan:
     if content is not None and (owned_by(content, snapshot) or not snapshot.spec.source.artifact):
         return _mirror(snapshot, content, now)
     if snapshot.status.bound_snapshot_content_name:
-        failure = gone("SnapshotContent", snapshot.status.bound_snapshot_content_name)
+        failure = gone(
+            "SnapshotContent",
+            snapshot.status.bound_snapshot_content_name,
+            is_captured=is_true(snapshot.status.conditions, "Ready"),
+        )
         return _failed(snapshot, failure, now)
     return _import(view, now) if snapshot.spec.source.artifact else _bind(view, now)
 

@@ -90,6 +90,8 @@ class Kubernetes:
         named = {"--kubeconfig": kubeconfig, "--context": context}
         self._options = [word for key, value in named.items() if value for word in (key, value)]
         self.name = f"context {context}" if context else f"kubeconfig {kubeconfig}"
+        if not (context or kubeconfig):
+            self.name = "the current context of kubectl"
         self._open = contextlib.ExitStack()
         self._server: Server | None = None
 
