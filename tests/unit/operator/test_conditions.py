@@ -158,6 +158,8 @@ def standing(*rows: Row) -> DynamoCheckpoint:
         ([("Ready", False, "JobGone", "no job"), ("Failed", True, "JobGone", "no job")], "Warning"),
         ([("DeprecatedFieldSet", True, "DeprecatedFieldSet", "one")], "Warning"),
         ([("nvidia.com/Restored", False, "LoadFailed", "no room")], "Warning"),
+        ([("nvidia.com/Restored", False, "WaitingForSnapshot", "none yet")], "Normal"),
+        ([("nvidia.com/Restored", False, "NoAgentOnNode", "none")], "Warning"),
     ],
 )
 def test_a_condition_that_gets_another_reason_says_so_once(rows: list[Row], type_: str) -> None:

@@ -39,6 +39,9 @@ from snapshot_shared.transitions import Restore
 DEPRECATED = "DeprecatedFieldSet"
 """Condition of a DynamoCheckpoint: it sets fields that are read for its sake, and not honoured."""
 
+LONG_WAITS = ("WaitingForSnapshot", "NoAgentOnNode")
+"""Why a restore may wait for hours. Its pod says so, for it looks like one that does not start."""
+
 
 class PodView(NamedTuple):
     """What a decision about a pod reads: the restore that it asks for, if there is one."""
@@ -63,7 +66,8 @@ def reconcile(view: PodView, now: float) -> Plan:
     if restore is None:
         said = condition(pod.status.conditions, RESTORED)
         # A restore that someone has deleted is not done again: its worker may serve by now.
-        is_over = pod.status.phase in FINISHED or (said is not None and said.reason != REFUSED)
+        has_begun = said is not None and said.reason not in (REFUSED, *LONG_WAITS)
+        is_over = pod.status.phase in FINISHED or has_begun
         made = Create(
             restore_for(pod),
             refused=lambda found: _unrestored(pod, found, now),
@@ -77,7 +81,12 @@ def reconcile(view: PodView, now: float) -> Plan:
             failure = restore.status.failure or Failure(reason="RestoreFailed", message="")
             row = (RESTORED, False, failure.reason, failure.message)
         case _:
-            return NOTHING
+            ready = condition(restore.status.conditions, "Ready")
+            said = condition(pod.status.conditions, RESTORED)
+            # A short wait is not worth a write, unless the pod still names a long one.
+            if ready is None or (said is None and ready.reason not in LONG_WAITS):
+                return NOTHING
+            row = (RESTORED, False, ready.reason, ready.message)
     found = condition(pod.status.conditions, RESTORED)
     if found is not None and (found.status == "True", found.reason) == row[1:3]:
         return NOTHING

@@ -78,7 +78,8 @@ def happenings(old: AnyObject, new: AnyObject) -> Iterator[Happening]:
 
 def _type(row: Condition) -> Literal["Normal", "Warning"]:
     is_well = row.status == "True" and row.type in ("Ready", RESTORED)
-    waits = row.type == "Ready" and row.reason not in _WAITS_FOR_PEOPLE
+    is_wait = row.type == "Ready" or row.reason in ("WaitingForSnapshot", "Restoring", "Retrying")
+    waits = is_wait and row.reason not in _WAITS_FOR_PEOPLE
     return "Normal" if is_well or waits else "Warning"
 
 
