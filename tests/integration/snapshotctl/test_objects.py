@@ -111,6 +111,7 @@ def test_an_apply_begins_a_trace_that_can_be_shown(running: Cli) -> None:
     shown = running.ok("trace", "traced").out
     assert shown.startswith(f"trace {root['trace_id']}: ")
     assert running.value("trace", root["trace_id"])
+    assert running.value("trace", f"00-{root['trace_id']}-{root['span_id']}-01") == spans
 
 
 def test_a_bare_name_is_that_of_the_object_that_has_it(running: Cli) -> None:

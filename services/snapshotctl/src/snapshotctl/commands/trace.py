@@ -41,12 +41,11 @@ app = new_app()
 async def trace(tools: Tools, name: Traced, namespace: Namespace = "default") -> None:
     """Show what was done for an object as a waterfall of spans.
 
-    NAME may also be the id of a trace. A pause that is longer than all the work together is left
+    NAME may also be the id of a trace, or a traceparent as `get -o wide` shows it. A pause that is longer than all the work together is left
     out of the bars.
     """
     async with tools.operator() as operator:
-        is_id = _TRACE_ID.fullmatch(name)
-        trace_id = name if is_id else await _find(operator, name, namespace)
+        trace_id = _trace_id_in(name) or await _find(operator, name, namespace)
         spans = await operator.spans(trace_id)
     if not spans:
         raise NotFound(
@@ -57,6 +56,13 @@ async def trace(tools: Tools, name: Traced, namespace: Namespace = "default") ->
         show(tools.screen, trace_id, spans)
     else:
         tools.screen.value([msgspec.to_builtins(span) for span in spans])
+
+
+def _trace_id_in(text: str) -> str:
+    """Return the id of a trace from itself or from a traceparent; empty for another text."""
+    context = parse_traceparent(text)
+    found = context.trace_id if context is not None else text
+    return found if _TRACE_ID.fullmatch(found) else ""
 
 
 async def _find(operator: Operator, name: str, namespace: str) -> str:
