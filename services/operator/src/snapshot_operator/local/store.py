@@ -29,6 +29,7 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.meta import ObjectMeta
+from snapshot_shared.reserve import Reserve
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (
@@ -64,9 +65,10 @@ class SqliteStore:
 
         `timestamp` returns the time for creation and deletion, as Kubernetes writes it. A write
         that has waited `busy_s` seconds for another process is StoreBusy, and one that the disk
-        has no room for is NoSpace.
+        has no room for is NoSpace. What leads to the end of an object uses a reserve then.
         """
         self._path = path
+        self._reserve = Reserve(path.with_name("reserve")) if path is not None else None
         self._timestamp = timestamp
         self._new_uid = new_uid
         self._busy_s = busy_s
@@ -85,6 +87,8 @@ class SqliteStore:
             self._opened.execute("PRAGMA synchronous=FULL")
             self._opened.execute("PRAGMA temp_store=MEMORY")
             self._opened.executescript(_SCHEMA)
+        if self._reserve is not None:
+            self._reserve.keep()
         return self
 
     @property
@@ -172,7 +176,7 @@ class SqliteStore:
             final = _with_version(replace(found, status=value.status), version)
             return Event("MODIFIED", self._store(final))
 
-        self._transact(write)
+        self._transact(write, is_end=value.metadata.deletion_timestamp is not None)
         return final
 
     async def update_spec(self, value: AnyObject) -> AnyObject:
@@ -237,7 +241,7 @@ class SqliteStore:
                 return self._remove(changed)
             return Event("MODIFIED", self._store(_with_version(changed, version)))
 
-        self._transact(write)
+        self._transact(write, is_end=True)
         return self._found(value)
 
     async def delete(self, value: AnyObject) -> AnyObject | None:
@@ -255,7 +259,7 @@ class SqliteStore:
             stamped = _with_meta(found, replace(found.metadata, deletion_timestamp=stamp))
             return Event("MODIFIED", self._store(_with_version(stamped, version)))
 
-        self._transact(write)
+        self._transact(write, is_end=True)
         return self._found(value)
 
     def _found(self, value: AnyObject) -> AnyObject | None:
@@ -287,8 +291,24 @@ class SqliteStore:
         self._db.execute("DELETE FROM objects WHERE uid=?", (value.metadata.uid,))
         return Event("DELETED", value)
 
-    def _transact(self, write: Callable[[str], Event | None]) -> None:
-        """Change one object in one transaction, then report it. Nothing is written for None."""
+    def _transact(self, write: Callable[[str], Event | None], *, is_end: bool = False) -> None:
+        """Change one object in one transaction, then report it. Nothing is written for None.
+
+        A change that leads to the end of an object may use the reserve.
+        """
+        try:
+            done = self._committed(write)
+        except NoSpace:
+            if not (is_end and self._reserve is not None and self._reserve.give_up()):
+                raise
+            done = self._committed(write)
+        if done:
+            if done.change == "DELETED" and self._reserve is not None:
+                self._reserve.keep()
+            for listener in self._listeners:
+                listener(done)
+
+    def _committed(self, write: Callable[[str], Event | None]) -> Event | None:
         with _translated():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -302,9 +322,7 @@ class SqliteStore:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
-        if done:
-            for listener in self._listeners:
-                listener(done)
+        return done
 
 
 @contextlib.contextmanager

@@ -41,7 +41,9 @@ app = new_app()
 async def trace(tools: Tools, name: Traced, namespace: Namespace = "default") -> None:
     """Show what was done for an object as a waterfall of spans.
 
-    NAME may also be the id of a trace, or a traceparent as `get -o wide` shows it. A pause that is longer than all the work together is left
+    NAME may also be the id of a trace, or a traceparent as `get -o wide` shows it.
+
+    A pause that is longer than all the work together is left
     out of the bars.
     """
     async with tools.operator() as operator:
