@@ -202,9 +202,20 @@ class SimOs:
 
     def lseek(self, fd: int, position: int, how: int) -> int:
         opened = self.opened(fd)
-        start = (0, opened.position, len(self._disk.data(opened.inode)))[how]
-        opened.position = start + position
+        size = len(self._disk.data(opened.inode))
+        if how == os.SEEK_DATA:
+            opened.position = self._data_at(opened.inode, position, size)
+        else:
+            opened.position = (0, opened.position, size)[how] + position
         return opened.position
+
+    def _data_at(self, inode: int, position: int, size: int) -> int:
+        for start, stop in sorted(self._disk.nodes[inode].holes):
+            if start <= position < stop:
+                position = stop
+        if position >= size:
+            raise _error(errno.ENXIO)
+        return position
 
     def locks(self, opened: _Open) -> dict[int, int]:
         """Give who has locked a file and how, by the identity of the open file."""
