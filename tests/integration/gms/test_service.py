@@ -214,6 +214,11 @@ async def test_a_commit_of_what_was_not_loaded_fails_and_a_drop_of_it_is_done(
     assert (await operator.carry_out(drop)).kind == "dropped"
 
 
+async def test_a_drop_for_a_device_that_is_served_no_more_is_done(operator: Rig) -> None:
+    drop = orders.DropOrder(device="GPU-z", load_token="", **fields_of("drop", str(uuid.uuid4())))
+    assert (await operator.carry_out(drop)).kind == "dropped"
+
+
 async def test_a_save_without_its_fence_fails_and_writes_nothing(
     operator: Rig, ordered: GmsProgram
 ) -> None:

@@ -203,11 +203,12 @@ class GmsOrders:
                 await self._book.cancel(order.order.replace("drop-", "load-", 1), order.attempt)
             try:
                 memory = await self._memory(order.pod)
-            except NoMemoryServer as error:
-                # It has forgotten all when its pod ended.
+                device = await _device(memory, order.device)
+            except (NoMemoryServer, UnknownDevice) as error:
+                # A server has forgotten all when its pod ended, and a device that is served no
+                # more, as after `snapshotctl up` with fewer of them, has no memory.
                 log.info("nothing to drop: %s", error)
                 return
-            device = await _device(memory, order.device)
             request = ForgetRequest(
                 device=device.uuid, load_token=order.load_token, wait_s=UNUSED_S
             )
