@@ -275,6 +275,8 @@ class Prepare:
         while True:
             last = await self._written(control.QUIESCING, last)
             await self._ctx.progress("process", "quiesce", 0, 0, control.message_of(last))
+            # However often the worker writes.
+            await pause(BEAT_S)
 
     async def _while_memory_answers(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for a worker that gives up its memory, for which GMS has to answer it.
