@@ -406,7 +406,6 @@ def test_a_folder_is_the_manifests_in_it_by_their_names(run: Run, tmp_path: Path
         (tmp_path / name).write_text(
             f"{{apiVersion: v1, kind: ConfigMap, metadata: {{name: {name[0]}}}}}"
         )
-    (tmp_path / "c.yaml").mkdir()
     lines = run("validate", "-f", str(tmp_path)).out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"{tmp_path}/a.json", f"{tmp_path}/b.yml"]
 

@@ -322,9 +322,14 @@ class Tools:
 
 def _files_of(source: Path) -> list[Path]:
     """Return the manifests in a folder by their names, or the source itself. WrongArguments."""
-    if not source.is_dir():
-        return [source]
-    found = sorted(path for path in source.iterdir() if path.suffix in MANIFESTS and path.is_file())
+    try:
+        if not source.is_dir():
+            return [source]
+        found = sorted(path for path in source.iterdir() if path.suffix in MANIFESTS)
+    except OSError as error:
+        raise WrongArguments(
+            f"{source} cannot be read: {error.strerror}", next_step="name a readable folder"
+        ) from error
     if not found:
         raise WrongArguments(
             f"{source} has no file that ends in {', '.join(MANIFESTS)}",
