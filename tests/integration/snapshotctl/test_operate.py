@@ -35,7 +35,7 @@ def test_a_node_is_cordoned_and_uncordoned(one_node: Cli) -> None:
     assert node["node"]["spec"] == {"unschedulable": True}
     freed = one_node.value("uncordon", "node-1")
     assert freed == {"node": "node-1", "unschedulable": False, "changed": True}
-    one_node.refused(3, "snapshotctl get nodes", "cordon", "node-9")
+    one_node.refused(3, "did you mean node/node-1?", "cordon", "node-9")
 
 
 def test_an_order_is_shown_with_its_whole_life(one_node: Cli) -> None:
