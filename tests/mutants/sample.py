@@ -21,7 +21,6 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from tests.mutants.reached import SETTINGS, Reached, read_reached
 from tests.mutants.trials import Ran, copy_sources, run_tests, write_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,15 +219,12 @@ def read_equivalents(path: Path) -> set[tuple[str, str, str]]:
     return {(one.file, one.before, one.after) for one in found}
 
 
-async def verdict_on(mutation: Mutation, tree: Path, first: list[str]) -> str:
-    """Run the tests on a mutation, `first` before all others. It is caught, too, if they hang."""
+async def verdict_on(mutation: Mutation, tree: Path) -> str:
+    """Run the tests on a mutation. It is caught, too, when they take too long."""
     path = tree / mutation.file
     unharmed = path.read_text("utf-8")
     write_source(path, mutation.text)
     try:
-        # A failed test alone counts here: pytest may not know a name that coverage gave.
-        if first and (ran := await _run(first, tree)).status in {1, None}:
-            return "hangs" if ran.status is None else "caught"
         for stage in mutation.stages:
             if (ran := await _run(stage, tree)).status != 0:
                 return "hangs" if ran.status is None else "caught"
@@ -237,27 +233,19 @@ async def verdict_on(mutation: Mutation, tree: Path, first: list[str]) -> str:
     return "survived"
 
 
-async def _run(stage: list[str], tree: Path, under: Sequence[str] = ()) -> Ran:
+async def _run(stage: list[str], tree: Path) -> Ran:
     place = f"--basetemp={tree.parent / f'{tree.name}-tmp'}"
-    options = ["--tb=no", f"--timeout={LIMIT_OF_ONE_S}", place, *([] if under else ["-x"])]
-    return await run_tests(tree, [*options, *stage], limit_s=LIMIT_S, under=under)
+    options = ["-x", "--tb=no", f"--timeout={LIMIT_OF_ONE_S}", place]
+    return await run_tests(tree, [*options, *stage], limit_s=LIMIT_S)
 
 
-async def _run_unharmed(drawn: Sequence[Mutation], tree: Path) -> Reached:
-    """Run every test once without any mutation. Harmed has the output if a test fails."""
-    settings = tree.parent / "coverage.ini"
-    await asyncio.to_thread(settings.write_text, SETTINGS, "utf-8")
+async def _check_unharmed(drawn: Sequence[Mutation], tree: Path) -> str:
+    """Run every test once without any mutation; give what was printed if one does not pass."""
     stages = {tuple(stage): stage for mutation in drawn for stage in mutation.stages}
-    records = [tree.parent / f"reached-{number}" for number in range(len(stages))]
-    for stage, record in zip(stages.values(), records, strict=True):
-        coverage = ["-m", "coverage", "run", f"--rcfile={settings}", f"--data-file={record}"]
-        ran = await _run(stage, tree, coverage)
-        if ran.status == 1:
-            # Coverage makes some too slow for what they measure.
-            ran = await _run(ran.failed, tree)
-        if ran.status != 0:
-            raise Harmed(ran.output or f"{' '.join(stage)} takes more than {LIMIT_S:.0f} s")
-    return await asyncio.to_thread(read_reached, records, tree)
+    for stage in stages.values():
+        if (ran := await _run(stage, tree)).status != 0:
+            return ran.output or f"{' '.join(stage)} takes more than {LIMIT_S:.0f} s"
+    return ""
 
 
 async def _try_out(drawn: Sequence[Mutation], root: Path, jobs: int) -> list[Mutation]:
@@ -271,8 +259,7 @@ async def _try_out(drawn: Sequence[Mutation], root: Path, jobs: int) -> list[Mut
         await asyncio.to_thread(copy_sources, root, tree)
         while left:
             number, mutation = left.pop()
-            first = reached.get((mutation.file, mutation.line), [])
-            verdict = await verdict_on(mutation, tree, first)
+            verdict = await verdict_on(mutation, tree)
             if verdict == "survived":
                 survivors.append(mutation)
             print(
@@ -283,7 +270,8 @@ async def _try_out(drawn: Sequence[Mutation], root: Path, jobs: int) -> list[Mut
 
     with tempfile.TemporaryDirectory(prefix="sample-", ignore_cleanup_errors=True) as folder:
         await asyncio.to_thread(copy_sources, root, Path(folder, "tree"))
-        reached = await _run_unharmed(drawn, Path(folder, "tree"))
+        if output := await _check_unharmed(drawn, Path(folder, "tree")):
+            raise Harmed(output)
         async with asyncio.TaskGroup() as group:
             for job in range(jobs):
                 group.create_task(work(Path(folder, f"tree-{job}")))

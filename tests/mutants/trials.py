@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -149,13 +149,8 @@ def _judge(mutant: Mutant, ran: Ran) -> tuple[Verdict, str]:
     return "caught", ran.failed[0]
 
 
-async def run_tests(
-    tree: Path, arguments: list[str], *, limit_s: float, under: Sequence[str] = ()
-) -> Ran:
-    """Run pytest in a copy of the tree, on the product that is in it.
-
-    `under` is the module that runs pytest, with its arguments.
-    """
+async def run_tests(tree: Path, arguments: list[str], *, limit_s: float) -> Ran:
+    """Run pytest in a copy of the tree, on the product that is in it."""
     sources = [str(path) for pattern in COPIED[:2] for path in sorted(tree.glob(pattern))]
     environment = {
         **os.environ,
@@ -167,7 +162,7 @@ async def run_tests(
     options = ["-q", "-vv", "--tb=short", "--color=no", "-p", "no:cacheprovider", "-rfE"]
     began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *under, "-m", "pytest", *options, *arguments),
+        *(sys.executable, "-m", "pytest", *options, *arguments),
         cwd=tree,
         env=environment,
         stdin=asyncio.subprocess.DEVNULL,
