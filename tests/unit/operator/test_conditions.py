@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from snapshot_operator.core import conditions
 from snapshot_operator.core.checkpoint import CheckpointView
 from snapshot_operator.core.plan import FINALIZER, NOTHING, Adopt, SetStatus
+from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.controllers import DEPRECATED, deprecated, reconcile_checkpoint
 from snapshot_operator.kube.events import MAX_WAITING, EventRecorder, happenings
 from snapshot_shared.errors import Failure
@@ -158,14 +159,19 @@ def standing(*rows: Row) -> DynamoCheckpoint:
         ([("Ready", False, "JobGone", "no job"), ("Failed", True, "JobGone", "no job")], "Warning"),
         ([("DeprecatedFieldSet", True, "DeprecatedFieldSet", "one")], "Warning"),
         ([("nvidia.com/Restored", False, "LoadFailed", "no room")], "Warning"),
-        ([("nvidia.com/Restored", False, "WaitingForSnapshot", "none yet")], "Normal"),
-        ([("nvidia.com/Restored", False, "NoAgentOnNode", "none")], "Warning"),
     ],
 )
 def test_a_condition_that_gets_another_reason_says_so_once(rows: list[Row], type_: str) -> None:
     _, _, reason, message = rows[0]
     assert list(happenings(standing(), standing(*rows))) == [(type_, reason, message)]
     assert not list(happenings(standing(*rows), standing(*rows)))
+
+
+@each(("reason", "type_"), [("WaitingForSnapshot", "Normal"), ("NoAgentOnNode", "Warning")])
+def test_a_wait_for_a_restore_says_so(reason: str, type_: str) -> None:
+    rows = conditions.with_truth([], OWNER, 0.0, RESTORED, "Unknown", reason, "it waits")
+    waiting = with_status(OWNER, conditions=rows)
+    assert list(happenings(standing(), waiting)) == [(type_, reason, "it waits")]
 
 
 def test_another_message_for_the_same_reason_is_no_news() -> None:

@@ -99,13 +99,13 @@ def test_a_long_wait_is_said_at_the_pod_and_what_follows_it() -> None:
     for reason in ("WaitingForSnapshot", "NoAgentOnNode"):
         found = written(reconcile(PodView(pod(), pending(reason)), 0.0))
         (row,) = found.status.conditions
-        assert (row.type, row.status, row.reason) == (RESTORED, "False", reason)
+        assert (row.type, row.status, row.reason) == (RESTORED, "Unknown", reason)
         assert row.message == "it waits"
         assert reconcile(PodView(found, pending(reason)), 9.0) == NOTHING
         # Nothing has touched its worker, so a restore that was deleted is made again.
         assert created(found)
         (row,) = written(reconcile(PodView(found, pending("Restoring")), 0.0)).status.conditions
-        assert row.reason == "Restoring"
+        assert (row.status, row.reason) == ("Unknown", "Restoring")
     assert reconcile(PodView(pod(), pending("WaitingForPod")), 0.0) == NOTHING
     assert reconcile(PodView(pod(), restore(Restore.PENDING)), 0.0) == NOTHING
 

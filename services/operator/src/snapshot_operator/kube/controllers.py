@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import checkpoint, conditions, controllers
 from snapshot_operator.core.checkpoint import CheckpointView
-from snapshot_operator.core.conditions import REFUSED
+from snapshot_operator.core.conditions import REFUSED, Truth
 from snapshot_operator.core.controllers import Controller
 from snapshot_operator.core.plan import (
     NOTHING,
@@ -76,29 +76,34 @@ def reconcile(view: PodView, now: float) -> Plan:
         return NOTHING if is_over else Plan((made,))
     match restore.status.state:
         case Restore.RESTORED:
-            row = (RESTORED, True, "RestoreSucceeded", "")
+            return _with_restored(pod, "True", "RestoreSucceeded", "", now)
         case Restore.FAILED:
             failure = restore.status.failure or Failure(reason="RestoreFailed", message="")
-            row = (RESTORED, False, failure.reason, failure.message)
+            return _with_restored(pod, "False", failure.reason, failure.message, now)
         case _:
             ready = condition(restore.status.conditions, "Ready")
             said = condition(pod.status.conditions, RESTORED)
             # A short wait is not worth a write, unless the pod still names a long one.
-            if ready is None or (said is None and ready.reason not in LONG_WAITS):
+            is_new = said is None and ready is not None and ready.reason in LONG_WAITS
+            is_open = said is not None and (said.status == "Unknown" or said.reason == REFUSED)
+            if ready is None or not (is_new or is_open):
                 return NOTHING
-            row = (RESTORED, False, ready.reason, ready.message)
+            # False is the end of a restore.
+            return _with_restored(pod, "Unknown", ready.reason, ready.message, now)
+
+
+def _with_restored(pod: Pod, truth: Truth, reason: str, message: str, now: float) -> Plan:
+    """Set the condition of a pod that says how its restore is, unless it says so already."""
     found = condition(pod.status.conditions, RESTORED)
-    if found is not None and (found.status == "True", found.reason) == row[1:3]:
+    if found is not None and (found.status, found.reason) == (truth, reason):
         return NOTHING
-    rows = conditions.with_conditions(pod.status.conditions, pod, now, row)
+    rows = conditions.with_truth(pod.status.conditions, pod, now, RESTORED, truth, reason, message)
     return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))
 
 
 def _unrestored(pod: Pod, failure: Failure, now: float) -> Plan:
     """Say at the pod that it has no restore, for an annotation that is no name or for a quota."""
-    row = (RESTORED, False, failure.reason, failure.message)
-    rows = conditions.with_conditions(pod.status.conditions, pod, now, row)
-    return status_plan(pod, replace(pod, status=replace(pod.status, conditions=rows)))
+    return _with_restored(pod, "False", failure.reason, failure.message, now)
 
 
 def label_node(node: Node, _now: float) -> Plan:

@@ -78,7 +78,7 @@ def happenings(old: AnyObject, new: AnyObject) -> Iterator[Happening]:
 
 def _type(row: Condition) -> Literal["Normal", "Warning"]:
     is_well = row.status == "True" and row.type in ("Ready", RESTORED)
-    is_wait = row.type == "Ready" or row.reason in ("WaitingForSnapshot", "Restoring", "Retrying")
+    is_wait = row.type == "Ready" or row.status == "Unknown"
     waits = is_wait and row.reason not in _WAITS_FOR_PEOPLE
     return "Normal" if is_well or waits else "Warning"
 
