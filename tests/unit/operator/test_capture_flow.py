@@ -240,6 +240,8 @@ async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> 
     await capturing(world, "prepare")
     await world.fail(world.open("dump")[0], "NoSpace", retryable=True)
     await world.answer_all()
+    await world.advance(60.0)
+    await world.answer_all()
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 1)
 
