@@ -89,7 +89,8 @@ async def test_the_gpus_of_a_worker_without_a_memory_server_are_those_of_its_kub
     assert json.loads(root.read_text())["facts"]["devices"] == 1
     memory.apply(agents.placeholder("without", "llm", "node-2"))
     rows = await polled(
-        lambda: rig.rows("pods", "without"), lambda rows: rows.get(RESTORED, {}).get("message")
+        lambda: rig.rows("pods", "without"),
+        lambda rows: rows.get(RESTORED, {}).get("status") == "False",
     )
     assert "the source had 1 GPUs, the pod has 0" in rows[RESTORED]["message"]
 

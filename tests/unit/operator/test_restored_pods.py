@@ -107,6 +107,8 @@ def test_a_long_wait_is_said_at_the_pod_and_what_follows_it() -> None:
         (row,) = written(reconcile(PodView(found, pending("Restoring")), 0.0)).status.conditions
         assert (row.status, row.reason) == ("Unknown", "Restoring")
     assert reconcile(PodView(pod(), pending("WaitingForPod")), 0.0) == NOTHING
+    named = with_status(pending("WaitingForSnapshot"), content_name="c")
+    assert reconcile(PodView(pod(), named), 0.0) == NOTHING
     assert reconcile(PodView(pod(), restore(Restore.PENDING)), 0.0) == NOTHING
 
 

@@ -84,12 +84,18 @@ def reconcile(view: PodView, now: float) -> Plan:
             ready = condition(restore.status.conditions, "Ready")
             said = condition(pod.status.conditions, RESTORED)
             # A short wait is not worth a write, unless the pod still names a long one.
-            is_new = said is None and ready is not None and ready.reason in LONG_WAITS
+            is_new = said is None and ready is not None and _is_long(ready.reason, restore)
             is_open = said is not None and (said.status == "Unknown" or said.reason == REFUSED)
             if ready is None or not (is_new or is_open):
                 return NOTHING
             # False is the end of a restore.
             return _with_restored(pod, "Unknown", ready.reason, ready.message, now)
+
+
+def _is_long(reason: str, restore: SnapshotRestore) -> bool:
+    """Return whether a restore may wait long: a source that it has named registers it at once."""
+    is_named = reason == "WaitingForSnapshot" and restore.status.content_name
+    return reason in LONG_WAITS and not is_named
 
 
 def _with_restored(pod: Pod, truth: Truth, reason: str, message: str, now: float) -> Plan:
