@@ -158,7 +158,8 @@ async def test_an_artifact_whose_deletion_was_lost_is_known_as_damaged_once_it_i
 
         async def refused() -> Any:
             with contextlib.suppress(StoreBusy):
-                return (await rig.rows("pods", "later")).get(RESTORED, {})
+                row = (await rig.rows("pods", "later")).get(RESTORED, {})
+                return row if row.get("status") == "False" else {}
             return {}
 
         found = await polled(refused)
