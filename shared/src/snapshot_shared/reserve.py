@@ -1,8 +1,8 @@
-"""Room on a disk that is kept for what frees room.
+"""Room on a disk that is kept for deletions.
 
-To delete an artifact is written down before it is done, so on a full disk nothing could be deleted
-to make room. A file of a few MiB lies beside what is written, and is given up when such a write
-finds no room.
+A deletion is written to the store before its artifact is removed, so a full disk would refuse the
+deletion that makes room. A file of 8 MiB takes room beside the store. It is removed if the write
+of a deletion finds none.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_several_objects_are_deleted_or_none(running: Cli) -> None:
         running.apply(pod(name))
     refused = running.refused(3, "Pod frist does not exist", "delete", "pod/second", "pod/frist")
     assert refused.err.endswith("next: did you mean pod/first?\n")
-    running.refused(3, "nothing is called secnod", "explain", "secnod")
+    running.refused(3, "no object is called secnod", "explain", "secnod")
     assert {"first", "second"} <= {
         each["metadata"]["name"] for each in running.value("get", "pods")
     }

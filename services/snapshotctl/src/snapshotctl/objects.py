@@ -89,7 +89,7 @@ def _none_of(targets: Sequence[Target], like: Sequence[Target]) -> NotFound:
             next_step=meant or f"list what there is: snapshotctl get {found.kind.plural}",
         )
     if meant:
-        return NotFound(f"nothing is called {targets[0].name}", next_step=meant)
+        return NotFound(f"no object is called {targets[0].name}", next_step=meant)
     close = kinds_like(targets[0].name or "")
     return NotFound(
         f"there is no {', no '.join(map(str, targets))}",

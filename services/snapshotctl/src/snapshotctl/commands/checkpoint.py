@@ -50,8 +50,8 @@ async def checkpoint(  # noqa: PLR0913, PLR0917 - its options, each of which a p
     """Capture a running pod, or the pod of a manifest.
 
     A running pod goes on; that of a manifest is started and ended. The first makes a Snapshot, the
-    second a DynamoCheckpoint. Its phases are shown to the end. A capture of that name that is under
-    way is followed; one that is over is refused without --replace.
+    second a DynamoCheckpoint. Its phases are shown to the end. If a capture of
+    that name is under way, it is followed. If it is over, --replace is needed.
     """
     if bool(pod) == (manifest is not None):
         raise WrongArguments(

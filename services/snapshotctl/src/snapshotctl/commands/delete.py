@@ -22,7 +22,7 @@ app = new_app()
 async def delete(tools: Tools, words: KindAndNames, namespace: Namespace = "default") -> None:
     """Delete objects and what belongs to them.
 
-    Nothing is deleted if a name is that of no object, or of several.
+    If no object has one of the names, or several have it, all objects stay.
     """
     wanted = targets.several(words, namespace)
     async with tools.operator() as operator:

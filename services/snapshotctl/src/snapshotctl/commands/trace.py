@@ -43,8 +43,7 @@ async def trace(tools: Tools, name: Traced, namespace: Namespace = "default") ->
 
     NAME may also be the id of a trace, or a traceparent as `get -o wide` shows it.
 
-    A pause that is longer than all the work together is left
-    out of the bars.
+    A pause that is longer than all the work together is left out of the bars.
     """
     async with tools.operator() as operator:
         trace_id = _trace_id_in(name) or await _find(operator, name, namespace)
