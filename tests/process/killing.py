@@ -16,7 +16,7 @@ from snapshot_shared.orders import DumpOrder, Order, Report
 from tests.process.node import Container, Node, Pause, children_of, command_of
 from tests.support.agent_rig import PATIENCE_S, fresh_uid, is_gone, zombies_of
 from tests.support.turns import TURN
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 REPEAT = int(os.environ.get("FAULTS_REPEAT", "1"))
 """How often each case runs."""
@@ -96,8 +96,14 @@ class Halted:
 
     @property
     def child(self) -> procfs.Stat:
-        """The child of the helper that carries out the request."""
-        [found] = self.node.children()
+        """The child of the helper that carries out the request.
+
+        A child that says what the node has ends by itself.
+        """
+        [found] = wait_until(
+            lambda: children if len(children := self.node.children()) == 1 else [],
+            "the end of the other requests",
+        )
         return found
 
     @property

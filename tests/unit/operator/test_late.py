@@ -57,6 +57,29 @@ async def test_a_report_for_an_order_that_is_not_seen_yet_waits_for_it() -> None
     assert seen.metadata.resource_version == (await first.content()).metadata.resource_version
 
 
+async def test_a_report_for_an_order_not_seen_yet_is_stored_though_another_object_is_written() -> (
+    None
+):
+    """The pod lacks its restore in this view, and its plan creates that and writes no status."""
+    first = await world_of(2)
+    second = first.another("SnapshotRestore")
+    await second.sync()
+    second.store.hidden.add("Pod")
+    await first.apply(restore_document(source="to-come"))
+    pod = await first.get("Pod", "restored")
+    assert isinstance(await second.cluster.find(pod.metadata.uid), Pod)
+    await first.apply(checkpoint_document(name="to-come"))
+    for verbs in ("run",), ("prepare",), ("dump", "save"), ("release", "seal"):
+        await first.answer(*verbs)
+    (run,) = orders_of(await first.get("Pod", "restored"))
+    stored: list[Report] = []
+    report = builders.report(run, "failed")
+    second.manager.take(key_of(pod), Input(report, lambda: stored.append(report)))
+    await second.manager.drain()
+    assert stored == [report]
+    assert orders_of(await first.get("Pod", "restored"))[0].state == "failed"
+
+
 async def test_the_sweep_leaves_an_order_alone_whose_owner_is_not_seen_yet() -> None:
     first, second = await two_operators()
     second.store.hidden.update({"SnapshotContent", "Snapshot", "DynamoCheckpoint", "Pod"})

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import fold
 from snapshot_operator.core.controllers import Controller
-from snapshot_operator.core.plan import Plan, rebased
+from snapshot_operator.core.plan import Plan, SetStatus, rebased
 from snapshot_operator.runtime.cluster import (
     FULL,
     Cluster,
@@ -294,14 +294,15 @@ class Manager:
         """Raise Conflict when a report changes nothing only because what is seen is late.
 
         That is a report for another incarnation, or for an order that another operator has given.
-        A write of the status needs no such check: it succeeds on the newest version alone.
+        A write of its status needs no such check: that succeeds on the newest version alone.
         """
         uid = value.metadata.uid if value is not None else ""
         others = {owner_uid(item.report) for item in inputs} - {uid}
         for owner, found in (await self._cluster.find_all(others)).items():
             if found is not None:
                 raise Conflict(f"the object with uid {owner} was not seen yet")
-        if value is not None and inputs and not plan.writes:
+        shows = any(isinstance(write, SetStatus) and write.old is value for write in plan.writes)
+        if value is not None and inputs and not shows:
             await self._cluster.refresh(value)
             if self._cluster.at(key_of(value)) is not value:
                 raise Conflict(f"{value.metadata.name} has changed")
