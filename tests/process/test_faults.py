@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -115,6 +116,27 @@ async def test_a_worker_goes_on_whose_agent_and_helper_are_replaced_while_it_is_
 
 
 RESTORE_FAILURES = {"begun": "CriuFailed", "restoring": "CriuFailed", "resumed": "restored"}
+CUT_S = 1.0
+"""Within this time services that cut a restore have done so."""
+
+
+@pytest.mark.parametrize("step", thinned(["unpacking", *RESTORE_FAILURES]))
+async def test_a_restore_is_finished_whose_agent_and_helper_are_replaced_meanwhile(
+    node: Node, step: str
+) -> None:
+    halted = await restore_in(node, step)
+    services = (node.helper, node.running_agent)
+    for each in services:
+        each.terminate()
+    await asyncio.sleep(CUT_S)
+    halted.go_on()
+    for each in services:
+        await each.wait()
+    await node.start_helper()
+    await node.process()
+    assert (await halted.answered()).kind == "restored"
+    await halted.container.becomes("goes on")
+    await halted.rests()
 
 
 @pytest.mark.parametrize("step", thinned(list(RESTORE_FAILURES)))

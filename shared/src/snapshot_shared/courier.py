@@ -87,6 +87,15 @@ class OrderContext:
             return 0.0
         return accepted.monotonic + accepted.deadline_s - clocks.monotonic()
 
+    @property
+    def is_handed_on(self) -> bool:
+        """Whether the service stops and the one that follows carries out this order."""
+        return self._book.is_handed_on(self.entry)
+
+    def uncut(self) -> asyncio.Event:
+        """Have a service that stops wait for this order, or until the event is set."""
+        return self._book.uncut(self.entry)
+
     async def report(self, kind: str, **fields: Any) -> None:
         """Journal a report and have it published."""
         await self._book.report(self.entry, kind, **fields)

@@ -47,6 +47,9 @@ FULL_S = 0.5
 Result = Mapping[str, Any]
 """Fields of the terminal report besides the ones that every report has."""
 
+HANDED_ON = frozenset({"restore"})
+"""Verbs whose orders a service that stops leaves open, and the service that follows carries out."""
+
 LIFE_SIGNS = frozenset({"ready", "exited"})
 """Kinds of reports about a worker that runs on after its order has ended."""
 
@@ -126,6 +129,7 @@ class OrderBook:
         self.outbox = Outbox()
         self._is_draining = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._uncut: dict[str, asyncio.Event] = {}
         self._unwritten: dict[tuple[str, int], list[Report]] = {}
         self._metrics = metrics
         for report in journal.ledger.pending_reports():
@@ -203,6 +207,7 @@ class OrderBook:
     def _forget(self, entry: Entry, task: asyncio.Task[None]) -> None:
         if self._tasks.get(entry.order) is task:
             del self._tasks[entry.order]
+            self._uncut.pop(entry.order, None)
         if not task.cancelled() and (error := task.exception()):
             with working_on(entry.order, entry.attempt):
                 log.error("order %s ended without a report: %r", entry.order, error, exc_info=error)
@@ -223,6 +228,8 @@ class OrderBook:
                 result = await work(entry)
             except asyncio.CancelledError:
                 error = Aborted("the order was aborted here")
+                if self.is_handed_on(entry):
+                    raise
                 if self._is_draining:
                     error = ServiceStopped(f"{self.service} was stopped; the order was undone")
                 await asyncio.shield(self.fail(entry, error))
@@ -244,14 +251,44 @@ class OrderBook:
         await _cancelled(task, within_s=within_s)
         return True
 
-    async def drain(self, within_s: float | None = None) -> None:
+    async def drain(self, within_s: float | None = None, *, finish_s: float = 0.0) -> None:
         """Cancel what runs and wait until its compensation is over and journalled.
 
-        For `within_s` seconds at most, if given. The service ends after it.
+        For `within_s` seconds at most, if given. An order that must not be cut has `finish_s`
+        seconds before that. The service ends after it.
         """
         self._is_draining = True
-        await _cancelled(*self._tasks.values(), within_s=within_s)
+        await asyncio.gather(
+            *(
+                self._ended(task, self._uncut.get(order), within_s, finish_s)
+                for order, task in list(self._tasks.items())
+            )
+        )
         await self.journal.settled()
+
+    async def _ended(
+        self,
+        task: asyncio.Task[None],
+        may_be_cut: asyncio.Event | None,
+        within_s: float | None,
+        finish_s: float,
+    ) -> None:
+        if may_be_cut is not None:
+            cut = asyncio.ensure_future(may_be_cut.wait())
+            await asyncio.wait((task, cut), timeout=finish_s, return_when=asyncio.FIRST_COMPLETED)
+            cut.cancel()
+        await _cancelled(task, within_s=within_s)
+
+    def uncut(self, entry: Entry) -> asyncio.Event:
+        """Have `drain` wait until an order ends or the event is set."""
+        may_be_cut = self._uncut[entry.order] = asyncio.Event()
+        return may_be_cut
+
+    def is_handed_on(self, entry: Entry) -> bool:
+        """Whether an order is being cancelled that the service that follows carries out."""
+        task = self._tasks.get(entry.order)
+        is_cancelled = task is not None and task.cancelling() > 0
+        return self._is_draining and is_cancelled and verb_of(OrderId(entry.order)) in HANDED_ON
 
     # Tombstones.
 

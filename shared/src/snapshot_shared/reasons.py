@@ -865,8 +865,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "ServiceStopped": Reason(
             "The agent or GMS was stopped within an order, which was undone.",
             "It was restarted or updated during the order.",
-            "A capture is tried again by itself, and a restore if no worker was touched; else "
-            "start the pod again.",
+            "A capture and a restore are tried again by themselves; start the pod again if it has "
+            "ended.",
         ),
         "PresenceMissing": Reason(
             "The agent of this node was silent for more than 30 s.",

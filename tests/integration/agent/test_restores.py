@@ -1,5 +1,8 @@
 """Restores into a worker that waits: filled, signalled, answered; and what is refused."""
 
+import os
+import signal
+
 import pytest
 
 from snapshot_agent.domain import control
@@ -111,14 +114,20 @@ async def test_an_abort_tells_a_waiting_worker_why_and_keeps_a_restore_from_begi
     await node.refused(node.restore_order(pod, artifact), "Superseded", kind="rejected")
 
 
-async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(rig: Rig) -> None:
+@pytest.mark.parametrize("with_", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_restore_that_a_restart_cut_off_goes_on_where_it_was(
+    rig: Rig, with_: signal.Signals
+) -> None:
     process = await rig.process()
     pod, artifact = await rig.restorable(waits="--never-restored")
     order = rig.restore_order(pod, artifact)
     await rig.send(order)
     await until((pod.control / control.RESTORE_COMPLETE).exists, "the signal")
     state = (pod.control / "state" / "weights.bin").stat()
-    await rig.restarted(process)
+    os.kill(process.pid, with_)
+    await process.wait()
+    assert not (pod.control / control.RESTORE_FAILED).exists()
+    await rig.process()
     (pod.control / ".restored").write_text('{"attempt": 1}')
     (pod.control / ".restored").rename(pod.control / control.RESTORED)
     assert (await rig.answer(order)).kind == "restored"

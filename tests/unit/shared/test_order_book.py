@@ -119,6 +119,46 @@ async def test_an_order_that_the_end_of_its_service_interrupts_may_be_given_agai
     assert (failure.reason, failure.retryable) == ("ServiceStopped", True)
 
 
+async def test_an_order_that_must_not_be_cut_ends_before_its_service(book: OrderBook) -> None:
+    begun, done = asyncio.Event(), asyncio.Event()
+
+    async def work(entry: Entry) -> Result:
+        book.uncut(entry)
+        begun.set()
+        await done.wait()
+        return {"bytes": 7}
+
+    await book.accept(order())
+    book.start(order(), work)
+    await begun.wait()
+    draining = asyncio.create_task(book.drain(finish_s=60.0))
+    await asyncio.sleep(0.01)
+    done.set()
+    await draining
+    assert kinds(book) == [("accepted", 1), ("deleted", 2)]
+
+
+@pytest.mark.parametrize("finish_s", [0.0, 60.0])
+async def test_an_order_is_cut_when_it_may_be_or_its_time_is_over(
+    book: OrderBook, finish_s: float
+) -> None:
+    begun = asyncio.Event()
+
+    async def endless(entry: Entry) -> Result:
+        may_be_cut = book.uncut(entry)
+        begun.set()
+        if finish_s:
+            may_be_cut.set()
+        await asyncio.Event().wait()
+        return {}
+
+    await book.accept(order())
+    book.start(order(), endless)
+    await begun.wait()
+    await book.drain(finish_s=finish_s)
+    assert kinds(book) == [("accepted", 1), ("failed", 2)]
+
+
 async def test_a_third_attempt_begins_when_the_first_has_ended_although_the_second_is_given_up(
     book: OrderBook,
 ) -> None:

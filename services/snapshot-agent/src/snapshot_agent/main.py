@@ -64,8 +64,12 @@ FLUSH_S = 2.0
 """How long the last spans may delay the end, in seconds."""
 
 DRAIN_S = 5.0
-"""How long orders may delay the end, in seconds. With all else it is less than the 10 s that
-container engines wait after SIGTERM; guards let go the workers of orders that take longer."""
+"""How long orders that are undone may delay the end, in seconds. With all else it is less than the
+10 s that container engines wait after SIGTERM; guards let go workers whose orders take longer."""
+
+FINISH_S = 20.0
+"""How long restores by CRIU may delay the end before they are undone, in seconds. With DRAIN_S that
+is less than the `terminationGracePeriodSeconds` of the chart, 30 s."""
 
 
 class AgentSettings(NodeSettings, frozen=True, kw_only=True):
@@ -309,8 +313,8 @@ class _Node:
         return encode_json(answer)
 
     async def close(self) -> None:
-        """Compensate orders under way and close everything; containers run on."""
-        await self.book.drain(DRAIN_S)
+        """Finish, hand on or undo the orders under way, and close everything; containers run on."""
+        await self.book.drain(DRAIN_S, finish_s=FINISH_S)
         await self.agent.close()
         await self.control.close()
         self.launcher.close()

@@ -34,7 +34,13 @@ from snapshot_shared.errors import (
     InvalidMessage,
 )
 from snapshot_shared.ids import OrderId, order_id, owner_of
-from snapshot_shared.orders import AbortOrder, DeviceRef, PlaceOrder, RestoreOrder
+from snapshot_shared.orders import (
+    PLACEHOLDER_DRIVERS,
+    AbortOrder,
+    DeviceRef,
+    PlaceOrder,
+    RestoreOrder,
+)
 from snapshot_shared.runner import UNDO_S, Step
 
 PROCESS = "process"
@@ -143,6 +149,9 @@ class _RestoreSteps:
         self._part: PartManifest | None = None
         self._cipher: PartCipher | None = None
         self._worker: Worker | None = None
+        # A placeholder whose restore is cut ends, and its pod with it.
+        is_placed = order.driver in PLACEHOLDER_DRIVERS
+        self._may_be_cut = ctx.uncut() if is_placed else asyncio.Event()
 
     def placing(self) -> list[Step]:
         # What fails is not said to the worker, which may be placed by the next attempt.
@@ -156,6 +165,7 @@ class _RestoreSteps:
             await compensated(self._bring_back(), self._fail)
 
         async def serves() -> None:
+            self._may_be_cut.set()
             await self._await(ready_s)
 
         return [
@@ -284,5 +294,8 @@ class _RestoreSteps:
             ) from None
 
     async def _fail(self) -> None:
+        if self._ctx.is_handed_on:
+            # The worker waits, and the agent that follows brings its process back.
+            return
         why = Aborted("the restore failed").to_failure()
         await _say_failed(self._machine, self.worker, self._order.attempt, why)

@@ -233,6 +233,8 @@ class Helper:
                     raise InvalidMessage(
                         "a restore has one descriptor, of the socket of its verdict"
                     )
+                # A restore that is cut costs the placeholder, and its agent waits for its end.
+                caller.heed_no_stop()
                 pid, start = restore(request, fds[0], self._node, caller)
                 return Done(pid=pid, start=start)
             case Settle():

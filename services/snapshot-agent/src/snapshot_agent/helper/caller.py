@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+from collections.abc import Sequence
 
 from snapshot_agent.domain.helping import MAX_MESSAGE_BYTES, Begun, Progress, Reply, Request
 from snapshot_shared.codec import decode_json, encode_json
@@ -21,6 +22,7 @@ class Caller:
         self.is_stopped = False
         # A poll under way is not ended by a handler in Python; the byte in this pair does that.
         self._alarm, alarm = socket.socketpair()
+        self._ends: Sequence[socket.socket] = (sock, self._alarm)
         alarm.setblocking(False)  # noqa: FBT003 - its only form
         self._kept = alarm
         signal.set_wakeup_fd(alarm.fileno(), warn_on_full_buffer=False)
@@ -29,10 +31,15 @@ class Caller:
     def _stop(self, *_: object) -> None:
         self.is_stopped = True
 
+    def heed_no_stop(self) -> None:
+        """Go on after SIGTERM; the agent may still end the work."""
+        # SIG_IGN would be inherited by CRIU.
+        self._ends = self._ends[:1]
+
     @property
-    def sources(self) -> tuple[int, int]:
+    def sources(self) -> Sequence[int]:
         """The descriptors that are readable when the work has to end."""
-        return self._sock.fileno(), self._alarm.fileno()
+        return [end.fileno() for end in self._ends]
 
     def receive(self) -> tuple[Request, list[int]]:
         """Return the request and the descriptors that came with it. InvalidMessage."""
