@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +200,37 @@ async def test_a_worker_whose_own_profile_allows_io_uring_is_refused_by_its_name
     assert f"localhostProfile: {SECCOMP_PROFILE}" in failed["message"]
 
 
-DUMPS = "[c]riu.bin dump"
-"""A pattern of the command line of CRIU while it dumps."""
+async def stopped(cluster: Cluster, verb: str) -> Callable[[], Awaitable[str]]:
+    """Stop CRIU while it works on node-1; return what lets it go on."""
+    node = cluster.machine("node-1")
+
+    async def signalled(name: str) -> str:
+        return await asyncio.to_thread(node.run, "pkill", f"-{name}", "-f", f"[c]riu.bin {verb}")
+
+    async def is_stopped() -> bool:
+        with contextlib.suppress(ComponentError):
+            await signalled("STOP")
+            return True
+        return False
+
+    await polled(is_stopped)
+    return lambda: signalled("CONT")
+
+
+async def replaced(nodes: Kubectl, go_on: Callable[[], Awaitable[str]]) -> None:
+    """Replace the services of the nodes; CRIU goes on when those of node-1 are being stopped."""
+    await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
+    await polled(
+        lambda: asyncio.to_thread(nodes.list, "pods", "--selector=app=snapback-node"),
+        lambda pods: any(
+            pod["spec"]["nodeName"] == "node-1" and "deletionTimestamp" in pod["metadata"]
+            for pod in pods
+        ),
+    )
+    await go_on()
+    await asyncio.to_thread(
+        nodes.run, "rollout", "status", "daemonset/snapback-node", "--timeout=90s"
+    )
 
 
 async def dumping(cluster: Cluster) -> None:
@@ -219,26 +250,7 @@ async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leav
     await rig.apply("llm", {"spec": source("--heap-mib", "256")["spec"]}, driver="criu")
     await dumping(own_cluster)
     node = own_cluster.machine("node-1")
-
-    async def is_stopped() -> bool:
-        with contextlib.suppress(ComponentError):
-            await asyncio.to_thread(node.run, "pkill", "-STOP", "-f", DUMPS)
-            return True
-        return False
-
-    await polled(is_stopped)
-    await asyncio.to_thread(nodes.run, "rollout", "restart", "daemonset/snapback-node")
-    await polled(
-        lambda: asyncio.to_thread(nodes.list, "pods", "--selector=app=snapback-node"),
-        lambda pods: any(
-            pod["spec"]["nodeName"] == "node-1" and "deletionTimestamp" in pod["metadata"]
-            for pod in pods
-        ),
-    )
-    await asyncio.to_thread(node.run, "pkill", "-CONT", "-f", DUMPS)
-    await asyncio.to_thread(
-        nodes.run, "rollout", "status", "daemonset/snapback-node", "--timeout=90s"
-    )
+    await replaced(nodes, await stopped(own_cluster, "dump"))
     # Another attempt is made once the agent is there again, for the first was undone.
     await rig.condition("dynamocheckpoints", "llm", "Ready", "True")
     (content,) = await asyncio.to_thread(nodes.list, "snapshotcontents")
@@ -256,3 +268,34 @@ async def test_agents_that_are_replaced_while_criu_dumps_lose_no_worker_and_leav
     tables = node.run("nsenter", network, str(CRIU.with_name("nft")), "list", "tables")
     assert "CRIU" not in tables
     assert "/criu-" not in node.run("cat", "/proc/self/mountinfo")
+
+
+@pytest.mark.turns
+async def test_agents_that_are_replaced_while_criu_restores_end_no_restore(
+    rig: Rig, nodes: Kubectl, own_cluster: Cluster
+) -> None:
+    await captured(rig, nodes, "--heap-mib", "256")
+    nodes.apply(placeholder("again", "node-1"))
+    await replaced(nodes, await stopped(own_cluster, "restore"))
+    await rig.restored("again")
+    await did(nodes, "again", "restored 1")
+    (restore,) = await asyncio.to_thread(nodes.list, "snapshotrestores")
+    assert restore["status"]["attempt"] == 1
+
+
+COPIES = 8
+ROUNDS = int(os.environ.get("ROUNDS", "1"))
+"""How often all copies are restored at once."""
+
+
+@pytest.mark.turns
+async def test_copies_that_are_restored_at_once_go_on_all(rig: Rig, nodes: Kubectl) -> None:
+    await captured(rig, nodes)
+    for number in range(ROUNDS):
+        names = [f"copy-{number}-{copy}" for copy in range(COPIES)]
+        for copy, name in enumerate(names):
+            nodes.apply(placeholder(name, f"node-{copy % 2 + 1}"))
+        await asyncio.gather(*map(rig.restored, names))
+        for name in names:
+            await did(nodes, name, "restored 1")
+        await asyncio.to_thread(nodes.run, "delete", "pod", *names, "--grace-period=1")
