@@ -188,14 +188,16 @@ def test_no_field_of_a_pod_template_can_be_changed_and_metadata_can(
     namespace.apply(checkpoint("llm"))
 
 
-def test_without_an_operator_a_pod_starts_cold_and_nothing_is_restored_into_it(
+def test_without_an_operator_a_pod_is_refused_unless_it_says_that_it_can_start_cold(
     operator: Operator, namespace: Kubectl
 ) -> None:
     operator.end(signal.SIGKILL)
-    namespace.apply(pod("restored", restore_from="llm"))
+    namespace.apply(pod("restored", restore_from="llm", restore_policy="Immediate"))
     assert STANDBY not in env_of(namespace.get("pod", "restored"))
-    given = json.dumps(checkpoint("llm"))
-    assert namespace.try_("apply", "--filename", "-", given=given).returncode == 1
+    namespace.apply(pod("other"))
+    for document in (pod("again", restore_from="llm"), checkpoint("llm")):
+        refused = namespace.try_("apply", "--filename", "-", given=json.dumps(document))
+        assert "failed calling webhook" in refused.stderr
     operator.start()
     namespace.apply(pod("again", restore_from="llm"))
     assert STANDBY in env_of(namespace.get("pod", "again"))

@@ -340,8 +340,8 @@ def test_the_webhooks_are_reached_by_a_service_or_a_url_with_the_names_of_the_ce
 
 @pytest.mark.parametrize("url", ["", "https://198.51.100.7:9443"])
 def test_operators_write_their_path_and_authorities_and_nothing_else(url: str) -> None:
-    for document in configurations(Endpoint("snapback-system", url=url)):
-        [webhook] = document["webhooks"]
+    documents = configurations(Endpoint("snapback-system", url=url))
+    for webhook in [each for document in documents for each in document["webhooks"]]:
         found = introduced(webhook, "5ec", "Y2E=")
         config = found.pop("clientConfig")
         path = config["url"].removeprefix(url) if url else config["service"]["path"]
@@ -357,16 +357,17 @@ def test_operators_write_their_path_and_authorities_and_nothing_else(url: str) -
     assert introduced(other, "5ec", "Y2E=") == other
 
 
-def test_an_outage_is_a_cold_start_for_pods_and_a_refusal_for_our_own_kinds() -> None:
+def test_an_outage_is_a_cold_start_for_pods_that_can_and_a_refusal_for_all_else() -> None:
     annotations = {"cert-manager.io/inject-ca-from": "snapback-system/webhook"}
     pods, objects = configurations(
         Endpoint("snapback-system"), annotations=annotations, excluded=["other"]
     )
-    (mutating,), (validating,) = pods["webhooks"], objects["webhooks"]
-    assert (mutating["failurePolicy"], validating["failurePolicy"]) == ("Ignore", "Fail")
+    found = [*pods["webhooks"], *objects["webhooks"]]
+    assert [each["failurePolicy"] for each in found] == ["Fail", "Ignore", "Fail"]
     assert pods["metadata"]["annotations"] == annotations
-    ((excluded,),) = mutating["namespaceSelector"].values()
-    assert {"kube-system", "snapback-system", "other"} <= {*excluded["values"]}
+    for each in pods["webhooks"]:
+        ((excluded,),) = each["namespaceSelector"].values()
+        assert {"kube-system", "snapback-system", "other"} <= {*excluded["values"]}
 
 
 def test_the_operator_may_use_its_own_secret_and_configurations_alone() -> None:

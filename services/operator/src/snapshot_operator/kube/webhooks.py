@@ -1,7 +1,10 @@
 """The configurations of the operator's webhooks: where they are, and what they are asked about.
 
-A pod that asks for a restore starts cold where no webhook answers. Our own kinds are refused then,
-rather than stored without a check that comes too late: a spec never changes.
+If no operator answers, a pod that asks for a restore is refused. Without what admission adds to it,
+its worker would end again and again, and its controller would take that for a cold start. A
+controller creates a refused pod again, ever more rarely. A pod with the policy Immediate says that
+it can start cold, so it is stored as it is. Our own kinds are refused, rather than stored without a
+check that comes too late: a spec never changes.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ from urllib.parse import urlsplit
 
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP, RESTORE_FROM
+from snapshot_shared.objects.snapback import GROUP, IMMEDIATE, RESTORE_FROM, RESTORE_POLICY
 
 Document = dict[str, Any]
 
-PODS, OBJECTS = "pods.snapback.nvidia.com", "objects.snapback.nvidia.com"
+PODS = "pods.snapback.nvidia.com"
+IMMEDIATE_PODS = "immediate-pods.snapback.nvidia.com"
+OBJECTS = "objects.snapback.nvidia.com"
 """The names of the webhooks, as a refusal shows them."""
-PATHS = {PODS: "/restored-pods", OBJECTS: "/objects"}
+PATHS = {PODS: "/restored-pods", IMMEDIATE_PODS: "/restored-pods", OBJECTS: "/objects"}
 """The end of the path of each webhook; a secret of the operators comes first."""
 
 MUTATING, VALIDATING = "mutatingwebhookconfigurations", "validatingwebhookconfigurations"
@@ -66,7 +71,7 @@ def configurations(
     annotations: dict[str, str] | None = None,
     excluded: Sequence[str] = (),
 ) -> list[Document]:
-    """Return the configurations of both webhooks, as `kubectl apply` takes them.
+    """Return the configurations of the webhooks, as `kubectl apply` takes them.
 
     `annotations` are for what injects the authorities, such as cert-manager. `excluded` are
     namespaces without restored pods, beside those of the system and the operator's own.
@@ -83,7 +88,10 @@ def configurations(
             "apiVersion": version,
             "kind": "MutatingWebhookConfiguration",
             "metadata": metadata,
-            "webhooks": [_pods_webhook(endpoint, spaces)],
+            "webhooks": [
+                _pods_webhook(endpoint, spaces, PODS),
+                _pods_webhook(endpoint, spaces, IMMEDIATE_PODS),
+            ],
         },
         {
             "apiVersion": version,
@@ -111,15 +119,27 @@ def introduced(webhook: Document, secret: str, bundle: str = "") -> Document:
     return {**webhook, "clientConfig": {**config, **({"caBundle": bundle} if bundle else {})}}
 
 
-def _pods_webhook(endpoint: Endpoint, spaces: Sequence[str]) -> Document:
-    asks = f"has(object.metadata.annotations) && '{RESTORE_FROM}' in object.metadata.annotations"
+_ANNOTATIONS = "object.metadata.annotations"
+_ASKS = f"has({_ANNOTATIONS}) && '{RESTORE_FROM}' in {_ANNOTATIONS}"
+_IS_IMMEDIATE = (
+    f"has({_ANNOTATIONS}) && '{RESTORE_POLICY}' in {_ANNOTATIONS}"
+    f" && {_ANNOTATIONS}['{RESTORE_POLICY}'] == '{IMMEDIATE}'"
+)
+
+
+def _pods_webhook(endpoint: Endpoint, spaces: Sequence[str], name: str) -> Document:
+    is_immediate = name == IMMEDIATE_PODS
+    policy = _IS_IMMEDIATE if is_immediate else f"!({_IS_IMMEDIATE})"
     names = {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [*spaces]}
     return {
-        "name": PODS,
-        **_common(endpoint.client_config, "Ignore"),
+        "name": name,
+        **_common(endpoint.client_config, "Ignore" if is_immediate else "Fail"),
         "rules": [_rule("", "v1", ["pods"], ["CREATE"])],
         "namespaceSelector": {"matchExpressions": [names]},
-        "matchConditions": [{"name": "asks-for-a-restore", "expression": asks}],
+        "matchConditions": [
+            {"name": "asks-for-a-restore", "expression": _ASKS},
+            {"name": "is-of-this-policy", "expression": policy},
+        ],
         # A webhook that comes later may change the containers.
         "reinvocationPolicy": "IfNeeded",
     }
