@@ -369,9 +369,9 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "NotInStandby": Reason(
             "Nothing is restored into the pod, for its worker was started to begin by itself.",
-            "The operator's webhook did not answer when the pod was created, or the pod has "
-            "`nvidia.com/restore-policy: Immediate` and its source was not captured yet; so the "
-            "container has no `SNAPSHOT_RESTORE_STANDBY=1`. Or "
+            "The pod has `nvidia.com/restore-policy: Immediate`, and when it was created its "
+            "source was not captured yet or no operator answered; so the container has no "
+            "`SNAPSHOT_RESTORE_STANDBY=1`. Or the cluster has no webhooks. Or "
             "`nvidia.com/restore-container` names none of its containers. Or its source was "
             "captured with the driver `criu` or `criu+cuda`, which brings the process itself, and "
             "was not there when the pod was created.",

@@ -341,7 +341,7 @@ def test_the_webhooks_are_reached_by_a_service_or_a_url_with_the_names_of_the_ce
 @pytest.mark.parametrize("url", ["", "https://198.51.100.7:9443"])
 def test_operators_write_their_path_and_authorities_and_nothing_else(url: str) -> None:
     documents = configurations(Endpoint("snapback-system", url=url))
-    for webhook in [each for document in documents for each in document["webhooks"]]:
+    for webhook in [one for document in documents for one in document["webhooks"]]:
         found = introduced(webhook, "5ec", "Y2E=")
         config = found.pop("clientConfig")
         path = config["url"].removeprefix(url) if url else config["service"]["path"]
@@ -363,10 +363,10 @@ def test_an_outage_is_a_cold_start_for_pods_that_can_and_a_refusal_for_all_else(
         Endpoint("snapback-system"), annotations=annotations, excluded=["other"]
     )
     found = [*pods["webhooks"], *objects["webhooks"]]
-    assert [each["failurePolicy"] for each in found] == ["Fail", "Ignore", "Fail"]
+    assert [one["failurePolicy"] for one in found] == ["Fail", "Ignore", "Fail"]
     assert pods["metadata"]["annotations"] == annotations
-    for each in pods["webhooks"]:
-        ((excluded,),) = each["namespaceSelector"].values()
+    for one in pods["webhooks"]:
+        ((excluded,),) = one["namespaceSelector"].values()
         assert {"kube-system", "snapback-system", "other"} <= {*excluded["values"]}
 
 
