@@ -163,6 +163,22 @@ def test_a_container_for_a_process_of_criu_waits_and_ends_at_once_when_its_pod_i
     namespace.run("patch", "pod", "restored", "--patch", '{"metadata": {"finalizers": null}}')
 
 
+def test_a_pod_that_is_to_be_capturable_has_a_control_directory_and_does_not_wait(
+    operator: Operator, namespace: Kubectl
+) -> None:
+    namespace.apply(pod("serving", capturable="true"))
+    namespace.apply(pod("other", capturable="false"))
+    found = namespace.get("pod", "serving")
+    assert {"name": "SNAPSHOT_CONTROL_DIR", "value": "/snapshot-control"} in env_of(found)
+    assert STANDBY not in env_of(found)
+    [container] = found["spec"]["containers"]
+    assert "startupProbe" not in container
+    assert len(env_of(namespace.get("pod", "other"))) == 2
+    given = json.dumps(pod("wrong", capturable="yes"))
+    refused = namespace.try_("apply", "--filename", "-", given=given)
+    assert "metadata.annotations[nvidia.com/capturable]: 'yes' is not one of" in refused.stderr
+
+
 async def test_a_checkpoint_that_is_wrong_is_refused_with_every_path(
     operator: Operator, namespace: Kubectl, kubeconfig: str
 ) -> None:

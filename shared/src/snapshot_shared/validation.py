@@ -26,6 +26,7 @@ from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.objects.kubernetes import GPU_RESOURCE
 from snapshot_shared.objects.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
 from snapshot_shared.objects.snapback import (
+    CAPTURABLE,
     CAPTURE_DRIVER,
     GROUP,
     IMMEDIATE,
@@ -226,11 +227,16 @@ def restore_problems(pod: Any) -> Iterator[Problem]:
             yield Problem(
                 f"metadata.annotations[{mark}]", f"{driver!r} is not one of {', '.join(drivers)}"
             )
-    if RESTORE_FROM not in annotations:
+    capturable = annotations.get(CAPTURABLE)
+    if capturable not in (None, "true", "false"):
+        yield Problem(
+            f"metadata.annotations[{CAPTURABLE}]", f"{capturable!r} is not one of true, false"
+        )
+    if RESTORE_FROM not in annotations and capturable != "true":
         return
     try:
         # It becomes part of a path of the API server.
-        check_name(annotations[RESTORE_FROM] or "none")
+        check_name(annotations.get(RESTORE_FROM) or "none")
     except InvalidName as error:
         yield Problem(f"metadata.annotations[{RESTORE_FROM}]", str(error))
     names = [str(each.get("name")) for _, each in _rows(pod, "spec.containers")]
@@ -245,6 +251,10 @@ def restore_problems(pod: Any) -> Iterator[Problem]:
             f"metadata.annotations[{RESTORE_POLICY}]",
             f"{policy!r} is not one of {WAIT}, {IMMEDIATE}",
         )
+    yield from _volume_problems(pod)
+
+
+def _volume_problems(pod: Any) -> Iterator[Problem]:
     for index, volume in _rows(pod, "spec.volumes"):
         if (name := volume.get("name")) in _OWN_VOLUMES and "emptyDir" not in volume:
             yield Problem(

@@ -15,6 +15,7 @@ import pytest
 from snapshot_operator.core.checkpoint import _job
 from snapshot_operator.kube.restoring import (
     Images,
+    capturable_patch,
     placeholder_problems,
     standby_patch,
     startup_probe,
@@ -125,6 +126,25 @@ def test_the_container_that_is_named_is_restored() -> None:
     assert {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "1"} in second["env"]
 
 
+def test_a_pod_that_is_to_be_capturable_gets_what_a_worker_has_and_keeps_its_probes() -> None:
+    claims = {"claims": [{"name": "snapback-devices"}]}
+    asked = pod({**MAIN, "resources": claims}, capturable="true")
+    del asked["metadata"]["annotations"][FROM]
+    profile = "profiles/block-iouring.json"
+    changed = applied(asked, capturable_patch(asked, profile=profile))
+    (main,) = changed["spec"]["containers"]
+    assert {variable["name"] for variable in main["env"]} >= {
+        "SNAPSHOT_CONTROL_DIR",
+        "GMS_SOCKET_DIR",
+    }
+    assert not any("STANDBY" in variable["name"] for variable in main["env"])
+    assert [each["name"] for each in changed["spec"]["initContainers"]] == ["gms-server"]
+    assert main["securityContext"]["seccompProfile"]["localhostProfile"] == profile
+    probes = ("startupProbe", "livenessProbe", "readinessProbe")
+    assert {name: main.get(name) for name in probes} == {name: MAIN.get(name) for name in probes}
+    assert capturable_patch(changed, profile=profile) == []
+
+
 def test_settings_of_the_user_that_contradict_a_restore_are_replaced_in_their_place() -> None:
     env = [
         {"name": "SNAPSHOT_RESTORE_STANDBY", "value": "0"},
@@ -183,6 +203,11 @@ def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> 
             pod(restore_policy="Never"),
             "metadata.annotations[nvidia.com/restore-policy]",
             "'Never' is not one of WaitForCheckpoint, Immediate",
+        ),
+        (
+            pod(capturable="yes"),
+            "metadata.annotations[nvidia.com/capturable]",
+            "'yes' is not one of true, false",
         ),
         (
             pod(volumes=[MODELS, {**MODELS, "name": "snapshot-control"}]),

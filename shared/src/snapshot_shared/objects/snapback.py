@@ -46,7 +46,7 @@ RESTORE_FROM = "nvidia.com/restore-from"
 """Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""
 
 RESTORE_CONTAINER = "nvidia.com/restore-container"
-"""Annotation of a Pod: which of its containers is restored; the first without it."""
+"""Annotation of a Pod: which of its containers is restored or captured; the first without it."""
 
 RESTORE_UID = "nvidia.com/restore-from-uid"
 """Annotation of a Pod: the uid that the snapshot or checkpoint has to have."""
@@ -65,6 +65,9 @@ CAPTURE_DRIVER = "nvidia.com/capture-driver"
 
 The Job of a checkpoint has it and gives it to its pods.
 """
+
+CAPTURABLE = "nvidia.com/capturable"
+"""Annotation of a Pod: `true` has admission add to it what a capture of its worker needs."""
 
 RESTORE_POLICY = "nvidia.com/restore-policy"
 """Annotation of a Pod: what it does in a cluster when its source is not captured yet."""

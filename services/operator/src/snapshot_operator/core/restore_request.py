@@ -1,4 +1,4 @@
-"""What a pod asks for by its annotations: what it is restored from, and which one it has to be."""
+"""What a pod asks for by its annotations: what it is restored from, and whether it is captured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.snapback import (
+    CAPTURABLE,
     RESTORE_CONTAINER,
     RESTORE_CONTENT,
     RESTORE_DIGEST,
@@ -32,6 +33,7 @@ class RestoreRequest(NamedTuple):
     digest: str = ""
     policy: str = WAIT
     driver: str = ""
+    is_capturable: bool = False
 
 
 def request_in(annotations: Mapping[str, str]) -> RestoreRequest:
@@ -44,6 +46,7 @@ def request_in(annotations: Mapping[str, str]) -> RestoreRequest:
         annotations.get(RESTORE_DIGEST, ""),
         annotations.get(RESTORE_POLICY) or WAIT,
         annotations.get(RESTORE_DRIVER, ""),
+        annotations.get(CAPTURABLE) == "true",
     )
 
 

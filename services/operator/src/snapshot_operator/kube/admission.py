@@ -28,6 +28,7 @@ from snapshot_operator.core.restore_request import RestoreRequest, driver_of, mi
 from snapshot_operator.kube.namespaces import is_selected
 from snapshot_operator.kube.restoring import (
     Images,
+    capturable_patch,
     placeholder_problems,
     restore_request,
     standby_patch,
@@ -242,17 +243,26 @@ class Admission:
             return await in_thread(work, *arguments)
 
     async def pod(self, request: Request) -> Answer:
-        """Return how a pod has to be changed that is to be restored; a denial names its fields.
+        """Return how a pod has to be changed that is to be restored or captured.
+
+        A denial names its fields.
 
         msgspec.DecodeError where the object is no pod.
         """
         pod, asked, refused = await self._judged(_asked_by, request.object)
-        if request.operation != "CREATE" or not asked.source:
+        if request.operation != "CREATE":
             return Answer()
         if unselected := await self._unselected(request.namespace):
             return Answer(warned=(unselected,))
         if refused:
             return Answer(refused)
+        if not asked.source:
+            if not asked.is_capturable:
+                return Answer()
+            profile = await self._profile(pod["spec"]) if self._seccomp_profile else ""
+            return Answer(
+                patch=(*await self._judged(capturable_patch, pod, self._images, profile),)
+            )
         found = await self._sources(request.namespace, asked)
         if wrong := mismatch(asked, found.named, found.content):
             return Answer((_denied(wrong),))
@@ -360,7 +370,7 @@ def _asked_by(raw: msgspec.Raw) -> tuple[Any, RestoreRequest, tuple[Problem, ...
     _POD.decode(raw)
     pod: Any = _document(raw)
     asked = restore_request(pod)
-    return pod, asked, tuple(restore_problems(pod)) if asked.source else ()
+    return pod, asked, tuple(restore_problems(pod))
 
 
 def _standing_by(

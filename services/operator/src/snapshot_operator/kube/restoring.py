@@ -1,4 +1,4 @@
-"""A pod that is to be restored, as it is admitted: its worker waits for what is brought to it.
+"""A pod as it is admitted: its worker waits to be restored, or may be captured while it runs.
 
 Pods are plain documents here, as in `shaping`: what is not named below is left as the user wrote
 it. A pod that is changed already is changed no further, for webhooks may be called again.
@@ -30,7 +30,7 @@ from snapshot_operator.kube.wire import INIT_PROGRAM
 from snapshot_shared.objects.snapback import RESTORE_CONTAINER, RESTORE_DRIVER, STANDBY_VARIABLES
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS
 from snapshot_shared.validation import Problem
-from snapshot_shared.volumes import DEVICES, INIT_VOLUME, LOADER
+from snapshot_shared.volumes import DEVICES, INIT_VOLUME, LOADER, SAVER
 
 Document = dict[str, Any]
 
@@ -90,18 +90,9 @@ def standby_patch(
     checkpoint says of that, None where it has none, and `profile` a seccomp profile of nodes for a
     worker that had one.
     """
-    index = _target(pod)
-    spec = copy.deepcopy(pod["spec"])
-    container = spec["containers"][index]
-    with_control_directory(spec, container)
+    spec, container = _with_worker(pod, images, LOADER)
     for variable in STANDBY_VARIABLES:
         put(container["env"], {"name": variable, "value": "1"}, by="name")
-    claims = (container.get("resources") or {}).get("claims") or []
-    if any(claim["name"] == DEVICES for claim in claims):
-        with_memory_server(spec, container, images.gms)
-        if any(each["name"] == LOADER for each in spec["initContainers"]):
-            with_transfers(spec, container, images.gms, LOADER, {})
-    with_agent_affinity(spec)
     marks = {RESTORE_CONTAINER: container["name"]}
     if _needs_placeholder(pod, driver):
         marks[RESTORE_DRIVER] = driver or restore_request(pod).driver
@@ -111,7 +102,41 @@ def standby_patch(
         _with_placeholder(spec, container, images.agent)
     else:
         container["startupProbe"] = startup_probe(container)
-    before, path = pod["spec"], f"/spec/containers/{index}"
+    return _patch(pod, spec, marks)
+
+
+def capturable_patch(
+    pod: Document,
+    images: Images = Images(),  # noqa: B008 - it never changes
+    profile: str = "",
+) -> list[Document]:
+    """Return the JSON Patch by which the worker of a pod can be captured while it runs.
+
+    It has a control directory, a node with an agent, and a memory server if its claim is called as
+    that of a checkpoint's worker. `profile` is the seccomp profile of nodes for workers of CRIU.
+    """
+    spec, container = _with_worker(pod, images, SAVER)
+    with_seccomp_profile(spec, container, profile)
+    return _patch(pod, spec, {RESTORE_CONTAINER: container["name"]})
+
+
+def _with_worker(pod: Document, images: Images, mover: str) -> tuple[Document, Document]:
+    """Return the spec of a pod with what each worker of ours has, and its container."""
+    spec = copy.deepcopy(pod["spec"])
+    container = spec["containers"][_target(pod)]
+    with_control_directory(spec, container)
+    claims = (container.get("resources") or {}).get("claims") or []
+    if any(claim["name"] == DEVICES for claim in claims):
+        with_memory_server(spec, container, images.gms)
+        if any(each["name"] == mover for each in spec["initContainers"]):
+            with_transfers(spec, container, images.gms, mover, {})
+    with_agent_affinity(spec)
+    return spec, container
+
+
+def _patch(pod: Document, spec: Document, marks: dict[str, str]) -> list[Document]:
+    index = _target(pod)
+    before, path, container = pod["spec"], f"/spec/containers/{index}", spec["containers"][index]
     marked = {**pod["metadata"]["annotations"], **marks}
     return [
         *_changes("/metadata", pod["metadata"], {"annotations": marked}),

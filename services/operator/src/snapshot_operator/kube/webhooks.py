@@ -1,10 +1,10 @@
 """The configurations of the operator's webhooks: where they are, and what they are asked about.
 
-If no operator answers, a pod that asks for a restore is refused. Without what admission adds to it,
-its worker would end again and again, and its controller would take that for a cold start. A
-controller creates a refused pod again, ever more rarely. A pod with the policy Immediate says that
-it can start cold, so it is stored as it is. Our own kinds are refused, rather than stored without a
-check that comes too late: a spec never changes.
+If no operator answers, a pod that asks for a restore, or to be capturable, is refused. Without what
+admission adds to it, its worker would end again and again. A controller creates a refused pod
+again, ever more rarely. A pod with the policy Immediate says that it can start cold, so it is
+stored as it is. Our own kinds are refused, rather than stored without a check that comes too late:
+a spec never changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from urllib.parse import urlsplit
 
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP, IMMEDIATE, RESTORE_FROM, RESTORE_POLICY
+from snapshot_shared.objects.snapback import (
+    CAPTURABLE,
+    GROUP,
+    IMMEDIATE,
+    RESTORE_FROM,
+    RESTORE_POLICY,
+)
 
 Document = dict[str, Any]
 
@@ -120,7 +126,10 @@ def introduced(webhook: Document, secret: str, bundle: str = "") -> Document:
 
 
 _ANNOTATIONS = "object.metadata.annotations"
-_ASKS = f"has({_ANNOTATIONS}) && '{RESTORE_FROM}' in {_ANNOTATIONS}"
+_ASKS = (
+    f"has({_ANNOTATIONS})"
+    f" && ('{RESTORE_FROM}' in {_ANNOTATIONS} || '{CAPTURABLE}' in {_ANNOTATIONS})"
+)
 _IS_IMMEDIATE = (
     f"has({_ANNOTATIONS}) && '{RESTORE_POLICY}' in {_ANNOTATIONS}"
     f" && {_ANNOTATIONS}['{RESTORE_POLICY}'] == '{IMMEDIATE}'"
@@ -137,7 +146,7 @@ def _pods_webhook(endpoint: Endpoint, spaces: Sequence[str], name: str) -> Docum
         "rules": [_rule("", "v1", ["pods"], ["CREATE"])],
         "namespaceSelector": {"matchExpressions": [names]},
         "matchConditions": [
-            {"name": "asks-for-a-restore", "expression": _ASKS},
+            {"name": "asks-for-something", "expression": _ASKS},
             {"name": "is-of-this-policy", "expression": policy},
         ],
         # A webhook that comes later may change the containers.

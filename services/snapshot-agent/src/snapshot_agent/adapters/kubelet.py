@@ -33,6 +33,7 @@ from snapshot_agent.ports import Launcher, Process, ResolvedContainer, SetProces
 from snapshot_shared.errors import DeadlineExceeded, NotEligible, SnapbackError
 from snapshot_shared.files import open_own, opened, read_bounded
 from snapshot_shared.ids import Uid, check_label, check_uid
+from snapshot_shared.objects.snapback import CAPTURABLE
 from snapshot_shared.orders import PodRef
 from snapshot_shared.pod_logs import check_pod
 from snapshot_shared.tasks import in_thread
@@ -104,8 +105,8 @@ class KubeletPods:
         if not paths.control.is_dir():
             raise NotEligible(
                 f"container {name} of pod {pod.name} has no control directory",
-                next_step=f"mount the emptyDir {paths.control.parent.name} with subPath {name}, "
-                "or let Snapback make the pod",
+                next_step=f'create the pod again with the annotation {CAPTURABLE}: "true"; without '
+                f"webhooks mount the emptyDir {CONTROL_VOLUME} with subPath {name}",
                 expected=str(paths.control),
             )
         process = found.process
