@@ -287,6 +287,13 @@ async def test_a_pod_that_does_not_wait_starts_cold_where_nothing_is_captured(
     assert found.warned == ("llm is not captured yet, and the pod does not wait: it starts cold",)
 
 
+@each(("value", "outcome"), [("true", "changed"), ("false", "allowed"), ("yes", "denied")])
+async def test_a_pod_that_is_to_be_capturable_is_changed_and_another_is_not(
+    admission: Admission, value: str, outcome: str
+) -> None:
+    assert (await admission.pod(request(pod(capturable=value)))).outcome == outcome
+
+
 async def test_a_spec_is_judged_when_it_is_new_and_never_changes(
     behind: Api, admission: Admission
 ) -> None:
