@@ -316,8 +316,8 @@ COLUMNS = {
 WIDE = {
     "DynamoCheckpoint": "CHECKPOINTID DRIVER ARTIFACT TRACE",
     "Snapshot": "DRIVER ARTIFACT TRACE",
-    "SnapshotContent": "PAUSED TOOK DRIVER ARTIFACT TRACE",
-    "SnapshotRestore": "TOOK DRIVER ARTIFACT TRACE",
+    "SnapshotContent": "PAUSED(S) TOOK(S) DRIVER ARTIFACT TRACE",
+    "SnapshotRestore": "TOOK(S) DRIVER ARTIFACT TRACE",
 }
 
 
