@@ -179,6 +179,18 @@ def test_a_pod_that_is_to_be_capturable_has_a_control_directory_and_does_not_wai
     assert "metadata.annotations[nvidia.com/capturable]: 'yes' is not one of" in refused.stderr
 
 
+def test_a_deletion_warns_of_the_pods_that_are_restored_from_what_goes(
+    operator: Operator, namespace: Kubectl
+) -> None:
+    namespace.apply(checkpoint("llm"))
+    namespace.apply(pod("replica", restore_from="llm"))
+    until(lambda: namespace.list("snapshotrestores"), "the restore of the pod")
+    deleted = namespace.try_("delete", "dynamocheckpoint", "llm", "--wait=false")
+    assert deleted.returncode == 0
+    assert "Warning: pods are restored from llm" in deleted.stderr
+    assert "replica" in deleted.stderr
+
+
 async def test_a_checkpoint_that_is_wrong_is_refused_with_every_path(
     operator: Operator, namespace: Kubectl, kubeconfig: str
 ) -> None:

@@ -282,3 +282,28 @@ def mirrored(value: AnyObject) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.json.decode(encode_json(value))
     identity = shown.pop("spec", {}).get("identity")
     return shown | ({"identity": identity} if identity else {})
+
+
+MAX_READERS = 5
+"""How many pods a warning names."""
+
+
+def warning_of_readers(
+    kind: str, namespace: str | None, name: str, restores: Iterable[SnapshotRestore]
+) -> str:
+    """Return a warning that names the pods that are restored from a source; empty without one.
+
+    The source is a DynamoCheckpoint, a Snapshot or a SnapshotContent.
+    """
+
+    def reads(restore: SnapshotRestore) -> bool:
+        if kind == "SnapshotContent":
+            return restore.status.content_name == name
+        return (restore.metadata.namespace, restore.spec.source) == (namespace, name)
+
+    found = sorted(restore.spec.pod_ref.name for restore in restores if reads(restore))
+    if not found:
+        return ""
+    more = f" and {len(found) - MAX_READERS} more" if len(found) > MAX_READERS else ""
+    names = ", ".join(found[:MAX_READERS])
+    return f"pods are restored from {name}, and wait if they are created again: {names}{more}"

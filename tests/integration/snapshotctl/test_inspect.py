@@ -13,6 +13,7 @@ import pytest
 
 from snapshotctl.domain.exits import Exit
 from tests.integration.snapshotctl.conftest import Cli, interrupt, pod, read_until
+from tests.support.objects import snapshot_document
 
 pytestmark = pytest.mark.waits
 
@@ -108,6 +109,14 @@ def test_a_viewer_elsewhere_sees_all_but_the_logs_and_where_they_are(
     assert "warm" in elsewhere.ok("--server", server, "events").out
     elsewhere.refused(4, "snap.api.retention", "--server", server, "artifacts", "gc", "--dry-run")
     running.ok("delete", "pod", "nowhere")
+
+
+def test_a_deletion_names_the_pods_that_are_restored_from_what_goes(running: Cli) -> None:
+    running.apply(json.dumps(snapshot_document("later", "absent")))
+    running.apply(_pod("reader", source="later"))
+    running.ok("wait", "pod/reader", "--for", "condition=PodScheduled=False")
+    assert "pods are restored from later" in running.ok("delete", "snapshot/later").err
+    running.ok("delete", "pod/reader")
 
 
 def test_a_worker_that_failed_is_explained_with_what_it_wrote(running: Cli) -> None:

@@ -287,6 +287,23 @@ async def test_a_pod_that_does_not_wait_starts_cold_where_nothing_is_captured(
     assert found.warned == ("llm is not captured yet, and the pod does not wait: it starts cold",)
 
 
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_deletion_warns_of_readers_and_is_never_refused(
+    behind: Api, admission: Admission, status: int
+) -> None:
+    behind.status = status
+    reader = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "SnapshotRestore",
+        "metadata": {"name": "r", **META},
+        "spec": {"podRef": {"name": "replica", "uid": UID}, "source": "n"},
+    }
+    behind.objects = {"namespaces/team/snapshotrestores": {"items": [reader]}}
+    found = await admission.deletion(request(None, SNAPSHOT, "DELETE"))
+    assert found.outcome == "allowed"
+    assert [text.rpartition(": ")[2] for text in found.warned] == (["replica"] * (status == 200))
+
+
 @each(("value", "outcome"), [("true", "changed"), ("false", "allowed"), ("yes", "denied")])
 async def test_a_pod_that_is_to_be_capturable_is_changed_and_another_is_not(
     admission: Admission, value: str, outcome: str
@@ -352,7 +369,7 @@ def test_operators_write_their_path_and_authorities_and_nothing_else(url: str) -
         found = introduced(webhook, "5ec", "Y2E=")
         config = found.pop("clientConfig")
         path = config["url"].removeprefix(url) if url else config["service"]["path"]
-        assert path in ("/5ec/restored-pods", "/5ec/objects")
+        assert path in ("/5ec/restored-pods", "/5ec/objects", "/5ec/deletions")
         assert config["caBundle"] == "Y2E="
         assert found == {key: each for key, each in webhook.items() if key != "clientConfig"}
         # Another secret takes the place of the first, and other authorities stay.
@@ -370,7 +387,7 @@ def test_an_outage_is_a_cold_start_for_pods_that_can_and_a_refusal_for_all_else(
         Endpoint("snapback-system"), annotations=annotations, excluded=["other"]
     )
     found = [*pods["webhooks"], *objects["webhooks"]]
-    assert [one["failurePolicy"] for one in found] == ["Fail", "Ignore", "Fail"]
+    assert [one["failurePolicy"] for one in found] == ["Fail", "Ignore", "Fail", "Ignore"]
     assert pods["metadata"]["annotations"] == annotations
     for one in pods["webhooks"]:
         ((excluded,),) = one["namespaceSelector"].values()

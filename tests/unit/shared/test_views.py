@@ -10,8 +10,14 @@ from msgspec.structs import replace
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Node
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_shared.objects.meta import ObjectMeta, OrderStatus
+from snapshot_shared.objects.snapback import (
+    RestoreTarget,
+    SnapshotContent,
+    SnapshotRestore,
+    SnapshotRestoreSpec,
+    SnapshotRestoreStatus,
+)
 from snapshot_shared.orders import PartResult, Progress, VectorEntry
 from snapshot_shared.transitions import Capture, Restore
 from snapshot_shared.views import (
@@ -23,6 +29,7 @@ from snapshot_shared.views import (
     progress,
     received_for,
     state,
+    warning_of_readers,
     with_columns,
 )
 from tests.support import builders, objects
@@ -234,3 +241,20 @@ def test_an_artifact_that_is_committed_is_complete_and_has_a_size() -> None:
     assert (found.status.progress, found.status.size) == ("1/1", "1.5 KiB")
     whole: Any = with_columns(snapshot(bytes=1536))
     assert whole.status.size == "1.5 KiB"
+
+
+def test_the_readers_of_a_source_are_those_of_its_namespace_and_those_of_a_content_all() -> None:
+    def restore(pod: str, namespace: str, content: str = "") -> SnapshotRestore:
+        return SnapshotRestore(
+            metadata=ObjectMeta(name=f"of-{pod}", namespace=namespace),
+            spec=SnapshotRestoreSpec(
+                pod_ref=RestoreTarget(name=pod, uid=derived_uid(pod)), source="llm"
+            ),
+            status=SnapshotRestoreStatus(content_name=content),
+        )
+
+    made = [restore(f"p{n}", "team", "c" if n else "") for n in range(7)]
+    found = warning_of_readers("Snapshot", "team", "llm", [*made, restore("other", "others")])
+    assert found.endswith(": p0, p1, p2, p3, p4 and 2 more")
+    assert warning_of_readers("SnapshotContent", None, "c", made[:2]).endswith(": p1")
+    assert warning_of_readers("Snapshot", "team", "llm", []) == ""

@@ -36,7 +36,7 @@ from snapshot_operator.kube.restoring import (
 from snapshot_operator.kube.seccomp import label_of
 from snapshot_operator.kube.shaping import GMS_DISABLED, GMS_DISABLED_FIX, has_memory_server
 from snapshot_operator.kube.store import RESOURCES
-from snapshot_operator.kube.webhooks import OBJECTS, PATHS, PODS
+from snapshot_operator.kube.webhooks import DELETIONS, OBJECTS, PATHS, PODS
 from snapshot_shared import http, instruments
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
@@ -52,9 +52,11 @@ from snapshot_shared.objects.snapback import (
     SharedMemorySpec,
     Snapshot,
     SnapshotContent,
+    SnapshotRestore,
 )
 from snapshot_shared.tasks import in_thread
 from snapshot_shared.validation import Problem, changes, problems, restore_problems, warnings
+from snapshot_shared.views import warning_of_readers
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +164,9 @@ class _List(msgspec.Struct, frozen=True):
     items: list[msgspec.Raw] | None = None
 
 
+MAX_READ = 500
+"""How many restores are read before a warning about a deletion."""
+
 T = TypeVar("T")
 
 _REVIEW = msgspec.json.Decoder(Review)
@@ -199,9 +204,10 @@ class Admission:
         self._judging = asyncio.Semaphore(JUDGED)
 
     def app(self, knows: Callable[[str], bool], guests: Guests) -> web.Application:
-        """Return what serves both webhooks to callers whose path begins with a secret it knows."""
+        """Return what serves the webhooks to callers whose path begins with a secret it knows."""
         app = web.Application(client_max_size=MAX_BYTES)
-        for webhook, decide in ((PODS, self.pod), (OBJECTS, self.object)):
+        answers = ((PODS, self.pod), (OBJECTS, self.object), (DELETIONS, self.deletion))
+        for webhook, decide in answers:
             answering = self._answering(webhook, decide, knows, guests)
             app.router.add_post(f"/{{secret}}{PATHS[webhook]}", answering)
         return app
@@ -282,6 +288,23 @@ class Admission:
         msgspec.DecodeError where the object is none of Kubernetes.
         """
         return await self._judged(self._validated, request)
+
+    async def deletion(self, request: Request) -> Answer:
+        """Return a warning if pods were restored from what is deleted; it is never refused."""
+        resource = RESOURCES["SnapshotRestore"]
+        path = resource.path(request.namespace or None)
+        try:
+            async with asyncio.timeout(READ_S):
+                answer = await self._client.request("GET", path, params={"limit": str(MAX_READ)})
+                restores = [
+                    resource.value_in(bytes(raw)) for raw in _LIST.decode(answer).items or ()
+                ]
+        except (SnapbackError, TimeoutError, msgspec.DecodeError) as error:
+            log.warning("readers of %s are not named: %s", request.name, error)
+            return Answer()
+        found = [each for each in restores if isinstance(each, SnapshotRestore)]
+        text = warning_of_readers(request.kind.kind, request.namespace, request.name, found)
+        return Answer(warned=(text,) if text else ())
 
     def _validated(self, request: Request) -> Answer:
         new = _document(request.object)

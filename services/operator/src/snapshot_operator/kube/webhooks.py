@@ -28,8 +28,14 @@ Document = dict[str, Any]
 PODS = "pods.snapback.nvidia.com"
 IMMEDIATE_PODS = "immediate-pods.snapback.nvidia.com"
 OBJECTS = "objects.snapback.nvidia.com"
+DELETIONS = "deletions.snapback.nvidia.com"
 """The names of the webhooks, as a refusal shows them."""
-PATHS = {PODS: "/restored-pods", IMMEDIATE_PODS: "/restored-pods", OBJECTS: "/objects"}
+PATHS = {
+    PODS: "/restored-pods",
+    IMMEDIATE_PODS: "/restored-pods",
+    OBJECTS: "/objects",
+    DELETIONS: "/deletions",
+}
 """The end of the path of each webhook; a secret of the operators comes first."""
 
 MUTATING, VALIDATING = "mutatingwebhookconfigurations", "validatingwebhookconfigurations"
@@ -103,7 +109,7 @@ def configurations(
             "apiVersion": version,
             "kind": "ValidatingWebhookConfiguration",
             "metadata": metadata,
-            "webhooks": [_objects_webhook(endpoint)],
+            "webhooks": [_objects_webhook(endpoint), _deletions_webhook(endpoint)],
         },
     ]
 
@@ -154,6 +160,9 @@ def _pods_webhook(endpoint: Endpoint, spaces: Sequence[str], name: str) -> Docum
     }
 
 
+_IS_SERVICE = "request.userInfo.username.startsWith('system:serviceaccount:')"
+
+
 def _objects_webhook(endpoint: Endpoint) -> Document:
     group, _, version = GROUP.partition("/")
     plurals = [KINDS[name].plural for name in _CHECKED]
@@ -173,6 +182,20 @@ def _objects_webhook(endpoint: Endpoint) -> Document:
                 "expression": f"request.userInfo.username != '{operator}'",
             },
             {"name": "changes-a-spec", "expression": changes},
+        ],
+    }
+
+
+def _deletions_webhook(endpoint: Endpoint) -> Document:
+    group, _, version = GROUP.partition("/")
+    plurals = [KINDS[name].plural for name in (*_CHECKED, "SnapshotContent")]
+    return {
+        "name": DELETIONS,
+        # It only warns.
+        **_common(endpoint.client_config, "Ignore"),
+        "rules": [{**_rule(group, version, plurals, ["DELETE"]), "scope": "*"}],
+        "matchConditions": [
+            {"name": "not-of-a-controller", "expression": f"!({_IS_SERVICE})"},
         ],
     }
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.snapback import (
+    DynamoCheckpoint,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+)
+from snapshot_shared.views import warning_of_readers
 from snapshotctl import objects
 from snapshotctl.command import KindAndNames, Namespace, command, new_app
 from snapshotctl.domain import targets
@@ -27,6 +34,8 @@ async def delete(tools: Tools, words: KindAndNames, namespace: Namespace = "defa
     wanted = targets.several(words, namespace)
     async with tools.operator() as operator:
         found = [await objects.find(operator, each) for each in wanted]
+        for value in found:
+            await _warn(tools, operator, value)
         named = {objects.target_of(*each): each[0] for each in zip(found, wanted, strict=True)}
         gone = {each: await delete_as_read(operator, each, named[each]) for each in named}
     if not tools.screen.wants_table:
@@ -37,6 +46,17 @@ async def delete(tools: Tools, words: KindAndNames, namespace: Namespace = "defa
         tools.screen.line(f"{target} {'deleted' if is_gone else 'is being deleted'}")
         if not is_gone:
             tools.screen.line(f"  wait until it is gone: snapshotctl wait {target} --for=delete")
+
+
+async def _warn(tools: Tools, operator: Operator, value: AnyObject) -> None:
+    """Name the pods that were restored from what is deleted."""
+    if not isinstance(value, DynamoCheckpoint | Snapshot | SnapshotContent):
+        return
+    namespace, name = value.metadata.namespace, value.metadata.name
+    restores = await operator.all_of(KINDS["SnapshotRestore"], namespace or None)
+    found = [each for each in restores if isinstance(each, SnapshotRestore)]
+    if text := warning_of_readers(type(value).__name__, namespace, name, found):
+        tools.screen.note(text)
 
 
 async def delete_as_read(operator: Operator, target: Target, found: AnyObject) -> bool:
