@@ -111,6 +111,11 @@ def test_a_viewer_elsewhere_sees_all_but_the_logs_and_where_they_are(
     running.ok("delete", "pod", "nowhere")
 
 
+def test_an_upgrade_that_meets_nothing_may_begin(running: Cli) -> None:
+    said = running.ok("upgrade-check").out
+    _has(said, "no capture is under way", "all 2 nodes answer", "3 ok, 0 warn, 0 fail")
+
+
 def test_a_deletion_names_the_pods_that_are_restored_from_what_goes(running: Cli) -> None:
     running.apply(json.dumps(snapshot_document("later", "absent")))
     running.apply(_pod("reader", source="later"))

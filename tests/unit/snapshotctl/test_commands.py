@@ -20,7 +20,7 @@ import yaml
 from snapshot_shared.reasons import REASONS
 from snapshotctl import commands
 from snapshotctl.adapters.folders import write_record
-from snapshotctl.cli import COMMANDS, app, hoisted
+from snapshotctl.cli import COMMANDS, app, hoisted, module_of
 from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.exits import Exit
 from tests.unit.snapshotctl.conftest import Run, cluster_record
@@ -63,8 +63,10 @@ def test_the_list_of_commands_has_the_first_sentence_of_the_help_of_each() -> No
 
 
 def test_a_command_is_the_module_of_its_name() -> None:
-    modules = {found.name for found in pkgutil.iter_modules(commands.__path__)}
-    assert modules == set(COMMANDS)
+    modules = {
+        found.name for found in pkgutil.iter_modules(commands.__path__, "snapshotctl.commands.")
+    }
+    assert modules == {module_of(name) for name in COMMANDS}
 
 
 def test_a_schema_is_printed_without_a_server(run: Run) -> None:
@@ -607,4 +609,4 @@ def test_a_command_imports_nothing_slow_that_it_does_not_need() -> None:
     for (name, *_), imported in zip(WITHOUT_A_SERVER, imports[2:4], strict=True):
         assert f"snapshotctl.commands.{name}" in imported
     assert [imported & {*SLOW, client} for imported in imports if imported & {*SLOW, client}] == []
-    assert {f"snapshotctl.commands.{name}" for name in COMMANDS} <= imports[-1]
+    assert {module_of(name) for name in COMMANDS} <= imports[-1]

@@ -136,8 +136,9 @@ def test_a_node_shows_when_it_was_last_seen_or_that_it_is_not_there() -> None:
 def test_a_wide_table_has_the_wide_columns_of_kubectl(definition: dict[str, Any]) -> None:
     kind = KINDS[definition["spec"]["names"]["kind"]]
     [version] = definition["spec"]["versions"]
+    # Our tables have the unit with each value.
     wide = {
-        column["name"].upper()
+        column["name"].removesuffix("(s)").upper()
         for column in version["additionalPrinterColumns"]
         if column.get("priority")
     }

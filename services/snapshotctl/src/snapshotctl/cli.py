@@ -68,6 +68,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Find out what is wrong": {
         "doctor": "Check this machine and the cluster; print the fix of each problem.",
+        "upgrade-check": "Say what an upgrade of the cluster would meet now.",
         "orders": "Show the orders under way, and the state of each.",
         "dead": "Look at messages that no service could take as an order.",
         "trace": "Show what was done for an object as a waterfall of spans.",
@@ -100,13 +101,18 @@ _GLOBAL_OPTIONS = ("--server", "--cluster", "--context", "--kubeconfig", "--outp
 """Each takes a value."""
 
 
+def module_of(command: str) -> str:
+    """Return the name of the module of a command."""
+    return f"snapshotctl.commands.{command.replace('-', '_')}"
+
+
 class _Modules(Mapping[str, Any]):
     """The commands by their names; each is imported when it is first asked for."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in COMMANDS:
             raise KeyError(name)
-        module = importlib.import_module(f"snapshotctl.commands.{name}")
+        module = importlib.import_module(module_of(name))
         return typer.main.get_command(module.app)
 
     def __iter__(self) -> Iterator[str]:

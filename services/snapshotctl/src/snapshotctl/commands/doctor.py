@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from snapshotctl.command import command, new_app
 from snapshotctl.domain.exits import Exit
 from snapshotctl.tools import Tools
 from snapshotctl.views import finding, findings
+from snapshotctl.views.finding import Finding
 
 app = new_app()
 
@@ -28,7 +31,11 @@ async def doctor(tools: Tools) -> Exit:
     Every line has ok, warn or fail, what was checked, and the fix. It changes nothing, but writes a
     span to see whether NATS stores it, and ends with exit code 1 when something fails.
     """
-    found = findings.examine(await tools.observe())
+    return show(tools, findings.examine(await tools.observe()))
+
+
+def show(tools: Tools, found: Sequence[Finding]) -> Exit:
+    """Print findings, and their counts below a table; return the exit code of the check."""
     if tools.screen.wants_table:
         for each in found:
             tools.screen.line(finding.line(each), strong=each.level == "fail")

@@ -1,4 +1,4 @@
-"""A finding of the doctor: `ok`, `warn` for what deserves a look, `fail` for what does not work.
+"""A finding of a check: `ok`, `warn` for what deserves a look, `fail` for what does not work.
 
 One that is not ok has its fix, a command where there is one.
 """
