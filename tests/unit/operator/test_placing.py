@@ -170,5 +170,5 @@ def test_a_pod_that_waits_names_every_node_that_it_admits_and_what_is_wrong_with
     answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, content)
     assert isinstance(answer, Waiting)
     busy, small = answer.message.split("; ")
-    assert busy == "node-1 has 0 of 1 GPU free"
+    assert busy == "node-1 has 0 of 1 GPU free, the pod asks for 1"
     assert "node-small" in small

@@ -65,7 +65,8 @@ def place(
             return Placement(
                 name, [DeviceRef(ordinal=i, uuid=device.uuid) for i, device in enumerate(chosen)]
             )
-        reasons.append(f"{name} has {len(free)} of {counted(wanted, 'GPU')} free")
+        there = counted(len(node.status.devices), "GPU")
+        reasons.append(f"{name} has {len(free)} of {there} free, the pod asks for {wanted}")
     return Waiting("Unschedulable", "; ".join(reasons))
 
 
