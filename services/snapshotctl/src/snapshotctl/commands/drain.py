@@ -88,9 +88,12 @@ async def drain(
     """
     name = targets.node_named(node)
     if not capture:
+        without = (
+            f"snapshotctl cordon {name}" if tools.kubernetes is None else f"kubectl drain {name}"
+        )
         raise WrongArguments(
             "a drain without --capture ends workers without their state",
-            next_step=f"snapshotctl drain {name} --capture; to do without: kubectl drain {name}",
+            next_step=f"snapshotctl drain {name} --capture; to do without: {without}",
         )
     within_s = formats.parse_duration(timeout)
     captured_s = min(within_s, formats.parse_duration(deadline) if deadline else within_s)
