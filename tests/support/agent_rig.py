@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -552,7 +553,15 @@ def below(folder: Path) -> Mapping[int, str]:
 
 
 def end_everything_below(state: Path) -> None:
-    for pid in below(state):
-        if pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    """Kill what was started below a folder, and wait: a guard may be removing files of it."""
+    found = [pid for pid in below(state) if pid != os.getpid()]
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    limit = time.monotonic() + ENDED_S
+    while not all(map(is_gone, found)) and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+ENDED_S = 5.0
+"""How long processes that were killed may take to end, in seconds."""
