@@ -332,7 +332,7 @@ WRONG = {
     "snapshotctl dead show 3": "dead show; dead show x",
     "greater than or equal to 1": "dead requeue 0",
     "snapshotctl cordon node-1": "cordon",
-    "kubectl drain node-1": "drain node-1",
+    "to do without: snapshotctl cordon node-1": "drain node-1",
     "snapshotctl uncordon node-1": "uncordon",
     "snapshotctl delete pod x": "abort pod/x",
     "snapshotctl delete pod POD": "abort srestore/x",
