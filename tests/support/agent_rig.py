@@ -553,7 +553,7 @@ def below(folder: Path) -> Mapping[int, str]:
 
 
 def end_everything_below(state: Path) -> None:
-    """Kill what was started below a folder, and wait: a guard may be removing files of it."""
+    """Kill the processes below a folder and wait: a guard may be removing its files."""
     found = [pid for pid in below(state) if pid != os.getpid()]
     for pid in found:
         with contextlib.suppress(ProcessLookupError):

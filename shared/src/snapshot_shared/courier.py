@@ -89,11 +89,11 @@ class OrderContext:
 
     @property
     def is_handed_on(self) -> bool:
-        """Whether the service stops and the one that follows carries out this order."""
+        """Whether the service stops and leaves this order to the next service."""
         return self._book.is_handed_on(self.entry)
 
     def uncut(self) -> asyncio.Event:
-        """Have a service that stops wait for this order, or until the event is set."""
+        """Return an event; until it is set, a stopping service waits for this order."""
         return self._book.uncut(self.entry)
 
     async def report(self, kind: str, **fields: Any) -> None:

@@ -280,12 +280,12 @@ class OrderBook:
         await _cancelled(task, within_s=within_s)
 
     def uncut(self, entry: Entry) -> asyncio.Event:
-        """Have `drain` wait until an order ends or the event is set."""
+        """Return an event; until it is set or the order ends, `drain` waits."""
         may_be_cut = self._uncut[entry.order] = asyncio.Event()
         return may_be_cut
 
     def is_handed_on(self, entry: Entry) -> bool:
-        """Whether an order is being cancelled that the service that follows carries out."""
+        """Whether the order is being cancelled and is left to the next service."""
         task = self._tasks.get(entry.order)
         is_cancelled = task is not None and task.cancelling() > 0
         return self._is_draining and is_cancelled and verb_of(OrderId(entry.order)) in HANDED_ON

@@ -1,4 +1,4 @@
-"""What a pod asks for by its annotations: what it is restored from, and whether it is captured."""
+"""The request in the annotations of a pod: its source, and whether it can be captured."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class Admission:
         return await self._judged(self._validated, request)
 
     async def deletion(self, request: Request) -> Answer:
-        """Return a warning if pods were restored from what is deleted; it is never refused."""
+        """Return a warning if pods are restored from the object; a deletion is never refused."""
         resource = RESOURCES["SnapshotRestore"]
         path = resource.path(request.namespace or None)
         try:

@@ -49,7 +49,7 @@ async def delete(tools: Tools, words: KindAndNames, namespace: Namespace = "defa
 
 
 async def _warn(tools: Tools, operator: Operator, value: AnyObject) -> None:
-    """Name the pods that were restored from what is deleted."""
+    """Name the pods that are restored from the object."""
     if not isinstance(value, DynamoCheckpoint | Snapshot | SnapshotContent):
         return
     namespace, name = value.metadata.namespace, value.metadata.name
