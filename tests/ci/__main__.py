@@ -45,6 +45,7 @@ class Runner:
         self._proofs = proofs
         self._began = time.monotonic()
         self._print = threading.Lock()
+        self._begin_or_stop = threading.Lock()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = threading.Event()
         self.ran: list[Ran] = []
@@ -60,10 +61,12 @@ class Runner:
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> None:
         """Send the steps that run a signal, and begin no others."""
-        self._stopping.set()
-        for running in [*self.running.values()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.pid, number)
+        # A step that begins at this moment would be neither sent the signal nor left out.
+        with self._begin_or_stop:
+            self._stopping.set()
+            for running in self.running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(running.pid, number)
 
     def say(self, line: str) -> None:
         """Print a line with the time since the beginning."""
@@ -98,20 +101,24 @@ class Runner:
         self.say(f"{step.name} begins: make {' '.join(words)}")
         began = time.monotonic()
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                ["make", "--no-print-directory", *words],
-                cwd=ROOT,
-                env=os.environ | ({"PYTEST_ADDOPTS": options} if step.runs_again else {}),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self.running[step.name] = process
+            with self._begin_or_stop:
+                if self._stopping.is_set():
+                    return Ran(step, "left out: interrupted")
+                process = subprocess.Popen(
+                    ["make", "--no-print-directory", *words],
+                    cwd=ROOT,
+                    env=os.environ | ({"PYTEST_ADDOPTS": options} if step.runs_again else {}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                self.running[step.name] = process
             # Popen.wait would not say how much CPU time the step and its children took.
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
-            del self.running[step.name]
+            with self._begin_or_stop:
+                del self.running[step.name]
         ran = Ran(
             step,
             "failed" if process.returncode else "passed",

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.core import checkpoint
+from snapshot_operator.core.checkpoint import CheckpointView
 from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import Create, Plan
 from snapshot_operator.core.snapshot import SnapshotView, reconcile
@@ -103,10 +105,13 @@ async def test_a_checkpoint_whose_pod_never_gets_ready_without_a_failed_containe
     world = await world_of(1, answered=())
     (run,) = world.open("run")
     await world.report(run)
-    await world.cluster.update_status(beside_a_failed_one(running(world)))
-    await world.settle()
+    asked, job = await world.get("DynamoCheckpoint", "llm"), await world.get("Job", "llm")
+    view = CheckpointView(asked, job, beside_a_failed_one(running(world)))
+    plan = checkpoint.reconcile(view, world.now)
+    await world.interpreter.apply(plan)
     found = await world.row("DynamoCheckpoint", type_="Failed")
     assert (found.status, found.reason) == ("True", "CheckpointContainerFailed")
+    await world.settle()
     assert [order.verb for order in world.open("stop")] == ["stop"]
 
 
