@@ -389,6 +389,8 @@ init: .tools/snapback-init ## The first process of containers that wait to be re
 test-torch: $(STAMP) $(if $(TORCH),,.peers/.installed) ## Models of PyTorch in pools and plug-ins of engines, on simulated devices (TORCH=folder that has it; fetched without)
 	SNAPBACK_TORCH=$(or $(TORCH),$(CURDIR)/.peers) $(BIN)/pytest -q -m "not gpu" \
 		tests/integration/gms/test_torch_models.py tests/integration/gms/test_*_plugin.py
+	SNAPBACK_TORCH=$(or $(TORCH),$(CURDIR)/.peers) $(BIN)/pytest -q -k pytorch \
+		tests/integration/snapshotctl/test_worker.py
 
 .kvikio/.installed: tests/support/kvikio.lock $(STAMP)
 	@rm -rf .kvikio

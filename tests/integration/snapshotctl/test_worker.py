@@ -10,13 +10,14 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from snapshotctl.adapters.worker_socket import WorkerClient
 from snapshotctl.domain.demo_engines import ENGINES as DEMO
 from tests.integration.snapshotctl.conftest import ENGINES, EXAMPLES, ROOT, needs_engines
 from tests.support.ports import free_port
+from tests.support.torch_site import VARIABLE, torch_for
 from tests.support.waiting import until, wait_until
 
 pytestmark = pytest.mark.turns
@@ -83,9 +85,11 @@ class Place:
 
 @contextlib.asynccontextmanager
 async def process(
-    program: list[str], environment: dict[str, str]
+    program: list[str], environment: dict[str, str], out: IO[str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(sys.executable, *program, env=environment)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *program, env=environment, stdout=out
+    )
     try:
         yield process
     finally:
@@ -305,6 +309,40 @@ async def test_the_template_is_captured_twice_and_restored(place: Place, program
     async with process([str(programs / "worker_template.py")], standby):
         assert (await place.said("restored"))["attempt"] == 3
         await place.said("ready-for-snapshot")
+
+
+async def test_a_model_of_pytorch_is_restored_with_the_weights_that_a_cold_start_has_drawn(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_for(monkeypatch)
+    where = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.environ.get(VARIABLE))))
+    said = tmp_path / "said"
+
+    async def answered(worker: asyncio.subprocess.Process) -> str:
+        said.write_text("")
+        worker.send_signal(signal.SIGUSR1)
+        return await until(lambda: said.read_text().partition("\n")[0], within_s=PATIENCE_S)
+
+    with said.open("a") as out:
+        program = [str(EXAMPLES / "torch_worker.py")]
+        async with process(program, place.worker(PYTHONPATH=where), out) as worker:
+            await place.said("ready-for-snapshot")
+            drawn = await answered(worker)
+            place.say("quiesce", 1)
+            assert (await place.said("quiesced"))["attempt"] == 1
+            place.say("snapshot-complete", 1)
+            await place.said("ready-for-snapshot")
+            assert await answered(worker) == drawn
+        place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
+        place.say("restore-complete", 2)
+        standby = place.worker(PYTHONPATH=where, SNAPSHOT_RESTORE_STANDBY="1")
+        async with process(program, standby, out) as worker:
+            assert (await place.said("restored"))["attempt"] == 2
+            assert await answered(worker) == drawn
+        place.forget("restore-complete", "restored", "ready-for-snapshot")
+        async with process(program, place.worker(PYTHONPATH=where), out) as worker:
+            await place.said("ready-for-snapshot")
+            assert await answered(worker) != drawn, "a cold start draws others"
 
 
 def test_the_template_is_short() -> None:

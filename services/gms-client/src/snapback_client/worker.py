@@ -60,6 +60,8 @@ from snapback_client.errors import (
 )
 from snapback_client.identity import Identity, identity_of
 from snapback_client.pool import MemoryPool, connect, restore
+from snapback_client.torch import TorchMemory
+from snapback_client.torch_devices import import_torch
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ _MAX_MESSAGE = 2000
 _WAITS_AGAIN_S = 1.0
 """How often a worker writes what it waits for, in seconds."""
 _Body = TypeVar("_Body", Signal, RestoreContext)
+_Module = TypeVar("_Module", bound=Any)
+"""A `torch.nn.Module`, which is not named here as PyTorch is optional."""
 _IN_MOVED_TO = 0x80
 
 
@@ -204,6 +208,41 @@ class Worker:
                 raise
         self._pools[name] = made
         return made
+
+    def torch(
+        self,
+        name: str,
+        build: Callable[[], _Module],
+        load: Callable[[_Module], object] | None = None,
+        *,
+        device: int | str = 0,
+    ) -> _Module:
+        """Return a model of PyTorch whose parameters lie in the pool that has a name.
+
+        `build` makes the modules, and `load` reads their weights. A cold start calls both, and the
+        parameters are read-only afterwards. After a restore `build` is called on the device `meta`,
+        which has no memory, `load` is not called, and the parameters come from the pool.
+        TorchUnavailable; the errors of `pool`, `TorchMemory.publish` and `TorchMemory.materialise`.
+        """
+        made: list[_Module] = []
+
+        def publish(pool: MemoryPool) -> None:
+            memory = TorchMemory({name: pool})
+            with memory.region(name):
+                model = build().to(memory.device)
+            # What reading needs besides the parameters is not to lie in the pool.
+            if load is not None:
+                load(model)
+            memory.publish(model, name)
+            made.append(model)
+
+        pool = self.pool(name, publish, device=device)
+        if not made:
+            memory = TorchMemory({name: pool})
+            with import_torch().device("meta"):
+                made.append(build())
+            memory.materialise(made[0], name)
+        return made[0]
 
     def ready(self) -> None:
         """Say that the worker serves, and that it may be captured from now on."""
@@ -388,6 +427,10 @@ class AsyncWorker:
     async def pool(self, name: str, *arguments: Any, **more: Any) -> MemoryPool:
         """Return a pool, as `Worker.pool`; `build` is called in another thread."""
         return await asyncio.to_thread(self._worker.pool, name, *arguments, **more)
+
+    async def torch(self, name: str, *arguments: Any, **more: Any) -> Any:
+        """Return a model of PyTorch, as `Worker.torch`; the callbacks run in another thread."""
+        return await asyncio.to_thread(self._worker.torch, name, *arguments, **more)
 
     def ready(self) -> None:
         """Say that the worker serves, and that it may be captured from now on."""
