@@ -59,7 +59,15 @@ def provide(to: Engine) -> Path:
     if path.exists():
         run(to, "docker", "load", "--quiet", "--input", str(path))
         return path
-    print(run(to, "deploy/images/build.sh", "--no-registry"))
+    # It says which image it builds: a first build takes ten minutes.
+    subprocess.run(
+        ["deploy/images/build.sh", "--no-registry"],
+        check=True,
+        timeout=BUILD_S,
+        cwd=REPOSITORY,
+        env=environment(to),
+    )
+    print("keeping the images in one archive", flush=True)
     CACHE.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     run(to, "docker", "save", "--output", str(new), *map(image, NAMES))
