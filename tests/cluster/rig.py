@@ -314,20 +314,31 @@ class Program(NamedTuple):
         await polled(is_ready)
 
 
-async def started(rig: Rig, **settings: str) -> Program:
-    """Start the operator."""
+AHEAD = """
+import runpy, time
+wall, ahead_s = time.time, {ahead_s}
+time.time = lambda: wall() + ahead_s
+runpy.run_module("snapshot_operator.main", run_name="__main__", alter_sys=True)
+"""
+
+
+async def started(rig: Rig, *, ahead_s: float = 0.0, **settings: str) -> Program:
+    """Start the operator, whose wall clock may be ahead."""
     address = f"127.0.0.1:{free_port()}"
+    late = ("-c", AHEAD.format(ahead_s=ahead_s))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "snapshot_operator.main"),
+        *(sys.executable, *(late if ahead_s else ("-m", "snapshot_operator.main"))),
         env=rig.environment | {"SNAPBACK_HTTP_ADDRESS": address} | settings,
     )
     return Program(process, address)
 
 
 @contextlib.asynccontextmanager
-async def program(rig: Rig, *, until_ready: bool = True, **settings: str) -> AsyncIterator[Program]:
+async def program(
+    rig: Rig, *, until_ready: bool = True, ahead_s: float = 0.0, **settings: str
+) -> AsyncIterator[Program]:
     """Run the operator, which is ready then, until it is asked to end; it ends well."""
-    operator = await started(rig, **settings)
+    operator = await started(rig, ahead_s=ahead_s, **settings)
     process = operator.process
     try:
         if until_ready:

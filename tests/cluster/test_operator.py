@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.support.objects import presence
 pytestmark = pytest.mark.cluster
 
 NODES = "/api/v1/nodes"
+DAY_S = 86_400.0
 LONGEST = f"{'a' * 62}.{'b' * 190}"
 """As long as Kubernetes lets the name of an object be."""
 
@@ -52,6 +54,25 @@ async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_
     assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
     assert "livenessProbe" not in container
     assert job["spec"]["template"]["metadata"]["labels"]["mine"] == "kept"
+
+
+@pytest.mark.parametrize("ahead_s", [2 * DAY_S, -2 * DAY_S], ids=["ahead", "behind"])
+async def test_an_operator_with_a_wrong_clock_goes_by_that_of_the_api_server(
+    site: Rig, ahead_s: float
+) -> None:
+    """Another one, which had the Lease before it, may have begun what is under way."""
+    async with program(site, ahead_s=ahead_s):
+        await site.apply("llm", sleeper())
+
+        async def bound() -> Any:
+            [*found] = await site.items("snapshots")
+            return found and found[0]["status"].get("boundSnapshotContentName") and found[0]
+
+        found = await polled(bound)
+    created = datetime.fromisoformat(found["metadata"]["creationTimestamp"])
+    for row in found["status"]["conditions"]:
+        written = datetime.fromisoformat(row["lastTransitionTime"])
+        assert abs(written - created) < timedelta(minutes=2), row
 
 
 async def test_quantities_may_be_fractions_and_what_is_null_is_nothing(rig: Rig) -> None:

@@ -192,11 +192,15 @@ class FactsReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The operator's version, its last sweep (seconds since the epoch), and how full ORDERS was."""
+    """The operator's version, its last sweep (seconds since the epoch), and how full ORDERS was.
+
+    `ahead_s` is how far the clock of its machine is ahead of the API server's, by which it goes.
+    """
 
     version: str = ""
     swept_at: float | None = None
     fill: float = 0.0
+    ahead_s: float = 0.0
     failure: Failure | None = None
 
 

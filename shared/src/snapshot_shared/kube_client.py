@@ -12,7 +12,8 @@ import math
 import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -157,6 +158,16 @@ class KubeClient:
             raise _refusal(response.status, answer, f"{verb} {path}")
         return answer
 
+    async def ahead(self, wall: Callable[[], float]) -> float:
+        """Return how far a clock is ahead of the server's, in seconds; 0.0 if it may be right.
+
+        `wall` returns seconds since the epoch. StoreBusy as for `request`.
+        """
+        limit = aiohttp.ClientTimeout(total=REQUEST_S)
+        asked_at = wall()
+        async with self._open("GET", "/version", None, {}, None, limit) as response:
+            return clock_ahead(response.headers.get("Date", ""), asked_at, wall())
+
     async def watch(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Return the events of a watch as the server sends them, one JSON document each.
 
@@ -239,6 +250,20 @@ class _Gathering:
         with contextlib.suppress(OSError):
             if self._socket is not None:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
+
+def clock_ahead(date: str, asked_at: float, answered_at: float) -> float:
+    """Return how far a clock is ahead of the one that wrote an HTTP date between two instants.
+
+    An HTTP date is of a whole second, so the clock may be right for all of a second and of the time
+    between the instants; then it is not ahead. 0.0 for what is no date.
+    """
+    try:
+        second = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return 0.0
+    least, most = asked_at - second - 1.0, answered_at - second
+    return 0.0 if least <= 0.0 <= most else (least + most) / 2
 
 
 async def back_off(failures: int, jitter: float) -> None:

@@ -20,10 +20,12 @@ from snapshot_shared.errors import (
     SnapbackError,
     StoreBusy,
 )
-from snapshot_shared.kube_client import KubeClient, Refused, ResourceExpired, decoded
+from snapshot_shared.kube_client import KubeClient, Refused, ResourceExpired, clock_ahead, decoded
 from tests.unit.tables import each
 
 LONG = b"x" * 5_000_000
+SEVEN = 1_795_849_200.0
+"""Seven o'clock of the date below, in seconds since the epoch."""
 
 
 @asynccontextmanager
@@ -121,3 +123,23 @@ def test_an_answer_that_is_no_json_is_none_of_an_api_server() -> None:
     for answer in (b"<html>", nested(5000)[:-1], b'{"a":' + nested(5000)):
         with pytest.raises(StoreBusy):
             decoded(NAMED, answer)
+
+
+@each(
+    ("date", "asked_at", "answered_at", "ahead_s"),
+    [
+        ("Sat, 28 Nov 2026 07:00:00 GMT", SEVEN + 0.2, SEVEN + 0.4, 0.0),
+        # It was written at an instant of a whole second, and before the answer.
+        ("Sat, 28 Nov 2026 07:00:00 GMT", SEVEN + 0.9, SEVEN + 1.4, 0.0),
+        ("Sat, 28 Nov 2026 07:00:00 GMT", SEVEN - 0.3, SEVEN + 0.1, 0.0),
+        ("Sat, 28 Nov 2026 07:00:00 GMT", SEVEN + 5.0, SEVEN + 6.0, 5.0),
+        ("Sat, 28 Nov 2026 07:00:00 GMT", SEVEN - 5.5, SEVEN - 5.5, -6.0),
+        ("Thu, 26 Nov 2026 07:00:00 GMT", SEVEN + 0.5, SEVEN + 0.5, 2 * 86_400.0),
+        ("", SEVEN, SEVEN, 0.0),
+        ("yesterday", SEVEN, SEVEN, 0.0),
+    ],
+)
+def test_a_clock_is_compared_with_an_http_date(
+    date: str, asked_at: float, answered_at: float, ahead_s: float
+) -> None:
+    assert clock_ahead(date, asked_at, answered_at) == ahead_s

@@ -187,6 +187,10 @@ def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_i
         (of(operators=["1.0", "0.9"]), "warn  version 0.9 is used → same version"),
         (of(health=HealthReply(version="1.0")), "warn  has not swept → snapshotctl doctor"),
         (
+            of(health=HealthReply(version="1.0", swept_at=NOW, ahead_s=-172_800.0)),
+            "warn  operator's machine is 172800.0 s behind the API server's → set-ntp",
+        ),
+        (
             of(health=HealthReply(version="1.0", swept_at=NOW - 91)),
             "fail  the last sweep was 91s ago → operator's log",
         ),

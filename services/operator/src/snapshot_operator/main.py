@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
@@ -27,7 +28,7 @@ from snapshot_operator.runtime.world import Readiness, World
 from snapshot_operator.wiring import NODE, SERVICE, Environment
 from snapshot_operator.wiring import serve as serve_active
 from snapshot_shared.bus import Bus
-from snapshot_shared.errors import BusUnavailable, Failure
+from snapshot_shared.errors import BusUnavailable, Failure, StoreBusy
 from snapshot_shared.http import http_ports
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.orders import Label, ProfileName
@@ -164,6 +165,20 @@ async def _in_cluster(
 ) -> None:
     """Wait for the Lease of the cluster, and serve the objects of its API server."""
     # Standalone mode does without the client of Kubernetes: 40 MiB and a quarter of a second.
+    from snapshot_shared.kube_client import KubeClient, load_configuration
+
+    configuration = await load_configuration(settings.kubeconfig)
+    async with KubeClient(configuration, environment.metrics) as client:
+        environment = await _as_server(client, environment)
+        # Before the Lease: every replica answers the API server, and has to before it is ready.
+        async with _admission(settings, environment, client):
+            await _in_turn(settings, environment, readiness, client)
+
+
+async def _in_turn(
+    settings: OperatorSettings, environment: Environment, readiness: Readiness, client: KubeClient
+) -> None:
+    """Wait for the Lease, and serve."""
     from snapshot_operator.kube import controllers
     from snapshot_operator.kube.crds import definitions
     from snapshot_operator.kube.definitions import Definitions
@@ -172,52 +187,75 @@ async def _in_cluster(
     from snapshot_operator.kube.namespaces import SelectedNamespaces, selecting
     from snapshot_operator.kube.rbac import NAME
     from snapshot_operator.kube.store import KubeStore
-    from snapshot_shared.kube_client import KubeClient, load_configuration
 
     hostname, namespace = socket.gethostname(), settings.namespace
     clocks, jitter = environment.clocks, environment.jitter
-    configuration = await load_configuration(settings.kubeconfig)
-    async with (
-        KubeClient(configuration, environment.metrics) as client,
-        # Before the Lease: every replica answers the API server, and has to before it is ready.
-        _admission(settings, environment, client),
-    ):
 
-        async def waits(failure: Failure | None) -> None:
-            why = str(failure or "")
-            if failure is not None and why != readiness.why:
-                log.error("the operator waits: %s", why)
-                await warn_of(client, namespace, hostname, failure, clocks.wall())
-            readiness.why = why
+    async def waits(failure: Failure | None) -> None:
+        why = str(failure or "")
+        if failure is not None and why != readiness.why:
+            log.error("the operator waits: %s", why)
+            await warn_of(client, namespace, hostname, failure, clocks.wall())
+        readiness.why = why
 
-        allows_gms = settings.allow_gms_snapshot
-        store = KubeStore(
-            client,
-            jitter,
-            settings.gms_image,
-            allows_gms=allows_gms,
-            seccomp_profile=settings.seccomp_profile,
+    allows_gms = settings.allow_gms_snapshot
+    store = KubeStore(
+        client,
+        jitter,
+        settings.gms_image,
+        allows_gms=allows_gms,
+        seccomp_profile=settings.seccomp_profile,
+    )
+    crds = Definitions(client, definitions(), settings.crds, jitter, waits)
+    identity = f"{hostname}-{environment.new_id()}"
+    lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
+    # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
+    await environment.bus.connect_and_ensure()
+    async with lease.held() as lost:
+        readiness.why = "the definitions of the operator's kinds are not there yet"
+        events = EventRecorder(client, clocks.wall)
+        world = World(
+            controllers.CONTROLLERS,
+            prepare=crds.ensure,
+            follow=lambda: until_stopped(asyncio.Event(), store.run(), events.run()),
+            changed=events.changed,
+            warned=events.warned,
+            is_cluster=True,
         )
-        crds = Definitions(client, definitions(), settings.crds, jitter, waits)
-        identity = f"{hostname}-{environment.new_id()}"
-        lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
-        # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
-        await environment.bus.connect_and_ensure()
-        async with lease.held() as lost:
-            readiness.why = "the definitions of the operator's kinds are not there yet"
-            events = EventRecorder(client, clocks.wall)
-            world = World(
-                controllers.CONTROLLERS,
-                prepare=crds.ensure,
-                follow=lambda: until_stopped(asyncio.Event(), store.run(), events.run()),
-                changed=events.changed,
-                warned=events.warned,
-                is_cluster=True,
-            )
-            if settings.namespace_selector:
-                selected = SelectedNamespaces(client, settings.namespace_selector, jitter)
-                world = selecting(world, selected)
-            await serve_active(lost, Cluster(store, controllers.INDEXES), world, environment)
+        if settings.namespace_selector:
+            selected = SelectedNamespaces(client, settings.namespace_selector, jitter)
+            world = selecting(world, selected)
+        await serve_active(lost, Cluster(store, controllers.INDEXES), world, environment)
+
+
+async def _as_server(client: KubeClient, environment: Environment) -> Environment:
+    """Return the environment with the time of the API server, which stamps the objects.
+
+    Deadlines count from these stamps, and another operator may have begun what is under way.
+    """
+    from snapshot_shared.kube_client import back_off
+
+    clocks, failures = environment.clocks, 0
+    ahead_s: float | None = None
+    while ahead_s is None:
+        try:
+            ahead_s = await client.ahead(clocks.wall)
+        except StoreBusy as error:
+            log.warning("the operator waits for the API server: %s", error)
+            failures += 1
+            await back_off(failures, environment.jitter())
+    if not ahead_s:
+        return environment
+    way = "ahead of" if ahead_s > 0 else "behind"
+    log.warning(
+        "the clock of this machine is %.0f s %s that of the API server, which counts; set it",
+        abs(ahead_s),
+        way,
+    )
+    # Once the clock of the machine is set, it would be wrong by as much the other way.
+    offset = clocks.wall() - ahead_s - clocks.monotonic()
+    steady = replace(clocks, wall=lambda: offset + clocks.monotonic())
+    return replace(environment, clocks=steady, ahead_s=ahead_s)
 
 
 @contextlib.asynccontextmanager

@@ -44,12 +44,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator is given besides its objects: clocks, randomness and ids among it.
 
     `jitter` returns a random number from 0 to 1, `new_id` an id that was never used. `is_mirrored`
-    says whether the objects are copied into a bucket for people.
+    says whether the objects are copied into a bucket for people. `ahead_s` is how far the clock of
+    this machine is ahead of that of `clocks`.
     """
 
     bus: Bus
     telemetry: Telemetry
     clocks: Clocks
+    ahead_s: float = 0.0
     jitter: Callable[[], float]
     new_id: Callable[[], str]
     limits: Limits = Limits()
@@ -97,7 +99,11 @@ async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
             cluster, retention, clocks.wall, given.new_id, is_in_cluster=world.is_cluster
         ).endpoints()
         | Operations(
-            cluster, orders, lambda: Sweeping(sweep.swept_at, sweep.fill), clocks.wall
+            cluster,
+            orders,
+            lambda: Sweeping(sweep.swept_at, sweep.fill),
+            clocks.wall,
+            given.ahead_s,
         ).endpoints()
         | NodeApi(cluster, given.policy).endpoints()
     )

@@ -49,12 +49,17 @@ class Operations:
         orders: OrderBus,
         sweeping: Callable[[], Sweeping],
         wall: Callable[[], float],
+        ahead_s: float = 0.0,
     ) -> None:
-        """Use the objects and the stream of orders; `sweeping` returns how the last sweep was."""
+        """Use the objects and the stream of orders; `sweeping` returns how the last sweep was.
+
+        `ahead_s` is how far the clock of this machine is ahead of `wall`.
+        """
         self._cluster = cluster
         self._orders = orders
         self._sweeping = sweeping
         self._wall = wall
+        self._ahead_s = ahead_s
 
     def endpoints(self) -> dict[str, Endpoint]:
         """Return the handler of each `snap.api.<verb>`."""
@@ -141,4 +146,9 @@ class Operations:
     async def health(self, _request: HealthRequest) -> HealthReply:
         """Return how the operator itself is."""
         sweeping = self._sweeping()
-        return HealthReply(version=VERSION, swept_at=sweeping.swept_at, fill=sweeping.fill)
+        return HealthReply(
+            version=VERSION,
+            swept_at=sweeping.swept_at,
+            fill=sweeping.fill,
+            ahead_s=self._ahead_s,
+        )

@@ -263,6 +263,12 @@ def _operator(seen: Observed, cluster: ObservedCluster) -> Iterator[Finding]:
     for version in sorted({seen.version, *cluster.operators} - {health.version}):
         fix = "install the same version everywhere; the oldest program decides what works"
         yield warn(f"version {version} is used beside the operator's {health.version}", fix)
+    if health.ahead_s:
+        yield warn(
+            f"the clock of the operator's machine is {_apart(health.ahead_s)} the API server's, by "
+            "which the operator goes",
+            "there: timedatectl set-ntp true; then restart the operator",
+        )
     if health.swept_at is None:
         yield warn("the operator has not swept yet", "wait 30 s: snapshotctl doctor")
         return
@@ -308,13 +314,16 @@ def _drivers(name: str, presence: Presence) -> Iterator[Finding]:
 def _clock(it: ObservedNode) -> Iterator[Finding]:
     if it.skew_s is None:
         return
-    what = f"the clock of {it.name} is {abs(it.skew_s):.1f} s"
-    way = "ahead of" if it.skew_s > 0 else "behind"
     if abs(it.skew_s) < SKEW_WARN_S:
         yield ok(f"the clock of {it.name} is that of the server")
         return
     finding = fail if abs(it.skew_s) >= SKEW_FAIL_S else warn
-    yield finding(f"{what} {way} the server's", f"on {it.name}: timedatectl set-ntp true")
+    what = f"the clock of {it.name} is {_apart(it.skew_s)} the server's"
+    yield finding(what, f"on {it.name}: timedatectl set-ntp true")
+
+
+def _apart(ahead_s: float) -> str:
+    return f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 def _space(cluster: ObservedCluster, it: ObservedNode, presence: Presence) -> Iterator[Finding]:
