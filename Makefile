@@ -31,7 +31,7 @@ endif
 
 # What this machine may not offer, and what takes long. Such tests run with `make test MARKERS=gpu`
 # and the like.
-MARKERS ?= not root and not gpu and not docker and not cluster and not process and not engines and not slow
+MARKERS ?= not root and not gpu and not docker and not cluster and not process and not engines and not browser and not slow
 # Twice the cores, as half of the tests wait for something. More than 8 gain nothing.
 TEST_JOBS := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 IN_PARALLEL = -n $(or $(JOBS),$(TEST_JOBS)) --dist loadgroup
@@ -50,7 +50,7 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process test-engines clean moved test-torch test-gds accept wheels test-wheels bench-engines accept-bundle
+.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow test-browser proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process test-engines clean moved test-torch test-gds accept wheels test-wheels bench-engines accept-bundle
 
 ##@ Try it
 ##@ Set up
@@ -156,8 +156,11 @@ format: $(STAMP) ## Rewrite the sources in the house format
 
 ##@ Test
 
-test: $(STAMP) .engines/.installed ## All tests that need no root, GPU or Docker (JOBS=4 at a time; TURN=1/4, a quarter of what takes long)
+test: $(STAMP) .engines/.installed ## All tests that need no root, GPU, Docker or browser (JOBS=4 at a time; TURN=1/4, a quarter of what takes long)
 	$(BIN)/pytest $(IN_PARALLEL) -m "$(MARKERS)" $(if $(COVERED),$(addprefix --ignore=,$(OF_COVER)))
+
+test-browser: $(STAMP) ## The page in Chromium: what it shows, the keyboard, axe-core
+	$(BIN)/pytest $(IN_PARALLEL) -m browser tests/browser
 
 # The documents, the site and the wheels have targets of their own.
 test-slow: $(STAMP) ## The tests that `make test` leaves out because they take long

@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = Due(STEPS, []) if options.proofs or options.steps else due(landing)
     now = [step for step in chosen.now if not options.steps or step.name in options.steps]
     if options.list:
-        print(*(f"{step.lane.value:10}  {' '.join(step.words(landing))}" for step in now), sep="\n")
+        print(*(f"{step.lane.value:8}  {' '.join(step.words(landing))}" for step in now), sep="\n")
         return 0
     LOGS.mkdir(exist_ok=True)
     runner = Runner(landing, proofs=options.proofs)
@@ -188,7 +188,7 @@ def _landing() -> Landing:
 
 
 def _run_lanes(runner: Runner, steps: Sequence[Step]) -> bool:
-    """Run the lanes to their ends; return whether they were interrupted."""
+    """Run both lanes to their ends; return whether they were interrupted."""
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -214,9 +214,9 @@ def _run_lanes(runner: Runner, steps: Sequence[Step]) -> bool:
 
 
 def _print_table(ran: Sequence[Ran]) -> None:
-    print(f"\n{'STEP':18} {'SECONDS':>7} {'CPU-S':>6}  LANE       RESULT")
+    print(f"\n{'STEP':18} {'SECONDS':>7} {'CPU-S':>6}  LANE      RESULT")
     for step, verdict, seconds, cpu_s in ran:
-        print(f"{step.name:18} {seconds:7.0f} {cpu_s:6.0f}  {step.lane.value:10}  {verdict}")
+        print(f"{step.name:18} {seconds:7.0f} {cpu_s:6.0f}  {step.lane.value:8}  {verdict}")
     for lane in Lane:
         total = sum(each.seconds for each in ran if each.step.lane is lane)
         print(f"{'in this lane':18} {total:7.0f} {'':6}  {lane.value}")

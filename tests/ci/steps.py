@@ -6,9 +6,8 @@ The number of the landing says whose turn it is, and `.ci/landings` counts the l
 of commits cannot say it, because a landing holds any number of them: whatever rule chose a proof by
 the commits of a landing, some sequence of landings would never choose it, or each would choose all.
 
-A step is one target of the Makefile. Three steps run at the same time, one of each lane: all that
-runs on Kubernetes, all that starts whole standalone services, and all the rest. Steps of the first
-two lanes wait for most of their time, so two cores are enough for three lanes.
+A step is one target of the Makefile. Two steps run at the same time, one of each lane. A lane is a
+list that takes about half of the time: clusters and CRIU, which need root, and all the rest.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ SEEDS = 500
 
 
 class Lane(Enum):
-    """Lanes run side by side. The steps of a lane run one after another."""
+    """Two lanes run side by side."""
 
-    CLUSTER = "cluster"
-    STANDALONE = "standalone"
+    ROOT = "root"
     REST = "rest"
 
 
@@ -92,45 +90,46 @@ _QUARTER = {"TURN": f"{{turn}}/{TURNS}"}
 
 STEPS = (
     Step("check", Lane.REST, runs_again=False),
-    # The images take 5 minutes beside this and the documents, and 15 beside the tests.
+    # The images take 5 minutes beside these two, and 15 beside the tests.
     Step(
         "scenarios",
         Lane.REST,
         variables={"SEEDS": str(SEEDS), "FIRST": "{first}"},
         runs_again=False,
     ),
+    Step("docs-test", Lane.REST, variables=_QUARTER),
     Step("test", Lane.REST, variables=_QUARTER | {"COVERED": "{covered}"}),
+    Step("e2e", Lane.REST),
     # It runs what `test` leaves to it in this turn.
     Step("cover", Lane.REST, When.FIRST),
     Step("contract-servers", Lane.REST, When.FIRST),
     Step("test-wheels", Lane.REST, When.SECOND),
     Step("test-site", Lane.REST, When.SECOND),
+    Step("test-browser", Lane.REST, When.SECOND),
     Step(
         "mutants-sample",
         Lane.REST,
         When.THIRD,
         target="mutants",
-        # One of 16 mutants is 6 %, so only `make mutants SAMPLE=200` can judge by 5 %.
-        variables={"SAMPLE": "16", "SEED": "{count}", "MOST": "0.3"},
+        # One of 12 mutants is 8 %, so only `make mutants SAMPLE=200` can judge by 5 %.
+        variables={"SAMPLE": "12", "SEED": "{count}", "MOST": "0.3"},
         runs_again=False,
     ),
     Step("flips", Lane.REST, When.THIRD),
     Step("test-slow", Lane.REST, When.FOURTH),
-    Step("docs-test", Lane.STANDALONE, variables=_QUARTER),
-    Step("test-process", Lane.STANDALONE, variables=_QUARTER),
-    Step("e2e", Lane.STANDALONE),
-    Step("images", Lane.CLUSTER, needs="cluster"),
-    Step("test-cluster", Lane.CLUSTER, variables=_QUARTER, needs="cluster"),
-    Step("demo-cluster", Lane.CLUSTER, needs="cluster"),
+    Step("images", Lane.ROOT, needs="cluster"),
+    Step("test-cluster", Lane.ROOT, variables=_QUARTER, needs="cluster"),
+    Step("demo-cluster", Lane.ROOT, needs="cluster"),
+    Step("test-process", Lane.ROOT, variables=_QUARTER),
     Step("mutants", Lane.REST, When.PROOFS, runs_again=False),
     Step("hostile", Lane.REST, When.PROOFS),
     Step("killed-clients", Lane.REST, When.PROOFS),
     Step("resume-saves", Lane.REST, When.PROOFS),
     Step("test-torch", Lane.REST, When.PROOFS),
     Step("test-gds", Lane.REST, When.PROOFS),
-    Step("test-engines", Lane.STANDALONE, When.PROOFS),
+    Step("test-engines", Lane.ROOT, When.PROOFS),
     Step("chaos", Lane.REST, When.PROOFS, runs_again=False),
-    Step("test-page", Lane.CLUSTER, When.PROOFS, needs="cluster"),
+    Step("test-page", Lane.ROOT, When.PROOFS, needs="cluster"),
 )
 
 

@@ -116,7 +116,7 @@ ci.ROOT = Path(sys.argv[1])
 ci.LOGS = ci.ROOT / "logs"
 ci.STEPS = (
     Step("short", Lane.REST),
-    Step("other", Lane.CLUSTER, target=sys.argv[2], runs_again=sys.argv[2] != "alone"),
+    Step("other", Lane.ROOT, target=sys.argv[2], runs_again=sys.argv[2] != "alone"),
 )
 sys.exit(ci.main(["--proofs"]))
 """
@@ -205,7 +205,7 @@ def test_a_second_try_runs_the_failed_tests_of_a_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "status", "said"),
     [
-        ("short", 0, r"other +\d+ +\d+  cluster +passed"),
+        ("short", 0, r"other +\d+ +\d+  root      passed"),
         ("fails", 1, r"failed: other"),
         ("alone", 1, r"failed: other"),
         ("races", 0, r"other failed once and passed when it was run again"),
@@ -218,7 +218,7 @@ def test_a_run_tells_how_each_step_ended(
         out, _ = running.communicate(timeout=60)
     assert running.returncode == status, out
     assert re.search(said, out), out
-    assert re.search(r"short +\d+ +\d+  rest +passed", out)
+    assert re.search(r"short +\d+ +\d+  rest      passed", out)
     assert "echo short ran" in out, "the log of each step is shown"
 
 
