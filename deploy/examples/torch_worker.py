@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from queue import SimpleQueue
 
 import torch
 
@@ -21,11 +22,12 @@ def load(model: torch.nn.Module) -> None:
 
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-signal.signal(signal.SIGUSR1, lambda *_: None)
+asked: SimpleQueue[int] = SimpleQueue()
+signal.signal(signal.SIGUSR1, lambda number, _: asked.put(number))
 with Worker() as worker:
     model = worker.torch("weights", build, load).eval()
     worker.ready()
     while True:
-        signal.pause()  # <- wait for a request, here `kill -USR1`
+        asked.get()  # <- wait for a request, here `kill -USR1`
         with worker.request(), torch.inference_mode():
             print(model(torch.ones(64)).tolist(), flush=True)  # <- answer it

@@ -20,6 +20,8 @@ from typing import NamedTuple
 TURNS = 4
 SEEDS = 500
 """How many seeds of `make scenarios` a landing runs."""
+ROOMS = ("operator", "gms", "agent", "shared")
+"""From which sources a landing draws bugs: all tests of a room run once without one before."""
 
 
 class Lane(Enum):
@@ -53,7 +55,8 @@ class Step(NamedTuple):
 
     variables: Mapping[str, str] = {}
     """Variables of make and of its commands. `{count}` is the number of commits, `{first}` the
-    first seed, `{turn}` the turn, from 1, and `{covered}` is 1 if it is that of `cover`."""
+    first seed, `{turn}` the turn, from 1, `{covered}` is 1 if it is that of `cover`, and `{room}`
+    one of ROOMS, the next at each fourth landing."""
 
     needs: str = ""
     runs_again: bool = True
@@ -64,6 +67,7 @@ class Step(NamedTuple):
             "count": landing.commits,
             "first": landing.commits * SEEDS,
             "turn": landing.turn.value + 1,
+            "room": ROOMS[landing.number // TURNS % len(ROOMS)],
             "covered": "1" if landing.turn is When.FIRST else "",
         }
         return [
@@ -112,7 +116,7 @@ STEPS = (
         When.THIRD,
         target="mutants",
         # One of 12 mutants is 8 %, so only `make mutants SAMPLE=200` can judge by 5 %.
-        variables={"SAMPLE": "12", "SEED": "{count}", "MOST": "0.3"},
+        variables={"SAMPLE": "12", "SEED": "{count}", "MOST": "0.3", "ONLY": "{room}"},
         runs_again=False,
     ),
     Step("flips", Lane.REST, When.THIRD),

@@ -28,15 +28,7 @@ class Captures(NamedTuple):
 
     async def apply(self, name: str) -> None:
         """Ask for a capture on one node and for a restore from it on the other."""
-
-        async def is_applied() -> bool:
-            # An operator that starts applies the definitions of its kinds.
-            with contextlib.suppress(StoreBusy):
-                await self.rig.apply(name, {"spec": source("--answer", "42")})
-                return True
-            return False
-
-        await polled(is_applied)
+        await self.rig.apply(name, {"spec": source("--answer", "42")})
         again = placeholder(f"{name}-again", name, "node-2")
         await asyncio.to_thread(self.nodes.apply, again)
 

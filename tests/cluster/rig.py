@@ -33,7 +33,7 @@ from snapshot_operator.runtime.world import World
 from snapshot_operator.wiring import Environment, serve
 from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
-from snapshot_shared.errors import AlreadyExists, NotFound
+from snapshot_shared.errors import AlreadyExists, NotFound, StoreBusy
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
 from snapshot_shared.telemetry import Telemetry
 from tests.cluster.lying_proxy import LyingProxy, lying_proxy
@@ -115,12 +115,20 @@ class Rig:
     async def apply(
         self, name: str, template: dict[str, Any], *, gms: dict[str, Any] | None = None, **job: Any
     ) -> None:
-        """Create a checkpoint."""
+        """Create a checkpoint, once its definition is served."""
         model = f"example/{self.namespace}-{name}"
         document = checkpoint_document(name, model=model, podTemplateSpec=template, **job)
         document["metadata"]["namespace"] = self.namespace
         document["spec"] |= {} if gms is None else {"gpuMemoryService": gms}
-        await self.post("dynamocheckpoints", document)
+
+        async def is_posted() -> bool:
+            # An operator that starts applies the definitions of its kinds.
+            with contextlib.suppress(StoreBusy):
+                await self.post("dynamocheckpoints", document)
+                return True
+            return False
+
+        await polled(is_posted)
 
     async def rows(self, plural: str, name: str) -> dict[str, dict[str, Any]]:
         """Return the conditions of an object by their types; none if it is not there."""

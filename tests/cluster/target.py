@@ -58,6 +58,8 @@ def define(kubectl: Kubectl) -> None:
     """Apply the CustomResourceDefinitions of this repository and wait until they are served."""
     kubectl.run("apply", "--server-side", "--filename", str(programs.CRDS))
 
+    names = [file.stem for file in sorted(programs.CRDS.iterdir())]
+
     def are_served() -> bool:
         # `kubectl wait` fails for one that has no conditions yet.
         rows = [
@@ -65,7 +67,10 @@ def define(kubectl: Kubectl) -> None:
             for found in kubectl.list("crd", f"--selector={'='.join(PART_OF)}")
         ]
         served = [each for each in rows if each.get("Established") == "True"]
-        return len(served) == len(list(programs.CRDS.iterdir()))
+        if len(served) < len(names):
+            return False
+        # An API server that has just started answers at first that it initialises the storage.
+        return not kubectl.try_("get", ",".join(names), "--all-namespaces").returncode
 
     until(are_served, "the definitions")
 

@@ -62,17 +62,18 @@ async def test_an_operator_with_a_wrong_clock_goes_by_that_of_the_api_server(
 ) -> None:
     """Another one, which had the Lease before it, may have begun what is under way."""
     async with program(site, ahead_s=ahead_s):
-        await site.apply("llm", sleeper())
+        await site.apply("llm", sleeper("sleep 600"))
 
-        async def bound() -> Any:
-            [*found] = await site.items("snapshots")
-            return found and found[0]["status"].get("boundSnapshotContentName") and found[0]
+        async def seen() -> Any:
+            found = await site.get("dynamocheckpoints", "llm")
+            return found.get("status", {}).get("conditions") and found
 
-        found = await polled(bound)
+        found = await polled(seen)
     created = datetime.fromisoformat(found["metadata"]["creationTimestamp"])
     for row in found["status"]["conditions"]:
         written = datetime.fromisoformat(row["lastTransitionTime"])
         assert abs(written - created) < timedelta(minutes=2), row
+        assert row["reason"] != "DeadlineExceeded"
 
 
 async def test_quantities_may_be_fractions_and_what_is_null_is_nothing(rig: Rig) -> None:

@@ -296,12 +296,14 @@ def test_no_domain_module_is_asynchronous() -> None:
     assert offenders == []
 
 
+ENGINES = {"onnx_worker.py": {"magika", "onnx", "onnxruntime"}, "torch_worker.py": {"torch"}}
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=_name)
 def test_an_example_needs_only_the_standard_library_numpy_and_the_client(example: Path) -> None:
     # A program finds the others of its folder.
     beside = {other.stem for other in EXAMPLES}
-    engine = {"magika", "onnx", "onnxruntime"} if example.name == "onnx_worker.py" else set()
-    assert set(_foreign_imports(_parse(example))) - beside == engine
+    assert set(_foreign_imports(_parse(example))) - beside == ENGINES.get(example.name, set())
 
 
 def test_no_file_names_a_path_in_somebodys_home() -> None:
