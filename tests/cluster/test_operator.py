@@ -60,7 +60,7 @@ async def test_a_checkpoint_leads_to_a_job_a_ready_pod_and_the_order_to_prepare_
 async def test_an_operator_with_a_wrong_clock_goes_by_that_of_the_api_server(
     site: Rig, ahead_s: float
 ) -> None:
-    """Another one, which had the Lease before it, may have begun what is under way."""
+    """An operator with another clock may have begun the capture."""
     async with program(site, ahead_s=ahead_s):
         await site.apply("llm", sleeper("sleep 600"))
 

@@ -159,7 +159,7 @@ class KubeClient:
         return answer
 
     async def ahead(self, wall: Callable[[], float]) -> float:
-        """Return how far a clock is ahead of the server's, in seconds; 0.0 if it may be right.
+        """Return how many seconds a clock is ahead of the server's; 0.0 if both may be equal.
 
         `wall` returns seconds since the epoch. StoreBusy as for `request`.
         """
@@ -253,10 +253,10 @@ class _Gathering:
 
 
 def clock_ahead(date: str, asked_at: float, answered_at: float) -> float:
-    """Return how far a clock is ahead of the one that wrote an HTTP date between two instants.
+    """Return how many seconds a clock is ahead of a server's; negative if it is behind.
 
-    An HTTP date is of a whole second, so the clock may be right for all of a second and of the time
-    between the instants; then it is not ahead. 0.0 for what is no date.
+    The server wrote `date`, an HTTP date, between two instants of the clock. An HTTP date has no
+    fraction of a second. 0.0 if both clocks may be equal, and if `date` is not a date.
     """
     try:
         second = parsedate_to_datetime(date).timestamp()

@@ -25,7 +25,7 @@ from snapshot_operator.local.lock import FileLock
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.world import Readiness, World
-from snapshot_operator.wiring import NODE, SERVICE, Environment
+from snapshot_operator.wiring import NODE, SERVICE, Environment, steady
 from snapshot_operator.wiring import serve as serve_active
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, Failure, StoreBusy
@@ -209,7 +209,7 @@ async def _in_turn(
     crds = Definitions(client, definitions(), settings.crds, jitter, waits)
     identity = f"{hostname}-{environment.new_id()}"
     lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
-    # Before the Lease: one that stands by is ready, or a rolling update would wait for it.
+    # Before the Lease: an operator without it is ready, or a rolling update would wait for it.
     await environment.bus.connect_and_ensure()
     async with lease.held() as lost:
         readiness.why = "the definitions of the operator's kinds are not there yet"
@@ -231,7 +231,7 @@ async def _in_turn(
 async def _as_server(client: KubeClient, environment: Environment) -> Environment:
     """Return the environment with the time of the API server, which stamps the objects.
 
-    Deadlines count from these stamps, and another operator may have begun what is under way.
+    Deadlines count from these stamps, also if an operator with another clock began the work.
     """
     from snapshot_shared.kube_client import back_off
 
@@ -252,10 +252,9 @@ async def _as_server(client: KubeClient, environment: Environment) -> Environmen
         abs(ahead_s),
         way,
     )
-    # Once the clock of the machine is set, it would be wrong by as much the other way.
-    offset = clocks.wall() - ahead_s - clocks.monotonic()
-    steady = replace(clocks, wall=lambda: offset + clocks.monotonic())
-    return replace(environment, clocks=steady, ahead_s=ahead_s)
+    # Steady: once the clock of the machine is set, the difference is no longer that of now.
+    wall = steady(replace(clocks, wall=lambda: clocks.wall() - ahead_s))
+    return replace(environment, clocks=replace(clocks, wall=wall), ahead_s=ahead_s)
 
 
 @contextlib.asynccontextmanager
