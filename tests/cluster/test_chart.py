@@ -20,7 +20,9 @@ from gms.domain.claims import DRIVER
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
+from snapshot_shared.objects.snapback import POD_SPEC
 from snapshot_shared.permissions import User
+from snapshotctl.domain.exits import Exit
 from tests.cluster import programs
 from tests.cluster.cluster import FAILED, Cluster
 from tests.cluster.evidence import collect
@@ -267,7 +269,11 @@ def worker(
     # Where the artifact is: the nodes share no folder.
     pod["spec"]["nodeSelector"] = {"kubernetes.io/hostname": min(nodes(release))}
     pod["spec"]["containers"][0]["image"] = service_images["gms"]
-    pod["spec"]["containers"][0]["env"].append({"name": "WARMUP_SECONDS", "value": "1"})
+    field = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    pod["spec"]["containers"][0]["env"] += [
+        {"name": "WARMUP_SECONDS", "value": "1"},
+        {"name": "NODE", "valueFrom": field},
+    ]
     manifest = tmp_path / "worker.yaml"
     manifest.write_text(yaml.safe_dump(pod))
     return manifest
@@ -309,8 +315,34 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
     assert "order prepare" in snapshotctl(release, "trace", "mine", *space)
     wrong = snapshotctl(release, "--context", "nobody", "nodes", code=2)
     assert "get-contexts" in wrong
+    restored_without_its_source(release, namespace, *space)
     namespace.run("delete", "pods", "--all", "--wait=false")
     namespace.run("delete", "dynamocheckpoint/mine", "--timeout=60s")
+
+
+def restored_without_its_source(release: Release, namespace: Kubectl, *space: str) -> None:
+    """Capture the pod `worker`, delete it, and start another one of what its Snapshot keeps."""
+    before = namespace.get("pod", "worker")["spec"]
+    snapshotctl(release, "checkpoint", "worker", "--checkpoint-id", "later", *space)
+    text = namespace.get("snapshot", "later")["metadata"]["annotations"][POD_SPEC]
+    assert "WARMUP_SECONDS" in text
+    assert not any(row.get("value", "-") in text for row in before["containers"][0]["env"][:2])
+    namespace.run("delete", "pod", "worker", "--timeout=60s")
+    given = {
+        row["name"]: row["value"] for row in example("restore")[0]["spec"]["containers"][0]["env"]
+    }
+    given["WARMUP_SECONDS"] = "1"
+    refused = snapshotctl(release, "restore", "later", *space, code=Exit.REFUSED)
+    assert all(f"--env {name}=VALUE" in refused for name in given)
+    values = [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
+    said = snapshotctl(release, "restore", "later", *values, *space)
+    [name] = re.findall(r"^pod/(later-restored-\w+) created", said, re.MULTILINE)
+    # What the operator does not know of a pod is there, too, and the variable of another field.
+    after = namespace.get("pod", name)["spec"]
+    assert after["resourceClaims"] == before["resourceClaims"]
+    rows = {row["name"]: row for row in after["containers"][0]["env"]}
+    assert rows.items() >= {row["name"]: row for row in before["containers"][0]["env"]}.items()
+    assert rows["NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
 
 
 def findings(release: Release, code: int) -> dict[str, list[tuple[str, str]]]:

@@ -14,7 +14,8 @@ import pytest
 
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.policies import FINALIZERS, MADE, STATUSES, named, policies
+from snapshot_operator.kube.policies import FINALIZERS, MADE, SPECS, STATUSES, named, policies
+from snapshot_shared.objects.snapback import POD_SPEC
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import REPOSITORY
 from tests.cluster.simulated import until
@@ -110,6 +111,21 @@ def test_a_tenant_makes_objects_and_writes_neither_a_status_nor_what_the_operato
         assert not namespace.get(kind, NAME).get("status", {}).get("contentName"), kind
         # An administrator of the whole cluster may repair an object.
         assert patch(namespace, kind, metadata={"finalizers": None}) == "", kind
+
+
+def test_a_tenant_removes_the_spec_that_the_operator_kept_and_sets_none(
+    tenant: Tenant, namespace: Kubectl
+) -> None:
+    forged = {"annotations": {POD_SPEC: "{}"}}
+    snapshot = snapshot_document(NAME, NAME)
+    assert named(SPECS) in create(tenant, snapshot | {"metadata": {"name": NAME, **forged}})
+    tenant.apply(snapshot | {"metadata": {"name": NAME}})
+    assert named(SPECS) in patch(tenant, "snapshot", metadata=forged)
+    assert patch(namespace, "snapshot", metadata=forged) == ""
+    assert patch(tenant, "snapshot", metadata={"labels": {"team": "a"}}) == ""
+    changed = {"annotations": {POD_SPEC: '{"hostPID": true}'}}
+    assert named(SPECS) in patch(tenant, "snapshot", metadata=changed)
+    assert patch(tenant, "snapshot", metadata={"annotations": {POD_SPEC: None}}) == ""
 
 
 def test_the_operator_writes_with_the_rights_of_its_table(namespace: Kubectl) -> None:

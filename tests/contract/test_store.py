@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -21,13 +22,13 @@ from snapshot_operator.ports import Event, Store
 from snapshot_shared.errors import AlreadyExists, Conflict, NotFound
 from snapshot_shared.kube_client import KubeClient, load_configuration
 from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Node, NodeSpec, NodeStatus
+from snapshot_shared.objects.kubernetes import Node, NodeSpec, NodeStatus, Pod
 from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.tasks import end_all
 from tests.scenario.faults import Settings
 from tests.scenario.store import SimStore
 from tests.support.builders import with_meta, with_status
-from tests.support.objects import checkpoint
+from tests.support.objects import checkpoint, pod_document
 from tests.support.waiting import until
 
 KEEP = "test/keep"
@@ -114,6 +115,18 @@ async def test_create_gives_identity(store: Store) -> None:
     assert abs(seconds(meta.creation_timestamp) - time.time()) < 60
     assert await store.read("DynamoCheckpoint", "default", "llm") == stored
     assert await store.find(meta.uid) == stored
+
+
+async def test_the_spec_of_a_pod_is_read_whole_until_that_pod_is_gone(store: Store) -> None:
+    document = pod_document(name="of-a-spec")
+    (container,) = document["spec"]["containers"]
+    container |= {"image": "worker:1", "args": ["--model", "llama"]}
+    pod = await store.create(msgspec.convert(document, Pod))
+    assert isinstance(pod, Pod)
+    (found,) = (await store.spec_of(pod) or {})["containers"]
+    assert (found["image"], found["args"]) == ("worker:1", ["--model", "llama"])
+    await store.delete(pod)
+    assert await store.spec_of(pod) is None
 
 
 async def test_labels_and_annotations_are_set_beside_the_others_and_need_the_newest_version(

@@ -1,7 +1,7 @@
 """What is secret in an object, and the object without it.
 
-Every value of an environment variable counts as secret. Of arguments, annotations and other texts
-those do whose names say it.
+Every value of an environment variable counts as secret, and so does the spec of a pod that is kept
+as a text. Of arguments, annotations and other texts those do whose names say it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from snapshot_shared.objects.snapback import POD_SPEC
 
 REDACTED = "<redacted>"
 
@@ -39,7 +41,7 @@ def _redacted_field(key: str, item: Any) -> Any:
         return [v | {"value": REDACTED} if isinstance(v, dict) else REDACTED for v in item]
     if key in ("args", "command") and isinstance(item, list):
         return list(_redacted_arguments(item))
-    if isinstance(item, str) and names_secret(key):
+    if isinstance(item, str) and (key == POD_SPEC or names_secret(key)):
         return REDACTED
     return redacted(item)
 

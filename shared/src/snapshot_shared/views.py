@@ -19,6 +19,7 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Node, Pod
 from snapshot_shared.objects.meta import OrderStatus, condition, is_true
 from snapshot_shared.objects.snapback import (
+    POD_SPEC,
     DynamoCheckpoint,
     Snapshot,
     SnapshotContent,
@@ -278,8 +279,9 @@ def _done_of(value: SnapshotContent | SnapshotRestore) -> str:
 
 
 def mirrored(value: AnyObject) -> dict[str, Any]:
-    """Return identity and status of an object, never a spec with its environment."""
+    """Return metadata, identity and status of an object, never the spec of a pod."""
     shown: dict[str, Any] = msgspec.json.decode(encode_json(value))
+    shown["metadata"].get("annotations", {}).pop(POD_SPEC, None)
     identity = shown.pop("spec", {}).get("identity")
     return shown | ({"identity": identity} if identity else {})
 

@@ -216,7 +216,12 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     assert (first["kind"], first["action"]) == ("Snapshot", "created")
     assert (last["state"], last["object"]) == ("fine", f"snapshot/{first['name']}")
+    # A snapshot has the spec of its pod, and a pod that is restored needs no other.
+    spec = running.value("get", f"pod/{pod}")["spec"]
     running.ok("delete", "pod", pod)
+    [back] = re.findall(r"^pod/(second-restored-\w+) created", running.ok("restore", "second").out)
+    assert running.value("get", f"pod/{back}")["spec"] == spec
+    running.ok("delete", "pod", back)
 
 
 def test_a_restore_is_an_object_that_can_be_looked_at_in_every_way(running: Cli) -> None:

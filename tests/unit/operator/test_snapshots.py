@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,13 +10,17 @@ from msgspec.structs import replace
 
 from snapshot_operator.core import checkpoint
 from snapshot_operator.core.checkpoint import CheckpointView
+from snapshot_operator.core.kept_spec import MAX_BYTES, kept
 from snapshot_operator.core.owning import owned_by
-from snapshot_operator.core.plan import Create, Plan
+from snapshot_operator.core.plan import Create, KeepSpec, Plan
 from snapshot_operator.core.snapshot import SnapshotView, reconcile
+from snapshot_operator.runtime.interpreter import Stale
 from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
 from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.objects.snapback import (
+    POD_SPEC,
     ArtifactSource,
+    Snapshot,
     SnapshotContent,
     SnapshotSource,
     SnapshotStatus,
@@ -180,3 +185,39 @@ async def test_a_snapshot_that_has_failed_stays_so_whatever_becomes_of_its_pod(
     now = world.now + failed.spec.deadline_seconds
     for found in (pod, None):
         assert reconcile(SnapshotView(failed, found, None), now) == Plan()
+
+
+async def test_a_snapshot_has_the_spec_of_its_pod_before_its_content_is_there(world: World) -> None:
+    pod = running(world)
+    await world.apply(snapshot(pod.metadata.name))
+    found = await world.get("Snapshot", "s")
+    kept = json.loads(found.metadata.annotations[POD_SPEC])
+    assert [each["name"] for each in kept["containers"]] == ["main"]
+    # The template of a checkpoint has it.
+    (of_checkpoint,) = (each for each in world.cluster.all("Snapshot") if each.metadata.name != "s")
+    assert POD_SPEC not in of_checkpoint.metadata.annotations
+
+
+async def test_a_snapshot_whose_pod_goes_while_its_spec_is_read_is_not_taken(world: World) -> None:
+    pod = running(world)
+    (found,) = world.cluster.all("Snapshot")
+    assert isinstance(found, Snapshot)
+    plan = Plan((KeepSpec(found, with_meta(pod, uid=UID)),))
+    with pytest.raises(Stale, match="is gone"):
+        await world.interpreter.apply(plan)
+
+
+def test_a_spec_is_kept_without_the_values_of_variables_unless_it_is_too_long() -> None:
+    env = [{"name": "A", "value": "secret"}, {"name": "B", "valueFrom": {"fieldRef": {"a": "b"}}}]
+    spec: dict[str, Any] = {
+        "containers": [{"name": "main", "env": env, "args": ["x"]}, {"name": "other"}],
+        "initContainers": [
+            {"name": "first", "env": env, "envFrom": [{"secretRef": {"name": "s"}}]}
+        ],
+        "volumes": [{"name": "v"}],
+    }
+    found = json.loads(kept(spec))
+    for name in ("containers", "initContainers"):
+        spec[name][0]["env"] = [{"name": "A"}, env[1]]
+    assert found == spec
+    assert kept(spec | {"volumes": [{"name": "v" * MAX_BYTES}]}) == ""

@@ -169,7 +169,7 @@ def test_an_installation_that_is_well_or_begins_has_nothing_but_ok() -> None:
             "fail  statuses.snapback.nvidia.com is missing → helm upgrade",
         ),
         (
-            of(policies=Asked([*POLICY[:5], WARNS])),
+            of(policies=Asked([*POLICY[:5], WARNS, *POLICY[6:]])),
             "fail  made-objects.snapback.nvidia.com is missing or denies nothing → helm upgrade",
         ),
         (of(policies=FORBIDDEN), "warn  the admission policies cannot be looked at → can-i"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -13,11 +14,14 @@ from snapshot_shared.ids import derived_uid
 from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL
 from snapshot_shared.objects.snapback import RESTORE_FROM, DynamoCheckpoint
+from snapshot_shared.orders import Driver
+from snapshot_shared.volumes import SAVER
 from snapshotctl.domain import pod_manifests
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.pod_manifests import Source
 from tests.support import builders
+from tests.support.builders import with_spec
 from tests.support.objects import checkpoint_document
 from tests.unit.tables import each
 
@@ -26,7 +30,8 @@ POD: dict[str, Any] = {
     "metadata": {"name": "w", "labels": {"a": "b"}},
     "spec": {"containers": [{"name": "main", "command": ["x"]}]},
 }
-NOTHING = Source(None, None, None, None)
+NOTHING = Source()
+ROWS: list[Any] = [{"name": "KEY"}, {"name": "NODE", "valueFrom": {"fieldRef": {}}}]
 
 
 def _manifest(**changes: Any) -> pod_manifests.PodManifest:
@@ -44,7 +49,13 @@ def _checkpoint() -> DynamoCheckpoint:
 
 
 def _restored(name: str = "llm", captured: Source = NOTHING, **more: Any) -> Any:
-    given = {"manifest": None, "namespace": "default", "suffix": "restored-1", "target": None}
+    given = {
+        "manifest": None,
+        "namespace": "default",
+        "suffix": "restored-1",
+        "target": None,
+        "variables": {},
+    }
     return pod_manifests.restored(name, captured, **{**given, **more}).value
 
 
@@ -175,15 +186,53 @@ def test_a_checkpoint_of_a_manifest_under_another_name_shares_nothing_with_the_f
 
 
 def test_a_restored_pod_is_as_the_captured_one_but_bound_to_no_node() -> None:
-    value = _restored(captured=NOTHING._replace(checkpoint=_checkpoint()))
+    checkpoint = _checkpoint()
+    spec = msgspec.to_builtins(checkpoint.spec.job.pod_template_spec.spec)
+    value = _restored(captured=Source(checkpoint, spec=spec))
     parse(value)
     assert value["metadata"]["name"] == "llm-restored-1"
     assert value["metadata"]["annotations"] == {RESTORE_FROM: "llm"}
     assert "nodeName" not in value["spec"]
     assert value["spec"]["nodeSelector"] == {"zone": "b"}
-    # A pod that is still there says how it was.
-    there = Source(None, builders.snapshot(), builders.content(), builders.pod())
-    assert _restored("snap", there)["spec"]["containers"][0]["command"] == ["x"]
+    assert spec["nodeName"] == "node-1"
+    # What a pod has got from others on its way is not what the next one is created with.
+    spec |= {
+        "ephemeralContainers": [{"name": "debugger"}],
+        "initContainers": [{"name": "first"}, {"name": SAVER}],
+    }
+    found = _restored("snap", Source(snapshot=builders.snapshot(), spec=spec))["spec"]
+    assert "ephemeralContainers" not in found
+    assert found["initContainers"] == [{"name": "first"}]
+
+
+@pytest.mark.parametrize("driver", ["criu", "criu+cuda", "cooperative", "respawn"])
+def test_a_process_comes_back_without_the_values_of_its_variables_and_a_new_one_needs_them(
+    driver: Driver,
+) -> None:
+    main = {"name": "main", "command": ["x"], "env": ROWS}
+    gone = Source(
+        snapshot=builders.snapshot(),
+        content=with_spec(builders.content(), driver=driver),
+        spec={"containers": [main], "initContainers": [{"name": "first", "env": ROWS}]},
+        is_kept=True,
+    )
+    if driver in ("criu", "criu+cuda"):
+        spec = _restored("snap", gone)["spec"]
+        assert [each["env"] for each in spec["containers"]] == [ROWS[1:]]
+        assert [each["env"] for each in spec["initContainers"]] == [ROWS[1:]]
+    else:
+        with pytest.raises(NotEligible, match="not kept: KEY\n") as raised:
+            _restored("snap", gone)
+        assert raised.value.next_step == "snapshotctl restore snap --env KEY=VALUE"
+        spec = _restored("snap", gone, variables={"KEY": "1"})["spec"]
+        for each in (*spec["containers"], *spec["initContainers"]):
+            assert each["env"] == [{"name": "KEY", "value": "1"}, ROWS[1]]
+    with pytest.raises(WrongArguments, match="no variable KYE") as wrong:
+        _restored("snap", gone, variables={"KYE": "1"})
+    assert "it has KEY, NODE" in str(wrong.value.next_step)
+    # A variable of a pod that is there may be empty.
+    there = gone._replace(spec={"containers": [{"name": "main", "env": ROWS}]}, is_kept=False)
+    assert _restored("snap", there)["spec"]["containers"][0]["env"] == ROWS
 
 
 def test_a_manifest_is_kept_as_it_is_and_gets_the_annotation() -> None:
@@ -218,7 +267,7 @@ def test_what_does_not_fit_is_refused(
     changes: dict[str, Any], captured: Source, kind: type[SnapbackError], problem: str
 ) -> None:
     if "target" in changes:
-        captured = captured._replace(pod=builders.pod())
+        captured = captured._replace(spec=POD["spec"])
     with pytest.raises(kind) as raised:
         _restored(captured=captured, **changes)
     assert problem in f"{raised.value.message} {raised.value.next_step}"

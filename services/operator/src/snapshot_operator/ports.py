@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import OrderStatus
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
@@ -37,6 +38,12 @@ class Store(Protocol):
 
     async def find(self, uid: str) -> AnyObject | None:
         """Return the object with a uid as it is stored now."""
+
+    async def spec_of(self, pod: Pod) -> dict[str, Any] | None:
+        """Return the whole spec of a pod as it is stored now; None if the pod is gone.
+
+        `read` returns less of it in a cluster, because decisions need less.
+        """
 
     async def create(self, value: AnyObject) -> AnyObject:
         """Store a new object and return it as stored. AlreadyExists when the name is taken."""

@@ -84,6 +84,13 @@ CAPTURE_ON_DRAIN = "nvidia.com/capture-on-drain"
 SNAPSHOT_UID = "nvidia.com/snapshot-uid"
 """Label of a SnapshotContent, which is in no namespace and so has no owner: whose it is."""
 
+POD_SPEC = "nvidia.com/pod-spec"
+"""Annotation of a Snapshot: the spec of its pod in JSON, without the values of variables.
+
+The operator sets it before the capture, so that a restore does without the pod. It is empty if the
+spec is too long for an annotation.
+"""
+
 CHECKPOINT_ID = "nvidia.com/snapshot-checkpoint-id"
 """Label of the Job of a checkpoint, and of its pods: the identity hash."""
 

@@ -43,7 +43,7 @@ from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kinds import AnyObject, Kind, find_kind, kind_of
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import TRACEPARENT, is_true
-from snapshot_shared.objects.snapback import GROUP, VERIFY, SnapshotContent
+from snapshot_shared.objects.snapback import GROUP, POD_SPEC, VERIFY, SnapshotContent
 from snapshot_shared.redaction import names_secret, redacted
 from snapshot_shared.tasks import in_thread
 from snapshot_shared.validation import repetitions
@@ -279,7 +279,7 @@ def _differing(found: AnyObject, wanted: AnyObject) -> list[str]:
     notes = found.metadata.annotations
     lines = [
         f"metadata.annotations[{key}]: it differs, and is not shown"
-        if key == LAST_APPLIED or names_secret(key)
+        if key in (LAST_APPLIED, POD_SPEC) or names_secret(key)
         else f"metadata.annotations[{key}]: {_short(text)} is wanted, "
         f"{_short(notes.get(key))} is there"
         for key, text in wanted.metadata.annotations.items()

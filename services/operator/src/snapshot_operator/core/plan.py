@@ -18,7 +18,12 @@ from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Pod
 from snapshot_shared.objects.meta import OrderStatus, is_true
-from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, SnapshotRestore
+from snapshot_shared.objects.snapback import (
+    DynamoCheckpoint,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+)
 from snapshot_shared.transitions import Capture, Restore
 from snapshot_shared.views import Ordered, is_answered, orders_of, with_columns
 
@@ -101,7 +106,14 @@ class Label(msgspec.Struct, frozen=True):
     text: str | None
 
 
-Write = Create | SetStatus | Delete | Adopt | Finalize | Label
+class KeepSpec(msgspec.Struct, frozen=True):
+    """Annotate a Snapshot with the spec of its pod, as the store has it now."""
+
+    value: Snapshot
+    pod: Pod
+
+
+Write = Create | SetStatus | Delete | Adopt | Finalize | Label | KeepSpec
 
 
 class Plan(NamedTuple):

@@ -17,6 +17,7 @@ from snapshot_operator.core.plan import (
     NOTHING,
     Adopt,
     Create,
+    KeepSpec,
     Plan,
     Reader,
     is_adopted,
@@ -26,6 +27,7 @@ from snapshot_shared.errors import Failure, Internal
 from snapshot_shared.objects.kubernetes import FINISHED, Pod
 from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
 from snapshot_shared.objects.snapback import (
+    POD_SPEC,
     SNAPSHOT_UID,
     ContentSource,
     PodSource,
@@ -185,6 +187,10 @@ def _bind(view: SnapshotView, now: float) -> Plan:
     if pod.status.phase == "Unknown" or not is_true(pod.status.conditions, "Ready"):
         message = f"pod {source.name} is not ready for a snapshot yet"
         return _waits(snapshot, "WaitingForPod", message, now)
+    # A checkpoint has the spec in its own template.
+    is_of_checkpoint = bool(snapshot.metadata.owner_references)
+    if POD_SPEC not in snapshot.metadata.annotations and not is_of_checkpoint:
+        return Plan((KeepSpec(snapshot, pod),))
     bound = ContentSource(
         pod_ref=replace(source, uid=pod.metadata.uid),
         namespace=snapshot.metadata.namespace or "default",

@@ -20,11 +20,11 @@ from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube.crds import PART_OF
 from snapshot_operator.kube.rbac import MANAGE, MANAGED
 from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP
+from snapshot_shared.objects.snapback import GROUP, POD_SPEC
 
 Document = dict[str, Any]
 
-STATUSES, FINALIZERS, MADE = "statuses", "finalizers", "made-objects"
+STATUSES, FINALIZERS, MADE, SPECS = "statuses", "finalizers", "made-objects", "pod-specs"
 """What the policies are about, with which their names begin."""
 
 _API_GROUP = GROUP.partition("/")[0]
@@ -64,7 +64,18 @@ def policies(release: str = "snapback") -> list[Document]:
             f"{_WHO}, creates a SnapshotContent or a SnapshotRestore; create a Snapshot, or a pod "
             "that names one to restore from",
         ),
+        # `snapshotctl restore` creates a pod of it, with the rights of its user. It may be removed.
+        *_policy(
+            named(SPECS, release),
+            [_rule(["snapshots"], "CREATE"), _rule(["snapshots"], "UPDATE")],
+            f"{_spec_in('object')} in ['', {_spec_in('oldObject')}] || {_MAY}",
+            f"{_WHO}, sets the annotation {POD_SPEC}",
+        ),
     ]
+
+
+def _spec_in(of: str) -> str:
+    return f"({of} == null ? '' : {of}.metadata.?annotations[?'{POD_SPEC}'].orValue(''))"
 
 
 def _has_finalizer(of: str) -> str:

@@ -18,6 +18,7 @@ from snapshot_operator.kube.seccomp import names_profile, required, with_profile
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.objects.kubernetes import AGENT_LABEL, GPU_RESOURCE, Job
+from snapshot_shared.objects.snapback import STANDBY_VARIABLES
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS
 from snapshot_shared.volumes import CONTROL_VOLUME, DEVICES, GMS_VOLUME, SAVER
 
@@ -47,6 +48,13 @@ _GMS_ENV = {
     "SNAPBACK_ARTIFACT_ROOT": GMS_PATH,
     # Where the claim is one of simulated devices, the runtime sets another value.
     "SNAPBACK_GMS_DEVICE": "cuda",
+}
+_VARIABLES = {
+    *CONTROL_VARIABLES,
+    *STANDBY_VARIABLES,
+    *_GMS_ENV,
+    "GMS_SOCKET_DIR",
+    "SNAPBACK_LEASE_GROUP",
 }
 GMS_DISABLED = "this operator captures no worker with a memory server"
 GMS_DISABLED_FIX = (
@@ -364,6 +372,15 @@ def _group_of(spec: Document) -> dict[str, str]:
     """Return how workers of other users reach the memory server: by the group of the volumes."""
     group = spec.get("securityContext", {}).get("fsGroup")
     return {} if group is None else {"SNAPBACK_LEASE_GROUP": str(group)}
+
+
+def without_ours(spec: Document) -> Document:
+    """Return the spec of a pod without the variables that are put into each pod of ours."""
+    found = copy.deepcopy(spec)
+    for container in (*found.get("initContainers", ()), *found["containers"]):
+        if "env" in container:
+            container["env"] = [row for row in container["env"] if row["name"] not in _VARIABLES]
+    return found
 
 
 def put(rows: list[Document], row: Document, *, by: str) -> None:

@@ -27,6 +27,7 @@ from snapshot_operator.kube.shaping import (
     devices_template,
     has_memory_server,
     job_manifest,
+    without_ours,
 )
 from snapshot_operator.kube.wire import (
     OURS,
@@ -255,6 +256,19 @@ class KubeStore:
         else:
             return None
         return self._incarnation(await self.read(*place), uid)
+
+    async def spec_of(self, pod: Pod) -> dict[str, Any] | None:
+        """Return the spec of a pod as the API server has it now; None if the pod is gone.
+
+        Variables that are put into each pod of ours are left out.
+        """
+        try:
+            answer = await self._client.request("GET", RESOURCES["Pod"].path_of(pod))
+        except NotFound:
+            return None
+        sent = decoded(_SENT, answer)
+        is_it = sent.metadata.uid == pod.metadata.uid
+        return without_ours(msgspec.json.decode(sent.spec)) if is_it else None
 
     def _incarnation(self, value: AnyObject | None, uid: str) -> AnyObject | None:
         """Return an object that was read if it has the uid; another one of its name is reported."""

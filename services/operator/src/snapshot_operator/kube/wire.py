@@ -33,6 +33,7 @@ from snapshot_shared.objects.kubernetes import (
 )
 from snapshot_shared.objects.meta import Condition, ObjectMeta, OwnerReference
 from snapshot_shared.objects.snapback import (
+    POD_SPEC,
     RESTORE_FROM,
     STANDBY_VARIABLES,
     CheckpointJobSpec,
@@ -428,7 +429,9 @@ def _meta(wire: WireMeta) -> ObjectMeta:
 
 
 def _ours(words: dict[str, str]) -> dict[str, str]:
-    return words and {key: value for key, value in words.items() if key.startswith(OURS)}
+    # Decisions need to know that a spec is kept, and not the spec.
+    ours = {key: text for key, text in words.items() if key.startswith(OURS)}
+    return ours | {POD_SPEC: ""} if POD_SPEC in ours else ours
 
 
 def _container(wire: WireContainer) -> Container:

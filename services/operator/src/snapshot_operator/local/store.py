@@ -28,6 +28,7 @@ from snapshot_shared.errors import (
     StoreBusy,
 )
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.reserve import Reserve
 
@@ -122,6 +123,11 @@ class SqliteStore:
         """Return the object with a uid."""
         rows = self._rows("SELECT kind, body FROM objects WHERE uid=?", uid)
         return _DECODERS[rows[0][0]].decode(rows[0][1]) if rows else None
+
+    async def spec_of(self, pod: Pod) -> dict[str, Any] | None:
+        """Return the spec of a pod as it is stored; None if the pod is gone."""
+        found = self._found(pod)
+        return None if found is None else msgspec.to_builtins(found.spec)
 
     def _rows(self, sql: str, *values: str) -> Sequence[Any]:
         """Return what a query finds. StorageFailed when the file is damaged."""

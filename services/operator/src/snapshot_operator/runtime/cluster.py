@@ -11,12 +11,13 @@ import contextlib
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from snapshot_operator.core.controllers import Index
 from snapshot_operator.ports import Change, Event, Store
 from snapshot_shared.errors import StoreBusy
 from snapshot_shared.objects.kinds import KINDS, AnyObject
+from snapshot_shared.objects.kubernetes import Pod
 
 MAX_REMEMBERED = 10_000
 """How many deleted uids are remembered, so that a late event cannot bring one back."""
@@ -221,6 +222,10 @@ class Cluster:
         for start in range(0, len(wanted), FOUND_TOGETHER):
             await asyncio.gather(*(look(uid) for uid in wanted[start : start + FOUND_TOGETHER]))
         return found
+
+    async def spec_of(self, pod: Pod) -> dict[str, Any] | None:
+        """Return the whole spec of a pod as the store has it; None if the pod is gone."""
+        return await self._store.spec_of(pod)
 
     async def refresh(self, value: AnyObject) -> None:
         """Read an object again from the store."""

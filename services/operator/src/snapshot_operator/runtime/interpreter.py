@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from snapshot_operator.core.kept_spec import kept
 from snapshot_operator.core.plan import (
     FINALIZER,
     Adopt,
     Create,
     Delete,
     Finalize,
+    KeepSpec,
     Label,
     Plan,
     SetStatus,
@@ -35,6 +37,7 @@ from snapshot_shared.errors import (
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.objects.snapback import POD_SPEC
 from snapshot_shared.orders import envelope_of
 from snapshot_shared.telemetry import working_on
 from snapshot_shared.views import is_answered, orders_of
@@ -150,6 +153,12 @@ class Interpreter:
                 await cluster.update_status(new)
             case Label(value, key, text):
                 await cluster.label(value, key, text)
+            case KeepSpec(value, pod):
+                spec = await cluster.spec_of(pod)
+                if spec is None:
+                    await cluster.refresh(pod)
+                    raise Stale(f"pod {pod.metadata.name} is gone")
+                await cluster.annotate(value, POD_SPEC, kept(spec))
 
     async def _publish(self, orders: Iterable[OrderStatus]) -> None:
         for order in orders:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 from snapshot_shared.errors import NotEligible, NotFound
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot, SnapshotContent
+from snapshot_shared.objects.kinds import KINDS, kind_of
+from snapshot_shared.objects.snapback import POD_SPEC, DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshotctl.command import Container, Manifest, MaybeNamespace, Timeout, command, new_app
 from snapshotctl.commands.watch import create_and_watch
 from snapshotctl.domain import formats, pod_manifests, targets
@@ -28,6 +29,7 @@ app = new_app()
     app,
     "snapshotctl restore demo-llm",
     "snapshotctl restore demo-llm --manifest worker.yaml --timeout 10m",
+    "snapshotctl restore serving --env SIZE_MIB=64 --env POD_SOCKET_DIR=/tmp",
 )
 async def restore(
     tools: Tools,
@@ -39,13 +41,19 @@ async def restore(
     checkpoint_id: Annotated[
         str | None, typer.Option("--checkpoint-id", metavar="ID", help="The same as NAME.")
     ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="Value of a variable of the pod."),
+    ] = None,
     timeout: Timeout = "1h",
     namespace: MaybeNamespace = None,
 ) -> None:
     """Start a pod from what was captured, and wait until it serves.
 
     What is not captured yet is waited for. Without --manifest the pod is as the captured one was,
-    on any node that fits; its name is printed.
+    on any node that fits; its name is printed. If the captured pod is gone, the values of its
+    variables are gone with it, because a Snapshot keeps no secrets. A worker whose process comes
+    back (criu) has them. A worker that is started anew needs them by --env.
     """
     if bool(name) == (checkpoint_id is not None) and name != checkpoint_id:
         raise WrongArguments(
@@ -53,6 +61,12 @@ async def restore(
             next_step="snapshotctl restore demo-llm",
         )
     wanted = targets.checked_name(name or checkpoint_id or "")
+    variables = _variables(env or [])
+    if variables and manifest:
+        raise WrongArguments(
+            "--env is for a restore without --manifest",
+            next_step="write the variable into the manifest",
+        )
     within_s = formats.parse_duration(timeout)
     pod = pod_manifests.pod_manifest(tools.documents(manifest)) if manifest else None
     space = targets.checked_namespace(pod_manifests.namespace_of(pod, namespace, tools.namespace))
@@ -64,8 +78,22 @@ async def restore(
             namespace=space,
             suffix=f"restored-{secrets.token_hex(3)}",
             target=container,
+            variables=variables,
         )
         await create_and_watch(tools, operator, document, space, within_s=within_s)
+
+
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    """Return variables that were given as NAME=VALUE. WrongArguments."""
+    found = {}
+    for word in words:
+        name, mark, value = word.partition("=")
+        if not name or not mark:
+            raise WrongArguments(
+                f"--env {word!r} is no NAME=VALUE", next_step="snapshotctl restore NAME --env A=b"
+            )
+        found[name] = value
+    return found
 
 
 async def _source(operator: Operator, name: str, namespace: str) -> Source:
@@ -85,12 +113,38 @@ async def _source(operator: Operator, name: str, namespace: str) -> Source:
     snapshot = snapshot if isinstance(snapshot, Snapshot) else None
     bound = snapshot.status.bound_snapshot_content_name if snapshot else None
     content = await operator.get(Target(KINDS["SnapshotContent"], None, bound)) if bound else None
-    source = snapshot.spec.source.pod_ref if snapshot else None
-    pod = await operator.get(Target(KINDS["Pod"], namespace, source.name)) if source else None
-    is_source = source is not None and pod is not None and source.uid in (None, pod.metadata.uid)
-    return Source(
+    source = Source(
         checkpoint if isinstance(checkpoint, DynamoCheckpoint) else None,
         snapshot,
         content if isinstance(content, SnapshotContent) else None,
-        pod if isinstance(pod, Pod) and is_source else None,
     )
+    return await _with_spec(operator, source)
+
+
+async def _with_spec(operator: Operator, source: Source) -> Source:
+    """Return a source with the spec of its pod, as far as it is known.
+
+    `get` returns less of a spec than the store of a cluster has.
+    """
+    if source.checkpoint is not None:
+        document = await _document(operator, source.checkpoint)
+        return source._replace(spec=document["spec"]["job"]["podTemplateSpec"]["spec"])
+    captured = source.snapshot.spec.source.pod_ref if source.snapshot is not None else None
+    if source.snapshot is None or captured is None:
+        return source
+    space = source.snapshot.metadata.namespace
+    pod = await operator.manifest(Target(KINDS["Pod"], space, captured.name))
+    if pod is not None and captured.uid in (None, pod["metadata"]["uid"]):
+        return source._replace(spec=pod["spec"])
+    document = await _document(operator, source.snapshot)
+    text = document["metadata"].get("annotations", {}).get(POD_SPEC)
+    return source._replace(spec=json.loads(text), is_kept=True) if text else source
+
+
+async def _document(operator: Operator, value: DynamoCheckpoint | Snapshot) -> dict[str, Any]:
+    """Return the whole of an object that was read. NotFound if it is gone meanwhile."""
+    kind, meta = kind_of(value), value.metadata
+    found = await operator.manifest(Target(kind, meta.namespace, meta.name))
+    if found is None:
+        raise NotFound(f"{kind.name} {meta.name} has just been deleted")
+    return found

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
-
-import msgspec
 
 from snapshot_shared.errors import InvalidManifest, NotEligible
 from snapshot_shared.ids import short_hash
@@ -21,11 +19,14 @@ from snapshot_shared.objects.snapback import (
     Snapshot,
     SnapshotContent,
 )
-from snapshot_shared.volumes import DEVICES
+from snapshot_shared.orders import PLACEHOLDER_DRIVERS
+from snapshot_shared.volumes import DEVICES, SAVER
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments
 
 MAX_NAME = 63
+_OF_ONE_POD = ("nodeName", "ephemeralContainers")
+"""Fields of the spec of a pod that is there, which no other pod is created with."""
 _DYNAMO_MODULE = re.compile(rf"\bdynamo\.({'|'.join(get_args(Framework))})\b")
 
 
@@ -172,12 +173,22 @@ def namespace_of(pod: PodManifest | None, wanted: str | None, default: str) -> s
 
 
 class Source(NamedTuple):
-    """The objects of the source of an artifact, those that still exist."""
+    """The objects of the source of an artifact, those that still exist.
 
-    checkpoint: DynamoCheckpoint | None
-    snapshot: Snapshot | None
-    content: SnapshotContent | None
-    pod: Pod | None
+    `spec` is that of the captured pod in plain data: of the template of the checkpoint, of the pod
+    itself, or, if it `is_kept` with the Snapshot, without the values of variables.
+    """
+
+    checkpoint: DynamoCheckpoint | None = None
+    snapshot: Snapshot | None = None
+    content: SnapshotContent | None = None
+    spec: dict[str, Any] | None = None
+    is_kept: bool = False
+
+    @property
+    def brings_process(self) -> bool:
+        """Whether the process comes back with its environment, and is not started anew."""
+        return self.content is not None and self.content.spec.driver in PLACEHOLDER_DRIVERS
 
     @property
     def container(self) -> str | None:
@@ -197,12 +208,16 @@ def restored(
     namespace: str,
     suffix: str,
     target: str | None,
+    variables: Mapping[str, str],
 ) -> Document:
     """Return the pod that is restored from what is called `name`.
 
     Without a manifest it is as the captured pod was, but may run on any node: an artifact is bound
-    to none. NotEligible when the spec of that pod is not known, WrongArguments for a container that
-    was not captured.
+    to none. `variables` replace values of that pod by name.
+
+    Raise NotEligible if the spec of that pod is not known, or if a worker that starts anew would
+    lack variables. Raise WrongArguments for a container that was not captured, or a variable that
+    the pod does not have.
     """
     if manifest is not None:
         value = copy.deepcopy(manifest.value)
@@ -210,9 +225,7 @@ def restored(
         value["kind"] = "Pod"
         names = manifest.containers
     else:
-        spec = _spec(name, source)
-        spec.pop("nodeName", None)
-        spec.get("nodeSelector", {}).pop(HOSTNAME_LABEL, None)
+        spec = _spec(name, source, variables)
         names = [item["name"] for item in spec["containers"]]
         pod_name = f"{name[: MAX_NAME - len(suffix) - 1]}-{suffix}"
         value = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod_name}, "spec": spec}
@@ -230,19 +243,61 @@ def restored(
     return Document(manifest.where if manifest else f"the pod restored from {name}", value)
 
 
-def _spec(name: str, source: Source) -> dict[str, Any]:
-    """Return the spec of the captured pod: of the template, or of the pod while it exists."""
-    if source.checkpoint is not None:
-        spec = source.checkpoint.spec.job.pod_template_spec.spec
-    elif source.pod is not None:
-        spec = source.pod.spec
-    else:
+def _spec(name: str, source: Source, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the spec of the captured pod, without what belongs to that pod alone."""
+    if source.spec is None:
         raise NotEligible(
-            f"the pod that {name} was captured from is gone, so its spec is not known",
+            f"the pod that {name} was captured from is gone, and its spec was not kept",
             next_step=f"write it down: snapshotctl restore {name} --manifest FILE",
         )
-    found: dict[str, Any] = msgspec.to_builtins(spec)
-    return found
+    spec = copy.deepcopy(source.spec)
+    for field in _OF_ONE_POD:
+        spec.pop(field, None)
+    spec.get("nodeSelector", {}).pop(HOSTNAME_LABEL, None)
+    if "initContainers" in spec:
+        spec["initContainers"] = [each for each in spec["initContainers"] if each["name"] != SAVER]
+    _set_variables(spec, variables)
+    lacking = _taken_variables(spec) if source.is_kept else []
+    if lacking and not source.brings_process:
+        given = " ".join(f"--env {variable}=VALUE" for variable in lacking)
+        raise NotEligible(
+            f"the worker of {name} starts with variables whose values were not kept: "
+            f"{', '.join(lacking)}",
+            next_step=f"snapshotctl restore {name} {given}",
+        )
+    return spec
+
+
+def _set_variables(spec: dict[str, Any], variables: Mapping[str, str]) -> None:
+    unknown = dict(variables)
+    for row in _variables(spec):
+        if row["name"] in variables:
+            row.pop("valueFrom", None)
+            row["value"] = variables[row["name"]]
+            unknown.pop(row["name"], None)
+    if unknown:
+        has = ", ".join(dict.fromkeys(row["name"] for row in _variables(spec))) or "none"
+        raise WrongArguments(
+            f"the captured pod has no variable {', '.join(unknown)}",
+            next_step=f"it has {has}; a pod with others is restored by --manifest FILE",
+        )
+
+
+def _taken_variables(spec: dict[str, Any]) -> list[str]:
+    """Take out the variables that have no value, and return each of their names once."""
+    lacking = [row for row in _variables(spec) if not {"value", "valueFrom"} & row.keys()]
+    for container in _containers(spec):
+        if "env" in container:
+            container["env"] = [row for row in container["env"] if row not in lacking]
+    return list(dict.fromkeys(row["name"] for row in lacking))
+
+
+def _variables(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for container in _containers(spec) for row in container.get("env", ())]
+
+
+def _containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*spec.get("initContainers", ()), *spec["containers"]]
 
 
 def _check_container(

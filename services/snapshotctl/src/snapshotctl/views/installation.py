@@ -19,7 +19,7 @@ DEFINITIONS = tuple(
 """The names of the definitions of our kinds."""
 WEBHOOKS = "snapback-operator"
 """The name of both configurations of webhooks."""
-POLICIES = ("statuses", "finalizers", "made-objects")
+POLICIES = ("statuses", "finalizers", "made-objects", "pod-specs")
 """What the admission policies are about, with which their names begin."""
 KEYS = ("operator", "snapshotctl", "viewer", "accounts")
 """The last words of the names of the Secrets with keys of NATS."""
