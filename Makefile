@@ -81,8 +81,8 @@ $(STAMP): requirements-dev.lock $(RUNTIME)
 
 # Without its stamp an environment is new or half made, and begins afresh.
 $(RUNTIME): $(SETUP_INPUTS)
-	@command -v $(PYTHON) >/dev/null \
-		|| { echo "setup: $(PYTHON) is missing; install the package python3 (3.11 or later)" >&2; exit 1; }
+	@$(PYTHON) -V >/dev/null 2>&1 \
+		|| { echo "setup: $(PYTHON) is missing or does not start; install the package python3 (3.11 or later)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "setup: Python 3.11 or later is needed and $(PYTHON) is $$($(PYTHON) -V);" \
 			"install the package python3.11 and run 'make setup PYTHON=python3.11'" >&2; exit 1; }

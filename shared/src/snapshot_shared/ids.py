@@ -34,6 +34,16 @@ ORDER_PATTERN = (
 )
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}\Z"
 
+MEANINGS = {
+    NAME_PATTERN: "a name: lower-case letters, digits, - and ., at both ends a letter or digit",
+    LABEL_PATTERN: "a name: up to 63 lower-case letters, digits and -, at both ends no -",
+    UID_PATTERN: "a uid, such as 0a1b2c3d-0000-4000-8000-000000000000",
+    PART_PATTERN: "a part: process, or gpu- with the number of a device",
+    ORDER_PATTERN: "the id of an order: a verb, a uid and perhaps a part, with - between them",
+    DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
+}
+"""What a text is that matches a pattern, for people."""
+
 _NAME = re.compile(NAME_PATTERN)
 _LABEL = re.compile(LABEL_PATTERN)
 _UID = re.compile(UID_PATTERN)
@@ -42,14 +52,16 @@ _PART = re.compile(PART_PATTERN)
 
 
 def _checked(pattern: re.Pattern[str], what: str, value: str, longest: int = 128) -> str:
-    if len(value) > longest or not pattern.fullmatch(value):
-        shown = value if len(value) <= 80 else value[:77] + "..."
-        raise InvalidName(
-            f"{what} {shown!r} must match {pattern.pattern} in at most {longest} characters",
-            next_step="use lower-case letters, digits and '-'",
-            value=shown,
-        )
-    return value
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    if len(value) > longest:
+        problem = f"has {len(value)} characters, and may have at most {longest}"
+    elif not pattern.fullmatch(value):
+        problem = f"is not {MEANINGS[pattern.pattern]}"
+    else:
+        return value
+    raise InvalidName(
+        f"{what} {shown!r} {problem}", next_step="check how it is spelled", value=shown
+    )
 
 
 def check_name(value: str) -> str:

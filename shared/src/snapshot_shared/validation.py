@@ -16,10 +16,7 @@ import msgspec
 
 from snapshot_shared.errors import InvalidName
 from snapshot_shared.ids import (
-    DIGEST_PATTERN,
-    LABEL_PATTERN,
-    NAME_PATTERN,
-    UID_PATTERN,
+    MEANINGS,
     check_name,
 )
 from snapshot_shared.objects.kinds import KINDS, Kind
@@ -49,10 +46,7 @@ World = Literal["standalone", "kubernetes"]
 MAX_GPUS = 64
 _COUNTED = {"maxItems": "items", "maxProperties": "fields", "maxLength": "characters"}
 _MEANINGS = {
-    NAME_PATTERN: "a name: lower-case letters, digits, - and ., at both ends a letter or digit",
-    LABEL_PATTERN: "a name: up to 63 lower-case letters, digits and -, at both ends no -",
-    UID_PATTERN: "a uid, such as 0a1b2c3d-0000-4000-8000-000000000000",
-    DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
+    **MEANINGS,
     QUANTITY_PATTERN: "a quantity, such as 500m, 2 or 4Gi",
     VARIABLE_PATTERN: "the name of a variable: letters, digits and _, without a digit first",
 }

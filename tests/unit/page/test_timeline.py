@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from snapshot_page.domain.timeline import run_of, started_at
+import snapshot_page
+from snapshot_page.domain.timeline import PHASES, run_of, started_at
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
 from snapshot_shared.objects.kinds import AnyObject
@@ -16,6 +19,9 @@ from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders
 from tests.support.builders import NOW
+
+RULE = re.compile(r"\.lane > \.(\w+)[, ][^{]*{ background: var\(--(\w+)\)")
+"""The colour of a phase in the page."""
 
 UID = derived_uid("content", "snap")
 
@@ -120,3 +126,11 @@ def test_a_restore_has_a_length_once_it_is_over(state: Restore, length: float | 
         how["conditions"] = [builders.row("Failed", "True", "X")]
     value = builders.restore(state=state, orders=[ended("restore", "restored", 2.0, 2.5)], **how)
     assert run(value)["length"] == length
+
+
+def test_each_phase_has_a_colour_of_its_own() -> None:
+    page = (Path(snapshot_page.__file__).parent / "page.html").read_text("utf-8")
+    # A phase without a rule has the colour of all bars.
+    colours = dict.fromkeys(PHASES.values(), "busy")
+    colours |= {phase: colour for phase, colour in RULE.findall(page) if phase in colours}
+    assert len(set(colours.values())) == len(colours)

@@ -16,7 +16,7 @@ from snapshot_page.domain.view import MAX_RUNS, Entry, Facts, entry_of, problems
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
 from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.objects.snapback import restore_name
+from snapshot_shared.objects.snapback import ABORT, restore_name
 from snapshot_shared.orders import DeadLetter, Progress, Report
 from snapshot_shared.spans import SpanRecord, message_attributes
 from tests.support import builders
@@ -243,6 +243,18 @@ async def test_a_failed_capture_is_one_problem_with_its_next_step(capturing: Wor
     assert problem["reason"] == "NotEligible"
     assert problem["next"]
     assert problem["open"] == CHECKPOINT
+
+
+async def test_a_capture_that_a_user_has_aborted_is_no_problem(capturing: World) -> None:
+    await _ordered(capturing, "prepare")
+    (content,) = capturing.cluster.all("SnapshotContent")
+    await capturing.cluster.annotate(content, ABORT, "joe")
+    await capturing.settle()
+    await capturing.answer_all()
+    facts = await facts_of(capturing)
+    shown = {row["key"]: row["phase"] for row in rows(facts, "objects")}
+    assert shown[CHECKPOINT] == "Failed"
+    assert problems(list(facts.entries.values()), facts) == []
 
 
 async def test_a_damaged_artifact_is_one_problem_and_everything_that_holds_it_is_bad(

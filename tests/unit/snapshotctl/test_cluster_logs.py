@@ -45,6 +45,12 @@ def test_the_last_lines_of_each_container_are_read(record: ClusterRecord, pod: P
     assert ClusterLogs(record).worker("node-1", "unknown") == []
 
 
+def test_a_container_whose_program_is_missing_has_no_log(record: ClusterRecord, pod: Path) -> None:
+    (pod / "side").mkdir()
+    (pod / "side/log").write_text("one\n")
+    assert [log.name for log in ClusterLogs(record).containers("node-1", "uid")] == ["side"]
+
+
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
 def test_what_a_worker_puts_in_the_place_of_its_log_is_not_read(
     record: ClusterRecord, pod: Path, tmp_path: Path, kind: str

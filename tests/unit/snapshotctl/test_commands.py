@@ -340,7 +340,7 @@ WRONG = {
     "ends with .tar.gz": "bundle --file cluster.yaml",
     "snapshotctl bundle --file report.tar.gz": "bundle --reports -1",
     "'fish'": "completion tcsh",
-    "'Node_1' must match": "cordon Node_1; orders Node_1; dead ls Node_1",
+    "'Node_1' is not a name: lower-case letters": "cordon Node_1; orders Node_1; dead ls Node_1",
     "<verb>-<uid>": "orders show dump-me",
     "nats://127.0.0.1:4222": "doctor --server http://x; get pods --server http://x",
     "did you mean report?": "schema repot",

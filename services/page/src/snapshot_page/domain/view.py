@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from snapshot_page.domain.timeline import figure, run_of, started_at
 from snapshot_shared import figures, subjects, views
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import Aborted, Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
 from snapshot_shared.objects.kinds import AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Node, Pod
@@ -544,10 +544,14 @@ def problems(entries: Sequence[Entry], facts: Facts) -> list[dict[str, Any]]:
 
 
 def _failed(entries: Sequence[Entry]) -> Iterable[Entry]:
-    """Return what failed; of an object and those that it led to, the one a user made."""
+    """Return what failed; of an object and those that it led to, the one a user made.
+
+    A capture that a user has aborted needs no attention.
+    """
     bad = [e for e in entries if e.state == "bad" and not isinstance(e.value, Node)]
     uids = {e.uid for e in bad}
-    return [e for e in bad if not set(e.owners) & uids and e.kind in SHOWN_KINDS]
+    shown = (e for e in bad if e.kind in SHOWN_KINDS and e.reason != Aborted.__name__)
+    return [e for e in shown if not set(e.owners) & uids]
 
 
 def _problem(key: str, what: str, reason: str, message: str, following: str) -> dict[str, Any]:

@@ -79,14 +79,19 @@ class ClusterLogs:
         return LogFile(name, log.parent, (log.name,))
 
     def containers(self, node: str, pod_uid: str) -> list[LogFile]:
-        """Return the logs of a pod's containers; none where it has not run on this machine."""
+        """Return the logs of the containers of a pod that have started on this machine."""
         folder = self._paths.node(node, "agent") / "pods" / pod_uid
         try:
             with opened(open_root(folder)) as pod:
                 names = sorted(names_in(pod))
         except OSError:
             return []
-        return [LogFile(name, folder, (name, "log")) for name in names]
+        return [
+            LogFile(name, folder, (name, "log"))
+            for name in names
+            # If its program is missing, a container has a folder and no log.
+            if os.path.lexists(folder / name / "log")
+        ]
 
     def worker(self, node: str, pod_uid: str) -> list[tuple[str, str]]:
         """Return the last lines that a pod's containers wrote, each with the container."""

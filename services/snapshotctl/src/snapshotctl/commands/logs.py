@@ -109,7 +109,7 @@ async def _of_pod(
     found = kept.containers(node, pod.metadata.uid) if node else []
     if not found:
         raise NotFound(
-            f"{target} has written nothing: it has not started on a node",
+            f"{target} has written nothing: it has not started",
             next_step=f"see why: snapshotctl explain {target.typed}",
         )
     chosen = [log for log in found if container in (None, log.name)]
