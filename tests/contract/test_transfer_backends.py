@@ -37,7 +37,7 @@ from gms.conformance.transfers import (
 )
 from gms.domain.transfer import PAGE, FilePlan
 from gms.ports import Moved, TransferBackend
-from snapshot_shared import files
+from snapshot_shared import files, holes
 from snapshot_shared.errors import ArtifactCorrupt, DeviceError, InvalidInput, NoSpace
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.object_storage import ObjectStorage, object_key, stored_chunks
@@ -210,7 +210,7 @@ def folder(tmp_path: Path) -> Iterator[int]:
 def disk(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> SimDisk:
     """A simulated disk below the backend."""
     disk = SimDisk()
-    for module in (subject.module, syscalls, files):
+    for module in (subject.module, syscalls, files, holes):
         monkeypatch.setattr(module, "os", disk.os)
         if hasattr(module, "fcntl"):
             monkeypatch.setattr(module, "fcntl", disk.fcntl)

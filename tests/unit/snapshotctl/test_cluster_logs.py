@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from snapshot_shared.errors import NotFound
+from snapshot_shared.holes import punch_hole
 from snapshotctl.adapters import asking, cluster_logs
 from snapshotctl.adapters.cluster_logs import ClusterLogs, LogFile, lines_of
 from snapshotctl.domain.cluster import ClusterPaths, ClusterRecord
@@ -93,6 +94,23 @@ async def test_the_last_lines_of_a_log_are_shown(
 ) -> None:
     (tmp_path / "log").write_text(text)
     assert await _lines(LogFile("x", tmp_path, ("log",)), tail) == expected
+
+
+@pytest.mark.parametrize("tail", [None, 3, 50_000])
+async def test_a_log_whose_beginning_was_freed_begins_with_its_first_whole_line(
+    tmp_path: Path, tail: int | None
+) -> None:
+    lines = [f"line {number}" for number in range(40_000)]
+    path = tmp_path / "log"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    with path.open("r+b") as file:
+        punch_hole(file.fileno(), 0, 256 * 1024)
+    found = await _lines(LogFile("x", tmp_path, ("log",)), tail)
+    if tail == 3:
+        assert found == lines[-3:]
+    else:
+        whole = len(path.read_bytes()[256 * 1024 :].split(b"\n")) - 2
+        assert found == lines[-whole:]
 
 
 async def test_a_log_that_begins_anew_is_read_anew_and_what_is_no_plain_file_is_named(

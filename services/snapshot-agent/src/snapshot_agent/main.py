@@ -9,13 +9,13 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from snapshot_agent.adapters import confined
+from snapshot_agent.adapters import confined, worker_logs
 from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.adapters.control_dir import ControlDirectories, FileLocks
 from snapshot_agent.adapters.cooperative import Cooperative
@@ -31,9 +31,11 @@ from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_agent.adapters.processes import LocalProcesses
 from snapshot_agent.adapters.respawn import Respawn
 from snapshot_agent.adapters.scratch import Scratch
+from snapshot_agent.adapters.worker_logs import WorkerLogs
 from snapshot_agent.domain.criu_seen import extensions
 from snapshot_agent.domain.spec import NodeEnvironment
 from snapshot_agent.handlers.agent import Agent, routes
+from snapshot_agent.handlers.background import repeated
 from snapshot_agent.handlers.inventory import Inventory, PodInventory
 from snapshot_agent.ports import DriverState, Machine, ProcessDriver
 from snapshot_shared import pod_logs, subjects
@@ -55,6 +57,7 @@ from snapshot_shared.runner import Runner
 from snapshot_shared.service import VERSION, run, system_clocks, until_stopped
 from snapshot_shared.settings import NodeSettings, load
 from snapshot_shared.steps import AGENT_VERBS
+from snapshot_shared.tasks import in_thread
 from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -80,7 +83,8 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     socket of what starts guards for it, and `helper` that of what dumps and restores processes;
     without it there are no drivers `criu` and `criu+cuda`. `init` is the program that waits for a
     restore by them in workers that the agent starts itself. Those see the GPUs that they are given
-    and no others where `gms_device` is `cuda`, as it is for the GMS of the node.
+    and no others where `gms_device` is `cuda`, as it is for the GMS of the node. The log of a
+    worker takes `worker_log_bytes` of the disk, after which its beginning goes; 0 is without limit.
 
     CRIU works in `scratch_dir`, a folder that the helper has as well, where artifacts are encrypted
     or on NFS; `scratch=always` has it work there in any case.
@@ -91,6 +95,7 @@ class AgentSettings(NodeSettings, frozen=True, kw_only=True):
     pod_logs_dir: Path = pod_logs.USUAL
     workdir: Path | None = None
     slots: int = 2
+    worker_log_bytes: int = 64 * 2**20
     guard_starter: Path | None = None
     helper: Path | None = None
     init: Path = Path("/opt/snapback/snapback-init")
@@ -193,6 +198,7 @@ class _Node:
         )
         pods = self.agent.pods
         self.pod_inventory = PodInventory(pods, self.operator) if pods else None
+        self.worker_logs = WorkerLogs(settings.state_dir, settings.worker_log_bytes)
         self.may_offer = asyncio.Event()
         if self.pod_inventory is not None:
             self.may_offer = self.pod_inventory.is_known
@@ -350,6 +356,13 @@ async def serve(stop: asyncio.Event) -> None:
                     _announcer(node, stop).run(),
                     node.inventory.run(stop),
                     *([node.pod_inventory.run(stop)] if node.pod_inventory else []),
+                    repeated(
+                        partial(in_thread, node.worker_logs.cut),
+                        stop,
+                        "logs of workers are cut",
+                        worker_logs.LOOK_S,
+                        (worker_logs.LOOK_S,),
+                    ),
                 )
     finally:
         await node.close()

@@ -20,8 +20,6 @@ from gms.adapters.parallel import for_all
 from gms.adapters.syscalls import (
     bypass_cache,
     is_resident,
-    preallocate,
-    punch_hole,
     read_at,
     resident_bytes,
     write_at,
@@ -31,6 +29,7 @@ from gms.ports import Advance, Buffers, ChunkNotes, Moved
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, DeviceError, SnapbackError
 from snapshot_shared.files import create_file, open_regular, translated
+from snapshot_shared.holes import preallocate, punch_hole
 from snapshot_shared.object_storage import zeros_digest
 
 _REQUEST_BYTES = 4 * 1024 * 1024

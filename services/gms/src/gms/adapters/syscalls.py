@@ -8,7 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from gms.domain.transfer import ChunkPlan
 from snapshot_shared.errors import ArtifactCorrupt
@@ -17,7 +17,6 @@ from snapshot_shared.errors import ArtifactCorrupt
 _IOV_MAX = 512
 _CACHESTAT = 451
 _MADV_POPULATE_WRITE = 23
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 
 _PAGEMAP_ENTRY_BYTES = 8
 _PAGEMAP_PRESENT = b"\x80"
@@ -118,23 +117,3 @@ def resident_bytes(descriptor: int, offset: int, size: int) -> int:
     if _libc.syscall(number, descriptor, ctypes.byref(wanted), ctypes.byref(counts), 0) != 0:
         return 0
     return int(counts[0]) * mmap.PAGESIZE
-
-
-def preallocate(descriptors: Iterable[int]) -> None:
-    """Allocate the blocks of whole files. OSError without room for them."""
-    # Direct writes to allocated blocks run in parallel; each that allocates locks the inode.
-    for descriptor in descriptors:
-        _fallocate(descriptor, 0, 0, os.fstat(descriptor).st_size)
-
-
-def punch_hole(descriptor: int, offset: int, size: int) -> None:
-    """Release the blocks of a part of a file, which then reads as zeros."""
-    _fallocate(descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, size)
-
-
-def _fallocate(descriptor: int, mode: int, offset: int, size: int) -> None:
-    # A file system without fallocate is slower or fuller, and no less right. ENOSPC is raised.
-    if _libc.fallocate(descriptor, mode, ctypes.c_long(offset), ctypes.c_long(size)) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            raise OSError(code, os.strerror(code))

@@ -152,12 +152,14 @@ class _Reader:
 
     def begin(self, tail: int | None) -> None:
         """Go to the beginning of the last `tail` lines, or of the file."""
+        first = self._after_the_hole()
         if tail is None:
+            self._at = first
             return
         size = at = os.fstat(self._fd).st_size
         found = -1 if self._ends_whole(size) else 0
-        while at > 0 and found < tail:
-            length = min(BLOCK_BYTES, at)
+        while at > first and found < tail:
+            length = min(BLOCK_BYTES, at - first)
             at -= length
             block = os.pread(self._fd, length, at)
             place = len(block)
@@ -166,7 +168,18 @@ class _Reader:
             if found == tail:
                 self._at = at + place + 1
                 return
-        self._at = size if tail == 0 else 0
+        self._at = size if tail == 0 else first
+
+    def _after_the_hole(self) -> int:
+        """Return where the first whole line begins: an agent frees the beginning of a long log."""
+        try:
+            first = os.lseek(self._fd, 0, os.SEEK_DATA)
+        except OSError:
+            return 0  # An empty file has no data.
+        if first == 0:
+            return 0
+        end = os.pread(self._fd, BLOCK_BYTES, first).find(b"\n")
+        return first + end + 1
 
     def _ends_whole(self, size: int) -> bool:
         return size > 0 and os.pread(self._fd, 1, size - 1) == b"\n"
