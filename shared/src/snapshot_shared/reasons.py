@@ -670,8 +670,11 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "GenerationMismatch": Reason(
             "The writer wanted to replace another generation than the committed one.",
-            "Two loaders wrote to one device, and the other one was first.",
-            "Read the committed layout and use it; do not load the weights again.",
+            "Two loaders wrote to one device, and the other one was first. Or a process that is no "
+            "pod has committed memory and left it: `snapshotctl doctor` shows that in a local "
+            "cluster.",
+            "Read the committed layout and use it; do not load the weights again. If no worker "
+            "needs it, free it: `gms drop`.",
         ),
         "DeviceProcessGone": Reason(
             "The process that served a GPU has ended, and with it the memory of that GPU.",

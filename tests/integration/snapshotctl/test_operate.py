@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tarfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 from snapshot_shared import subjects
 from snapshot_shared.ids import NodeName, OrderId
 from tests.integration.snapshotctl.conftest import CHECKPOINT, Cli, example, pod
+from tests.support.gms_rig import gms
 from tests.support.waiting import wait_until
 from tests.support.weights import flip
 
@@ -245,3 +248,22 @@ def test_damage_is_found_brings_into_quarantine_and_repair_lifts_it(one_node: Cl
     sound = one_node.value("verify", "snapshot/demo-llm")
     assert sound["verified"] is True
     one_node.ok("wait", CHECKPOINT, "--timeout", "30s")
+
+
+def test_memory_that_a_process_outside_of_pods_has_left_is_found_and_freed(running: Cli) -> None:
+    record = running.record("default")
+    folder = f"{record['socket_dir']}/node-1"
+    program = (
+        "import snapback_client as client; pool = client.connect(1); "
+        "pool.allocate('w', (4,), 'i4'); pool.commit()"
+    )
+    environment = running.environment | {"GMS_SOCKET_DIR": folder}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+    def left() -> str:
+        return "\n".join(row for row in running.run("doctor").out.splitlines() if "no pod" in row)
+
+    assert "GPU 1 of node-1 has 2 MiB that no pod has" in left()
+    [words] = re.findall(r"gms (drop .*)$", running.run("doctor").out, re.MULTILINE)
+    gms(*words.split())
+    assert left() == ""

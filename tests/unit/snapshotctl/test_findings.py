@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from snapback_client.frames import Access, MemoryDomain
 from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
-from snapshot_shared.frames import DeviceStatus, FenceStatus, StatusReply
+from snapshot_shared.frames import (
+    DeviceStatus,
+    DomainStatus,
+    FenceStatus,
+    SessionStatus,
+    StatusReply,
+)
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import Condition
 from snapshot_shared.objects.snapback import SnapshotContent
-from snapshot_shared.orders import Presence
+from snapshot_shared.orders import LayoutRef, Presence
 from snapshotctl.views import finding as views
 from snapshotctl.views.finding import Finding, line, summary
 from snapshotctl.views.findings import (
@@ -53,10 +61,18 @@ def presence(**changes: Any) -> Presence:
     return replace(objects.presence("node-1", gpus=1, capacity=GIB), **{**there, **changes})
 
 
-def gms(*, devices: int = 1, fence: FenceStatus | None = None) -> StatusReply:
+def gms(
+    *, devices: int = 1, fence: FenceStatus | None = None, domains: Sequence[DomainStatus] = ()
+) -> StatusReply:
     sizes: dict[str, Any] = {"capacity": GIB, "used": 0, "free": GIB, "retired": 0}
     device = DeviceStatus(
-        uuid="GPU-0", index=0, product="p", endpoint="node-1-gpu0", domains=[], fence=fence, **sizes
+        uuid="GPU-0",
+        index=0,
+        product="p",
+        endpoint="node-1-gpu0",
+        domains=[*domains],
+        fence=fence,
+        **sizes,
     )
     return StatusReply(node="node-1", incarnation="i", devices=[device] * devices)
 
@@ -243,6 +259,31 @@ def test_a_cluster_that_is_well_has_nothing_but_ok_also_while_a_capture_fences_i
 )
 def test_each_trouble_is_named_with_its_fix(findings: list[Finding], said: str) -> None:
     assert_trouble(findings, said)
+
+
+def test_memory_that_no_pod_has_is_named_where_this_machine_can_free_it() -> None:
+    layout = LayoutRef(
+        device="GPU-0", incarnation="i", generation=1, layout_id="l", structure_hash="s", bytes=1
+    )
+    domain = DomainStatus(domain=MemoryDomain.WEIGHTS, lock="committed", layout=layout)
+    session = SessionStatus(session=1, access=Access.RO, client="c", pid=1, state="active")
+    of_cluster = LOCAL._replace(cluster="c", sockets="/sockets")
+
+    def left(
+        local: ObservedMachine = of_cluster, domain: DomainStatus = domain, **more: Any
+    ) -> Any:
+        seen = SEEN._replace(gms=gms(domains=[domain]))
+        said = found(local, CLUSTER._replace(nodes=[seen], **more))
+        return [each for each in said if "that no pod has" in each.what]
+
+    [finding] = left()
+    assert finding.level == "warn"
+    assert finding.fix == "gms drop --device GPU-0 --socket-dir /sockets/node-1"
+    assert left(held=frozenset({"GPU-0"})) == []
+    assert left(domain=replace(domain, sessions=[session])) == []
+    assert left(domain=replace(domain, layout=None)) == []
+    # In a cluster the memory servers of pods have the devices.
+    assert left(local=LOCAL) == []
 
 
 def test_whatever_is_not_ok_has_a_fix() -> None:

@@ -80,7 +80,7 @@ class DeviceTable:
         """Grant or refuse what one client waits for; nothing while it has to wait."""
         if waiter.lock_request in (LockRequest.WRITE, LockRequest.REPLACE):
             try:
-                check_generation(waiter.request.if_match, room.generation)
+                check_generation(self.uuid, waiter.request.if_match, room.generation)
             except GenerationMismatch as error:
                 room.dequeue(waiter.ticket)
                 return [Refused(waiter.ticket, error)]
@@ -201,15 +201,19 @@ class DeviceTable:
         return [Freed(self.uuid, tuple(handles))] if handles else []
 
 
-def check_generation(wanted: GenerationRef | None, found: GenerationRef | None) -> None:
+def check_generation(uuid: str, wanted: GenerationRef | None, found: GenerationRef | None) -> None:
     """Compare what a writer wants to replace with what is committed. GenerationMismatch."""
-    if wanted != found:
-        raise GenerationMismatch(
-            f"if_match names {_named(wanted)}, committed is {_named(found)}",
-            next_step="read the committed generation and decide again whether to replace it",
-            expected=_named(wanted),
-            found=_named(found),
-        )
+    if wanted == found:
+        return
+    step = "read the committed generation and decide again whether to replace it"
+    if wanted is None:
+        step = f"attach as a reader; or if no worker needs it, free it: gms drop --device {uuid}"
+    raise GenerationMismatch(
+        f"if_match names {_named(wanted)}, committed is {_named(found)}",
+        next_step=step,
+        expected=_named(wanted),
+        found=_named(found),
+    )
 
 
 def _named(ref: GenerationRef | None) -> str:

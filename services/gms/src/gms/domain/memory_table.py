@@ -212,7 +212,7 @@ class MemoryTable:
         layout = self._use(session, _commit_of(request))
         device, room = self._place(session)
         self._check_commit(device, session, layout, request)
-        check_generation(request.if_match, room.generation)
+        check_generation(device.uuid, request.if_match, room.generation)
         return layout
 
     def commit(
@@ -249,7 +249,7 @@ class MemoryTable:
             )
         if self.fences.on(uuid):
             raise Fenced(f"a capture holds {uuid}", device=uuid)
-        check_generation(hidden.base, device.weights.generation)
+        check_generation(device.uuid, hidden.base, device.weights.generation)
         device.weights.move(LockEvent.PUBLISH)
         del device.hidden[load_token]
         ref, effects = device.install(

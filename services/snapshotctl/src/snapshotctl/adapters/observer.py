@@ -33,7 +33,7 @@ from snapshot_shared.errors import (
 from snapshot_shared.frames import StatusReply
 from snapshot_shared.ids import check_node, name_of
 from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Node
+from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Presence
 from snapshot_shared.service import VERSION
@@ -92,10 +92,10 @@ async def observe(folders: Folders, find_server: Callable[[], Server]) -> Observ
 def _local(folders: Folders, server: Server | None) -> ObservedMachine:
     """Return this machine, with the local cluster whose server that is, if it is one."""
     found = folders.inventory()
-    name, ended = "", list[str]()
+    name, ended, sockets = "", list[str](), ""
     for record, alive in found.clusters:
         if server and record.url and endpoints(record.url) & endpoints(server.url):
-            name = record.name
+            name, sockets = record.name, record.socket_dir
             ended, _ = plans.ended(record.processes, alive)
     return ObservedMachine(
         python=sys.version_info[:2],
@@ -103,6 +103,7 @@ def _local(folders: Folders, server: Server | None) -> ObservedMachine:
         leftovers=plans.leftovers(found),
         cluster=name,
         ended=ended,
+        sockets=sockets,
     )
 
 
@@ -132,6 +133,7 @@ async def _cluster(client: OperatorClient, server: Server) -> ObservedCluster:
         log.info("the operator does not answer: %s", error)
     contents = await _or_none(client.all_of(KINDS["SnapshotContent"], None))
     nodes = await _or_none(client.all_of(KINDS["Node"], None))
+    pods = await _or_none(client.all_of(KINDS["Pod"], None))
     known = {node.metadata.name: node for node in nodes or () if isinstance(node, Node)}
     present = await _or_none(_presence(bus)) or {}
     names = sorted({*known, *present})
@@ -148,6 +150,12 @@ async def _cluster(client: OperatorClient, server: Server) -> ObservedCluster:
         operators=[found.version for found in directory if found.name == "snap-operator"],
         nodes=await _nodes(client, names, known, present, directory),
         contents=[found for found in contents or () if isinstance(found, SnapshotContent)],
+        held=frozenset(
+            device.uuid
+            for pod in pods or ()
+            if isinstance(pod, Pod)
+            for device in pod.status.devices
+        ),
         dead=len(await _or_none(client.dead(None)) or ()),
     )
 

@@ -10,7 +10,7 @@ import msgspec
 from snapshot_shared import subjects
 from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
-from snapshot_shared.frames import StatusReply
+from snapshot_shared.frames import DeviceStatus, StatusReply
 from snapshot_shared.ids import NodeName
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.objects.meta import condition, is_true
@@ -67,13 +67,17 @@ class ObservedNode(NamedTuple):
 
 
 class ObservedMachine(NamedTuple):
-    """This machine. `cluster` is the local cluster in use, `ended` its dead processes."""
+    """This machine. `cluster` is the local cluster in use, `ended` its dead processes.
+
+    `sockets` is the folder of its sockets.
+    """
 
     python: tuple[int, int]
     nats_server: str
     leftovers: Sequence[str]
     cluster: str = ""
     ended: Sequence[str] = ()
+    sockets: str = ""
 
 
 class ObservedCluster(NamedTuple):
@@ -94,6 +98,8 @@ class ObservedCluster(NamedTuple):
     dead: int
     refused: Failure | None = None
     unstored: Failure | None = None
+    held: frozenset[str] = frozenset()
+    """The uuids of the devices that pods have."""
 
 
 class Observed(NamedTuple):
@@ -382,6 +388,22 @@ def _services(
             f"the GMS of {it.name} answers: {formats.counted(len(devices), 'GPU')}, "
             f"{used} of {room} used{fences}"
         )
+    if local:
+        yield from _left(it, devices, cluster.held, seen.local.sockets)
+
+
+def _left(
+    it: ObservedNode, devices: Sequence[DeviceStatus], held: frozenset[str], sockets: str
+) -> Iterator[Finding]:
+    """Name the memory that a process which is no pod has committed, and has left."""
+    for device in devices:
+        domains = [found for found in device.domains if found.layout and not found.sessions]
+        if domains and device.uuid not in held:
+            yield warn(
+                f"GPU {device.index} of {it.name} has {formats.size(device.used)} that no pod has: "
+                "the next worker there ends with GenerationMismatch",
+                f"gms drop --device {device.uuid} --socket-dir {sockets}/{it.name}",
+            )
 
 
 def _artifacts(cluster: ObservedCluster) -> Iterator[Finding]:
