@@ -111,13 +111,16 @@ static int control(void) {
     return path == NULL ? -1 : open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
 }
 
-/* Return whether the container does its work: what was restored in it, or what was started cold. */
+/* Return whether the container does its work: what was restored in it, or what was started cold.
+   The kubelet shows what a failed probe has written. */
 static int serves(void) {
     pid_t root = restored();
     int folder = control();
-    if (folder < 0)
-        return root != 0;
-    return faccessat(folder, root ? COMPLETE : READY, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
+    if (folder < 0 ? root != 0 : !faccessat(folder, root ? COMPLETE : READY, F_OK, AT_SYMLINK_NOFOLLOW))
+        return 1;
+    fputs(root ? "the restored process does not go on yet\n"
+               : "no process has been restored here yet: kubectl get snapshotrestores\n", stderr);
+    return 0;
 }
 
 /* Return how many bytes the character of UTF-8 at `text` has; 0 if there is none. */

@@ -98,9 +98,12 @@ class Container:
         (self.folder / ".new").rename(self.folder / "restored")
         os.kill(self.pid, signal.SIGUSR1)
 
-    def probe(self) -> int:
+    def probe(self) -> str:
+        """Return why the startup probe fails; empty if it succeeds."""
         words = [self._program, "--restored"]
-        return subprocess.run(words, env=self._env, check=False).returncode
+        done = subprocess.run(words, env=self._env, stderr=subprocess.PIPE, text=True, check=False)
+        assert bool(done.stderr) == bool(done.returncode)
+        return done.stderr
 
     def ended(self) -> int:
         return self.process.wait(WITHIN_S)
@@ -126,6 +129,8 @@ def make(program: Path, tmp_path: Path) -> Iterator[Callable[..., Container]]:
 
 
 Make = Callable[..., Container]
+WAITS = "no process has been restored here yet: kubectl get snapshotrestores\n"
+RESTORED = "the restored process does not go on yet\n"
 LOOP = "while :; do sleep 0.02; done"
 
 
@@ -143,12 +148,12 @@ def test_the_probe_fails_while_a_restored_process_waits_for_its_memory(
 ) -> None:
     container = make(SNAPSHOT_CONTROL_DIR=str(tmp_path))
     (tmp_path / "restore-complete").touch()
-    assert container.probe() == 1
+    assert container.probe() == WAITS
     (tmp_path / "restore-complete").unlink()
     container.announce(container.restore(LOOP))
-    assert container.probe() == 1
+    assert container.probe() == RESTORED
     (tmp_path / "restore-complete").touch()
-    assert container.probe() == 0
+    assert container.probe() == ""
 
 
 def test_the_probe_of_a_container_that_starts_cold_waits_until_its_worker_is_ready(
@@ -160,9 +165,9 @@ def test_the_probe_of_a_container_that_starts_cold_waits_until_its_worker_is_rea
         (tmp_path / name).touch()
     first.ends_after_a_restore()
     again = make("--", "sh", "-c", LOOP.replace("0.02", "0.05"), **given)
-    assert again.probe() == 1
+    assert again.probe() == WAITS
     (tmp_path / "ready-for-snapshot").touch()
-    assert again.probe() == 0
+    assert again.probe() == ""
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -171,7 +176,7 @@ def test_the_container_ends_with_the_exit_code_of_the_restored_process(
 ) -> None:
     container = make()
     container.announce(container.restore(f'trap "exit {code}" TERM; {LOOP}'))
-    wait_until(lambda: container.probe() == 0, "restored")
+    wait_until(lambda: container.probe() == "", "restored")
     time.sleep(0.1)
     os.kill(container.pid, signal.SIGTERM)
     assert container.ended() == code
@@ -295,7 +300,7 @@ def test_a_file_that_names_no_process_or_is_a_link_restores_nothing(
     else:
         (container.folder / "restored").write_text(text)
     os.kill(container.pid, signal.SIGUSR1)
-    assert container.probe() == 1
+    assert container.probe() == WAITS
     os.kill(container.pid, signal.SIGTERM)
     assert container.ended() == 128 + signal.SIGTERM
 

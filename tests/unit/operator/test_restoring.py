@@ -177,13 +177,29 @@ READINESS = {"grpc": {"port": 2}}
             LIVENESS,
         ),
         ({"readinessProbe": {**READINESS, "successThreshold": 3}}, READINESS),
-        ({}, {"exec": {"command": ["cat", "/snapshot-control/restored"]}}),
     ],
 )
 def test_the_startup_probe_is_the_first_probe_of_the_container_asked_every_second(
     probes: dict[str, Any], kept: dict[str, Any]
 ) -> None:
     assert startup_probe({"name": "main", **probes}) == {**kept, **TIMING}
+
+
+def test_the_probe_of_a_worker_without_one_says_what_it_waits_for(tmp_path: Path) -> None:
+    probe = startup_probe({"name": "main"})
+    assert probe.items() >= TIMING.items()
+    *shell, script = probe["exec"]["command"]
+    assert "/snapshot-control/restored" in script
+
+    def run() -> subprocess.CompletedProcess[str]:
+        words = [*shell, script.replace("/snapshot-control", str(tmp_path))]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    failed = run()
+    assert (failed.returncode, failed.stderr) == (1, "")
+    assert failed.stdout == ("the worker has not been restored yet: kubectl get snapshotrestores\n")
+    (tmp_path / "restored").write_text("{}")
+    assert run().returncode == 0
 
 
 def test_the_file_that_is_probed_is_the_one_that_the_control_directory_has() -> None:

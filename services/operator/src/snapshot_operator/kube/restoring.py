@@ -43,6 +43,12 @@ SOURCE_WAIT_S = 86_400
 INSTALLED_INIT = "/opt/snapback/snapback-init"
 """Where the image of the agent has the first process of placeholders."""
 
+_SERVES = (
+    f"cat {CONTROL_PATH}/{RESTORED_FILE} 2>/dev/null || "
+    '{ echo "the worker has not been restored yet: kubectl get snapshotrestores"; exit 1; }'
+)
+"""The probe of a worker that has none. The kubelet shows what a failed probe has written."""
+
 _INIT_PATH = INIT_PROGRAM.rpartition("/")[0]
 _INIT_AMOUNTS = {"cpu": "100m", "memory": "64Mi"}
 _NOT_IN_PLACEHOLDER = ("stdin", "stdinOnce", "tty")
@@ -192,7 +198,7 @@ def startup_probe(container: Document) -> Document:
     It is the first that the container has, asked every second for as long as a restore may take.
     """
     found = next((container[name] for name in _PROBES if container.get(name)), None)
-    probe = found or {"exec": {"command": ["cat", f"{CONTROL_PATH}/{RESTORED_FILE}"]}}
+    probe = found or {"exec": {"command": ["sh", "-c", _SERVES]}}
     changed = {**probe, **_patience()}
     # Left out rather than 0: the API server writes none, and a second call must change nothing.
     changed.pop("initialDelaySeconds", None)
