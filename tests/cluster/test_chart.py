@@ -384,6 +384,27 @@ def test_the_doctor_looks_at_what_the_chart_has_installed(release: Release) -> N
 
 
 @pytest.mark.turns
+def starts_cold_without_admission(release: Release, namespace: Kubectl, worker: Path) -> None:
+    """Start a rendered pod that does not wait for its source, and have it answer."""
+    pod = yaml.safe_load(worker.read_text())
+    pod["metadata"] = {
+        "name": "cold",
+        "annotations": {
+            "nvidia.com/restore-from": "none",
+            "nvidia.com/restore-policy": "Immediate",
+        },
+    }
+    manifest = worker.with_name("cold.yaml")
+    manifest.write_text(yaml.safe_dump(pod))
+    words = ("--namespace", str(namespace.namespace))
+    text = snapshotctl(release, "render", "-f", str(manifest))
+    assert "gms-server" in text
+    namespace.run("create", *words, "--filename", "-", given=text)
+    ask = ("exec", "cold", "--container", "main", "--", "python", "deploy/examples/ask.py", "Hi")
+    until(lambda: namespace.try_(*ask).returncode == 0, "the cold worker answers")
+    namespace.run("delete", "pod", "cold", "--timeout=60s")
+
+
 @pytest.mark.usefixtures("without_operator")
 def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
     release: Release, namespace: Kubectl, worker: Path
@@ -391,6 +412,7 @@ def test_snapshotctl_captures_and_restores_in_a_cluster_whose_operator_is_away(
     space = ("--namespace", str(namespace.namespace))
     away = snapshotctl(release, "get", "pods", *space, code=5)
     assert "no operator answers" in away
+    starts_cold_without_admission(release, namespace, worker)
     captured_and_restored(release, namespace, worker, "--own-operator")
     namespace.run("delete", "pods", "--all", "--wait=false")
     namespace.run("delete", "dynamocheckpoint/mine", "--wait=false")

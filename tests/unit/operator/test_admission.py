@@ -36,6 +36,7 @@ from snapshot_operator.kube.webhooks import Endpoint, configurations, introduced
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.http import Guests
 from snapshot_shared.kube_client import KubeClient
+from snapshot_shared.objects.snapback import STANDBY_VARIABLES
 from snapshot_shared.validation import Problem
 from tests.support.objects import checkpoint_document
 from tests.unit.tables import each
@@ -283,7 +284,9 @@ async def test_a_pod_that_does_not_wait_starts_cold_where_nothing_is_captured(
     if content:
         behind.objects["snapshotcontents/content"] = content
     found = await admission.pod(request(pod(restore_from="llm", restore_policy="Immediate")))
-    assert (found.outcome, found.patch) == ("allowed", ())
+    (env,) = (each["value"] for each in found.patch if each["path"] == "/spec/containers/0/env")
+    assert "SNAPSHOT_CONTROL_DIR" in {row["name"] for row in env}
+    assert STANDBY_VARIABLES[0] not in {row["name"] for row in env}
     assert found.warned == ("llm is not captured yet, and the pod does not wait: it starts cold",)
 
 

@@ -21,6 +21,7 @@ from snapshot_operator.kube.restoring import (
     startup_probe,
 )
 from snapshot_operator.kube.shaping import job_manifest, with_agent_affinity
+from snapshot_shared.objects.snapback import STANDBY_VARIABLES
 from snapshot_shared.validation import restore_problems
 from tests.support.json_patch import applied
 from tests.support.objects import checkpoint, checkpoint_document
@@ -394,26 +395,54 @@ def test_a_pod_whose_containers_share_their_processes_takes_no_process(field: st
     assert [each.path for each in placeholder_problems(document, "criu")] == [f"spec.{field}"]
     assert [*placeholder_problems(document, "cooperative")] == []
     document["metadata"]["annotations"]["nvidia.com/restore-driver"] = "criu"
-    assert f"spec.{field}".encode() in standby(document).stderr
+    assert f"spec.{field}" in render(document)
 
 
-def standby(document: Any) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "snapshot_operator.standby"],
-        input=json.dumps(document).encode(),
+def render(*documents: Any, words: tuple[str, ...] = ()) -> Any:
+    """Return what `snapshot_operator.render` prints, or what it says if it refuses."""
+    done = subprocess.run(
+        [sys.executable, "-m", "snapshot_operator.render", *words],
+        input=json.dumps(documents).encode(),
         env=os.environ | {"SNAPBACK_GMS_IMAGE": IMAGES.gms, "SNAPBACK_AGENT_IMAGE": IMAGES.agent},
         capture_output=True,
         check=False,
     )
+    assert done.returncode in (0, 1)
+    assert done.returncode == bool(done.stderr)
+    return done.stderr.decode() if done.returncode else json.loads(done.stdout)
 
 
-def test_the_patch_of_a_pod_is_printed_for_clusters_without_webhooks() -> None:
-    for document in (pod(), pod(restore_driver="criu")):
-        assert json.loads(standby(document).stdout) == standby_patch(document, IMAGES)
-    refused = standby(pod(restore_policy="Never"))
-    assert refused.returncode == 1
-    assert b"'Never' is not one of" in refused.stderr
-    assert b"Traceback" not in refused.stderr
+def test_pods_and_templates_are_printed_as_admission_has_them_stored() -> None:
+    waits, brought = pod(), pod(restore_driver="criu")
+    template = {name: waits[name] for name in ("metadata", "spec")}
+    deployment = {"kind": "Deployment", "spec": {"replicas": 2, "template": template}}
+    plain = {"kind": "Pod", "metadata": {"name": "p"}, "spec": {"containers": [MAIN]}}
+    others = [plain, {"kind": "ConfigMap", "data": {}}, {"kind": "Service", "spec": None}]
+    found = render(waits, brought, deployment, *others)
+    assert found[:2] == [patched(waits), patched(brought)]
+    changed = {name: patched(waits)[name] for name in ("metadata", "spec")}
+    assert found[2] == {"kind": "Deployment", "spec": {"replicas": 2, "template": changed}}
+    assert found[3:] == others
+    assert render(*found) == found
+    refused = render(pod(restore_policy="Never"))
+    assert refused.startswith("metadata.annotations[nvidia.com/restore-policy]: 'Never' is not one")
+    template["metadata"]["annotations"]["nvidia.com/restore-policy"] = "Never"
+    assert render(deployment).startswith("spec.template.metadata.annotations")
+
+
+def test_a_pod_that_does_not_wait_has_what_a_cold_start_needs_and_runs_anywhere() -> None:
+    claims = {"claims": [{"name": "snapback-devices"}]}
+    document = pod(MAIN | {"resources": claims}, restore_policy="Immediate")
+    (found,) = render(document, words=("immediate",))
+    main = found["spec"]["containers"][0]
+    variables = {row["name"] for row in main["env"]}
+    assert {"SNAPSHOT_CONTROL_DIR", "GMS_SOCKET_DIR"} <= variables
+    assert not variables & set(STANDBY_VARIABLES)
+    assert [each["name"] for each in found["spec"]["initContainers"]] == ["gms-server"]
+    assert "affinity" not in found["spec"]
+    assert main.get("startupProbe") == MAIN.get("startupProbe")
+    # Where its source is captured, it waits after all.
+    assert render(document) == [patched(document)] == render(found)
 
 
 def test_a_container_that_runs_what_its_image_says_has_nothing_to_start_again() -> None:

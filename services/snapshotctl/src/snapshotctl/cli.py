@@ -48,6 +48,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Manifests": {
         "apply": "Store the manifests of files, all or none.",
         "validate": "Check the manifests of a file by the rules of the operator, without a server.",
+        "render": "Print the manifests of a file with all that an operator puts into pods.",
         "identity": (
             "Print the identity hash of each DynamoCheckpoint of a file, without a server."
         ),

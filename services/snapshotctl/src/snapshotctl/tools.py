@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snapback_client.folders import check_folder
 from snapshotctl.domain.exits import WrongArguments
@@ -117,6 +117,14 @@ class Tools:
     def monotonic(self) -> float:
         """Return the seconds of the monotonic clock."""
         return time.monotonic()
+
+    def rendered(self, documents: Sequence[Any]) -> list[Any]:
+        """Return manifests as admission would have them stored. InvalidManifest."""
+        from snapshotctl.adapters.kubectl import rendered
+
+        if self.kubernetes is not None:
+            return self.kubernetes.render(documents)
+        return rendered(documents, {}, "immediate")
 
     def logs(self) -> ClusterLogs | None:
         """Return the logs of the server's cluster; None when they are not on this machine.

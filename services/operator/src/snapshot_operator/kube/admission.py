@@ -29,6 +29,7 @@ from snapshot_operator.kube.namespaces import is_selected
 from snapshot_operator.kube.restoring import (
     Images,
     capturable_patch,
+    cold_patch,
     placeholder_problems,
     restore_request,
     standby_patch,
@@ -274,7 +275,8 @@ class Admission:
             return Answer((_denied(wrong),))
         if asked.policy == IMMEDIATE and not found.is_captured:
             text = f"{asked.source} is not captured yet, and the pod does not wait: it starts cold"
-            return Answer(warned=(text,))
+            patch = await self._judged(cold_patch, pod, self._images)
+            return Answer(warned=(text,), patch=(*patch,))
         driver = driver_of(found.named, found.content) or ""
         is_confined = self._seccomp_profile and found.was_confined
         profile = await self._profile(pod["spec"]) if is_confined else ""

@@ -27,7 +27,12 @@ from snapshot_operator.kube.shaping import (
     with_transfers,
 )
 from snapshot_operator.kube.wire import INIT_PROGRAM
-from snapshot_shared.objects.snapback import RESTORE_CONTAINER, RESTORE_DRIVER, STANDBY_VARIABLES
+from snapshot_shared.objects.snapback import (
+    IMMEDIATE,
+    RESTORE_CONTAINER,
+    RESTORE_DRIVER,
+    STANDBY_VARIABLES,
+)
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS
 from snapshot_shared.validation import Problem
 from snapshot_shared.volumes import DEVICES, INIT_VOLUME, LOADER, SAVER
@@ -96,19 +101,7 @@ def standby_patch(
     checkpoint says of that, None where it has none, and `profile` a seccomp profile of nodes for a
     worker that had one.
     """
-    spec, container = _with_worker(pod, images, LOADER)
-    for variable in STANDBY_VARIABLES:
-        put(container["env"], {"name": variable, "value": "1"}, by="name")
-    marks = {RESTORE_CONTAINER: container["name"]}
-    if _needs_placeholder(pod, driver):
-        marks[RESTORE_DRIVER] = driver or restore_request(pod).driver
-        if shared_memory is not None:
-            with_shared_memory(spec, container, shared_memory)
-        with_seccomp_profile(spec, container, profile)
-        _with_placeholder(spec, container, images.agent)
-    else:
-        container["startupProbe"] = startup_probe(container)
-    return _patch(pod, spec, marks)
+    return _patch(pod, _standing_by(pod, images, driver, shared_memory, profile))
 
 
 def capturable_patch(
@@ -121,9 +114,78 @@ def capturable_patch(
     It has a control directory, a node with an agent, and a memory server if its claim is called as
     that of a checkpoint's worker. `profile` is the seccomp profile of nodes for workers of CRIU.
     """
+    return _patch(pod, _capturable(pod, images, profile))
+
+
+def cold_patch(
+    pod: Document,
+    images: Images = Images(),  # noqa: B008 - it never changes
+) -> list[Document]:
+    """Return the JSON Patch by which the worker of a pod that is to be restored starts cold.
+
+    It has what its worker needs, and may run on a node without an agent.
+    """
+    return _patch(pod, _cold(pod, images))
+
+
+def complete(pod: Document, images: Images, *, starts_cold: bool = False) -> Document:
+    """Return a pod as admission changes it, as far as its annotations say it.
+
+    A pod of the policy `Immediate` waits, or `starts_cold`.
+    """
+    asked = restore_request(pod)
+    if asked.source and asked.policy == IMMEDIATE and starts_cold:
+        found = _cold(pod, images)
+    elif asked.source:
+        found = _standing_by(pod, images)
+    elif asked.is_capturable:
+        found = _capturable(pod, images)
+    else:
+        return pod
+    meta = {**pod["metadata"], "annotations": _marked(pod, found)}
+    return {**pod, "metadata": meta, "spec": found.spec}
+
+
+class _Shaped(NamedTuple):
+    """The spec of a pod as it is changed, and annotations that it gets."""
+
+    spec: Document
+    marks: dict[str, str]
+
+
+def _standing_by(
+    pod: Document,
+    images: Images,
+    driver: str = "",
+    shared_memory: Document | None = None,
+    profile: str = "",
+) -> _Shaped:
+    spec, container = _with_worker(pod, images, LOADER)
+    with_agent_affinity(spec)
+    for variable in STANDBY_VARIABLES:
+        put(container["env"], {"name": variable, "value": "1"}, by="name")
+    marks = {RESTORE_CONTAINER: container["name"]}
+    if _needs_placeholder(pod, driver):
+        marks[RESTORE_DRIVER] = driver or restore_request(pod).driver
+        if shared_memory is not None:
+            with_shared_memory(spec, container, shared_memory)
+        with_seccomp_profile(spec, container, profile)
+        _with_placeholder(spec, container, images.agent)
+    else:
+        container["startupProbe"] = startup_probe(container)
+    return _Shaped(spec, marks)
+
+
+def _capturable(pod: Document, images: Images, profile: str = "") -> _Shaped:
     spec, container = _with_worker(pod, images, SAVER)
+    with_agent_affinity(spec)
     with_seccomp_profile(spec, container, profile)
-    return _patch(pod, spec, {RESTORE_CONTAINER: container["name"]})
+    return _Shaped(spec, {RESTORE_CONTAINER: container["name"]})
+
+
+def _cold(pod: Document, images: Images) -> _Shaped:
+    spec, container = _with_worker(pod, images, LOADER)
+    return _Shaped(spec, {RESTORE_CONTAINER: container["name"]})
 
 
 def _with_worker(pod: Document, images: Images, mover: str) -> tuple[Document, Document]:
@@ -136,16 +198,18 @@ def _with_worker(pod: Document, images: Images, mover: str) -> tuple[Document, D
         with_memory_server(spec, container, images.gms)
         if any(each["name"] == mover for each in spec["initContainers"]):
             with_transfers(spec, container, images.gms, mover, {})
-    with_agent_affinity(spec)
     return spec, container
 
 
-def _patch(pod: Document, spec: Document, marks: dict[str, str]) -> list[Document]:
-    index = _target(pod)
+def _marked(pod: Document, shaped: _Shaped) -> Document:
+    return {**pod["metadata"]["annotations"], **shaped.marks}
+
+
+def _patch(pod: Document, shaped: _Shaped) -> list[Document]:
+    index, spec = _target(pod), shaped.spec
     before, path, container = pod["spec"], f"/spec/containers/{index}", spec["containers"][index]
-    marked = {**pod["metadata"]["annotations"], **marks}
     return [
-        *_changes("/metadata", pod["metadata"], {"annotations": marked}),
+        *_changes("/metadata", pod["metadata"], {"annotations": _marked(pod, shaped)}),
         *_changes("/spec", before, {name: spec[name] for name in _GROWN if name in spec}),
         *_changes(path, before["containers"][index], container),
         *_removals(path, before["containers"][index], container),

@@ -76,6 +76,25 @@ _ERRORS = {
 }
 
 
+def rendered(documents: Sequence[Any], variables: Mapping[str, str], *words: str) -> list[Any]:
+    """Return manifests as admission would have them stored. InvalidManifest.
+
+    `variables` are the environment of the operator, and `words` are for `snapshot_operator.render`.
+    """
+    done = subprocess.run(
+        (*PYTHON, "snapshot_operator.render", *words),
+        input=json.dumps(documents),
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise InvalidManifest(f"a pod cannot be changed as it asks: {done.stderr.strip()}")
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
 class Kubernetes:
     """A cluster that kubectl reaches; `close` ends what was begun for it."""
 
@@ -328,19 +347,12 @@ class Kubernetes:
         """Return a manifest as the operator's webhook has it stored. InvalidManifest."""
         if RESTORE_FROM.encode() not in bytes(document):
             return document
-        given = bytes(document).decode()
-        done = subprocess.run(
-            (*PYTHON, "snapshot_operator.standby"),
-            input=given,
-            env=os.environ | self._deployed,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise InvalidManifest(f"the pod cannot wait for its restore: {done.stderr.strip()}")
-        words = ("patch", "--local", "--type=json", f"--patch={done.stdout}", "--output=json")
-        return msgspec.Raw(self._run(*words, "--filename", "-", given=given).encode())
+        (found,) = rendered([msgspec.json.decode(document)], self._deployed)
+        return msgspec.Raw(msgspec.json.encode(found))
+
+    def render(self, documents: Sequence[Any]) -> list[Any]:
+        """Return manifests with the images of this installation. InvalidManifest."""
+        return rendered(documents, self._deployed, "immediate")
 
     @cached_property
     def _deployed(self) -> dict[str, str]:

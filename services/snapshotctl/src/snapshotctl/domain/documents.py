@@ -7,7 +7,7 @@ still is one node, so that a bomb of aliases is refused before it is expanded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -34,6 +34,11 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
     for first, resolvers in _Base.yaml_implicit_resolvers.items()
 }
+
+
+def written(values: Sequence[Any]) -> str:
+    """Return manifests as YAML, with `---` between them, and without the last line break."""
+    return str(yaml.safe_dump_all(values, sort_keys=False, allow_unicode=True, width=100)).rstrip()
 
 
 class Document(NamedTuple):
