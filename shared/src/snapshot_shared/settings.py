@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -21,18 +23,26 @@ Folder = Annotated[Path, Meta(description="An absolute path, as `check_folder` w
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+log = logging.getLogger(__name__)
+
+_PREFIX = "SNAPBACK_"
+_CLOSE = 0.93
+"""How alike two names are of which one is taken for a slip, as difflib counts: about one letter."""
+
 
 def load(type_: type[T], environment: Mapping[str, str] | None = None) -> T:
     """Fill a settings struct: field `nats_url` comes from `SNAPBACK_NATS_URL`.
 
     Numbers and booleans are written as text in the environment. InvalidInput names every variable
-    that is missing or wrong.
+    that is missing or wrong. The log names a variable that is written nearly like one of them.
     """
     source = os.environ if environment is None else environment
     raw: dict[str, Any] = {}
     problems: list[str] = []
+    for variable, meant in _misspelt(type_, source):
+        log.warning("%s is set, and not read; did you mean %s?", variable, meant)
     for field in msgspec.structs.fields(type_):
-        variable = "SNAPBACK_" + field.name.upper()
+        variable = _PREFIX + field.name.upper()
         if variable in source:
             try:
                 if field.type == Folder:
@@ -49,6 +59,18 @@ def load(type_: type[T], environment: Mapping[str, str] | None = None) -> T:
     if problems:
         raise InvalidInput("; ".join(problems), next_step="set these environment variables")
     return type_(**raw)
+
+
+def _misspelt(type_: type[msgspec.Struct], source: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield variables that are not read, each with the one that is written nearly like it.
+
+    Others of our prefix are for other programs: Kubernetes sets some for each Service.
+    """
+    known = [_PREFIX + field.name.upper() for field in msgspec.structs.fields(type_)]
+    for variable in sorted(source.keys() - set(known)):
+        if variable.startswith(_PREFIX):
+            for meant in difflib.get_close_matches(variable, known, 1, _CLOSE):
+                yield variable, meant
 
 
 def _decode(type_: type, value: Any) -> Any:

@@ -63,3 +63,22 @@ def test_a_node_with_stripe_roots_that_are_written_wrong_does_not_start() -> Non
     within = f"{GOOD['SNAPBACK_ARTIFACT_ROOT']}/a"
     with pytest.raises(InvalidInput, match=f"SNAPBACK_STRIPE_ROOTS='a={within}'"):
         load(NodeSettings, GOOD | {"SNAPBACK_STRIPE_ROOTS": f"a={within}"})
+
+
+@each(
+    ("variable", "said"),
+    [
+        ("SNAPBACK_STATE_DIRS", "DIRS is set, and not read; did you mean SNAPBACK_STATE_DIR?"),
+        ("SNAPBACK_ARTEFACT_ROOT", "did you mean SNAPBACK_ARTIFACT_ROOT?"),
+        ("SNAPBACK_NATS_SERVICE_HOST", ""),
+        ("SNAPBACK_KEEP_COUNT", ""),
+        ("NATS_URL", ""),
+    ],
+)
+def test_a_variable_that_is_nearly_written_like_a_setting_is_named(
+    variable: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    load(NodeSettings, GOOD | {variable: "1"})
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
