@@ -398,7 +398,23 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_text_of_others_stays_on_its_line_and_sends_nothing_to_the_terminal() -> None:
-    assert formats.plain("a\x1b[31m b\r\n\tc\x9b") == "a [31m b c"
+    assert formats.plain("a\x1b[31m b\r\n\tc\x9b") == "a b c"
+
+
+@each(
+    ("line", "plain", "coloured"),
+    [
+        ("a\tb", "a\tb", "a\tb"),
+        ("\x1b[1;32mINFO\x1b[0m ok", "INFO ok", "\x1b[1;32mINFO\x1b[0m ok\x1b[0m"),
+        ("50 %\r\x1b[2K\x1b[A60 %", "50 %60 %", "50 %60 %"),
+        ("\x1b]0;title\x07x\x1b]8;;http://a\x1b\\y", "xy", "xy"),
+        ("\x1bcall\x1b(B\x9b31m\x07\x1b", "all31m", "all31m"),
+        ("\x1b[38:5:1mred", "red", "\x1b[38:5:1mred\x1b[0m"),
+    ],
+)
+def test_a_line_of_a_program_keeps_its_colours_alone(line: str, plain: str, coloured: str) -> None:
+    assert formats.printable(line, coloured=False) == plain
+    assert formats.printable(line, coloured=True) == coloured
 
 
 @each(

@@ -126,7 +126,7 @@ def test_a_bundle_without_a_cluster_holds_what_this_machine_knows(
 def test_the_log_of_a_service_is_shown_when_nothing_runs(run: Run, kept: Path) -> None:
     (kept / "logs" / "operator.log").write_text("one\n\ttwo\x1b[31m\x07\n")
     said = run("--cluster", "kept", "logs", "operator", "--tail", "1")
-    assert said.out.rstrip().endswith("two[31m")
+    assert said.out == "\ttwo\n"
     said = run("--cluster", "kept", "logs", "operator", "-o", "json")
     first = json.loads(said.out.splitlines()[0])
     assert first == {"source": "operator", "line": "one"}

@@ -373,4 +373,4 @@ def test_lists_and_what_is_nested_are_indented_and_what_is_empty_is_left_out() -
 
 def test_text_of_others_cannot_move_the_cursor() -> None:
     value = builders.pod(message="a\x1b[2Jb", phase="Failed")
-    assert "message:         a [2Jb" in _sections(value)["Status:"].lines
+    assert "message:         ab" in _sections(value)["Status:"].lines

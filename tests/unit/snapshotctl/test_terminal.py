@@ -75,7 +75,7 @@ def test_a_failure_goes_to_standard_error_with_every_problem_and_what_to_do() ->
     assert err.getvalue().splitlines() == [
         "error: 2 problems",
         "  spec.a: is required",
-        "  spec.b:  [31mexpected int",
+        "  spec.b: expected int",
         "next: correct them",
     ]
 

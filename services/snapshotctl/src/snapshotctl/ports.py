@@ -227,6 +227,11 @@ class Screen(Protocol):
         """Show what is under way for the length of the block."""
 
     @property
+    def has_colours(self) -> bool:
+        """Whether a person sees the result in colours."""
+        ...
+
+    @property
     def wants_table(self) -> bool:
         """Whether the result is for people, not for a program."""
 

@@ -57,6 +57,10 @@ class Terminal:
         return self._output == "wide"
 
     @property
+    def has_colours(self) -> bool:
+        return self._console.is_terminal and not self._console.no_color
+
+    @property
     def width(self) -> int:
         return self._console.width if self._console.is_terminal else PLAIN_WIDTH
 

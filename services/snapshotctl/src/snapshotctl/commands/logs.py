@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,15 +11,12 @@ from snapshot_shared.objects.kubernetes import Pod
 from snapshotctl import objects
 from snapshotctl.adapters.cluster_logs import LogFile, lines_of
 from snapshotctl.command import Namespace, command, complete_logs, new_app
-from snapshotctl.domain import sources, targets
+from snapshotctl.domain import formats, sources, targets
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.tools import Tools
 
 if TYPE_CHECKING:
     from snapshotctl.adapters.cluster_logs import ClusterLogs
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but the tab: what a worker writes must not move the cursor of others."""
 
 app = new_app()
 
@@ -124,8 +120,9 @@ async def _of_pod(
 async def _show(tools: Tools, files: list[LogFile], tail: int | None, *, follow: bool) -> None:
     is_one = len(files) == 1
     async for source, line in lines_of(files, tail, follow=follow):
-        plain = _CONTROL.sub("", line)
         if tools.screen.wants_table:
-            tools.screen.verbatim(plain if is_one else f"[{source}] {plain}")
+            shown = formats.printable(line, coloured=tools.screen.has_colours)
+            tools.screen.verbatim(shown if is_one else f"[{source}] {shown}")
         else:
+            plain = formats.printable(line, coloured=False)
             tools.screen.entry({"source": source, "line": plain})

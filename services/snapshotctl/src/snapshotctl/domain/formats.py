@@ -24,6 +24,13 @@ _COMMAND = re.compile(r"`[^`]*`|\b(?:snapshotctl|nats|kubectl|gms) [^;)]*")
 _HELD = "\x00"
 """Stands for a blank at which a line is not broken."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_CONTROL_BUT_TAB = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+_COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
+_ESCAPE = re.compile(
+    # A control sequence, a string such as the title of a window, or one character (ECMA-48).
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
+)
+_NO_COLOUR = "\x1b[0m"
 MAX_SECONDS = 7 * 86400.0
 
 
@@ -120,7 +127,17 @@ def wrapped(text: str, width: int) -> list[str]:
 
 def plain(text: str) -> str:
     """Return text without control characters, safe to print on one line."""
-    return _CONTROL.sub(" ", text).strip()
+    return _CONTROL.sub(" ", _ESCAPE.sub("", text)).strip()
+
+
+def printable(line: str, *, coloured: bool) -> str:
+    """Return a line of a program without what moves the cursor; if `coloured`, with its colours."""
+    parts = _COLOUR.split(line)
+    # Every second part is a colour.
+    parts[::2] = [_CONTROL_BUT_TAB.sub("", _ESCAPE.sub("", part)) for part in parts[::2]]
+    if coloured and len(parts) > 1:
+        return "".join(parts) + _NO_COLOUR
+    return "".join(parts[::2])
 
 
 def data(value: Any) -> Any:
