@@ -50,7 +50,7 @@ DEMO_OPTIONS := $(if $(SIZE_MIB),--size-mib $(SIZE_MIB)) $(if $(filter 1,$(KEEP)
 	$(if $(DRIVER),--driver $(DRIVER)) $(if $(ENGINE),--engine $(ENGINE)) \
 	$(if $(WARM_UP),--warm-up $(WARM_UP)) $(if $(filter 1,$(TRACE)),--trace)
 
-.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow test-browser proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-process test-engines clean moved test-torch test-gds accept wheels test-wheels bench-engines accept-bundle
+.PHONY: help setup lock check lint types imports docs-check format test test-fast test-slow test-browser proofs mutants cover conformance killed-clients resume-saves chaos crash-points soak scenarios contract-servers flips hostile bench-agent bench-beside bench-bus bench-gms bench-object bench-operator bench-pause bench-sessions demo demo-picture demo-cluster docs screenshots idle leftovers e2e engines docs-test site site-serve test-site inspect-docs tools criu init cluster-tools cluster cluster-down images test-cluster test-page test-upgrades test-process test-engines clean moved test-torch test-gds accept wheels test-wheels bench-engines accept-bundle
 
 ##@ Try it
 ##@ Set up
@@ -442,10 +442,14 @@ images: $(STAMP) ## Build the images of the services, from which e2e and test-cl
 	@$(BIN)/python -m tests.support.service_images
 
 test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (TURN=1/3)
-	@$(BIN)/pytest -s -m cluster --ignore=tests/cluster/test_page.py tests/cluster tests/contract
+	@$(BIN)/pytest -s -m cluster --ignore=tests/cluster/test_page.py --ignore=tests/cluster/test_upgrades.py \
+		tests/cluster tests/contract
 
 test-page: $(STAMP) ## Type the commands of docs/kubernetes.md beside a cluster of their own
 	@$(BIN)/pytest -s tests/cluster/test_page.py
+
+test-upgrades: $(STAMP) ## Replace everything in each step of a capture and a restore, on a cluster (TURN=1/4)
+	@$(BIN)/pytest -s tests/cluster/test_upgrades.py
 
 ##@ Measure
 

@@ -134,6 +134,7 @@ STEPS = (
     Step("test-engines", Lane.ROOT, When.PROOFS),
     Step("chaos", Lane.REST, When.PROOFS, runs_again=False),
     Step("test-page", Lane.ROOT, When.PROOFS, needs="cluster"),
+    Step("test-upgrades", Lane.ROOT, When.PROOFS, needs="cluster"),
 )
 
 

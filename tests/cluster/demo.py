@@ -95,7 +95,7 @@ def install(cluster: Cluster, shell: Shell, driver: str) -> None:
     }
     if driver == "criu":
         values["node.helper.enabled"] = "true"
-        if not _capabilities() >> SYS_RESOURCE & 1:
+        if not capabilities() >> SYS_RESOURCE & 1:
             # Then workers of root alone can be captured, as these are.
             values["node.helper.extraCapabilities"] = "null"
     shell.step("helm install: operator, NATS, and an agent and a memory service on each node")
@@ -110,7 +110,7 @@ def install(cluster: Cluster, shell: Shell, driver: str) -> None:
     shell.kubectl("get", "resourceslices")
 
 
-def _capabilities() -> int:
+def capabilities() -> int:
     """Return the capabilities of this process, which the nodes of its cluster have."""
     status = Path("/proc/self/status").read_text().splitlines()
     [line] = (line for line in status if line.startswith("CapEff:"))

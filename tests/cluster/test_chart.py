@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import re
-import secrets
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
 from gms.domain.claims import DRIVER
 from snapshot_shared import subjects
-from snapshot_shared.bus import Bus
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from snapshot_shared.objects.snapback import POD_SPEC
-from snapshot_shared.permissions import User
 from snapshotctl.domain.exits import Exit
-from tests.cluster import programs
-from tests.cluster.cluster import FAILED, Cluster
-from tests.cluster.evidence import collect
+from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.release import (
+    DEVICES,
+    EXAMPLES,
+    PATIENCE_S,
+    Release,
+    connected,
+    example,
+    installed,
+)
 from tests.cluster.rig import polled
 from tests.cluster.target import Target
 from tests.support import helm
@@ -40,57 +42,10 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-PATIENCE_S = 120.0
 until = partial(wait_until, within_s=PATIENCE_S)
-DEVICES = 2
-EXAMPLES = programs.REPOSITORY / "deploy/examples/kubernetes"
 SLICES = ("get", "resourceslices", f"--field-selector=spec.driver={DRIVER}", "--output=json")
 
 
-class Release(NamedTuple):
-    """An installed chart: commands in its namespace, and the options of its install."""
-
-    kubectl: Kubectl
-    name: str
-    options: tuple[str, ...]
-
-    def helm(self, *words: str) -> str:
-        where = ("--namespace", str(self.kubectl.namespace))
-        return helm.run(*words, *where, kubeconfig=self.kubectl.kubeconfig)
-
-    def install(self, *words: str) -> str:
-        """Install or upgrade it, and return when all its pods are ready."""
-        chart = (self.name, str(helm.CHART), "--install", *self.options)
-        said = self.helm("upgrade", *chart, "--wait", "--timeout", "6m", *words)
-        # For helm a DaemonSet is ready while as many pods are not as its strategy allows.
-        nodes = f"daemonset/{self.name}-snapback-node"
-        self.kubectl.run("rollout", "status", nodes, f"--timeout={PATIENCE_S:g}s")
-        return said
-
-    @property
-    def keys(self) -> dict[str, dict[str, bytes]]:
-        """The keys of NATS, by the last word of the name of their Secret."""
-        found = self.kubectl.list("secrets", "--selector=app.kubernetes.io/component=nats-keys")
-        return {
-            each["metadata"]["name"].rpartition("-")[2]: {
-                key: base64.b64decode(value) for key, value in each["data"].items()
-            }
-            for each in found
-        }
-
-    def pods(self, component: str) -> list[Any]:
-        return list(self.kubectl.list("pods", f"--selector={self.label},{COMPONENT}={component}"))
-
-    def agents(self) -> dict[str, str]:
-        """The pods of the DaemonSet, by their nodes."""
-        return {pod["spec"]["nodeName"]: pod["metadata"]["name"] for pod in self.pods("node")}
-
-    @property
-    def label(self) -> str:
-        return f"app.kubernetes.io/instance={self.name}"
-
-
-COMPONENT = "app.kubernetes.io/component"
 SEED = "seed.nk"
 READABLE = ("/var/lib", "/run", "/tmp", "/etc", "/srv")
 
@@ -100,64 +55,14 @@ def release(
     request: pytest.FixtureRequest, target: Target, service_images: dict[str, str]
 ) -> Iterator[Release]:
     """The chart with simulated devices, in a namespace of its own."""
-    if helm.find() is None:
-        pytest.skip(f"helm is missing: {programs.NEXT_STEP}")
-    namespace = name = f"chart-{secrets.token_hex(3)}"
-    images = {
-        "operator.image": "operator",
-        "node.agent.image": "snapshot-agent",
-        "node.gms.image": "gms",
-        "nats.image": "nats",
-    }
-    # A cluster has one of its name, which another test may have made.
-    has_class = target.kubectl.try_("get", "deviceclass", "gpu.nvidia.com").returncode == 0
-    options = {
-        **{value: service_images[image] for value, image in images.items()},
-        "simulation.enabled": "true",
-        "simulation.devices": str(DEVICES),
-        "simulation.deviceClass": "false" if has_class else "true",
-    }
-    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
-    found = Release(target.kubectl.within(namespace), name, tuple(words))
-    failed, is_installed = request.session.testsfailed, False
-    try:
-        found.install("--create-namespace")
-        is_installed = True
+    with installed(request, target, service_images) as found:
         yield found
-    finally:
-        if request.session.testsfailed > failed or not is_installed:
-            print(f"\nsee {collect(FAILED / namespace, found.kubectl, target.own)}")
-        with contextlib.suppress(helm.HelmError):
-            found.helm("uninstall", name, "--wait")
-        target.kubectl.run("delete", "namespace", namespace, "--wait=false")
-
-
-@contextlib.contextmanager
-def forwarded(release: Release) -> Iterator[str]:
-    """Forward a port of this host to NATS, and yield its address."""
-    service = f"service/{release.name}-snapback-nats"
-    words = release.kubectl.words("port-forward", service, ":4222")
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        found = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
-        assert found
-        try:
-            yield f"nats://127.0.0.1:{found[1]}"
-        finally:
-            process.terminate()
 
 
 async def announced(release: Release, folder: Path) -> set[str]:
     """Return the nodes that the bucket of NATS has, as a viewer sees it."""
-    seed = folder / "viewer.nk"
-    seed.write_bytes(release.keys["viewer"]["seed.nk"])
-    with forwarded(release) as url:
-        bus = Bus(url, "test", credentials=str(seed), inbox=User("viewer").inbox)
-        await bus.connect()
-        try:
-            return set(await bus.entries(subjects.NODES_BUCKET))
-        finally:
-            await bus.close()
+    async with connected(release, folder, "viewer") as bus:
+        return set(await bus.entries(subjects.NODES_BUCKET))
 
 
 def nodes(release: Release) -> set[str]:
@@ -235,11 +140,6 @@ def snapshotctl(release: Release, *words: str, code: int = 0) -> str:
     done = release.kubectl.snapshotctl("--kubeconfig", str(release.kubectl.kubeconfig), *words)
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout + done.stderr
-
-
-def example(name: str) -> list[Any]:
-    """Return the documents of an example."""
-    return list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
 
 
 def checkpoint(image: str) -> tuple[list[Any], dict[str, Any]]:

@@ -66,6 +66,7 @@ def test_a_cluster_whose_processes_died_starts_again_on_its_state_and_goes_down_
 ) -> None:
     up = cli.ok(*SMALL)
     assert "snapshotctl down" in up.out
+    assert "kept of before" not in up.out
     assert f"page             {cli.record()['page']}" in up.out
     cli.apply(pod("waits") + "  nodeSelector: {kubernetes.io/hostname: nowhere}\n")
     run = cli.record()["run"]
@@ -74,7 +75,8 @@ def test_a_cluster_whose_processes_died_starts_again_on_its_state_and_goes_down_
     ]
     for record in cli.record()["processes"]:
         os.kill(record["pid"], signal.SIGKILL)
-    cli.ok(*SMALL)
+    again = cli.ok(*SMALL)
+    assert "  kept of before   1 pod; down --purge removes it\n" in again.out
     record = cli.record()
     assert record["run"] == run
     assert list(cli.pods()) == ["waits"]

@@ -426,6 +426,15 @@ def test_pods_and_templates_are_printed_as_admission_has_them_stored() -> None:
     assert render(*found) == found
     refused = render(pod(restore_policy="Never"))
     assert refused.startswith("metadata.annotations[nvidia.com/restore-policy]: 'Never' is not one")
+    assert render("text", None, {"spec": {"template": []}}) == [
+        "text",
+        None,
+        {"spec": {"template": []}},
+    ]
+    for spec in ({}, {"containers": []}, {"containers": "main"}, []):
+        said = render(waits | {"spec": spec})
+        assert said.startswith("spec: it is none of a pod")
+        assert "Traceback" not in said
     template["metadata"]["annotations"]["nvidia.com/restore-policy"] = "Never"
     assert render(deployment).startswith("spec.template.metadata.annotations")
 

@@ -10,9 +10,11 @@ import pytest
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
 from snapshot_shared.nkey import public_key
+from snapshot_shared.objects.meta import OwnerReference
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import admit
 from snapshotctl.domain import cluster as plans
+from tests.support import builders
 from tests.unit.snapshotctl.conftest import cluster_record
 from tests.unit.tables import each
 
@@ -172,3 +174,12 @@ def test_a_configuration_holds_public_halves_of_seeds_that_stay_the_same(tmp_pat
     assert 'listen: "0.0.0.0:4222"\nhttp: "127.0.0.1:8222"\n' in written
     admit(configuration, server, seeds)
     assert configuration.read_text() == written
+
+
+def test_what_is_kept_of_before_is_counted_and_a_new_cluster_has_nothing() -> None:
+    assert plans.kept([]) == ""
+    owner = OwnerReference(api_version="v1", kind="x", name="x", uid=builders.UID)
+    of_checkpoint = builders.with_meta(builders.snapshot(), owner_references=[owner])
+    values = [builders.pod("a", phase="Failed"), builders.pod("b"), builders.snapshot()]
+    assert plans.kept(values[1:2]) == "1 pod"
+    assert plans.kept([*values, of_checkpoint]) == "1 snapshot, 2 pods (1 ended)"

@@ -340,6 +340,8 @@ WRONG = {
     "ends with .tar.gz": "bundle --file cluster.yaml",
     "snapshotctl bundle --file report.tar.gz": "bundle --reports -1",
     "'fish'": "completion tcsh",
+    "'A' is no NAME=VALUE": "restore x --env A",
+    "--env is for a restore without --manifest": "restore x --env A=b --manifest /dev/null",
     "'Node_1' is not a name: lower-case letters": "cordon Node_1; orders Node_1; dead ls Node_1",
     "<verb>-<uid>": "orders show dump-me",
     "nats://127.0.0.1:4222": "doctor --server http://x; get pods --server http://x",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -233,6 +234,13 @@ def test_a_process_comes_back_without_the_values_of_its_variables_and_a_new_one_
     # A variable of a pod that is there may be empty.
     there = gone._replace(spec={"containers": [{"name": "main", "env": ROWS}]}, is_kept=False)
     assert _restored("snap", there)["spec"]["containers"][0]["env"] == ROWS
+
+
+@each("text", ["", "{", "[]", "{}", '{"containers": [{}]}', '{"containers": 1}'])
+def test_what_is_no_spec_of_a_pod_is_not_kept(text: str) -> None:
+    assert pod_manifests.kept_spec(text) is None
+    kept = '{"containers": [{"name": "main", "env": [{"name": "A"}], "image": "x"}]}'
+    assert pod_manifests.kept_spec(kept) == json.loads(kept)
 
 
 def test_a_manifest_is_kept_as_it_is_and_gets_the_annotation() -> None:

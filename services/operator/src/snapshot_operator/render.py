@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 def main() -> int:
     """Read documents from standard input. Return 1, with the reasons, if a pod cannot wait."""
-    documents = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Document])
+    documents = msgspec.json.decode(sys.stdin.buffer.read())
     starts_cold = "immediate" in sys.argv[1:]
     images = Images(
         os.environ.get("SNAPBACK_GMS_IMAGE", GMS_IMAGE),
@@ -39,22 +39,27 @@ def main() -> int:
     return 0
 
 
-def _rendered(document: Document, images: Images, *, starts_cold: bool) -> Document:
+def _rendered(document: Any, images: Images, *, starts_cold: bool) -> Any:
     """Return a document with its pod, or its pod template, complete. InvalidManifest."""
+    if not isinstance(document, dict):
+        return document
     if document.get("kind") == "Pod":
         return _complete(document, images, "", starts_cold=starts_cold)
     spec = document.get("spec")
     template = spec.get("template") if isinstance(spec, dict) else None
-    if not isinstance(template, dict) or "containers" not in (template.get("spec") or {}):
+    if not isinstance(template, dict) or not isinstance(template.get("spec"), dict):
         return document
     changed = _complete(template, images, "spec.template.", starts_cold=starts_cold)
     return {**document, "spec": {**document["spec"], "template": changed}}
 
 
 def _complete(pod: Document, images: Images, path: str, *, starts_cold: bool) -> Document:
-    if wrong := [f"{path}{each}" for each in _problems(pod)]:
-        raise InvalidManifest("; ".join(wrong))
-    return complete(pod, images, starts_cold=starts_cold)
+    try:
+        if wrong := [f"{path}{each}" for each in _problems(pod)]:
+            raise InvalidManifest("; ".join(wrong))
+        return complete(pod, images, starts_cold=starts_cold)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InvalidManifest(f"{path}spec: it is none of a pod: {error!r}") from error
 
 
 def _problems(pod: Document) -> Iterator[str]:

@@ -30,6 +30,7 @@ from snapshot_shared.objects.snapback import (
     POD_SPEC,
     SNAPSHOT_UID,
     ContentSource,
+    DynamoCheckpoint,
     PodSource,
     Snapshot,
     SnapshotContent,
@@ -188,7 +189,8 @@ def _bind(view: SnapshotView, now: float) -> Plan:
         message = f"pod {source.name} is not ready for a snapshot yet"
         return _waits(snapshot, "WaitingForPod", message, now)
     # A checkpoint has the spec in its own template.
-    is_of_checkpoint = bool(snapshot.metadata.owner_references)
+    owners = snapshot.metadata.owner_references
+    is_of_checkpoint = any(owner.kind == DynamoCheckpoint.__name__ for owner in owners)
     if POD_SPEC not in snapshot.metadata.annotations and not is_of_checkpoint:
         return Plan((KeepSpec(snapshot, pod),))
     bound = ContentSource(

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.errors import Conflict, NotFound, SnapbackError
 from snapshot_shared.ids import NodeName
+from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.permissions import users_of
 from snapshotctl.adapters import folders, inotify, nkeys, processes
 from snapshotctl.adapters.folders import Folders
@@ -383,6 +384,12 @@ class LocalCluster:
         started = processes.spawn(program.name, program.arguments, program.environment, log)
         others = [known for known in self.record.processes if known.name != program.name]
         self._save(replace(self.record, processes=[*others, started]))
+
+    async def objects(self) -> list[AnyObject]:
+        """Return its checkpoints, snapshots and pods."""
+        async with connected(plans.server_of(self.record)) as client:
+            kinds = ("DynamoCheckpoint", "Snapshot", "Pod")
+            return [each for kind in kinds for each in await client.all_of(KINDS[kind], None)]
 
     async def _nodes_ready(self, nodes: Sequence[NodeSpec], since: float) -> None:
         """Wait until each node has published its presence with its devices since `since`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -71,9 +70,10 @@ async def restore(
     pod = pod_manifests.pod_manifest(tools.documents(manifest)) if manifest else None
     space = targets.checked_namespace(pod_manifests.namespace_of(pod, namespace, tools.namespace))
     async with tools.operator(patiently=True) as operator:
+        source = await _source(operator, wanted, space)
         document = pod_manifests.restored(
             wanted,
-            await _source(operator, wanted, space),
+            source if pod is not None else await _with_spec(operator, source),
             pod,
             namespace=space,
             suffix=f"restored-{secrets.token_hex(3)}",
@@ -113,12 +113,11 @@ async def _source(operator: Operator, name: str, namespace: str) -> Source:
     snapshot = snapshot if isinstance(snapshot, Snapshot) else None
     bound = snapshot.status.bound_snapshot_content_name if snapshot else None
     content = await operator.get(Target(KINDS["SnapshotContent"], None, bound)) if bound else None
-    source = Source(
+    return Source(
         checkpoint if isinstance(checkpoint, DynamoCheckpoint) else None,
         snapshot,
         content if isinstance(content, SnapshotContent) else None,
     )
-    return await _with_spec(operator, source)
 
 
 async def _with_spec(operator: Operator, source: Source) -> Source:
@@ -137,8 +136,8 @@ async def _with_spec(operator: Operator, source: Source) -> Source:
     if pod is not None and captured.uid in (None, pod["metadata"]["uid"]):
         return source._replace(spec=pod["spec"])
     document = await _document(operator, source.snapshot)
-    text = document["metadata"].get("annotations", {}).get(POD_SPEC)
-    return source._replace(spec=json.loads(text), is_kept=True) if text else source
+    text = document["metadata"].get("annotations", {}).get(POD_SPEC, "")
+    return source._replace(spec=pod_manifests.kept_spec(text), is_kept=True)
 
 
 async def _document(operator: Operator, value: DynamoCheckpoint | Snapshot) -> dict[str, Any]:

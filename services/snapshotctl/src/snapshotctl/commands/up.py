@@ -10,7 +10,7 @@ import typer
 from snapshotctl.adapters import machine
 from snapshotctl.command import ClusterName, WorkerDriver, command, new_app
 from snapshotctl.domain import criu_host, formats
-from snapshotctl.domain.cluster import CONTEXT_PREFIX, NodeSpec
+from snapshotctl.domain.cluster import CONTEXT_PREFIX, NodeSpec, kept
 from snapshotctl.domain.criu_host import DRIVERS
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.servers import DEFAULT_CLUSTER
@@ -76,6 +76,8 @@ async def up(
     screen.line(f"  the same by nats nats --context {CONTEXT_PREFIX}{record.name} kv ls snap_nodes")
     screen.line(f"  first checkpoint snapshotctl{option} apply -f deploy/examples/checkpoint.yaml")
     screen.line(f"  end it           snapshotctl down --cluster {record.name}")
+    if found := kept(await cluster.objects()):
+        screen.line(f"  kept of before   {found}; down --purge removes it")
 
 
 def _node_of_this_machine(

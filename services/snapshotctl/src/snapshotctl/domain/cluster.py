@@ -9,7 +9,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from snapshot_shared.ids import NodeName
+from snapshot_shared.objects.kinds import AnyObject
+from snapshot_shared.objects.kubernetes import FINISHED, Pod
+from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot
 from snapshot_shared.permissions import User, server_accounts
+from snapshot_shared.units import counted
 from snapshotctl.domain.servers import Server
 
 RECORD = "cluster.json"
@@ -499,3 +503,20 @@ def ended(processes: Iterable[ProcessRecord], alive: frozenset[int]) -> tuple[li
     """Return the names of the processes that ended, and whether any runs."""
     listed = list(processes)
     return [p.name for p in listed if p.pid not in alive], any(p.pid in alive for p in listed)
+
+
+def kept(values: Sequence[AnyObject]) -> str:
+    """Return what a cluster has of an earlier time, for people; empty if that is nothing."""
+    made = [each for each in values if not isinstance(each, Pod)]
+    pods = [each for each in values if isinstance(each, Pod)]
+    ended = sum(pod.status.phase in FINISHED for pod in pods)
+    counts = {
+        "checkpoint": sum(isinstance(each, DynamoCheckpoint) for each in made),
+        # That of a checkpoint is counted with it.
+        "snapshot": sum(
+            isinstance(each, Snapshot) and not each.metadata.owner_references for each in made
+        ),
+        "pod": len(pods),
+    }
+    text = ", ".join(counted(count, noun) for noun, count in counts.items() if count)
+    return f"{text} ({ended} ended)" if ended else text

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+import msgspec
+
 from snapshot_shared.errors import InvalidManifest, NotEligible
 from snapshot_shared.ids import short_hash
 from snapshot_shared.objects.kubernetes import FINISHED, HOSTNAME_LABEL, Pod
@@ -198,6 +200,28 @@ class Source(NamedTuple):
             pod = known.spec.source.pod_ref
             return pod.containers[0] if pod is not None else None
         return self.checkpoint.spec.job.target_container_name if self.checkpoint else None
+
+
+class _Named(msgspec.Struct):
+    name: str
+    env: list[_Named] = []
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    """What has to be there of the spec of a pod before it is changed."""
+
+    containers: list[_Named]
+    init_containers: list[_Named] = []
+
+
+def kept_spec(text: str) -> dict[str, Any] | None:
+    """Return the spec of a pod as it is kept with a Snapshot; None if the text is none."""
+    try:
+        msgspec.json.decode(text, type=_Spec)
+    except msgspec.DecodeError:
+        return None
+    found: dict[str, Any] = msgspec.json.decode(text)
+    return found
 
 
 def restored(
