@@ -21,7 +21,8 @@ from snapshot_agent.adapters.copying import (
     listed,
     read_checked,
 )
-from snapshot_shared.artifact import FileEntry
+from snapshot_shared.artifact import Encryption, FileEntry
+from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
 from snapshot_shared.tasks import calls_under_way
 
@@ -186,6 +187,32 @@ async def test_a_cancelled_reading_is_over_when_its_caller_goes_on(folder: Path,
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert not calls_under_way()
+
+
+@pytest.mark.parametrize("ends_with_a_hole", [False, True])
+async def test_zeros_of_an_encrypted_part_are_holes_after_a_restore(
+    tmp_path: Path, folder: Path, part: int, *, ends_with_a_hole: bool
+) -> None:
+    state, restored = tmp_path / "state", tmp_path / "restored"
+    for made in (state, restored):
+        made.mkdir()
+    size = 6 * CHUNK_BYTES + 7
+    (state / "sparse").touch()
+    os.truncate(state / "sparse", size)
+    with (state / "sparse").open("r+b") as file:
+        file.seek(CHUNK_BYTES if ends_with_a_hole else size - 4)
+        file.write(b"here")
+    (state / "empty").touch()
+    cipher = PartCipher(bytes(32), "part", Encryption(key="k", data_key=b""))
+    source, target = (os.open(made, os.O_RDONLY | os.O_DIRECTORY) for made in (state, restored))
+    entries = await copied(source, part, ByteCounter(ignored), cipher)
+    assert (folder / "sparse").stat().st_size > size
+    await read_checked(part, entries, ByteCounter(ignored), target, cipher=cipher)
+    assert (restored / "sparse").read_bytes() == (state / "sparse").read_bytes()
+    assert (restored / "sparse").stat().st_blocks * 512 < 2 * CHUNK_BYTES
+    assert (restored / "empty").read_bytes() == b""
+    for descriptor in (source, target):
+        os.close(descriptor)
 
 
 async def test_holes_stay_holes_in_a_part_and_after_a_restore(

@@ -3,7 +3,8 @@
 A cancellation waits for the chunk under way, so that no thread uses a worker's files or a part
 after the caller has gone on. A chunk that is a hole stays one, and is not read: a sparse file takes
 in a part, and after a restore, what it took before, to within a chunk at each end of its data.
-Encryption has no holes.
+Encryption has no holes, so an encrypted part takes the length of the file. After a restore from it,
+each chunk of zeros is a hole.
 """
 
 from __future__ import annotations
@@ -360,8 +361,8 @@ async def _read_entry(
     else:
         for index in indices:
             await check(index)
-        if cipher is None:
-            await ROOT.run(os.ftruncate, sink, entry.size)
+        # A hole at the end has been passed, and not written.
+        await ROOT.run(os.ftruncate, sink, os.lseek(sink, 0, os.SEEK_CUR))
 
 
 def _check_chunk(
@@ -394,6 +395,8 @@ def _check_chunk(
     if cipher is not None:
         is_end = offset + count == entry.size
         data = cipher.decrypt(offset // SEGMENT_BYTES, memoryview(data), is_end=is_end)
+        count = len(data)
+        is_hole = data == bytes(count)
     if sink is not None and is_hole:
         os.lseek(sink, count, os.SEEK_CUR)
     elif sink is not None:
