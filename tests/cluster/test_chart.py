@@ -235,7 +235,13 @@ def restored_without_its_source(release: Release, namespace: Kubectl, *space: st
     refused = snapshotctl(release, "restore", "later", *space, code=Exit.REFUSED)
     assert all(f"--env {name}=VALUE" in refused for name in given)
     values = [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
-    said = snapshotctl(release, "restore", "later", *values, *space)
+    # Any node may take it, and only one has the artifact.
+    others = sorted(nodes(release) - {before["nodeName"]})
+    release.kubectl.run("cordon", *others)
+    try:
+        said = snapshotctl(release, "restore", "later", *values, *space)
+    finally:
+        release.kubectl.run("uncordon", *others)
     [name] = re.findall(r"^pod/(later-restored-\w+) created", said, re.MULTILINE)
     # What the operator does not know of a pod is there, too, and the variable of another field.
     after = namespace.get("pod", name)["spec"]
