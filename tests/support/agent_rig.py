@@ -29,6 +29,7 @@ from snapshot_shared import subjects
 from snapshot_shared.api import (
     FactsReply,
     Fault,
+    FaultAction,
     PodsReply,
     PodsRequest,
     SimReply,
@@ -244,9 +245,9 @@ class Rig:
                 except (BusUnavailable, NotFound):
                     await asyncio.sleep(0.02)
 
-    async def arm(self, verb: str, step: str) -> None:
-        """Have the agent crash at a step of its next order."""
-        request = SimRequest(arm=Fault(action="crash", step=step, verb=verb))
+    async def arm(self, verb: str, step: str, action: FaultAction = "crash") -> None:
+        """Have the agent crash, or do something else, at a step of its next order."""
+        request = SimRequest(arm=Fault(action=action, step=step, verb=verb))
         subject = subjects.rpc(self.node, "agent", "sim")
         answer = await self.bus.request(subject, encode_json(request), timeout_s=5.0)
         assert decode_json(answer, SimReply).failure is None

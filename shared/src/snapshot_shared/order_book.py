@@ -130,6 +130,8 @@ class OrderBook:
         self._is_draining = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._uncut: dict[str, asyncio.Event] = {}
+        self._why: dict[str, SnapbackError] = {}
+        """Why orders are being cancelled, if their failure is not Aborted."""
         self._unwritten: dict[tuple[str, int], list[Report]] = {}
         self._metrics = metrics
         for report in journal.ledger.pending_reports():
@@ -208,6 +210,7 @@ class OrderBook:
         if self._tasks.get(entry.order) is task:
             del self._tasks[entry.order]
             self._uncut.pop(entry.order, None)
+            self._why.pop(entry.order, None)
         if not task.cancelled() and (error := task.exception()):
             with working_on(entry.order, entry.attempt):
                 log.error("order %s ended without a report: %r", entry.order, error, exc_info=error)
@@ -227,7 +230,7 @@ class OrderBook:
                     await over(previous)
                 result = await work(entry)
             except asyncio.CancelledError:
-                error = Aborted("the order was aborted here")
+                error = self._why.pop(entry.order, None) or Aborted("the order was aborted here")
                 if self.is_handed_on(entry):
                     raise
                 if self._is_draining:
@@ -239,15 +242,23 @@ class OrderBook:
             else:
                 await self.report(entry, TERMINAL[verb_of(OrderId(entry.order))], **result)
 
-    async def cancel(self, order_id: str, attempt: int, within_s: float | None = None) -> bool:
+    async def cancel(
+        self,
+        order_id: str,
+        attempt: int,
+        within_s: float | None = None,
+        why: SnapbackError | None = None,
+    ) -> bool:
         """Cancel a running order of at most this attempt; wait for its compensation.
 
-        For `within_s` seconds at most, if given.
+        For `within_s` seconds at most, if given. The order fails with `why`, or else with Aborted.
         """
         task = self._tasks.get(order_id)
         entry = self.journal.ledger.entry(order_id)
         if task is None or entry is None or entry.attempt > attempt:
             return False
+        if why is not None:
+            self._why[order_id] = why
         await _cancelled(task, within_s=within_s)
         return True
 

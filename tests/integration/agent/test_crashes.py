@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
@@ -157,6 +159,24 @@ async def test_a_dump_that_was_cut_off_is_never_run_again_and_the_worker_goes_on
     await pod.goes_on()
     assert rig.guards() == []
     assert not (copy.parent / "part.json").exists()
+
+
+async def test_a_dump_whose_guard_is_stopped_is_undone_as_by_a_stop_of_its_service(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAPBACK_SIM", "1")
+    await rig.process()
+    pod, _, dump = await rig.held()
+    await rig.arm("dump", "copy-state", "stall")
+    await rig.send(dump)
+    await until(lambda: state_of(pod.pid(rig.journal)) == "T", "the freeze")
+    (guard,) = rig.guards()
+    os.kill(guard, signal.SIGTERM)
+    failure = failure_of(await rig.answer(dump), "ServiceStopped")
+    assert failure.retryable
+    assert "guard" in failure.message
+    await pod.goes_on()
+    assert "snapshot-aborted 1" in pod.events()
 
 
 async def test_an_agent_that_is_stopped_undoes_what_is_under_way(rig: Rig) -> None:

@@ -18,7 +18,7 @@ from snapshot_shared.api import FoundGeneration, InventoryReply
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.encrypting import PartCipher
-from snapshot_shared.errors import Failure, NotEligible, StalePodReference
+from snapshot_shared.errors import Failure, NotEligible, SnapbackError, StalePodReference
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
 from snapshot_shared.metrics import OFF, Metrics
@@ -518,10 +518,17 @@ class Orders(Protocol):
     def require_current(self, subject: str, attempt: int) -> None:
         """Raise Superseded when the named work was aborted at this attempt or later."""
 
-    async def cancel(self, order_id: str, attempt: int, within_s: float | None = None) -> bool:
+    async def cancel(
+        self,
+        order_id: str,
+        attempt: int,
+        within_s: float | None = None,
+        why: SnapbackError | None = None,
+    ) -> bool:
         """Cancel a running order of at most this attempt; whether there was one.
 
-        Waits for its compensation, for `within_s` seconds at most if given.
+        Waits for its compensation, for `within_s` seconds at most if given. It fails with `why`, or
+        else with Aborted.
         """
 
 

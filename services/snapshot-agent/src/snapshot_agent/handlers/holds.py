@@ -26,7 +26,14 @@ from snapshot_agent.ports import (
     Workers,
 )
 from snapshot_shared import instruments
-from snapshot_shared.errors import Aborted, Failure, HoldDeadline, SnapbackError, SourceExited
+from snapshot_shared.errors import (
+    Aborted,
+    Failure,
+    HoldDeadline,
+    ServiceStopped,
+    SnapbackError,
+    SourceExited,
+)
 from snapshot_shared.ids import Uid, order_id, short_hash
 from snapshot_shared.ledger import Noted
 from snapshot_shared.orders import PodRef, PrepareOrder
@@ -322,7 +329,11 @@ class Holds:
         if release is not None and release.attempt >= hold.attempt and release.terminal is None:
             # The order is under way and lets the worker go.
             return
-        await self._orders.cancel(order_id("dump", hold.content), hold.attempt, HANGS_S)
+        # A guard that is stopped lets its worker go, and an upgrade stops it with the agent.
+        is_let_go = self.is_let_go(hold.worker, hold.attempt)
+        why = ServiceStopped("the guard of the worker was stopped; the order was undone")
+        name = order_id("dump", hold.content)
+        await self._orders.cancel(name, hold.attempt, HANGS_S, why if is_let_go else None)
         note = Noted(order=hold.order.order, attempt=hold.attempt, key=UNCONFIRMED, value=True)
         async with hold.turn:
             if self.by_content.get(hold.content) is hold:
