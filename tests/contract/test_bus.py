@@ -542,6 +542,26 @@ async def test_an_ack_is_refused_that_was_given_before_or_whose_stream_is_gone(
         await second.ack()
 
 
+@pytest.mark.waits
+@pytest.mark.parametrize("lost", ["store", "stream"])
+async def test_the_ack_of_a_lost_stream_settles_nothing_of_the_one_created_after_it(
+    broker: Broker, bus: Bus, lost: str
+) -> None:
+    await bus.publish(SUBJECT, b"before")
+    async with consuming(bus) as source:
+        old = await asyncio.wait_for(anext(source), 10)
+        waiting = asyncio.ensure_future(anext(source))
+        await asyncio.sleep(0.3)
+        await (broker.wipe() if lost == "store" else broker.delete_stream(subjects.ORDERS))
+        await bus.wait_connected()
+        await bus.ensure_assets()
+        assert await bus.publish(SUBJECT, b"after") == old.sequence
+        assert (await asyncio.wait_for(waiting, 20)).data == b"after"
+        with pytest.raises(BusUnavailable, match="may be gone"):
+            await old.ack()
+        assert (await asyncio.wait_for(anext(source), 10)).data == b"after"
+
+
 async def test_too_many_orders_without_an_ack_stop_the_delivery_without_a_word(bus: Bus) -> None:
     await bus.publish(SUBJECT, b"one")
     await bus.publish(OTHER, b"two")

@@ -19,6 +19,7 @@ from typing import Any
 from snapshot_shared.bus import ASKED, REQUEST_S, Bus, Delivery, Handler, streams
 from snapshot_shared.bus.connection import IMPATIENCE_S
 from snapshot_shared.bus.pull import Pull
+from snapshot_shared.bus.streams import Binding
 from snapshot_shared.errors import BusUnavailable, Conflict, NotFound
 from snapshot_shared.subjects import check_key
 from tests.scenario import network
@@ -163,7 +164,13 @@ class SimBus(Bus):
 
     @contextlib.asynccontextmanager
     async def _pulling(
-        self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
+        self,
+        stream: str,
+        durable: str,
+        filter_: str,
+        max_pending: int,
+        ack_wait_s: float,
+        binding: Binding,
     ) -> AsyncIterator[Pull[Delivery]]:
         bound = await self._try(
             self._server.bind, stream, durable, filter_, max_pending, ack_wait_s
@@ -172,6 +179,7 @@ class SimBus(Bus):
             if bound.code == NO_STREAM:
                 self._misses_stream.set()
             raise _error(bound, "bind")
+        binding.created = bound
 
         async def ask(count: int) -> None:
             self._check_connected()
@@ -180,7 +188,8 @@ class SimBus(Bus):
             request.future.add_done_callback(lambda done: ended(request, done.result()))
 
         def take(message: Stored) -> None:
-            pull.take(self._delivery(stream, durable, message))
+            delivery = self._delivery(stream, durable, message)
+            pull.take(delivery._replace(binding=binding, created=bound))
 
         def ended(request: network.Pull, result: Refused | None) -> None:
             requests.remove(request)

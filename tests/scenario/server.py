@@ -186,9 +186,9 @@ class SimServer:
 
     def bind(
         self, name: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
-    ) -> None:
-        """Create a durable, or change the settings of one."""
-        self.stream(name).bind(
+    ) -> Durable:
+        """Create a durable, or change the settings of one, and return it."""
+        return self.stream(name).bind(
             Durable(durable, filter_, ack_wait=ack_wait_s, max_pending=max_pending)
         )
 

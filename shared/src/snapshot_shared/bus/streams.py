@@ -46,11 +46,26 @@ def marker() -> dict[str, str]:
     return {KV_OPERATION: "DEL", "Nats-TTL": f"{MARKER_TTL_S:g}s"}
 
 
+class Binding:
+    """Which durable a consumer is bound to.
+
+    A server settles the message that an ack numbers, and a stream that is created again numbers
+    from 1: the ack of an older delivery would settle a message that no client has seen. So a
+    delivery is acked only while its consumer is bound to the durable that delivered it.
+    """
+
+    def __init__(self) -> None:
+        """Begin unbound."""
+        self.created: object = None
+        """When the server created the durable; None while the durable may be gone."""
+
+
 class Delivery(NamedTuple):
     """One message of a stream: its place, its bytes and its headers; `ack` settles it.
 
     `stored_at` is when the server stored it, in seconds since the epoch by the server's clock; 0
-    when that is not known.
+    when that is not known. `binding` is that of the consumer it came to, and `created` when the
+    durable was created that delivered it.
     """
 
     subject: str
@@ -59,9 +74,13 @@ class Delivery(NamedTuple):
     headers: Mapping[str, str]
     raw: Msg
     stored_at: float = 0.0
+    binding: Binding | None = None
+    created: object = None
 
     async def ack(self) -> None:
-        """Settle and wait until the server has it."""
+        """Settle and wait until the server has it. BusUnavailable: the message comes again."""
+        if self.binding is not None and self.binding.created != self.created:
+            raise BusUnavailable("ack: the consumer that delivered the message may be gone")
         await translated(self.raw.ack_sync(timeout=REQUEST_S), "ack")
 
     async def give_back(self) -> None:
@@ -181,12 +200,13 @@ class Streams(Assets):
         delivered again after `ack_wait_s` seconds, ACK_WAIT_S when it is None.
         """
         again = self.reconnections()
+        binding = Binding()
         try:
             while True:
                 try:
                     async with (
                         self._pulling(
-                            stream, durable, filter_, max_pending, ack_wait_s or ACK_WAIT_S
+                            stream, durable, filter_, max_pending, ack_wait_s or ACK_WAIT_S, binding
                         ) as pull,
                         _calling(pull.forget, again),
                     ):
@@ -195,13 +215,20 @@ class Streams(Assets):
                                 yield batch
                 except (BusUnavailable, nats.errors.Error, nats.js.errors.Error) as error:
                     log.info("consumer %s has to be bound again: %s", durable, error)
+                binding.created = None
                 await self.pause(again)
         finally:
             self._rebuilt.remove(again)
 
     @contextlib.asynccontextmanager
     async def _pulling(
-        self, stream: str, durable: str, filter_: str, max_pending: int, ack_wait_s: float
+        self,
+        stream: str,
+        durable: str,
+        filter_: str,
+        max_pending: int,
+        ack_wait_s: float,
+        binding: Binding,
     ) -> AsyncIterator[Pull[Delivery]]:
         """Bind a durable and pull from it for the length of the block."""
         manager = self.client.jetstream(timeout=REQUEST_S)
@@ -216,10 +243,11 @@ class Streams(Assets):
             max_ack_pending=max_pending,
         )
         try:
-            await manager.add_consumer(stream, config)
+            found = await manager.add_consumer(stream, config)
         except nats.js.errors.NotFoundError:
             self._misses_stream.set()
             raise
+        created = binding.created = found.created
         inbox = self.client.new_inbox()
         pull = Pull[Delivery](
             lambda count: self.client.ask_next(stream, durable, inbox, count, FETCH_S)
@@ -230,7 +258,7 @@ class Streams(Assets):
                 _lapse(pull, status)
                 return
             self._metrics.add(instruments.CONSUMED, subjects.family(message.subject))
-            pull.take(_delivery(message))
+            pull.take(_delivery(message, binding, created))
 
         subscriptions = [
             await self.client.sink(inbox, take),
@@ -297,7 +325,7 @@ def _lapse(pull: Pull[Delivery], status: MessageStatus) -> None:
         pull.fail(BusUnavailable(f"{status.code} {status.description}"))
 
 
-def _delivery(message: Msg) -> Delivery:
+def _delivery(message: Msg, binding: Binding, created: object) -> Delivery:
     place = message.metadata
     return Delivery(
         message.subject,
@@ -306,6 +334,8 @@ def _delivery(message: Msg) -> Delivery:
         message.headers or {},
         message,
         place.timestamp.timestamp(),
+        binding,
+        created,
     )
 
 
