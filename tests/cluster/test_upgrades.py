@@ -213,8 +213,13 @@ async def test_a_restore_in_whose_step_everything_is_replaced_ends_well(
     release: Release, source: Source, service_images: dict[str, str], tmp_path: Path, row: Row
 ) -> None:
     namespace, answers = source
+    # A process is brought into its place only while the devices are still loaded.
+    loads = held(release, tmp_path, TARGET, row._replace(verb="load", step="read"))
     try:
-        async with held(release, tmp_path, TARGET, row):
+        async with (
+            loads if row.verb == "place" else contextlib.nullcontext(),
+            held(release, tmp_path, TARGET, row),
+        ):
             pod = restored(row.driver, service_images["gms"], row.driver)
             await asyncio.to_thread(namespace.apply, pod)
         await asyncio.to_thread(replaced, release)

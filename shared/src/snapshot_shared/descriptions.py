@@ -109,6 +109,7 @@ MEANINGS = {
     "recursive_read_only": "whether mounts below it are read-only, too",
     "retries": "how many attempts came after the first",
     "retryable": "whether the same may be tried again before any side effect",
+    "revision_of": "the name of which this is a revision, for restores of the newest",
     "root_digest": "SHA-256 of the root manifest",
     "saver": "the container that saves GPU memory, beside a worker that is captured",
     "schema": "the version of the schema",

@@ -224,6 +224,36 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
     running.ok("delete", "pod", back)
 
 
+def test_revisions_of_one_name_are_kept_in_number_and_the_newest_is_restored(running: Cli) -> None:
+    running.apply(_pod("revised"))
+    running.ok("wait", "pod/revised", "--timeout", "60s")
+    capture = ("checkpoint", "revised", "--checkpoint-id", "chat", "--keep", "2")
+    for number in (1, 2):
+        shown = running.ok(*capture)
+        _has(shown.out, f"snapshot/chat-{number} created", f"snapshot/chat-{number} is ready")
+        assert "deleted" not in shown.err
+    shown = running.ok(*capture)
+    assert "snapshot/chat-1 deleted: the newest 2 of chat are kept" in shown.err
+    running.ok("wait", "snapshot/chat-1", "--for", "delete", "--timeout", "60s")
+    running.apply(_pod("named", source="chat"))
+    running.ok("wait", "pod/named", "--timeout", "60s")
+    restored = running.ok("restore", "chat")
+    assert "the newest revision of chat is chat-3" in restored.err
+    [other] = re.findall(r"^pod/(chat-3-restored-\w+) created", restored.out)
+    newest = running.value("get", "snap/chat-3")["status"]["boundSnapshotContentName"]
+    found = {
+        item["spec"]["podRef"]["name"]: item["status"]["contentName"]
+        for item in running.value("get", "restores")
+    }
+    assert (found["named"], found[other]) == (newest, newest)
+    assert "chat" in running.ok("get", "snap/chat-3", "-o", "wide").out.split()
+    taken = ("checkpoint", "revised", "--checkpoint-id", "warm", "--keep", "1")
+    running.refused(Exit.REFUSED, "dynamocheckpoint/warm is no revision", *taken)
+    running.refused(Exit.USAGE, "--keep is for a running POD", *capture, "--replace")
+    running.ok("delete", "pod/revised", "pod/named", f"pod/{other}")
+    running.ok("delete", "snapshot/chat-2", "snapshot/chat-3")
+
+
 def test_a_restore_is_an_object_that_can_be_looked_at_in_every_way(running: Cli) -> None:
     running.apply(_pod("second", source="warm"))
     running.ok("wait", "pod/second", "--timeout", "60s")

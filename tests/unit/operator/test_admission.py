@@ -84,11 +84,15 @@ class Api:
         self.queries: list[dict[str, str]] = []
         self.labels: dict[str, str] = {}
         """By namespace, the selector that matches it."""
+        self.more: Any = None
+        """What a page continues with."""
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         self.asked += 1
         self.queries.append(dict(request.query))
         found = self.objects.get(request.path.rpartition("/v1alpha1/")[2])
+        if "continue" in request.query:
+            found = self.more
         if request.path == "/api/v1/namespaces":
             name = request.query["fieldSelector"].removeprefix("metadata.name=")
             is_matched = self.labels.get(name) == request.query["labelSelector"]
@@ -164,6 +168,23 @@ async def test_what_is_not_there_or_cannot_be_read_is_left_to_the_restore(
     behind.status = status
     pinned = pod(restore_from="llm", restore_from_uid="another", restore_digest=DIGEST)
     assert (await admission.pod(request(pinned))).outcome == "changed"
+
+
+async def test_a_name_of_revisions_is_that_of_the_newest_captured_one_on_any_page(
+    behind: Api, admission: Admission
+) -> None:
+    revision = SNAPSHOT | {"spec": CRIU_SNAPSHOT["spec"] | {"revisionOf": "chat"}}
+    objects = stored(revision, driver="criu")
+    other = SNAPSHOT | {"metadata": META | {"name": "other", "uid": "u"}}
+    page = {"metadata": {"continue": "more"}, "items": [other]}
+    behind.objects = {
+        "snapshotcontents/content": objects["snapshotcontents/content"],
+        "namespaces/team/snapshots": page,
+    }
+    behind.more = {"metadata": {}, "items": [revision]}
+    answer = await admission.pod(request(pod(restore_from="chat", restore_digest="sha256:1")))
+    assert answer.outcome == "denied"
+    assert is_placeholder(await admission.pod(request(pod(restore_from="chat"))))
 
 
 @pytest.mark.parametrize(

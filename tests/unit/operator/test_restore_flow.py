@@ -18,7 +18,13 @@ from snapshot_shared.transitions import Restore
 from snapshot_shared.views import with_columns
 from tests.support import builders
 from tests.support.builders import with_meta, with_status
-from tests.support.objects import checkpoint_document, presence, restore_document, snapshot_document
+from tests.support.objects import (
+    checkpoint_document,
+    pod_document,
+    presence,
+    restore_document,
+    snapshot_document,
+)
 from tests.support.operator_world import World, payload, written
 
 
@@ -324,6 +330,29 @@ async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) 
     await world.join(presence("node-3"))
     await world.capture("later")
     assert (await world.restore("restored")).status.state is Restore.RESTORED
+
+
+async def test_a_name_of_revisions_is_restored_from_the_newest_that_is_captured(
+    world: World,
+) -> None:
+    await world.join(presence("node-3"))
+    await world.apply(restore_document(source="chat", gpus=1))
+    assert (await world.get("Pod", "restored")).status.reason == "WaitingForSnapshot"
+    for number in (1, 2):
+        await world.perform(pod_document(f"worker-{number}", gpus=1))
+        await world.perform(
+            snapshot_document(f"chat-{number}", f"worker-{number}", revisionOf="chat")
+        )
+        if number == 1:
+            first = await world.restore("restored")
+            assert first.status.state is Restore.RESTORED
+    await world.perform(restore_document(name="again", source="chat", gpus=1))
+    second = await world.restore("again")
+    contents = [
+        (await world.get("Snapshot", f"chat-{number}")).status.bound_snapshot_content_name
+        for number in (1, 2)
+    ]
+    assert [first.status.content_name, second.status.content_name] == contents
 
 
 async def test_two_restores_never_share_a_device(world: World) -> None:

@@ -121,6 +121,13 @@ def test_the_newest_of_every_identity_stays() -> None:
     assert chosen(found, Limits(count=1)) == ["a"]
 
 
+def test_revisions_of_one_name_are_one_identity_whatever_pods_they_are_of() -> None:
+    found = contents("a", "b") + contents("c", pod="another")
+    held = holdings(found)
+    revisions = [with_spec(each, revision_of="llm") for each in held.snapshots]
+    assert names_of(let_go(held._replace(snapshots=revisions), Limits(count=1))) == ["a", "b"]
+
+
 QUARANTINED = [builders.row("Quarantined", "True", "r")]
 OPEN_RELEASE = builders.order("release", "x")
 

@@ -12,6 +12,7 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Job, Node
 from snapshot_shared.objects.meta import ObjectMeta, OrderStatus
 from snapshot_shared.objects.snapback import (
+    POD_SPEC,
     RestoreTarget,
     SnapshotContent,
     SnapshotRestore,
@@ -197,6 +198,12 @@ def test_the_mirror_shows_the_identity_of_an_object_and_nothing_else_of_its_spec
     assert shown["identity"]["model"] == "example/llm"
     assert "spec" not in shown
     assert shown["metadata"]["name"] == "llm"
+
+
+def test_the_mirror_leaves_the_kept_spec_of_a_pod_out_and_other_annotations_in() -> None:
+    notes = {POD_SPEC: "{}", "example.com/team": "red"}
+    shown = mirrored(with_meta(builders.snapshot("llm"), annotations=notes))
+    assert shown["metadata"]["annotations"] == {"example.com/team": "red"}
 
 
 @pytest.mark.parametrize("value", [job(), pod(), node()])

@@ -291,13 +291,17 @@ class SnapshotSource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", 
 
 
 class SnapshotSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Capture one pod once, within `deadline_seconds` of the snapshot's creation."""
+    """Capture one pod once, within `deadline_seconds` of the snapshot's creation.
+
+    Snapshots with one `revision_of` are revisions of that name.
+    """
 
     source: SnapshotSource
     source_policy: SourcePolicy = "Resume"
     driver: Driver = "cooperative"
     deletion_policy: Literal["Delete", "Retain"] = "Delete"
     deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
+    revision_of: Name | None = None
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

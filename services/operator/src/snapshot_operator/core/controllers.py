@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from snapshot_operator.core import capture, checkpoint, content, nodes, restore, sharing, snapshot
 from snapshot_operator.core.plan import Plan, Reader
 from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_shared.objects.snapback import Snapshot, SnapshotContent, SnapshotRestore
 from snapshot_shared.transitions import RESTORE
 
 
@@ -54,6 +54,11 @@ def _reading(value: SnapshotRestore) -> list[str]:
     return [name, content.damaged_key(name)] if restore.has_found_damage(value) else [name]
 
 
+def _revisions(value: Snapshot) -> list[str]:
+    name = value.spec.revision_of
+    return [restore.revisions_key(value.metadata.namespace, name)] if name else []
+
+
 def _owners(value: Pod) -> list[str]:
     return [owner.uid for owner in value.metadata.owner_references]
 
@@ -72,5 +77,6 @@ INDEXES = (
     Index("captures", "SnapshotContent", _captures),
     Index("identities", "DynamoCheckpoint", sharing.identity_keys),
     Index("layouts", "SnapshotContent", content.layout_keys),
+    Index("revisions", "Snapshot", _revisions, by_change=True),
     Index("reading", "SnapshotRestore", _reading),
 )

@@ -28,6 +28,7 @@ from snapshot_operator.core.plan import (
     owing_plan,
 )
 from snapshot_operator.core.restore_request import mismatch, request_in
+from snapshot_shared import revisions
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import FINISHED, Pod
@@ -124,6 +125,11 @@ def restore_for(pod: Pod) -> SnapshotRestore:
     )
 
 
+def revisions_key(namespace: str | None, name: str) -> str:
+    """Return the value of the index "revisions" under which those of a name are."""
+    return f"{namespace}/{name}"
+
+
 def gather(reader: Reader, restore: SnapshotRestore) -> RestoreView:
     """Read what a decision about a restore depends on."""
     status, target = restore.status, restore.spec.pod_ref
@@ -154,6 +160,10 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
     name, space = restore.spec.source, restore.metadata.namespace
     snapshot = reader.get("Snapshot", space, name)
     checkpoint = reader.get("DynamoCheckpoint", space, name)
+    if snapshot is None and checkpoint is None:
+        found = reader.by_index("revisions", revisions_key(space, name))
+        snapshot = revisions.newest(found, name)
+        name = snapshot.metadata.name if snapshot is not None else name
     source = snapshot or checkpoint
     content = content_behind(reader.get, source) if source is not None else None
     view = RestoreView(restore, pod, content)

@@ -182,6 +182,8 @@ def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
 def _source_of(snapshot: Snapshot) -> str:
     """Return what artifacts that were taken by name are interchangeable with."""
     source = snapshot.spec.source
+    if snapshot.spec.revision_of is not None:
+        return f"revision/{snapshot.spec.revision_of}"
     if source.pod_ref is not None:
         return f"pod/{source.pod_ref.name}"
     return f"artifact/{source.artifact.content_uid if source.artifact else ''}"

@@ -38,7 +38,7 @@ from snapshot_operator.kube.seccomp import label_of
 from snapshot_operator.kube.shaping import GMS_DISABLED, GMS_DISABLED_FIX, has_memory_server
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_operator.kube.webhooks import DELETIONS, OBJECTS, PATHS, PODS
-from snapshot_shared import http, instruments
+from snapshot_shared import http, instruments, revisions
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
 from snapshot_shared.http import Guests
@@ -161,12 +161,18 @@ class _Pod(msgspec.Struct, frozen=True):
     metadata: _PodMeta = _PodMeta()
 
 
+class _ListMeta(msgspec.Struct, frozen=True):
+    # Named so by the API, and a keyword of Python.
+    continue_: str = msgspec.field(default="", name="continue")
+
+
 class _List(msgspec.Struct, frozen=True):
+    metadata: _ListMeta = _ListMeta()
     items: list[msgspec.Raw] | None = None
 
 
 MAX_READ = 500
-"""How many restores are read before a warning about a deletion."""
+"""How many objects are read at a time; of restores no more, before a warning about a deletion."""
 
 T = TypeVar("T")
 
@@ -364,12 +370,26 @@ class Admission:
             async with asyncio.timeout(READ_S):
                 kinds = ("Snapshot", "DynamoCheckpoint")
                 read = [await self._read(kind, namespace, asked.source) for kind in kinds]
+                if not any(read):
+                    read = [revisions.newest(await self._snapshots(namespace), asked.source)]
                 named = (*(each for each in read if isinstance(each, Snapshot | DynamoCheckpoint)),)
                 return Sources(named, await self._content(named[0]) if named else None)
         except (SnapbackError, TimeoutError, msgspec.DecodeError) as error:
             why = f"no answer in {READ_S:g} s" if isinstance(error, TimeoutError) else error
             log.warning("%s is not compared with what the pod asks for: %s", asked.source, why)
             return Sources()
+
+    async def _snapshots(self, namespace: str) -> list[AnyObject]:
+        resource = RESOURCES["Snapshot"]
+        found: list[AnyObject] = []
+        params = {"limit": str(MAX_READ)}
+        while True:
+            answer = await self._client.request("GET", resource.path(namespace), params=params)
+            page = _LIST.decode(answer)
+            found += [resource.value_in(bytes(raw)) for raw in page.items or ()]
+            if not page.metadata.continue_:
+                return found
+            params["continue"] = page.metadata.continue_
 
     async def _content(self, source: AnyObject) -> SnapshotContent | None:
         places: list[tuple[str, str | None, str]] = []

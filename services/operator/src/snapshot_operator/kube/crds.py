@@ -214,6 +214,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "Snapshot": (
         Column("Pod", ".spec.source.podRef.name", "The pod that is captured"),
         *(_PHASE, _SIZE, _REASON, _AGE, _driver(".spec.driver")),
+        Column("Revision-Of", ".spec.revisionOf", "Of which name it is a revision", is_wide=True),
         *(_artifact(".status.boundSnapshotContentName"), _TRACE),
     ),
     "SnapshotContent": (

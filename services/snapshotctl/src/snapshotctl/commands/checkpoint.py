@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from snapshot_shared.errors import AlreadyExists, NotEligible
-from snapshot_shared.objects.kinds import KINDS
+from snapshot_shared import revisions
+from snapshot_shared.errors import AlreadyExists, Conflict, NotEligible, NotFound
+from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import DynamoCheckpoint, Framework, Snapshot
 from snapshotctl import objects
@@ -44,6 +47,15 @@ async def checkpoint(  # noqa: PLR0913, PLR0917 - its options, each of which a p
     replace: Annotated[
         bool, typer.Option("--replace", help="Delete the capture of that name first, if any.")
     ] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep",
+            metavar="N",
+            min=1,
+            help="Take a revision of ID (ID-1, ID-2, ...), and keep the newest N.",
+        ),
+    ] = None,
     timeout: Timeout = "1h",
     namespace: MaybeNamespace = None,
 ) -> None:
@@ -52,11 +64,20 @@ async def checkpoint(  # noqa: PLR0913, PLR0917 - its options, each of which a p
     A running pod goes on; that of a manifest is started and ended. The first makes a Snapshot, the
     second a DynamoCheckpoint. Its phases are shown to the end. If a capture of
     that name is under way, it is followed. If it is over, --replace is needed.
+
+    With --keep each command takes another revision of one name. A restore that names ID is from
+    the newest revision that is captured. Once the new one is ready, older ones than the newest N
+    are deleted; pods that are being restored from one keep its files until they are done.
     """
     if bool(pod) == (manifest is not None):
         raise WrongArguments(
             "name either a running POD or --manifest FILE",
             next_step="snapshotctl checkpoint my-worker",
+        )
+    if keep is not None and (manifest is not None or replace or checkpoint_id is None):
+        raise WrongArguments(
+            "--keep is for a running POD, with --checkpoint-id and without --replace",
+            next_step="snapshotctl checkpoint my-worker --checkpoint-id llm --keep 3",
         )
     name = targets.checked_name(checkpoint_id) if checkpoint_id is not None else None
     within_s = formats.parse_duration(timeout)
@@ -71,13 +92,17 @@ async def checkpoint(  # noqa: PLR0913, PLR0917 - its options, each of which a p
             document = pod_manifests.checkpoint_of(written, target, engine, name, space)
         else:
             running = targets.one_target(["pod", pod.removeprefix("pod/")], space)
-            document = await _snapshot_of(operator, running, container, name)
+            document = await _snapshot_of(
+                operator, running, container, name, is_revision=keep is not None
+            )
         made = Target(KINDS[document.value["kind"]], space, document.value["metadata"]["name"])
         if replace:
             await _remove(tools, operator, made, within_s)
         else:
             await _require_open(operator, made, tools.now())
         await create_and_watch(tools, operator, document, space, within_s=within_s)
+        if keep is not None and name is not None:
+            await _keep_newest(tools, operator, name, space, keep)
 
 
 async def _require_open(operator: Operator, target: Target, now: float) -> None:
@@ -119,12 +144,49 @@ async def _remove(tools: Tools, operator: Operator, target: Target, within_s: fl
 
 
 async def _snapshot_of(
-    operator: Operator, pod: Target, container: str | None, name: str | None
+    operator: Operator, pod: Target, container: str | None, name: str | None, *, is_revision: bool
 ) -> Document:
-    """Return the Snapshot of a running pod. NotFound, NotEligible, WrongArguments."""
+    """Return the Snapshot of a running pod. NotFound, NotEligible, WrongArguments.
+
+    With `is_revision` it is one of `name`, and AlreadyExists is raised if that is taken itself.
+    """
     found = await objects.existing(operator, pod)
     if not isinstance(found, Pod):
         raise NotEligible(f"{pod} is no pod", next_step="name a pod that runs")
     names = [item.name for item in found.spec.containers]
     target = pod_manifests.container(names, container, f"pod {found.metadata.name}")
-    return pod_manifests.snapshot_of(found, target, name)
+    if not is_revision or name is None:
+        return pod_manifests.snapshot_of(found, target, name)
+    for kind in ("DynamoCheckpoint", "Snapshot"):
+        taken = Target(KINDS[kind], pod.namespace, name)
+        if await operator.get(taken) is not None:
+            raise AlreadyExists(
+                f"{taken} is no revision, and a restore that names {name} is from it",
+                next_step="delete it, or use another --checkpoint-id",
+            )
+    snapshots = await operator.all_of(KINDS["Snapshot"], pod.namespace)
+    revision = _under_way(snapshots, name, found.metadata.uid)
+    return pod_manifests.snapshot_of(
+        found, target, revision or revisions.next_name(snapshots, name), name
+    )
+
+
+def _under_way(snapshots: Sequence[AnyObject], name: str, uid: str) -> str:
+    """Return the revision by which the pod with a uid is being captured, if there is one."""
+    for each in revisions.ordered(snapshots, name):
+        captured = each.spec.source.pod_ref
+        if not revisions.is_over(each) and captured is not None and captured.uid == uid:
+            return each.metadata.name
+    return ""
+
+
+async def _keep_newest(
+    tools: Tools, operator: Operator, name: str, namespace: str, keep: int
+) -> None:
+    """Delete the revisions of a name that are older than the newest of them."""
+    found = await operator.all_of(KINDS["Snapshot"], namespace)
+    for each in revisions.surplus(found, name, keep):
+        target = Target(KINDS["Snapshot"], namespace, each.metadata.name)
+        with contextlib.suppress(NotFound, Conflict):
+            await operator.delete(target, each.metadata.uid)
+            tools.screen.note(f"{target} deleted: the newest {keep} of {name} are kept")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from snapshot_shared import revisions
 from snapshot_shared.errors import NotEligible, NotFound
 from snapshot_shared.objects.kinds import KINDS, kind_of
 from snapshot_shared.objects.snapback import POD_SPEC, DynamoCheckpoint, Snapshot, SnapshotContent
@@ -49,7 +50,8 @@ async def restore(
 ) -> None:
     """Start a pod from what was captured, and wait until it serves.
 
-    What is not captured yet is waited for. Without --manifest the pod is as the captured one was,
+    If NAME is that of revisions, it is the newest of them that is captured. What is not captured
+    yet is waited for. Without --manifest the pod is as the captured one was,
     on any node that fits; its name is printed. If the captured pod is gone, the values of its
     variables are gone with it, because a Snapshot keeps no secrets. A worker whose process comes
     back (criu) has them. A worker that is started anew needs them by --env.
@@ -71,8 +73,12 @@ async def restore(
     space = targets.checked_namespace(pod_manifests.namespace_of(pod, namespace, tools.namespace))
     async with tools.operator(patiently=True) as operator:
         source = await _source(operator, wanted, space)
+        # The spec of one revision must not meet the artifact of a later one.
+        named = source.snapshot.metadata.name if pod is None and source.snapshot else wanted
+        if named != wanted:
+            tools.screen.note(f"the newest revision of {wanted} is {named}")
         document = pod_manifests.restored(
-            wanted,
+            named,
             source if pod is not None else await _with_spec(operator, source),
             pod,
             namespace=space,
@@ -100,10 +106,14 @@ async def _source(operator: Operator, name: str, namespace: str) -> Source:
     """Read the objects of the source. NotFound, and NotEligible when its capture has failed."""
     checkpoint = await operator.get(Target(KINDS["DynamoCheckpoint"], namespace, name))
     snapshot = await operator.get(Target(KINDS["Snapshot"], namespace, name))
+    if checkpoint is None and snapshot is None:
+        found = await operator.all_of(KINDS["Snapshot"], namespace)
+        snapshot = revisions.newest(found, name)
     for value in (checkpoint, snapshot):
         if value is not None and (why := failure_of(value)):
+            failed = value.metadata.name
             raise NotEligible(
-                f"{name} has failed: {why}", next_step=f"see why: snapshotctl explain {name}"
+                f"{failed} has failed: {why}", next_step=f"see why: snapshotctl explain {failed}"
             )
     if checkpoint is None and snapshot is None:
         raise NotFound(

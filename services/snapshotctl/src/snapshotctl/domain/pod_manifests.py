@@ -104,10 +104,12 @@ def framework(pod: PodManifest, target: str, wanted: Framework | None) -> Framew
     return only
 
 
-def snapshot_of(pod: Pod, target: str, name: str | None) -> Document:
+def snapshot_of(
+    pod: Pod, target: str, name: str | None, revision_of: str | None = None
+) -> Document:
     """Return the Snapshot of a running pod. NotEligible when it cannot be captured any more.
 
-    Its name is derived from the pod's uid, so that a repeated command makes no second one.
+    Without a name, that is derived from the pod's uid: a repeated command makes no second one.
     """
     meta = pod.metadata
     if meta.deletion_timestamp or pod.status.phase in FINISHED:
@@ -118,11 +120,14 @@ def snapshot_of(pod: Pod, target: str, name: str | None) -> Document:
         )
     found = name or f"{meta.name[: MAX_NAME - 6]}-{short_hash('snapshot', meta.uid, length=5)}"
     source = {"name": meta.name, "uid": meta.uid, "containers": [target]}
+    spec: dict[str, Any] = {"source": {"podRef": source}, "sourcePolicy": "Resume"}
+    if revision_of is not None:
+        spec["revisionOf"] = revision_of
     value = {
         "apiVersion": GROUP,
         "kind": "Snapshot",
         "metadata": {"name": found, "namespace": meta.namespace},
-        "spec": {"source": {"podRef": source}, "sourcePolicy": "Resume"},
+        "spec": spec,
     }
     return Document(f"the snapshot of pod {meta.name}", value)
 

@@ -28,7 +28,7 @@ def _checkpoint(item: DynamoCheckpoint) -> tuple[str, ...]:
 
 
 def _snapshot(item: Snapshot) -> tuple[str, ...]:
-    return _shown(_reason(item), item.spec.driver, trace_of(item))
+    return _shown(_reason(item), item.spec.driver, item.spec.revision_of or "", trace_of(item))
 
 
 def _content(item: SnapshotContent) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ WIDE: dict[str, Layout] = {
         ("BACKEND", "REASON", "CHECKPOINTID", "DRIVER", "ARTIFACT", "TRACE"),
         _checkpoint,
     ),
-    "Snapshot": (("REASON", "DRIVER", "TRACE"), _snapshot),
+    "Snapshot": (("REASON", "DRIVER", "REVISION-OF", "TRACE"), _snapshot),
     "SnapshotContent": (("REASON", "PAUSED", "TOOK", "DRIVER", "ARTIFACT", "TRACE"), _content),
     "SnapshotRestore": (("REASON", "TOOK", "DRIVER", "ARTIFACT", "TRACE"), _restore),
     "Job": (("CONTAINERS",), _job),
