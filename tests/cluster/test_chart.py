@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from gms.domain.claims import DRIVER
+from snapshot_operator.core.restore import RESTORED
 from snapshot_shared import subjects
 from snapshot_shared.objects.kubernetes import AGENT_LABEL
-from snapshot_shared.objects.snapback import POD_SPEC
+from snapshot_shared.objects.snapback import POD_SPEC, RESTORE_FROM
 from snapshotctl.domain.exits import Exit
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
@@ -215,9 +216,30 @@ def test_snapshotctl_captures_and_restores_with_a_kubeconfig_alone(
     assert "order prepare" in snapshotctl(release, "trace", "mine", *space)
     wrong = snapshotctl(release, "--context", "nobody", "nodes", code=2)
     assert "get-contexts" in wrong
+    restored_by_the_name_of_revisions(release, namespace, worker, *space)
     restored_without_its_source(release, namespace, *space)
     namespace.run("delete", "pods", "--all", "--wait=false")
     namespace.run("delete", "dynamocheckpoint/mine", "--timeout=60s")
+
+
+def restored_by_the_name_of_revisions(
+    release: Release, namespace: Kubectl, worker: Path, *space: str
+) -> None:
+    """Capture the pod `worker` twice and keep one revision, from which another pod is restored."""
+    taken = ("checkpoint", "worker", "--checkpoint-id", "chat", "--keep", "1", *space)
+    assert "snapshot/chat-1 is ready" in snapshotctl(release, *taken)
+    assert "snapshot/chat-1 deleted" in snapshotctl(release, *taken)
+    pod = yaml.safe_load(worker.read_text())
+    pod["metadata"] = {"name": "named", "annotations": {RESTORE_FROM: "chat"}}
+    namespace.apply(pod)
+    namespace.wait("pod/named", until=f"condition={RESTORED}", within_s=PATIENCE_S)
+    [named] = [
+        restore["status"]["contentName"]
+        for restore in namespace.list("snapshotrestores")
+        if restore["spec"]["podRef"]["name"] == "named"
+    ]
+    assert named == namespace.get("snapshot", "chat-2")["status"]["boundSnapshotContentName"]
+    namespace.run("delete", "pod/named", "snapshot/chat-2", "--timeout=90s")
 
 
 def restored_without_its_source(release: Release, namespace: Kubectl, *space: str) -> None:

@@ -41,6 +41,10 @@ SOURCE, TARGET = "node-1", "node-2"
 DRIVERS: tuple[Driver, ...] = ("cooperative", "criu")
 SIZE_MIB = "64"
 READY_S = 300.0
+UNCUT = ("restore-process", "signal")
+"""Steps of a restore by CRIU for which a service that is stopped waits."""
+STALL_S = 8.0
+"""How long they are held: less than their time."""
 CAPTURE = ("prepare", "dump", "save", "seal", "release")
 RESTORE = ("load", "commit", "place", "restore")
 
@@ -51,6 +55,10 @@ class Row(NamedTuple):
     driver: Driver
     verb: str
     step: str
+
+    @property
+    def is_uncut(self) -> bool:
+        return self.driver == "criu" and self.step in UNCUT
 
     @property
     def service(self) -> str:
@@ -99,7 +107,8 @@ def release(
 async def held(release: Release, folder: Path, node: str, row: Row) -> AsyncIterator[None]:
     """Hold the order that begins within the block at a step of it; return when it is there."""
     subject = subjects.rpc(NodeName(node), row.service, "sim")
-    fault = Fault(action="stall", step=row.step, verb=row.verb)
+    stall_s = STALL_S if row.is_uncut else 0.0
+    fault = Fault(action="stall", step=row.step, verb=row.verb, stall_s=stall_s)
     async with connected(release, folder, "snapshotctl") as bus:
 
         async def armed(request: SimRequest = SimRequest()) -> list[Fault]:  # noqa: B008 - a value
@@ -222,6 +231,10 @@ async def test_a_restore_in_whose_step_everything_is_replaced_ends_well(
         ):
             pod = restored(row.driver, service_images["gms"], row.driver)
             await asyncio.to_thread(namespace.apply, pod)
+        if row.is_uncut:
+            # The others of the chart take longer than the step is held.
+            agent = f"pod/{release.agents()[TARGET]}"
+            release.kubectl.run("delete", agent, "--wait=false")
         await asyncio.to_thread(replaced, release)
         await asyncio.to_thread(
             namespace.wait, "pod/again", until=f"condition={RESTORED}", within_s=READY_S

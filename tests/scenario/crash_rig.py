@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from gms.adapters import posix, sharing, staging, striping, syscalls
 from gms.transfer_child import save
 from snapshot_agent.adapters import artifacts, control_dir, copying, library
-from snapshot_shared import files, finished, holes, journal, stripes, tasks
+from snapshot_shared import files, finished, holes, journal, reserve, stripes, tasks
 from snapshot_shared.errors import SnapbackError
 from tests.scenario.disk import SimDisk
 from tests.support.brokers import InlineLoop
@@ -33,8 +33,8 @@ Site = tuple[str, str, int]
 """Where the product calls fsync: file, function, line."""
 
 MODULES: tuple[types.ModuleType, ...] = (
-    *(files, finished, holes, journal, stripes, tasks, artifacts, library, copying, control_dir),
-    *(posix, sharing, staging, striping, syscalls, save),
+    *(files, finished, holes, journal, reserve, stripes, tasks, artifacts, library, copying),
+    *(control_dir, posix, sharing, staging, striping, syscalls, save),
 )
 SOURCES = "/src/"
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from snapshot_operator.core import fold
 from snapshot_shared import files, subjects
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
+from snapshot_shared.orders import CLEANING
 from snapshot_shared.views import orders_of
 from tests.scenario.adversary import forge, thieves
 from tests.scenario.builds import BUILDS
@@ -475,7 +475,7 @@ def _truncate(world: World, _: Fault) -> None:
     stream = world.server.streams.get(subjects.REPORTS)
     for message in list(stream.messages.values()) if stream is not None else ():
         order = message.subject.split(".")[3]
-        if order.partition("-")[0] in fold.CLEANING:
+        if order.partition("-")[0] in CLEANING:
             stream.delete(message.sequence)  # type: ignore[union-attr]
 
 

@@ -34,7 +34,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotContentStatus,
     SnapshotRestore,
 )
-from snapshot_shared.orders import AnyOrder, Order, Report, StopOrder
+from snapshot_shared.orders import CLEANING, AnyOrder, Order, Report, StopOrder
 from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from snapshot_shared.views import is_answered, orders_of
@@ -540,7 +540,7 @@ class Rules:
 
         What cleans up is ordered again; the rest ends with its deadline, and stays unanswered.
         """
-        is_over = item.verb not in fold.CLEANING and fold.is_late(item, self._world.wall)
+        is_over = item.verb not in CLEANING and fold.is_late(item, self._world.wall)
         return self._world.is_rewound and is_over
 
     def _pending(self, value: AnyObject) -> Iterator[str]:

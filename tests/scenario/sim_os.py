@@ -293,6 +293,10 @@ class SimOs:
     def fdatasync(self, fd: int) -> None:
         self._disk.sync(self.opened(fd).inode)
 
+    def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
+        if self._write(self.opened(fd), bytes(length), offset) < length:
+            raise _error(errno.ENOSPC)
+
     def ftruncate(self, fd: int, size: int) -> None:
         self._disk.begin("ftruncate")
         self._disk.resize(self.opened(fd).inode, size)

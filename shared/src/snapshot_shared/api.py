@@ -320,6 +320,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     action: FaultAction
     step: str
     verb: str = ""
+    stall_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
 
 
 class SimRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

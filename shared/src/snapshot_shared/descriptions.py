@@ -121,6 +121,7 @@ MEANINGS = {
     "slots": "how many parts are moved at a time",
     "source_policy": "what becomes of the worker after a capture that succeeded",
     "span_id": "the span",
+    "stall_s": "how long the step waits, in seconds; 0: until its deadline",
     "standby": "start the worker waiting, to be restored",
     "start_ns": "when it began, in nanoseconds since the epoch",
     "started_at": "when the attempt began",

@@ -7,6 +7,7 @@ so a service that was crashed by it starts again without faults.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -57,7 +58,9 @@ class FaultPlan:
             case "crash":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stall":
-                await asyncio.Event().wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(fault.stall_s or None):
+                        await asyncio.Event().wait()
             case "fail":
                 raise InjectedFault(
                     f"{verb}: step {step} failed because a fault was armed there",

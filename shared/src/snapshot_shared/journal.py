@@ -42,13 +42,18 @@ from snapshot_shared.files import (
 )
 from snapshot_shared.finished import FinishedOrders, Row
 from snapshot_shared.ids import OrderId, owner_of, verb_of
-from snapshot_shared.ledger import Entry, Ledger, Record, entry_of
+from snapshot_shared.ledger import Entry, Ledger, Record, Reported, Tombstoned, entry_of
 from snapshot_shared.metrics import OFF, Metrics
+from snapshot_shared.orders import CLEANING, TERMINAL
+from snapshot_shared.reserve import Reserve
 
 log = logging.getLogger(__name__)
 
 KEEP_S = 14 * 86400.0
 """How long the highest attempt and result of each finished order are kept, in seconds."""
+
+RESERVE_BYTES = 64 * 1024
+"""Some dozens of orders that clean up, with all of their records."""
 
 MIN_BYTES = 1024 * 1024
 """The fold of so much takes some 3 MiB of memory."""
@@ -99,6 +104,7 @@ class Journal:
         self._wall = wall
         self._min_bytes = min_bytes
         self._finished = FinishedOrders(folder)
+        self._reserve = Reserve(folder / "reserve", RESERVE_BYTES)
         self.ledger = self._compacted()
         self._fd = _open(folder)
         self._in_use = threading.Lock()
@@ -109,6 +115,7 @@ class Journal:
         self._breaks = asyncio.Event()
         self._size = os.fstat(self._fd).st_size
         self._compact_at = max(2 * self._size, min_bytes)
+        self._reserve.keep()
         self._metrics = metrics
         metrics.observe(instruments.JOURNAL_SIZE, lambda: {(): float(self._size)})
 
@@ -205,7 +212,11 @@ class Journal:
             await self._write_as_one(groups)
         except NoSpace as error:
             if len(groups) == 1:
-                groups[0].refuse(error)
+                cleans = any(map(_cleans, groups[0].records))
+                if cleans and await asyncio.to_thread(self._reserve.give_up):
+                    await self._write_groups(groups)
+                else:
+                    groups[0].refuse(error)
                 return
             # There may be room for some, where there is none for all of them.
             for group in groups:
@@ -230,6 +241,9 @@ class Journal:
             for record in group.records:
                 self.ledger.apply(record)
             group.accept()
+        records = (record for group in groups for record in group.records)
+        if not self._reserve.is_kept and any(map(_is_deleted, records)):
+            await asyncio.to_thread(self._reserve.keep)
 
     def _break(self, message: str, cause: Exception) -> None:
         number = cause.errno if isinstance(cause, OSError) else None
@@ -321,6 +335,21 @@ class Journal:
             self._fd = -1
             self._finished.close()
             os.close(self._lock)
+
+
+def _cleans(record: Record) -> bool:
+    """Whether a record is about work that cleans up, for which a full disk has the reserve."""
+    match record:
+        case Tombstoned():
+            return True
+        case Reported(report=report):
+            return verb_of(OrderId(report.order)) in CLEANING
+        case _:
+            return verb_of(OrderId(record.order)) in CLEANING
+
+
+def _is_deleted(record: Record) -> bool:
+    return isinstance(record, Reported) and record.report.kind == TERMINAL["delete"]
 
 
 def read_records(path: Path) -> list[Record]:

@@ -458,6 +458,9 @@ TERMINAL: dict[str, str] = {
 }
 """The report that ends a verb well. `failed` and `rejected` end any verb badly."""
 
+CLEANING = frozenset({"release", "stop", "drop", "abort", "delete"})
+"""Verbs that stay owed until they succeed, or until their node is gone."""
+
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """How long a step took, in seconds; the name is one of `steps.table`."""

@@ -111,6 +111,23 @@ async def test_the_helper_is_told_which_gpus_the_kubelet_gave_to_a_worker_if_tha
     assert asked.gpus == [A, B]
 
 
+@pytest.mark.parametrize("was_there", [False, True])
+async def test_a_helper_that_starts_after_its_agent_is_waited_for(
+    driver: CriuCuda, worker: Worker, tmp_path: Path, *, was_there: bool
+) -> None:
+    if was_there:
+        # One that was killed leaves its socket, at which nothing listens.
+        await Helper(tmp_path / "helper.sock").close()
+    asked = asyncio.ensure_future(driver.inspect(worker, quiet=True))
+    await asyncio.sleep(0.3)
+    assert not asked.done()
+    helper = Helper(tmp_path / "started.sock")
+    (tmp_path / "started.sock").rename(tmp_path / "helper.sock")
+    helper.answers = helping.Done(bytes=7)
+    assert await asked == 7
+    await helper.close()
+
+
 async def test_a_restore_names_the_gpus_here_and_those_that_have_the_weights(
     driver: CriuCuda, helper: Helper, worker: Worker, kubelet: GivenDevices, clock: list[float]
 ) -> None:

@@ -54,6 +54,8 @@ def test_what_is_armed_is_shown_and_can_be_disarmed(one_node: Cli) -> None:
         ("stall", "quiesce"),
         ("fail", "gate"),
     ]
+    timed = one_node.ok("sim", "stall", "node-1", "--at", "fence", "--for", "90s").out
+    assert "waits for 90 s when prepare begins its step fence" in timed
     one_node.ok("sim", "stall", "node-1", "--clear")
     left = one_node.value("sim", "crash", "node-1", "--at", "thaw")
     assert [f["step"] for f in left["armed"]] == ["thaw"]

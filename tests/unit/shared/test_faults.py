@@ -49,6 +49,14 @@ async def test_a_step_fails_once_with_a_reason_that_says_who_asked_for_it(plan: 
     assert plan.armed == []
 
 
+async def test_a_step_that_is_stalled_for_a_time_goes_on_after_it(plan: FaultPlan) -> None:
+    plan.arm(Fault(action="stall", step="thaw", stall_s=0.1))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await plan.before("dump", "thaw")
+    assert loop.time() - began >= 0.1
+
+
 async def test_a_stalled_step_waits_until_somebody_ends_it(plan: FaultPlan) -> None:
     plan.arm(Fault(action="stall", step="thaw"))
     stalled = asyncio.ensure_future(plan.before("dump", "thaw"))

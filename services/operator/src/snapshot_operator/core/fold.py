@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from snapshot_shared.errors import Failure, NoGuard, ServiceStopped, UnsupportedVersion
 from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.orders import MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
+from snapshot_shared.orders import CLEANING, MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
 from snapshot_shared.views import is_answered
 
 _END = "any terminal report"
@@ -197,10 +197,6 @@ def next_deadline(orders: Iterable[OrderStatus], now: float) -> float | None:
 def earliest(*times: float | None) -> float | None:
     """Return the earliest of the times that are there."""
     return min((at for at in times if at is not None), default=None)
-
-
-CLEANING = frozenset({"release", "stop", "drop", "abort", "delete"})
-"""Verbs that stay owed until they succeed, or until their node is gone."""
 
 
 def mark_lost(

@@ -22,6 +22,7 @@ from snapshot_shared.objects.snapback import (
     SnapshotRestore,
 )
 from snapshot_shared.orders import (
+    CLEANING,
     DEVICE_DRIVERS,
     SCHEMA_VERSION,
     AbortOrder,
@@ -118,7 +119,7 @@ def renewed(
     """
     changed = list(orders)
     for item in orders:
-        at = fold.due_at(item) if item.verb in fold.CLEANING and item.verb != besides else None
+        at = fold.due_at(item) if item.verb in CLEANING and item.verb != besides else None
         if at is not None and now >= at and (new := again(item, now)) is not None:
             changed = fold.replaced(changed, new)
     return changed if changed != list(orders) else None

@@ -45,6 +45,9 @@ CREATE TABLE IF NOT EXISTS versions (one INTEGER PRIMARY KEY CHECK (one = 1), la
 INSERT OR IGNORE INTO versions VALUES (1, 0);
 """
 
+RESERVE_BYTES = 8 * 1024 * 1024
+"""A transaction of SQLite writes whole pages, and its log beside them."""
+
 BUSY_S = 0.25
 """How long a write waits for another process that has the file, in seconds."""
 
@@ -69,7 +72,9 @@ class SqliteStore:
         has no room for is NoSpace. What leads to the end of an object uses a reserve then.
         """
         self._path = path
-        self._reserve = Reserve(path.with_name("reserve")) if path is not None else None
+        self._reserve = (
+            Reserve(path.with_name("reserve"), RESERVE_BYTES) if path is not None else None
+        )
         self._timestamp = timestamp
         self._new_uid = new_uid
         self._busy_s = busy_s

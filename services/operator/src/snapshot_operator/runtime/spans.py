@@ -15,6 +15,7 @@ from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_shared.orders import CLEANING
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.steps import order_span
 from snapshot_shared.telemetry import Telemetry
@@ -136,7 +137,7 @@ class Spans:
 def _span_over(owner: AnyObject, item: OrderStatus) -> str:
     """Return the span that an order's own span hangs below: it was the order's trace argument."""
     match owner:
-        case SnapshotContent() if item.verb in ("verify", *fold.CLEANING):
+        case SnapshotContent() if item.verb in ("verify", *CLEANING):
             return owner.status.traceparent
         case SnapshotContent():
             return capture_span(owner, item.attempt)

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from snapshot_operator.core import backpressure, fold
+from snapshot_operator.core import backpressure
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.manager import Manager
@@ -26,6 +26,7 @@ from snapshot_shared.ids import check_order_id, owner_of
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.meta import OrderStatus
+from snapshot_shared.orders import CLEANING
 from snapshot_shared.tasks import any_set
 from snapshot_shared.views import is_answered, orders_of
 
@@ -111,7 +112,7 @@ class Sweep:
                 if order.order in published and self._is_awaited(order):
                     await self._orders.repeat(order)
             self._repeats = False
-        for order in sorted(unanswered, key=lambda order: order.verb not in fold.CLEANING):
+        for order in sorted(unanswered, key=lambda order: order.verb not in CLEANING):
             if self._is_awaited(order):
                 await self._publish_again(order, published)
         self._swept = time.monotonic()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncinotify import Inotify, Mask
+
 from snapback_client.frames import error_of
 from snapshot_agent.adapters import procfs, settling
 from snapshot_agent.adapters.copying import (
@@ -56,6 +58,12 @@ INSPECTED_S = 30.0
 """How long an inspection may take, in seconds."""
 
 CONNECTED_S = 5.0
+STARTS_S = 30.0
+"""How long a helper is waited for that does not listen yet, in seconds.
+
+The pod of an upgraded node starts its containers one after another, and an order that was under way
+goes on as soon as the agent runs.
+"""
 
 _PAGES = "pages-"
 """How the names of images begin that have memory and nothing else."""
@@ -301,7 +309,7 @@ class Criu:
         """Return what the helper says of this node."""
         try:
             async with asyncio.timeout(within_s):
-                done = await self._ask(Ping(cuda=cuda))
+                done = await self._ask(Ping(cuda=cuda), waits=False)
         except TimeoutError:
             silent = HelperUnavailable(f"the helper did not answer within {within_s:g} s")
             return DriverState(silent.to_failure())
@@ -309,10 +317,33 @@ class Criu:
             return DriverState(error.to_failure())
         return DriverState(done.unfit, done.criu, done.cuda_driver, done.seccomp_profile)
 
+    async def _connect(self, caller: socket.socket, *, waits: bool) -> None:
+        """Connect to the helper, also if it `waits` to be started. OSError, TimeoutError."""
+        loop = asyncio.get_running_loop()
+        with Inotify() as changes:
+            # A helper renames its socket to this name once it listens.
+            changes.add_watch(self._helper.parent, Mask.MOVED_TO)
+            async with asyncio.timeout(STARTS_S if waits else CONNECTED_S):
+                while True:
+                    try:
+                        return await loop.sock_connect(caller, str(self._helper))
+                    except (FileNotFoundError, ConnectionRefusedError):
+                        if not waits:
+                            raise
+                    await changes.get()
+
     async def _ask(
-        self, request: Request, descriptors: Sequence[int] = (), report: Report | None = None
+        self,
+        request: Request,
+        descriptors: Sequence[int] = (),
+        report: Report | None = None,
+        *,
+        waits: bool = True,
     ) -> Done:
-        """Send a request and return its answer. The helper ends the work when this is cancelled."""
+        """Send a request and return its answer. The helper ends the work when this is cancelled.
+
+        A helper that does not listen yet is waited for, unless `waits` is False.
+        """
         loop = asyncio.get_running_loop()
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller,
@@ -320,11 +351,12 @@ class Criu:
         ):
             caller.setblocking(False)  # noqa: FBT003 - its only form
             try:
-                async with asyncio.timeout(CONNECTED_S):
-                    await loop.sock_connect(caller, str(self._helper))
+                await self._connect(caller, waits=waits)
                 socket.send_fds(caller, [encode_json(request)], list(descriptors))
-            except (OSError, TimeoutError) as error:
-                raise HelperUnavailable(f"no helper answers at {self._helper}: {error}") from error
+            except OSError as error:
+                # That of a timeout has no text.
+                why = str(error) or "it was waited for in vain"
+                raise HelperUnavailable(f"no helper answers at {self._helper}: {why}") from error
             while True:
                 data = b""
                 with contextlib.suppress(ConnectionError):

@@ -149,9 +149,7 @@ class _RestoreSteps:
         self._part: PartManifest | None = None
         self._cipher: PartCipher | None = None
         self._worker: Worker | None = None
-        # A placeholder whose restore is cut ends, and its pod with it.
-        is_placed = order.driver in PLACEHOLDER_DRIVERS
-        self._may_be_cut = ctx.uncut() if is_placed else asyncio.Event()
+        self._may_be_cut = asyncio.Event()
 
     def placing(self) -> list[Step]:
         # What fails is not said to the worker, which may be placed by the next attempt.
@@ -217,6 +215,9 @@ class _RestoreSteps:
         return data is not None and control.is_of(data, self._order.attempt)
 
     async def _bring_back(self) -> None:
+        if self._order.driver in PLACEHOLDER_DRIVERS:
+            # A placeholder whose restore is cut ends, and its pod with it.
+            self._may_be_cut = self._ctx.uncut()
         if self._is_signalled():
             return
         ref = self._order.artifact

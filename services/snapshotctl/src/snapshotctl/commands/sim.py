@@ -13,6 +13,7 @@ from snapshot_shared.api import Fault, FaultAction
 from snapshot_shared.errors import InvalidInput, NotFound
 from snapshot_shared.steps import Place
 from snapshotctl.command import ClusterName, Node, command, complete_nodes, new_app
+from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import ALONE
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.tools import Tools
@@ -95,17 +96,26 @@ async def crash(
     await _switch(tools, node, "crash", (at, verb, service), clear=clear)
 
 
-@command(app, "snapshotctl sim stall node-1 --at quiesce", "snapshotctl sim stall node-1 --clear")
+@command(
+    app,
+    "snapshotctl sim stall node-1 --at quiesce",
+    "snapshotctl sim stall node-1 --at signal --verb restore --for 5s",
+    "snapshotctl sim stall node-1 --clear",
+)
 async def stall(
     tools: Tools,
     node: Node,
     at: At = None,
     service: Service = None,
     verb: Verb = None,
+    lasts: Annotated[
+        str, typer.Option("--for", metavar="DURATION", help="How long, if not to its deadline.")
+    ] = "",
     clear: Clear = False,
 ) -> None:
-    """Let a step wait, once, until its deadline ends it."""
-    await _switch(tools, node, "stall", (at, verb, service), clear=clear)
+    """Let a step wait, once, for a time or until its deadline ends it."""
+    stall_s = formats.parse_duration(lasts) if lasts else 0.0
+    await _switch(tools, node, "stall", (at, verb, service), clear=clear, stall_s=stall_s)
 
 
 @command(app, "snapshotctl sim fail node-1 --at write", "snapshotctl sim fail node-2 --at read")
@@ -156,6 +166,7 @@ async def _switch(
     chosen: tuple[str | None, str | None, str | None],
     *,
     clear: bool,
+    stall_s: float = 0.0,
 ) -> None:
     at, verb, service = chosen
     if clear:
@@ -165,19 +176,22 @@ async def _switch(
         return
     if not at:
         raise WrongArguments("--at STEP is missing", next_step="name one, such as copy-state")
-    await _arm(tools, node, action, place(at, verb, service))
+    found = place(at, verb, service)
+    fault = Fault(action=action, step=found.step, verb=found.verb, stall_s=stall_s)
+    await _arm(tools, node, found, fault)
 
 
-async def _arm(tools: Tools, node: str, action: FaultAction, at: Place) -> None:
-    fault = Fault(action=action, step=at.step, verb=at.verb)
+async def _arm(tools: Tools, node: str, at: Place, fault: Fault) -> None:
+    action = fault.action
     async with tools.operator() as operator:
         armed = await operator.arm_fault(node, at.service, fault)
     screen = tools.screen
     if not screen.wants_table:
         screen.value({"node": node, "service": at.service, "armed": msgspec.to_builtins(armed)})
         return
+    meaning = f"waits for {fault.stall_s:g} s" if fault.stall_s else _MEANINGS[action]
     screen.line(
-        f"Armed: the {at.service} of {node} {_MEANINGS[action]} when {at.verb} begins its step "
+        f"Armed: the {at.service} of {node} {meaning} when {at.verb} begins its step "
         f"{at.step}, once.",
         strong=True,
     )
