@@ -63,6 +63,14 @@ async def restored(captured: World) -> World:
     return captured
 
 
+async def test_no_object_of_a_capture_or_a_restore_is_titled_by_a_uid(restored: World) -> None:
+    rows = sections(await facts_of(restored))["objects"]["rows"]
+    assert {row["kind"] for row in rows} >= {"SnapshotContent", "SnapshotRestore", "Pod"}
+    titles = {row["kind"]: row["title"] for row in rows}
+    assert (titles["SnapshotContent"], titles["SnapshotRestore"]) == ("llm", "restored")
+    assert not [row["title"] for row in rows if re.search(r"[0-9a-f]{8}-", row["title"])]
+
+
 async def _ordered(world: World, verb: str, count: int = 1) -> list[OrderStatus]:
     """Answer all orders well until so many of a verb are open, and return these."""
     while len(found := world.open(verb)) < count:

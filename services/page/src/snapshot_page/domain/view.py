@@ -86,6 +86,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.value.metadata.name
 
     @property
+    def title(self) -> str:
+        """The name that people gave: of an object with a uid in its name, that of its subject."""
+        match self.value:
+            case SnapshotContent(spec=spec):
+                return spec.snapshot_ref.name
+            case SnapshotRestore(spec=spec):
+                return spec.pod_ref.name
+            case _:
+                return self.name
+
+    @property
     def uid(self) -> str:
         """The uid of the object."""
         return self.value.metadata.uid
@@ -98,6 +109,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
             "kind": self.kind,
             "namespace": self.value.metadata.namespace or "",
             "name": self.name,
+            "title": self.title,
             "phase": self.phase,
             "state": self.state,
             "reason": self.reason,
