@@ -208,6 +208,10 @@ def refusal(source: Facts, here: Facts) -> Incompatible | None:
     return None
 
 
+OF_THE_KERNEL = frozenset({"user_shstk", "xsaveerptr", "xsaves"})
+"""Flags of a processor that no program uses as instructions, and that a newer kernel may hide."""
+
+
 def shown(value: object) -> str:
     """Return a fact as text, empty when it is not known."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
@@ -227,6 +231,6 @@ _NEEDED: dict[Rule, Callable[..., object]] = {
     "equal": lambda there, _: there,
     "not older": _newer,
     "at least": lambda there, here: there if here < there else 0,
-    "all of": lambda there, here: sorted({*there} - {*here}),
+    "all of": lambda there, here: sorted({*there} - {*here} - OF_THE_KERNEL),
 }
 """What two different values leave to be needed; empty when the second one will do."""

@@ -27,7 +27,7 @@ from tests.support.agent_rig import stat_of
 
 MIB = 1024 * 1024
 WORKER = """
-    import mmap, os, select, socket, sys, tempfile
+    import ctypes, mmap, os, select, socket, sys, tempfile
     folder, outside = sys.argv[1:]
     heap = b"x" * (32 << 20)
     shared = mmap.mmap(-1, 8 << 20)
@@ -41,6 +41,8 @@ WORKER = """
     os.unlink(lost.name)
     below = os.open(folder, os.O_RDONLY)
     read, write = os.pipe()
+    watch = ctypes.CDLL(None).inotify_init()
+    ctypes.CDLL(None).inotify_add_watch(watch, folder.encode(), 2)
     poll = select.epoll()
     pair = socket.socketpair()
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -139,6 +141,8 @@ def test_descriptors_are_seen_with_their_kinds_and_mounts(
     folder = next(each for each in worker.root.descriptors if each.link == str(tmp_path))
     assert (folder.kind, folder.writes) == ("folder", False)
     assert descriptor(worker, "eventpoll").kind == "anon:[eventpoll]"
+    # Its file system is named as that of a file there.
+    assert descriptor(worker, "inotify").watched == (kept.device,)
     kinds = [each.kind for each in worker.root.descriptors]
     assert (kinds.count("socket"), kinds.count("pipe")) == (3, 4)
 

@@ -397,7 +397,9 @@ LISTENING = [
         (mapped("/model/weights"), {"/model"}),
         (with_child(cwd="/scratch/deep"), {"/scratch"}),
         (opened("socket:[8]", "socket", inode=8)._replace(sockets=LISTENING), {"/data"}),
-        (opened("anon_inode:inotify", "anon:inotify"), {each.path for each in MOUNTS}),
+        (opened("anon_inode:inotify", "anon:inotify"), set()),
+        (opened("anon_inode:inotify", "anon:inotify", watched=("0:5",)), {"/data"}),
+        (opened("anon_inode:[fanotify]", "anon:[fanotify]"), {each.path for each in MOUNTS}),
     ],
 )
 def test_a_process_uses_the_mounts_of_its_files_folders_and_sockets(
@@ -463,6 +465,21 @@ def waiting(**fields: Any) -> dict[str, Any]:
             {},
             ("lacks: /etc;",),
         ),
+        # What the target has below a mount that is gone was no more needed than that.
+        (
+            {
+                "mounts": [
+                    source_mount("/boot", is_needed=False),
+                    source_mount("/snapback", is_needed=False),
+                    source_mount("/", is_needed=True),
+                ]
+            },
+            {},
+            {},
+            (),
+        ),
+        ({"mounts": [source_mount("/x+", "fuse.Foo+1.App Image", is_needed=False)]}, {}, {}, ()),
+        ({"processor": ["sse2", "user_shstk", "xsaves"]}, {}, {"processor": ("sse2",)}, ()),
         ({}, {"memory": Memory(100 * MIB, 0)}, {}, (str(110 * MIB), str(100 * MIB))),
         ({}, waiting(namespaces={**OWN, "user": 4}), {}, ("100", "user namespace 4", "3")),
     ],
@@ -574,7 +591,7 @@ def credentials(**fields: Any) -> dict[str, Any]:
         {"mounts": [{"path": "data", "fs_type": "ext4"}]},
         {"mounts": [{"path": "/a\n", "fs_type": "ext4"}]},
         {"mounts": [{"path": "/" + "a" * 4096, "fs_type": "ext4"}]},
-        {"mounts": [{"path": "/a", "fs_type": "a b"}]},
+        {"mounts": [{"path": "/a", "fs_type": "a\nb"}]},
         {"mounts": []},
         {"archives": [{"name": "../x", "path": "/"}]},
         {"archives": [{"name": "x", "path": "/data/.."}]},

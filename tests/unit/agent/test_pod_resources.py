@@ -21,6 +21,7 @@ NVIDIA = "gpu.nvidia.com"
         ([], []),
         ([limit("nvidia.com/gpu", ["GPU-a", "GPU-b"])], [HeldGpu("GPU-a"), HeldGpu("GPU-b")]),
         ([limit("nvidia.com/gpu.shared", ["GPU-a::3"])], [HeldGpu("GPU-a")]),
+        ([limit("nvidia.com/gpu.shared", ["GPU-a::0", "GPU-a::1"])], [HeldGpu("GPU-a")]),
         ([limit("nvidia.com/mig-1g.10gb", ["MIG-a"])], [HeldGpu("MIG-a")]),
         ([limit("example.com/nic", ["eth0"])], []),
         ([claim(NVIDIA, "gpu-1", "gpu-0")], [HeldGpu("gpu-1", 1), HeldGpu("gpu-0", 0)]),

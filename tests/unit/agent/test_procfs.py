@@ -76,6 +76,12 @@ def test_no_more_of_the_memory_of_a_process_is_read_than_the_kernel_gives_to_a_p
 LINE = "36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=remount"
 
 
+def test_a_mount_of_others_may_have_any_name() -> None:
+    odd = "/media/a\u2028b\x85\udce9"
+    mounts = mounts_in(f"{LINE}\n{LINE.replace('/mnt', odd)}\n")
+    assert [each.path for each in mounts] == ["/mnt 2", f"{odd} 2"]
+
+
 def test_a_mount_has_its_words_without_escapes() -> None:
     (mount,) = mounts_in(LINE + "\n")
     assert (mount.id, mount.parent, mount.path, mount.fs_type) == (36, 35, "/mnt 2", "ext3")

@@ -10,6 +10,7 @@ from snapshot_operator.local.scheduler import Placement, Waiting, place
 from snapshot_shared.errors import Failure
 from snapshot_shared.objects.kubernetes import Node, NodeStatus, Pod
 from snapshot_shared.objects.meta import Condition, ObjectMeta
+from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import (
     SCHEMA_VERSION,
     DeviceRef,
@@ -20,7 +21,7 @@ from snapshot_shared.orders import (
 from snapshot_shared.steps import AGENT_VERBS
 from snapshot_shared.transitions import Restore
 from tests.support import builders
-from tests.support.builders import with_spec
+from tests.support.builders import with_spec, with_status
 from tests.support.objects import pod_document, presence, restore_document
 from tests.support.operator_world import World, payload, world_of
 
@@ -161,13 +162,38 @@ def test_a_process_that_brings_its_devices_gets_as_many_as_its_source_had(
         assert answer.values == {"snapshot_gpus": had, "pod_gpus": asked}
 
 
+def needing(size: int) -> SnapshotContent:
+    """Return a content with one device of a size in bytes."""
+    layout = builders.layout(device="GPU-0", bytes=size)
+    vector = [VectorEntry(part="gpu-0", ordinal=0, layout=layout)]
+    return builders.content(committed=builders.committed(vector=vector))
+
+
+def test_a_smaller_device_of_a_node_neither_refuses_a_pod_nor_is_given_to_it() -> None:
+    pod = msgspec.convert(pod_document("w", gpus=1), Pod)
+    node = gpu_of("node-1", MIB)
+    large = replace(node.status.devices[0], uuid="GPU-large", index=1, capacity_bytes=4 * MIB)
+    node = with_status(node, devices=[*node.status.devices, large])
+    answer = place(pod, [node], {}, needing(2 * MIB))
+    assert answer == Placement("node-1", [DeviceRef(ordinal=0, uuid="GPU-large")])
+    answer = place(pod, [node], {"node-1": {"GPU-large"}}, needing(2 * MIB))
+    assert isinstance(answer, Waiting)
+    assert "node-1 has 1 of 2 GPUs free, of which 0 fit" in answer.message
+    answer = place(pod, [node], {}, needing(8 * MIB))
+    assert isinstance(answer, Failure)
+    assert (answer.reason, answer.values["capacity"]) == ("DeviceTooSmall", 4 * MIB)
+
+
+def test_a_node_that_has_announced_no_devices_yet_is_waited_for() -> None:
+    pod = msgspec.convert(pod_document("w", gpus=1), Pod)
+    node = with_status(gpu_of("node-1", MIB), devices=[])
+    assert isinstance(place(pod, [node], {}, needing(MIB)), Waiting)
+
+
 def test_a_pod_that_waits_names_every_node_that_it_admits_and_what_is_wrong_with_each() -> None:
     pod = msgspec.convert(pod_document("w", gpus=1), Pod)
-    layout = builders.layout(device="GPU-0", bytes=2 * MIB)
-    committed = builders.committed(vector=[VectorEntry(part="gpu-0", ordinal=0, layout=layout)])
     nodes = [gpu_of("node-1", 4 * MIB), gpu_of("node-small", MIB)]
-    content = builders.content(committed=committed)
-    answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, content)
+    answer = place(pod, nodes, {"node-1": {"GPU-node-1"}}, needing(2 * MIB))
     assert isinstance(answer, Waiting)
     busy, small = answer.message.split("; ")
     assert busy == "node-1 has 0 of 1 GPU free, the pod asks for 1"

@@ -47,6 +47,7 @@ def place(
     refusals = [_refusal(node, wanted, content) for node in nodes]
     if all(refusals):
         return next(refusal for refusal in refusals if refusal)
+    largest = _largest(content)
     reasons = []
     for node, refusal in zip(nodes, refusals, strict=True):
         if refusal:
@@ -60,13 +61,15 @@ def place(
             reasons.append(f"{name} cannot be ordered anything: {gap}")
             continue
         free = [d for d in node.status.devices if d.uuid not in used.get(name, set())]
-        if len(free) >= wanted:
-            chosen = sorted(free, key=lambda device: device.index)[:wanted]
+        fitting = [device for device in free if device.capacity_bytes >= largest]
+        if len(fitting) >= wanted:
+            chosen = sorted(fitting, key=lambda device: device.index)[:wanted]
             return Placement(
                 name, [DeviceRef(ordinal=i, uuid=device.uuid) for i, device in enumerate(chosen)]
             )
         there = counted(len(node.status.devices), "GPU")
-        reasons.append(f"{name} has {len(free)} of {there} free, the pod asks for {wanted}")
+        fit = f", of which {len(fitting)} fit" if len(fitting) < len(free) else ""
+        reasons.append(f"{name} has {len(free)} of {there} free{fit}, the pod asks for {wanted}")
     return Waiting("Unschedulable", "; ".join(reasons))
 
 
@@ -100,6 +103,13 @@ def _selection(pod: Pod) -> str:
     return f"nodeName {pod.spec.node_name}" if pod.spec.node_name else f"nodeSelector {selector}"
 
 
+def _largest(content: SnapshotContent | None) -> int:
+    """Return the bytes of the largest device of an artifact."""
+    committed = content.status.committed if content is not None else None
+    vector = committed.vector if committed is not None else []
+    return max((entry.layout.bytes for entry in vector if entry.layout is not None), default=0)
+
+
 def _refusal(node: Node, wanted: int, content: SnapshotContent | None) -> Failure | None:
     """Return why a node can never hold the artifact, with both values."""
     committed = content.status.committed if content is not None else None
@@ -117,6 +127,9 @@ def _refusal(node: Node, wanted: int, content: SnapshotContent | None) -> Failur
             next_step="give the pod as many nvidia.com/gpu as the source had",
         )
     name = node.metadata.name
+    if not node.status.devices:
+        # A node whose GMS is being started has announced none yet.
+        return None
     if len(node.status.devices) < wanted:
         return Failure(
             reason="Incompatible",
@@ -125,14 +138,16 @@ def _refusal(node: Node, wanted: int, content: SnapshotContent | None) -> Failur
             values={"needed_gpus": wanted, "node_gpus": len(node.status.devices), "node": name},
             next_step="choose a node with enough GPUs",
         )
-    largest = max((layout.bytes for layout in needed), default=0)
-    smallest = min((device.capacity_bytes for device in node.status.devices), default=0)
-    if largest > smallest:
-        needs, has = sizes(largest, smallest)
+    largest = _largest(content)
+    sizes_here = sorted((d.capacity_bytes for d in node.status.devices), reverse=True)
+    # The smallest of as many of the largest ones as are asked for.
+    capacity = sizes_here[wanted - 1] if wanted else 0
+    if wanted and largest > capacity:
+        needs, has = sizes(largest, capacity)
         return Failure(
             reason="DeviceTooSmall",
             message=f"the snapshot needs {needs} on one GPU, a GPU of {name} has {has}",
-            values={"needed": largest, "capacity": smallest, "node": name},
+            values={"needed": largest, "capacity": capacity, "node": name},
             next_step="choose a node whose GPUs have at least the memory of the source",
         )
     return None

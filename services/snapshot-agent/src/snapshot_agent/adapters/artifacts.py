@@ -346,6 +346,10 @@ def _decoded(data: bytes, type_: type[T], name: str) -> T:
         raise ArtifactCorrupt(f"{name}: {error.message}", file=name) from error
 
 
+_OPEN_ON_NFS = ".nfs"
+"""How a client of NFS names a file that is removed while it is open; a crash leaves it there."""
+
+
 def _check_nothing_else(folders: Mapping[str, int], manifest: PartManifest) -> None:
     known: dict[str, set[str]] = {stripe: set() for stripe in folders}
     known[""] = {PART_MANIFEST, *([OBJECTS_MARK] if manifest.objects else [])}
@@ -355,7 +359,8 @@ def _check_nothing_else(folders: Mapping[str, int], manifest: PartManifest) -> N
     for entry in manifest.files if not manifest.objects else ():
         known[entry.stripe or ""].add(entry.name)
     for stripe, folder in folders.items():
-        if extra := sorted(set(names_in(folder)) - known[stripe]):
+        names = (each for each in names_in(folder) if not each.startswith(_OPEN_ON_NFS))
+        if extra := sorted(set(names) - known[stripe]):
             raise ArtifactCorrupt(
                 f"part {manifest.part} holds {extra[0]!r}, which its manifest does not name",
                 file=extra[0],

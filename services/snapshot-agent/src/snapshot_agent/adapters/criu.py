@@ -408,6 +408,6 @@ class PlainCriu(Criu):
 
 def _mounts_of(process: Process) -> list[Mount]:
     try:
-        return mounts_in(procfs.contents(process.pid, "mountinfo").decode())
+        return mounts_in(procfs.contents(process.pid, "mountinfo").decode(errors="surrogateescape"))
     except (FileNotFoundError, ProcessLookupError) as error:
         raise SourceExited("the worker has ended") from error

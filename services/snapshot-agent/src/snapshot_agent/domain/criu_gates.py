@@ -627,15 +627,18 @@ def _is_confined_as_much(restore: _Restore) -> SnapbackError | None:
 def spared_mounts(source: SourceFacts, target: SeenTree) -> set[str]:
     """Return the paths of the mounts that the target lacks and the source did not need.
 
-    A mount that is there, below one that is not, would have no parent in the images of CRIU.
+    A mount below one of these would have no parent in the images of CRIU. So it is spared too, and
+    what a mount is above that the source needed is not.
     """
     here = {mount.path for mount in target.mounts}
-    needed = {mount.path for mount in source.mounts if mount.is_needed or mount.path in here}
-    return {
-        mount.path
-        for mount in source.mounts
-        if mount.path not in needed and not any(is_below(path, mount.path) for path in needed)
+    needed = [mount.path for mount in source.mounts if mount.is_needed]
+    others = [mount.path for mount in source.mounts if not mount.is_needed]
+    gone = {
+        path
+        for path in others
+        if path not in here and not any(is_below(each, path) for each in needed)
     }
+    return gone | {path for path in others if any(is_below(path, each) for each in gone)}
 
 
 def _has_the_same_mounts(restore: _Restore) -> SnapbackError | None:

@@ -31,7 +31,8 @@ MEMORY_PATHS = (_SHARED_MEMORY, "/memfd:", "/SYSV", "/dev/zero")
 _VOLUME_TYPES = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs"}
 """File systems of a node that a volume may be a folder of; those of a network are none."""
 
-_WATCHES = {"anon:inotify", "anon:[fanotify]"}
+_WATCHES_ALL = "anon:[fanotify]"
+"""It may watch whole mounts and file systems."""
 
 _RUNTIMES_FILES = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"}
 
@@ -73,6 +74,7 @@ class Descriptor(NamedTuple):
     `anon:[io_uring]`. `device` is that of the file system which has the inode, `number_of_device`
     that of an opened device; both as `major:minor`. `mount` is the id of the mount by which the
     file was opened. `bytes` are allocated, and given for shared memory and deleted files alone.
+    `watched` are the file systems of what an inotify watches.
     """
 
     number: int
@@ -85,6 +87,7 @@ class Descriptor(NamedTuple):
     writes: bool = False
     deleted: bool = False
     bytes: int = 0
+    watched: tuple[str, ...] = ()
 
 
 class MappedFile(NamedTuple):
@@ -255,15 +258,16 @@ def uses(seen: SeenTree) -> Iterator[Use]:
 def used_mounts(seen: SeenTree) -> set[str]:
     """Return the paths of the mounts that the processes of a tree need to go on.
 
-    The mounts of shared memory and of named sockets are needed. All mounts are, if a process
-    watches files: the kernel does not say which files.
+    The mounts of shared memory and of named sockets are needed, and those of file systems of which
+    a process watches a file: the kernel does not say by which mount.
     """
     by_path = visible(seen.mounts)
     descriptors = [each for process in seen.processes for each in process.descriptors]
-    if any(each.kind in _WATCHES for each in descriptors):
+    if any(each.kind == _WATCHES_ALL for each in descriptors):
         return set(by_path)
     opened = {each.mount for each in descriptors}
-    found = {mount.path for mount in seen.mounts if mount.id in opened}
+    watched = {device for each in descriptors for device in each.watched}
+    found = {each.path for each in seen.mounts if each.id in opened or each.device in watched}
     found |= {use.mount.path for use in uses(seen) if use.mount is not None}
     inodes = {each.inode for each in descriptors if each.kind == "socket"}
     own = [socket.path for socket in seen.sockets if socket.inode in inodes]

@@ -33,7 +33,8 @@ def unescaped(text: str) -> str:
 
 def mounts_in(mountinfo: str) -> list[Mount]:
     """Return the mounts that a file `mountinfo` lists, in its order."""
-    return [_mount(line) for line in mountinfo.splitlines()]
+    # A name may have what else ends a line for str.splitlines.
+    return [_mount(line) for line in mountinfo.removesuffix("\n").split("\n")]
 
 
 def _mount(line: str) -> Mount:

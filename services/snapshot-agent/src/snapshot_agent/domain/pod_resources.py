@@ -68,10 +68,10 @@ def _claimed(container: bytes) -> Iterator[HeldGpu]:
 def _limited(container: bytes) -> Iterator[HeldGpu]:
     for devices in _nested(container, _DEVICES):
         if _text(devices, _NAME).startswith(GPU_RESOURCES):
-            # A GPU that is shared in time has several ids: its uuid, and a number after `::`.
-            yield from (
-                HeldGpu(_decoded(each).partition("::")[0]) for each in _nested(devices, _IDS)
-            )
+            # A GPU that is shared in time has several ids: its uuid, and a number after `::`. A
+            # container may have several shares of it.
+            names = (_decoded(each).partition("::")[0] for each in _nested(devices, _IDS))
+            yield from map(HeldGpu, dict.fromkeys(names))
 
 
 def on_this_node(held: Sequence[HeldGpu], listed: Sequence[PresenceDevice]) -> list[PresenceDevice]:

@@ -44,7 +44,14 @@ from snapshot_agent.helper.cuda_worker import OnCuda
 from snapshot_agent.helper.settling import Records
 from snapshot_shared import units
 from snapshot_shared.codec import encode_pretty
-from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NoSpace, NotEligible, OutcomeUnknown
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    CriuFailed,
+    NoSpace,
+    NotEligible,
+    OutcomeUnknown,
+)
 from snapshot_shared.files import (
     create_file,
     free_bytes,
@@ -63,7 +70,8 @@ TRIES = 3
 GRACE_S = 5.0
 """How long CRIU may take to free the worker when its dump has to end early, in seconds."""
 
-_HOST_NAME = re.compile(r"^[a-z0-9][a-z0-9.-]{0,62}\Z")
+_HOST_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}\Z")
+"""As Linux takes it; that of a pod is narrower."""
 
 
 class _OpenControlFile(Exception):
@@ -189,9 +197,19 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
                 partial(_dump, request, part, node, here, found, caller, watch), part
             )
     with _naming_the_disk(part, node.disk(request), found.bytes):
-        write_new(part, SOURCE, encode_pretty(facts))
+        write_new(part, SOURCE, _recorded(facts))
     # CRIU does not know for how long CUDA was locked.
     return None if cuda else frozen_s
+
+
+def _recorded(facts: SourceFacts) -> bytes:
+    """Return the record of a worker. NotEligible: no restore would read it."""
+    data = encode_pretty(facts)
+    try:
+        criu_gates.read_source(data)
+    except ArtifactCorrupt as error:
+        raise NotEligible(f"the worker cannot be recorded: {error.message}") from error
+    return data
 
 
 def _dumped(dump: Callable[[], Dumped], part: int) -> Dumped:
@@ -434,9 +452,16 @@ def below(path: str, mounts: Sequence[str]) -> list[str]:
 
 
 def host_name(pid: int) -> str:
-    """Return the name of a pod's host, as the kubelet has written it into its /etc/hostname."""
-    with opened(open_inside(pid, "/etc")) as folder:
-        found = read_bounded(folder, "hostname", 256).decode(errors="replace").strip()
+    """Return the name of a pod's host, as the kubelet has written it into its /etc/hostname.
+
+    A plain worker has the name of its node, which need not have such a file.
+    """
+    try:
+        with opened(open_inside(pid, "/etc")) as folder:
+            found = read_bounded(folder, "hostname", 256).decode(errors="replace").strip()
+    except (ArtifactCorrupt, ArtifactMissing):
+        # Nothing is said of an artifact.
+        found = os.uname().nodename
     if not _HOST_NAME.match(found):
         raise NotEligible(f"{found!r} in the container's /etc/hostname is no name of a host")
     return found

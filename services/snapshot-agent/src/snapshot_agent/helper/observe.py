@@ -226,7 +226,8 @@ def _descriptors(here: str) -> list[Descriptor]:
 
 def _descriptor(here: str, name: str) -> Descriptor:
     path = f"{here}/fd/{name}"
-    link, status, info = os.readlink(path), os.stat(path), fields(f"{here}/fdinfo/{name}")
+    link, status, shown = os.readlink(path), os.stat(path), _text(f"{here}/fdinfo/{name}")
+    info = fields_of(shown)
     is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
     # Only a file has links, so that a name which ends so is not taken for a deleted file.
     deleted = link.endswith(_DELETED) and status.st_nlink == 0
@@ -243,7 +244,17 @@ def _descriptor(here: str, name: str) -> Descriptor:
         writes=int(info["flags"], 8) & os.O_ACCMODE != os.O_RDONLY,
         deleted=deleted,
         bytes=status.st_blocks * 512 if is_kept and stat.S_ISREG(status.st_mode) else 0,
+        watched=_watched(shown),
     )
+
+
+def _watched(fdinfo: str) -> tuple[str, ...]:
+    """Return the file systems of the files that an inotify watches, as proc_pid_fdinfo(5) says."""
+    numbers = (
+        int(each, 16) for each in re.findall(r"^inotify .*\bsdev:([0-9a-f]+)", fdinfo, re.MULTILINE)
+    )
+    # The kernel shows its own number here, whose lower 20 bits are the minor.
+    return tuple(sorted({f"{number >> 20}:{number & 0xFFFFF}" for number in numbers}))
 
 
 def _kind(link: str, status: os.stat_result) -> str:
@@ -473,7 +484,12 @@ def _limit(file: Path) -> int | None:
 
 def fields(path: str) -> dict[str, str]:
     """Return the rows of a file such as /proc/<pid>/status."""
-    rows = (line.partition(":") for line in _text(path).splitlines())
+    return fields_of(_text(path))
+
+
+def fields_of(text: str) -> dict[str, str]:
+    """Return the rows of such a text."""
+    rows = (line.partition(":") for line in text.splitlines())
     return {name: value.strip() for name, _, value in rows}
 
 

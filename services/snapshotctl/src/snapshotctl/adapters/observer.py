@@ -80,7 +80,7 @@ async def observe(folders: Folders, find_server: Callable[[], Server]) -> Observ
     try:
         found = find_server()
         async with connected(found) as client:
-            seen = await _cluster(client, found)
+            seen = await _cluster(client, found, is_local=bool(_local(folders, found).cluster))
     except WrongArguments:
         raise
     except SnapbackError as error:
@@ -115,7 +115,7 @@ def _nats_server() -> str:
         return ""
 
 
-async def _cluster(client: OperatorClient, server: Server) -> ObservedCluster:
+async def _cluster(client: OperatorClient, server: Server, *, is_local: bool) -> ObservedCluster:
     bus = client.bus
     jetstream: Failure | None = None
     streams: list[Stream] = []
@@ -133,7 +133,8 @@ async def _cluster(client: OperatorClient, server: Server) -> ObservedCluster:
         log.info("the operator does not answer: %s", error)
     contents = await _or_none(client.all_of(KINDS["SnapshotContent"], None))
     nodes = await _or_none(client.all_of(KINDS["Node"], None))
-    pods = await _or_none(client.all_of(KINDS["Pod"], None))
+    # Memory that no pod has is looked for where a process may use a node's GMS without a pod.
+    pods = await _or_none(client.all_of(KINDS["Pod"], None)) if is_local else None
     known = {node.metadata.name: node for node in nodes or () if isinstance(node, Node)}
     present = await _or_none(_presence(bus)) or {}
     names = sorted({*known, *present})
