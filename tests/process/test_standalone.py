@@ -291,6 +291,22 @@ async def test_copies_that_are_restored_at_once_share_no_unlinked_file(node: Pla
     assert node.left() == []
 
 
+WATCHES = """
+import ctypes, os, pathlib, sys, time
+at = pathlib.Path(os.environ["SNAPSHOT_CONTROL_DIR"])
+watch = ctypes.CDLL(None).inotify_init()
+ctypes.CDLL(None).inotify_add_watch(watch, sys.argv[1].encode(), 0x100)
+(at / "ready-for-snapshot").touch()
+print("waits", flush=True)
+while not any((at / f"{end}-complete").exists() for end in ("snapshot", "restore")):
+    time.sleep(0.1)
+print([each.name for each in at.iterdir()], flush=True)
+os.read(watch, 4096)
+print("an event", flush=True)
+time.sleep(600)
+"""
+
+
 @contextlib.contextmanager
 def mounted(folder: Path) -> Iterator[None]:
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
@@ -320,6 +336,31 @@ async def test_a_mount_of_the_node_that_is_gone_is_missed_by_those_alone_that_us
     else:
         await node.done(order, "restored")
         await until(lambda: "restore-complete" in log_of(copy), "the end of its wait")
+
+
+async def test_a_mount_below_one_that_is_gone_and_a_watch_elsewhere_require_nothing(
+    node: PlainNode, tmp_path: Path
+) -> None:
+    upper, lower, watched = (tmp_path / name for name in ("upper", "upper/lower", "watched"))
+    watched.mkdir()
+    words = [PYTHON, "-c", WATCHES, str(watched)]
+    source, copy = [node.pod(name=name, command=words) for name in ("source", "copy")]
+    upper.mkdir()
+    with mounted(upper):
+        lower.mkdir()
+        with mounted(lower):
+            await node.done(node.run_order(source), "started")
+            await until(lambda: "waits" in log_of(source), "the start of the worker")
+            artifact = await node.captured(source, fresh_uid())
+            await node.done(node.stop_order(source), "stopped")
+    # As on a node that has a mount of its own at the lower path.
+    lower.mkdir()
+    with mounted(lower):
+        await node.done(node.run_order(copy, standby=True), "started")
+        await node.done(node.restore_order(copy, artifact), "restored")
+        await until(lambda: "restore-complete" in log_of(copy), "the end of its wait")
+        (watched / "new").touch()
+        await until(lambda: "an event" in log_of(copy), "what its watch sees")
 
 
 async def test_a_plain_process_goes_on_in_other_pods_one_after_another_and_ends_with_its_code(

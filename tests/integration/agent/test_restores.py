@@ -49,6 +49,16 @@ async def test_a_corrupted_part_never_reaches_the_worker(node: Rig) -> None:
     assert list((pod.control / "state").iterdir()) == []
 
 
+async def test_a_file_that_a_client_of_nfs_has_left_in_a_part_does_no_harm(node: Rig) -> None:
+    pod, artifact = await node.restorable()
+    part = node.generation(artifact.content_uid) / "process"
+    (part / ".nfs000000000e8b6e5400000001").write_bytes(b"removed while it was open")
+    await node.carry_out(node.restore_order(pod, artifact))
+    other, artifact = await node.restorable()
+    (node.generation(artifact.content_uid) / "process" / "another").write_bytes(b"")
+    await node.refused(node.restore_order(other, artifact), "ArtifactCorrupt")
+
+
 @pytest.mark.parametrize("victim", ["root.json", "process/part.json", "a link"])
 async def test_a_changed_manifest_is_refused_before_the_worker_is_touched(
     node: Rig, victim: str

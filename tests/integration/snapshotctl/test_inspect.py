@@ -237,6 +237,7 @@ def test_revisions_of_one_name_are_kept_in_number_and_the_newest_is_restored(run
     running.ok("wait", "snapshot/chat-1", "--for", "delete", "--timeout", "60s")
     running.apply(_pod("named", source="chat"))
     running.ok("wait", "pod/named", "--timeout", "60s")
+    running.refused(Exit.USAGE, "not from a pod", "restore", "pod/named")
     restored = running.ok("restore", "chat")
     assert "the newest revision of chat is chat-3" in restored.err
     [other] = re.findall(r"^pod/(chat-3-restored-\w+) created", restored.out)
@@ -248,7 +249,12 @@ def test_revisions_of_one_name_are_kept_in_number_and_the_newest_is_restored(run
     assert (found["named"], found[other]) == (newest, newest)
     assert "chat" in running.ok("get", "snap/chat-3", "-o", "wide").out.split()
     taken = ("checkpoint", "revised", "--checkpoint-id", "warm", "--keep", "1")
-    running.refused(Exit.REFUSED, "dynamocheckpoint/warm is no revision", *taken)
+    running.refused(Exit.REFUSED, "are from dynamocheckpoint/warm, not from revisions", *taken)
+    forgotten = capture[:-2]
+    for more in ((), ("--replace",)):
+        running.refused(Exit.REFUSED, "the newest of which is chat-3", *forgotten, *more)
+    said = "chat is the name of 2 revisions, of which the newest is chat-3 (captured)"
+    assert "snapshot/chat-3" in running.refused(Exit.NOT_FOUND, said, "explain", "chat").err
     running.refused(Exit.USAGE, "--keep is for a running POD", *capture, "--replace")
     running.ok("delete", "pod/revised", "pod/named", f"pod/{other}")
     running.ok("delete", "snapshot/chat-2", "snapshot/chat-3")

@@ -1,5 +1,6 @@
 """What keeps CRIU from a worker or a placeholder, with the values that decided it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,11 +37,19 @@ from snapshot_agent.domain.criu_source import (
     SourceFacts,
     SourceGpu,
     SourceMount,
+    SourceThread,
     credentials_of,
 )
 from snapshot_agent.domain.mounts import Mount
+from snapshot_agent.helper import dumping
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import ArtifactCorrupt, Incompatible, SnapbackError
+from snapshot_shared.errors import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    Incompatible,
+    NotEligible,
+    SnapbackError,
+)
 from tests.unit.tables import each
 
 MIB = 1024 * 1024
@@ -651,3 +660,23 @@ def test_a_processor_has_the_instructions_that_a_process_may_use(
     cpuinfo: str, found: list[str]
 ) -> None:
     assert extensions(cpuinfo) == found
+
+
+def test_a_record_that_no_restore_would_read_fails_its_dump() -> None:
+    # An interleaved half of 224 CPUs, as numactl gives it to the threads of an engine.
+    cpus = ",".join(map(str, range(0, 224, 2)))
+    threads = [SourceThread(tid=number + 1, cpus=cpus) for number in range(2000)]
+    assert read_source(dumping.recorded(replace(SOURCE, threads=threads))).threads == threads
+    with pytest.raises(NotEligible, match=r"cannot be recorded: criu\.json: .*4096"):
+        dumping.recorded(replace(SOURCE, mounts=[source_mount("/a")] * 4097))
+
+
+def test_a_plain_worker_of_a_host_without_a_file_of_its_name_has_that_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(*_: object) -> bytes:
+        raise ArtifactMissing("hostname does not exist")
+
+    assert dumping.host_name(os.getpid())
+    monkeypatch.setattr(dumping, "read_bounded", missing)
+    assert dumping.host_name(os.getpid()) == os.uname().nodename

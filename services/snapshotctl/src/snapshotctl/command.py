@@ -250,6 +250,16 @@ def complete_goals() -> list[str]:
     return ["condition=Ready", "condition=Failed", "delete"]
 
 
+def complete_pods(context: typer.Context) -> list[str]:
+    """Complete the name of a pod."""
+    return _names(context, [KINDS["Pod"]])
+
+
+def complete_sources(context: typer.Context) -> list[str]:
+    """Complete the name of what a pod can be restored from."""
+    return _names(context, [KINDS["DynamoCheckpoint"], KINDS["Snapshot"]])
+
+
 def complete_nodes(context: typer.Context) -> list[str]:
     """Complete the name of a node."""
     return _names(context, [KINDS["Node"]])

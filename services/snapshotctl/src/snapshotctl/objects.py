@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from snapshot_shared import revisions
 from snapshot_shared.api import Applied
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -20,6 +21,7 @@ from snapshot_shared.errors import (
 from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.spans import SpanRecord
+from snapshot_shared.units import counted
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import Ambiguous
 from snapshotctl.domain.targets import Target, kinds_like, names_like
@@ -66,7 +68,25 @@ async def find(operator: Operator, targets: Sequence[Target]) -> AnyObject:
             next_step=f"name the kind as well, as in {named[0]}",
             candidates=named,
         )
-    raise _none_of(targets, await _like(operator, targets))
+    raise await _revised(operator, targets) or _none_of(targets, await _like(operator, targets))
+
+
+async def _revised(operator: Operator, wanted: Sequence[Target]) -> NotFound | None:
+    """Return that the name is one of revisions, of which each has a name of its own."""
+    for target in wanted:
+        if target.kind.name != "Snapshot" or target.name is None:
+            continue
+        snapshots = await operator.all_of(target.kind, target.namespace)
+        found = revisions.ordered(snapshots, target.name)
+        if newest := revisions.newest(found, target.name):
+            one = target._replace(name=newest.metadata.name)
+            how = "captured" if revisions.is_captured(newest) else "not captured yet"
+            return NotFound(
+                f"{target.name} is the name of {counted(len(found), 'revision')}, of which the "
+                f"newest is {newest.metadata.name} ({how})",
+                next_step=f"name one of them: {one.typed}",
+            )
+    return None
 
 
 async def _like(operator: Operator, wanted: Sequence[Target]) -> list[Target]:

@@ -197,12 +197,12 @@ def dump(request: DumpRequest, part: int, node: Node, caller: Caller) -> float |
                 partial(_dump, request, part, node, here, found, caller, watch), part
             )
     with _naming_the_disk(part, node.disk(request), found.bytes):
-        write_new(part, SOURCE, _recorded(facts))
+        write_new(part, SOURCE, recorded(facts))
     # CRIU does not know for how long CUDA was locked.
     return None if cuda else frozen_s
 
 
-def _recorded(facts: SourceFacts) -> bytes:
+def recorded(facts: SourceFacts) -> bytes:
     """Return the record of a worker. NotEligible: no restore would read it."""
     data = encode_pretty(facts)
     try:

@@ -14,7 +14,15 @@ from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.snapback import DynamoCheckpoint, Framework, Snapshot
 from snapshotctl import objects
-from snapshotctl.command import Container, Manifest, MaybeNamespace, Timeout, command, new_app
+from snapshotctl.command import (
+    Container,
+    Manifest,
+    MaybeNamespace,
+    Timeout,
+    command,
+    complete_pods,
+    new_app,
+)
 from snapshotctl.commands.watch import create_and_watch
 from snapshotctl.domain import formats, pod_manifests, targets
 from snapshotctl.domain.documents import Document
@@ -29,11 +37,15 @@ app = new_app()
 @command(
     app,
     "snapshotctl checkpoint my-worker",
+    "snapshotctl checkpoint my-worker --checkpoint-id llm --keep 3",
     "snapshotctl checkpoint --manifest worker.yaml --checkpoint-id llm-v2 --timeout 45m",
 )
 async def checkpoint(  # noqa: PLR0913, PLR0917 - its options, each of which a person may want
     tools: Tools,
-    pod: Annotated[str, typer.Argument(metavar="[POD]", help="A running pod.")] = "",
+    pod: Annotated[
+        str,
+        typer.Argument(metavar="POD", help="A running pod.", autocompletion=complete_pods),
+    ] = "",
     manifest: Manifest = None,
     container: Container = None,
     framework: Annotated[
@@ -96,13 +108,26 @@ async def checkpoint(  # noqa: PLR0913, PLR0917 - its options, each of which a p
                 operator, running, container, name, is_revision=keep is not None
             )
         made = Target(KINDS[document.value["kind"]], space, document.value["metadata"]["name"])
+        if keep is None:
+            await _require_no_revisions(operator, made)
         if replace:
             await _remove(tools, operator, made, within_s)
-        else:
+        elif keep is None:
             await _require_open(operator, made, tools.now())
         await create_and_watch(tools, operator, document, space, within_s=within_s)
         if keep is not None and name is not None:
             await _keep_newest(tools, operator, name, space, keep)
+
+
+async def _require_no_revisions(operator: Operator, target: Target) -> None:
+    """Raise AlreadyExists if restores that name this object are from revisions now."""
+    snapshots = await operator.all_of(KINDS["Snapshot"], target.namespace)
+    if newest := revisions.newest(snapshots, target.name or ""):
+        raise AlreadyExists(
+            f"{target.name} is the name of revisions, the newest of which is "
+            f"{newest.metadata.name}; restores of {target.name} would no longer be from them",
+            next_step="take the next revision with --keep N, or use another --checkpoint-id",
+        )
 
 
 async def _require_open(operator: Operator, target: Target, now: float) -> None:
@@ -161,8 +186,8 @@ async def _snapshot_of(
         taken = Target(KINDS[kind], pod.namespace, name)
         if await operator.get(taken) is not None:
             raise AlreadyExists(
-                f"{taken} is no revision, and a restore that names {name} is from it",
-                next_step="delete it, or use another --checkpoint-id",
+                f"the name is taken: restores of {name} are from {taken}, not from revisions",
+                next_step=f"snapshotctl delete {taken.typed}, or use another --checkpoint-id",
             )
     snapshots = await operator.all_of(KINDS["Snapshot"], pod.namespace)
     revision = _under_way(snapshots, name, found.metadata.uid)

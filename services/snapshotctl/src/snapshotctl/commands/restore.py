@@ -12,7 +12,15 @@ from snapshot_shared import revisions
 from snapshot_shared.errors import NotEligible, NotFound
 from snapshot_shared.objects.kinds import KINDS, kind_of
 from snapshot_shared.objects.snapback import POD_SPEC, DynamoCheckpoint, Snapshot, SnapshotContent
-from snapshotctl.command import Container, Manifest, MaybeNamespace, Timeout, command, new_app
+from snapshotctl.command import (
+    Container,
+    Manifest,
+    MaybeNamespace,
+    Timeout,
+    command,
+    complete_sources,
+    new_app,
+)
 from snapshotctl.commands.watch import create_and_watch
 from snapshotctl.domain import formats, pod_manifests, targets
 from snapshotctl.domain.exits import WrongArguments
@@ -34,7 +42,12 @@ app = new_app()
 async def restore(
     tools: Tools,
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="The checkpoint or snapshot to start from.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="The checkpoint or snapshot to start from.",
+            autocompletion=complete_sources,
+        ),
     ] = "",
     manifest: Manifest = None,
     container: Container = None,
@@ -61,7 +74,7 @@ async def restore(
             "name what to restore from, once" if name else "what to restore from is missing",
             next_step="snapshotctl restore demo-llm",
         )
-    wanted = targets.checked_name(name or checkpoint_id or "")
+    wanted = targets.source_named(name or checkpoint_id or "")
     variables = _variables(env or [])
     if variables and manifest:
         raise WrongArguments(

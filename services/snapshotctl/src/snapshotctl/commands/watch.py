@@ -96,7 +96,8 @@ async def _watch(
     except TimeoutError:
         raise DeadlineExceeded(
             f"{target} is not over within {within_s:g} s",
-            next_step=f"see where it is: snapshotctl explain {target.typed}",
+            next_step=f"see where it is: snapshotctl explain {target.typed}; or give it up: "
+            f"snapshotctl delete {target.typed}",
             budget_s=within_s,
         ) from None
     _show_end(tools.screen, target, ended, numbers, tools.now())

@@ -63,7 +63,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Its GPUs in words."""
         if self.device == "cuda":
             return "the GPUs of this machine"
-        return f"{self.gpus} simulated GPUs of {self.gpu_memory // (1024 * 1024)} MiB"
+        return f"{counted(self.gpus, 'simulated GPU')} of {self.gpu_memory // (1024 * 1024)} MiB"
 
 
 class ClusterRecord(

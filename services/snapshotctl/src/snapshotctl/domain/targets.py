@@ -203,6 +203,17 @@ def node_named(text: str) -> NodeName:
     return NodeName(checked_name(text))
 
 
+def source_named(text: str) -> str:
+    """Return the name in `NAME` or `snapshot/NAME` that a restore starts from. WrongArguments."""
+    typed, mark, name = text.rpartition("/")
+    if mark and kind_named(typed).name not in ("DynamoCheckpoint", "Snapshot"):
+        raise WrongArguments(
+            f"a pod is restored from a snapshot or a checkpoint, not from a {typed}",
+            next_step="snapshotctl artifacts ls -A",
+        )
+    return checked_name(name)
+
+
 def checked_name(name: str) -> str:
     """Return the name of an object. WrongArguments for a bad one."""
     try:
