@@ -478,9 +478,9 @@ def waiting(**fields: Any) -> dict[str, Any]:
         (
             {
                 "mounts": [
-                    source_mount("/boot", is_needed=False),
-                    source_mount("/snapback", is_needed=False),
-                    source_mount("/", is_needed=True),
+                    source_mount("/etc", is_needed=False),
+                    source_mount("/etc/hosts", is_needed=False),
+                    source_mount("/"),
                 ]
             },
             {},
