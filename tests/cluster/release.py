@@ -44,10 +44,18 @@ class Release(NamedTuple):
         """Install or upgrade it, and return when all its pods are ready."""
         chart = (self.name, str(helm.CHART), "--install", *self.options)
         said = self.helm("upgrade", *chart, "--wait", "--timeout", "6m", *words)
+        self._await_nodes()
+        return said
+
+    def roll_back(self) -> None:
+        """Take the last upgrade back, as docs/kubernetes.md does."""
+        self.helm("rollback", self.name, "--wait", "--timeout", "6m")
+        self._await_nodes()
+
+    def _await_nodes(self) -> None:
         # For helm a DaemonSet is ready while as many pods are not as its strategy allows.
         nodes = f"daemonset/{self.name}-snapback-node"
         self.kubectl.run("rollout", "status", nodes, f"--timeout={PATIENCE_S:g}s")
-        return said
 
     @property
     def keys(self) -> dict[str, dict[str, bytes]]:

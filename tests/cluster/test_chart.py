@@ -153,10 +153,13 @@ def checkpoint(image: str) -> tuple[list[Any], dict[str, Any]]:
 
 @pytest.fixture
 def without_operator(release: Release) -> Iterator[None]:
+    before = release.keys
     release.install("--set", "operator.replicas=0")
     until(lambda: release.pods("operator") == [], "the end of the operator")
     yield
-    release.install()
+    release.roll_back()
+    assert release.keys == before
+    assert release.pods("operator")
 
 
 @pytest.fixture
