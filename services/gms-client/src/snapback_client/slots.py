@@ -137,7 +137,7 @@ def new_slots(
             raise NoDeviceMemory(
                 f"with array {name!r} of {size} bytes the arrays of this pool would take more than "
                 f"the {DOMAIN_BYTES} bytes that a pool has addresses for",
-                next_step="use a smaller shape, or several pools",
+                next_step="use a smaller shape",
                 needed=size,
                 capacity=DOMAIN_BYTES,
             )

@@ -207,7 +207,10 @@ def check_generation(uuid: str, wanted: GenerationRef | None, found: GenerationR
         return
     step = "read the committed generation and decide again whether to replace it"
     if wanted is None:
-        step = f"attach as a reader; or if no worker needs it, free it: gms drop --device {uuid}"
+        step = (
+            "put all arrays of a device into one pool, or attach as a reader; if no worker needs "
+            f"what is committed, free it: gms drop --device {uuid}"
+        )
     raise GenerationMismatch(
         f"if_match names {_named(wanted)}, committed is {_named(found)}",
         next_step=step,

@@ -61,7 +61,11 @@ class Layout:
         seen: set[str] = set()
         for spec in specs:
             if spec.id in self.allocations or spec.id in seen:
-                raise LayoutConflict(f"allocation {spec.id!r} exists already", id=spec.id)
+                raise LayoutConflict(
+                    f"allocation {spec.id!r} exists already",
+                    next_step="give the array another name, or allocate it with overwrite=True",
+                    id=spec.id,
+                )
             seen.add(spec.id)
         total = len(self.allocations) + len(specs)
         if total > MAX_ALLOCATIONS:

@@ -24,12 +24,15 @@ def out_of_memory(
     who = ", ".join(f"{name} {size(held)}" for name, held in named)
     rest = f", others {size(others)}" + (f": {who}" if who else "") if others else ""
     wanted, there = sizes(needed, free)
+    step = "free memory of this device, or replace its layout instead of adding to it"
+    if others:
+        step = "end the processes that hold it"
+    if needed > capacity:
+        step = "use smaller arrays, or a device with more memory"
     return OutOfDeviceMemory(
         f"{wanted} are needed on {device}, {there} of {size(capacity)} are free; "
         f"this service holds {size(used)}{rest}",
-        next_step="end the processes that hold it"
-        if others
-        else "free memory of this device, or replace its layout instead of adding to it",
+        next_step=step,
         needed=needed,
         free=free,
         capacity=capacity,

@@ -251,6 +251,6 @@ def source_exited(pod: PodRef, exit_code: int | None) -> SourceExited:
     shown = "an unknown exit code" if exit_code is None else f"exit code {exit_code}"
     return SourceExited(
         f"container {pod.container} of pod {pod.name} has ended with {shown}",
-        next_step="look at the container's log on its node",
+        next_step=f"read what it printed: snapshotctl logs {pod.name}",
         exit_code=exit_code,
     )
