@@ -53,7 +53,7 @@ def is_over(revision: Snapshot) -> bool:
 def surplus(found: Iterable[AnyObject], name: str, keep: int) -> list[Snapshot]:
     """Return the revisions of a name that are over and older than the newest `keep` captured ones.
 
-    None if no more than `keep` (1 or more) are captured: a failed capture is then worth a look.
+    If fewer than `keep` (1 or more) are captured, it is none: a failed capture may be worth a look.
     """
     revisions = ordered(found, name)
     kept = [each for each in revisions if is_captured(each)][-keep:]
