@@ -315,7 +315,7 @@ COLUMNS = {
 }
 WIDE = {
     "DynamoCheckpoint": "CHECKPOINTID DRIVER ARTIFACT TRACE",
-    "Snapshot": "DRIVER ARTIFACT TRACE",
+    "Snapshot": "DRIVER REVISION-OF ARTIFACT TRACE",
     "SnapshotContent": "PAUSED(S) TOOK(S) DRIVER ARTIFACT TRACE",
     "SnapshotRestore": "TOOK(S) DRIVER ARTIFACT TRACE",
 }

@@ -21,6 +21,7 @@ from nats.js.api import DiscardPolicy
 from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.bus import ASKED, Bus
+from snapshot_shared.bus.streams import Binding
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound, NotPermitted
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.nkey import public_key
@@ -380,7 +381,7 @@ async def test_a_node_that_was_paused_stays_so_when_its_agent_binds_again(world:
     assert json.loads(answer.data)["paused"]
     agent = await world.server.bus(User("agent", A))
     durable, filter_ = subjects.durable(A, "agent"), subjects.orders_of(A, "agent")
-    async with agent._pulling(subjects.ORDERS, durable, filter_, 256, 30.0):
+    async with agent._pulling(subjects.ORDERS, durable, filter_, 256, 30.0, Binding()):
         pass
     found = await cli.request(f"{CONSUMERS}.INFO.ORDERS.agent-node-a", b"", timeout=5)
     assert json.loads(found.data)["paused"]

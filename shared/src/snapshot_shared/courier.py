@@ -33,6 +33,7 @@ from snapshot_shared.errors import (
     WrongNode,
 )
 from snapshot_shared.ids import OrderId, owner_of, short_hash, verb_of
+from snapshot_shared.journal import FRESH_S
 from snapshot_shared.ledger import Entry, Noted
 from snapshot_shared.order_book import LIFE_SIGNS, OrderBook, Result
 from snapshot_shared.orders import (
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 0.5
 REPEAT_S = 3600.0
 """How old an order's last report may be to be published again after a reconnection, in seconds."""
-LIFE_SIGNS_EVERY_S = 600.0
+LIFE_SIGNS_EVERY_S = FRESH_S / 2
 """How often the life signs of the last two such periods are published again, in seconds."""
 MAX_REPORTS = 64
 """How many reports are published at a time."""

@@ -52,6 +52,12 @@ log = logging.getLogger(__name__)
 KEEP_S = 14 * 86400.0
 """How long the highest attempt and result of each finished order are kept, in seconds."""
 
+FRESH_S = 1200.0
+"""How long the end of a worker is published again and again, in seconds.
+
+No order asks for it: a stream may be lost before the operator has read it.
+"""
+
 RESERVE_BYTES = 64 * 1024
 """Some dozens of orders that clean up, with all of their records."""
 
@@ -290,13 +296,16 @@ class Journal:
     def _without_finished(self, ledger: Ledger, *, is_large: bool) -> Ledger:
         """Move the finished orders out of a large journal; return what stays in it.
 
-        What was accepted `KEEP_S` ago goes for good. On a full disk all stays.
+        What was accepted `KEEP_S` ago goes for good, and the fresh end of a worker stays. On a full
+        disk all stays.
         """
-        oldest = self._wall() - KEEP_S
+        oldest, fresh = self._wall() - KEEP_S, self._wall() - FRESH_S
         finished = [
             entry
             for entry in ledger.entries.values()
-            if not entry.is_live and (is_large or entry.accepted.wall < oldest)
+            if not entry.is_live
+            and not _has_exited_since(entry, fresh)
+            and (is_large or entry.accepted.wall < oldest)
         ]
         rows = [_row(entry) for entry in finished if entry.accepted.wall >= oldest]
         try:
@@ -335,6 +344,10 @@ class Journal:
             self._fd = -1
             self._finished.close()
             os.close(self._lock)
+
+
+def _has_exited_since(entry: Entry, wall: float) -> bool:
+    return any(each.kind == "exited" and each.at >= wall for each in entry.reports)
 
 
 def _cleans(record: Record) -> bool:

@@ -82,6 +82,10 @@ def test_a_mount_of_others_may_have_any_name() -> None:
     assert [each.path for each in mounts] == ["/mnt 2", f"{odd} 2"]
 
 
+def test_a_process_that_has_ended_has_no_mounts() -> None:
+    assert mounts_in("") == []
+
+
 def test_a_mount_has_its_words_without_escapes() -> None:
     (mount,) = mounts_in(LINE + "\n")
     assert (mount.id, mount.parent, mount.path, mount.fs_type) == (36, 35, "/mnt 2", "ext3")

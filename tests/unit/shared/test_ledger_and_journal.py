@@ -16,7 +16,14 @@ import msgspec
 import pytest
 
 from snapshot_shared.errors import AlreadyExists, NoSpace, StorageFailed, UnsupportedVersion
-from snapshot_shared.journal import KEEP_S, MIN_BYTES, Journal, JournalCorrupt, read_records
+from snapshot_shared.journal import (
+    FRESH_S,
+    KEEP_S,
+    MIN_BYTES,
+    Journal,
+    JournalCorrupt,
+    read_records,
+)
 from snapshot_shared.ledger import (
     Accepted,
     Began,
@@ -316,6 +323,26 @@ async def test_an_order_is_known_once_wherever_a_compaction_is_cut_off(
         assert entry is not None
         assert [report.n for report in entry.reports] == [1]
         assert again.ledger.is_tombstoned(CAPTURE, 1)
+
+
+async def test_the_end_of_a_worker_stays_at_hand_while_it_may_have_to_be_told_again(
+    tmp_path: Path,
+) -> None:
+    order = f"run-{UID}"
+    kinds = ("accepted", "started", "exited")
+    reports = [
+        Reported(report=builders.told(order=order, attempt=1, n=n, kind=kind, at=NOW))
+        for n, kind in enumerate(kinds, 1)
+    ]
+    records = [accepted(order), *reports, *(delivered(order, n=n) for n in (1, 2, 3))]
+    with small(tmp_path) as journal:
+        for record in records:
+            await journal.append(record)
+    with small(tmp_path, NOW + FRESH_S) as journal:
+        assert order in journal.ledger.entries
+    with small(tmp_path, NOW + FRESH_S + 1.0) as journal:
+        assert order not in journal.ledger.entries
+        assert journal.ledger.entry(order) is not None
 
 
 async def test_a_full_disk_keeps_finished_orders_in_the_journal(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import pkgutil
 import re
@@ -12,6 +14,7 @@ import tarfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import typer
@@ -21,6 +24,7 @@ from snapshot_shared.reasons import REASONS
 from snapshotctl import commands
 from snapshotctl.adapters.folders import write_record
 from snapshotctl.cli import COMMANDS, app, hoisted, module_of
+from snapshotctl.command import carry_out
 from snapshotctl.domain.cluster import NodeSpec
 from snapshotctl.domain.exits import Exit
 from tests.unit.snapshotctl.conftest import Run, cluster_record
@@ -67,6 +71,22 @@ def test_a_command_is_the_module_of_its_name() -> None:
         found.name for found in pkgutil.iter_modules(commands.__path__, "snapshotctl.commands.")
     }
     assert modules == {module_of(name) for name in COMMANDS}
+
+
+def test_an_interrupt_before_a_command_has_begun_prints_no_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        raise AssertionError("it has begun")
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(work(), cast("Any", None))
+    # What was never awaited says so when it is collected, and a warning fails a test here.
+    gc.collect()
 
 
 def test_a_schema_is_printed_without_a_server(run: Run) -> None:

@@ -98,8 +98,9 @@ def _epilog(examples: Sequence[str]) -> str:
 
 def carry_out(work: Coroutine[Any, Any, int | None], screen: Screen) -> int:
     """Run a command and return its exit code. An interrupt cancels it; it cleans up first."""
+    whole = _interruptible(work, screen)
     try:
-        return asyncio.run(_interruptible(work, screen))
+        return asyncio.run(whole)
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001 - here every error becomes a line and a code
@@ -108,6 +109,10 @@ def carry_out(work: Coroutine[Any, Any, int | None], screen: Screen) -> int:
         if os.environ.get(SHOW_TRACEBACKS):
             screen.note("".join(traceback.format_exception(error)))
         return exit_of(failure)
+    finally:
+        # An interrupt may come before either has begun, of which Python would warn.
+        whole.close()
+        work.close()
 
 
 def _described(error: Exception) -> Failure:

@@ -34,7 +34,8 @@ def unescaped(text: str) -> str:
 def mounts_in(mountinfo: str) -> list[Mount]:
     """Return the mounts that a file `mountinfo` lists, in its order."""
     # A name may have what else ends a line for str.splitlines.
-    return [_mount(line) for line in mountinfo.removesuffix("\n").split("\n")]
+    lines = mountinfo.removesuffix("\n").split("\n") if mountinfo else ()
+    return [_mount(line) for line in lines]
 
 
 def _mount(line: str) -> Mount:

@@ -52,9 +52,10 @@ async def logs(
 ) -> int | None:
     """Show what a worker or a service has written.
 
-    The log of a worker is kept until its pod is deleted. Those of a local cluster are files; a
-    service's is read also when nothing runs. Those of a Kubernetes cluster are shown by kubectl. A
-    pod that is called like a service is pod/NAME.
+    The log of a worker is kept until its pod is deleted, in a local cluster the last 32 MiB of it
+    at least. The logs of a local cluster are files; a service's is read also when nothing runs.
+    Those of a Kubernetes cluster are shown by kubectl. A pod that is called like a service is
+    pod/NAME.
     """
     service = sources.service_named(name)
     if service is not None and container is not None:
