@@ -296,8 +296,8 @@ class Journal:
     def _without_finished(self, ledger: Ledger, *, is_large: bool) -> Ledger:
         """Move the finished orders out of a large journal; return what stays in it.
 
-        What was accepted `KEEP_S` ago goes for good, and the fresh end of a worker stays. On a full
-        disk all stays.
+        Orders accepted more than `KEEP_S` ago go for good. Orders of workers that ended less than
+        `FRESH_S` ago stay. On a full disk all stay.
         """
         oldest, fresh = self._wall() - KEEP_S, self._wall() - FRESH_S
         finished = [

@@ -177,7 +177,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The pod waits for the snapshot that it shall be restored from.",
             "`nvidia.com/restore-from` names a snapshot or checkpoint that is not there, not "
             "captured yet, or being deleted.",
-            "List what is captured: `snapshotctl artifacts ls -A`.",
+            "List the captures: `snapshotctl artifacts ls -A`.",
         ),
         "WorkerEnding": Reason(
             "The checkpoint waits until a worker of its own has ended, to start another one.",

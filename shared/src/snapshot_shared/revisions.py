@@ -12,7 +12,7 @@ from snapshot_shared.objects.snapback import Snapshot
 def ordered(found: Iterable[AnyObject], name: str) -> list[Snapshot]:
     """Return the revisions of a name among objects of its namespace, the oldest first.
 
-    Those that are being deleted are left out.
+    Revisions that are being deleted are left out.
     """
     revisions = [
         each

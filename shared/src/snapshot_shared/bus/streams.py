@@ -64,8 +64,8 @@ class Delivery(NamedTuple):
     """One message of a stream: its place, its bytes and its headers; `ack` settles it.
 
     `stored_at` is when the server stored it, in seconds since the epoch by the server's clock; 0
-    when that is not known. `binding` is that of the consumer it came to, and `created` when the
-    durable was created that delivered it.
+    when that is not known. `binding` belongs to the consumer that got the message, and
+    `created` is when the durable that delivered it was created.
     """
 
     subject: str

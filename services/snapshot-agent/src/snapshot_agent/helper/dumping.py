@@ -460,7 +460,7 @@ def host_name(pid: int) -> str:
         with opened(open_inside(pid, "/etc")) as folder:
             found = read_bounded(folder, "hostname", 256).decode(errors="replace").strip()
     except (ArtifactCorrupt, ArtifactMissing):
-        # Nothing is said of an artifact.
+        # The file is of this host, so its absence must not put an artifact into quarantine.
         found = os.uname().nodename
     if not _HOST_NAME.match(found):
         raise NotEligible(f"{found!r} in the container's /etc/hostname is no name of a host")

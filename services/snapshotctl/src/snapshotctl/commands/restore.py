@@ -63,8 +63,8 @@ async def restore(
 ) -> None:
     """Start a pod from what was captured, and wait until it serves.
 
-    If NAME is that of revisions, it is the newest of them that is captured. What is not captured
-    yet is waited for. Without --manifest the pod is as the captured one was,
+    If NAME has revisions, the pod starts from the newest captured revision. A capture under way is
+    waited for. Without --manifest the pod is as the captured one was,
     on any node that fits; its name is printed. If the captured pod is gone, the values of its
     variables are gone with it, because a Snapshot keeps no secrets. A worker whose process comes
     back (criu) has them. A worker that is started anew needs them by --env.

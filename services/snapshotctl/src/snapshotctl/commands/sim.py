@@ -113,7 +113,7 @@ async def stall(
     ] = "",
     clear: Clear = False,
 ) -> None:
-    """Let a step wait, once, for a time or until its deadline ends it."""
+    """Stall a step, once, for a time or until its deadline ends it."""
     stall_s = formats.parse_duration(lasts) if lasts else 0.0
     await _switch(tools, node, "stall", (at, verb, service), clear=clear, stall_s=stall_s)
 
