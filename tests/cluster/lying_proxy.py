@@ -137,6 +137,10 @@ class LyingProxy:
             return _cut(request)
         finally:
             self._watches.discard(watch)
+            # The answer has no end, so its connection serves no other request. Closed in the way of
+            # TLS, it would stay until the server says good-bye too, perhaps longer than the loop.
+            if answer.connection is not None and answer.connection.transport is not None:
+                answer.connection.transport.abort()
         return response
 
 
@@ -164,5 +168,3 @@ async def lying_proxy(configuration: Configuration) -> AsyncIterator[LyingProxy]
         finally:
             proxy.cut_watches()
             await runner.cleanup()
-            # The TLS connections of the watches that were cut close by themselves, a little later.
-            await asyncio.sleep(0.1)
