@@ -216,10 +216,16 @@ def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: 
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     assert (first["kind"], first["action"]) == ("Snapshot", "created")
     assert (last["state"], last["object"]) == ("fine", f"snapshot/{first['name']}")
-    # A snapshot has the spec of its pod, and a pod that is restored needs no other.
+    # A snapshot has the spec of its pod but no values of variables, which a new process needs.
     spec = running.value("get", f"pod/{pod}")["spec"]
     running.ok("delete", "pod", pod)
-    [back] = re.findall(r"^pod/(second-restored-\w+) created", running.ok("restore", "second").out)
+    running.ok("wait", f"pod/{pod}", "--for", "delete", "--timeout", "60s")
+    said = "variables whose values were not kept: SIZE_MIB, WARMUP_"
+    running.refused(Exit.REFUSED, said, "restore", "second")
+    rows = spec["containers"][0]["env"]
+    given = [word for row in rows for word in ("--env", f"{row['name']}={row['value']}")]
+    shown = running.ok("restore", "second", *given).out
+    [back] = re.findall(r"^pod/(second-restored-\w+) created", shown)
     assert running.value("get", f"pod/{back}")["spec"] == spec
     running.ok("delete", "pod", back)
 
