@@ -253,6 +253,8 @@ def test_revisions_of_one_name_are_kept_in_number_and_the_newest_is_restored(run
         for item in running.value("get", "restores")
     }
     assert (found["named"], found[other]) == (newest, newest)
+    rows = running.value("get", f"pod/{other}")["status"]["conditions"]
+    assert "restored from snapshot/chat-3" in [row.get("message") for row in rows]
     assert "chat" in running.ok("get", "snap/chat-3", "-o", "wide").out.split()
     taken = ("checkpoint", "revised", "--checkpoint-id", "warm", "--keep", "1")
     running.refused(Exit.REFUSED, "are from dynamocheckpoint/warm, not from revisions", *taken)

@@ -192,7 +192,7 @@ async def test_a_restore_whose_pod_waits_says_when_no_node_has_an_agent() -> Non
     await world.join(presence("node-1"), presence("node-2"))
     await world.answer_all()
     row = row_of(await world.restore("restored"), "Ready")
-    assert row.reason == "Restored"
+    assert (row.reason, row.message) == ("Restored", "restored from snapshot/llm")
 
 
 class Broker:

@@ -532,7 +532,9 @@ def _restoring(view: RestoreView, now: float) -> Plan:
     orders = fold.find(status.orders, "restore", status.attempt)
     if not all(fold.succeeded(item) for item in orders):
         return owing_plan(restore, status, now)
-    message = f"restored from {status.content_name}"
+    # A content has the name of a uid. The name of its snapshot says which revision it was.
+    ref = view.content.spec.snapshot_ref if view.content is not None else None
+    message = f"restored from {f'snapshot/{ref.name}' if ref else status.content_name}"
     rows = conditions.ready(status.conditions, restore, now, "Restored", message)
     return owing_plan(restore, _moved(status, RestoreEvent.RESTORED, conditions=rows), now)
 

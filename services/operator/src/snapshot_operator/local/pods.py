@@ -365,8 +365,8 @@ def _followed(view: PodView, now: float) -> PodStatus:
     if not is_restored or view.restore is None:
         row = ("Ready", True, "WorkerReady", "ready for a snapshot")
         return replace(up, conditions=conditions.with_conditions(up.conditions, pod, now, row))
-    message = f"restored from {view.restore.status.content_name}"
-    row = ("Ready", True, "Restored", message)
+    ready = condition(view.restore.status.conditions, "Ready")
+    row = ("Ready", True, "Restored", ready.message if ready is not None else "restored")
     rows = conditions.with_conditions(up.conditions, pod, now, row)
     return replace(up, conditions=_with_restored(rows, pod, now, None))
 
