@@ -90,7 +90,7 @@ async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_los
         await rig.restored("again")
         await did(nodes, "again", "restored 1")
         lines = await polled(
-            lambda: said_by(nodes, "again"), lambda said: any(line["heap"] for line in said)
+            lambda: said_by(nodes, "again"), lambda said: any(line["heap"] for line in said[1:])
         )
     finally:
         await asyncio.to_thread(own_cluster.start, "node-1")
@@ -102,7 +102,9 @@ async def test_a_process_goes_on_in_a_pod_of_the_other_node_when_its_own_was_los
         for way in ("child", "tcp", "named", "anonymous", "watched"):
             assert line[way] == count, way
         assert line["heap"] in (True, None)
-        assert (line["ghost"], line["host"], line["renamed"]) == ("still here", "again", True)
+        assert (line["ghost"], line["renamed"]) == ("still here", True)
+    # The dump may have come between the question for the name of the host and the first line.
+    assert {line["host"] for line in lines[1:]} == {"again"}
     assert last["threads"] > quiet["threads"]
     assert last["alarms"] > quiet["alarms"]
 
