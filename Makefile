@@ -441,9 +441,12 @@ cluster-down: $(STAMP) ## End the cluster and leave nothing of it (NAME=dev)
 images: $(STAMP) ## Build the images of the services, from which e2e and test-cluster begin
 	@$(BIN)/python -m tests.support.service_images
 
-test-cluster: $(STAMP) ## Tests on a real cluster: one of their own, or that of KUBECONFIG (TURN=1/3)
-	@$(BIN)/pytest -s -m cluster --ignore=tests/cluster/test_page.py --ignore=tests/cluster/test_upgrades.py \
-		tests/cluster tests/contract
+# Most of a test is waiting, so there are two clusters, one a process; files with few tests take as
+# long as files with many.
+test-cluster: images ## Tests on a real cluster: two of their own, or that of KUBECONFIG (TURN=1/3, JOBS=2)
+	@$(BIN)/pytest -s -m cluster -n $(or $(JOBS),$(if $(KUBECONFIG),0,2)) --dist loadfile \
+		--no-loadscope-reorder --ignore=tests/cluster/test_page.py \
+		--ignore=tests/cluster/test_upgrades.py tests/cluster tests/contract
 
 test-page: $(STAMP) ## Type the commands of docs/kubernetes.md beside a cluster of their own
 	@$(BIN)/pytest -s tests/cluster/test_page.py

@@ -7,7 +7,7 @@ of commits cannot say it, because a landing holds any number of them: whatever r
 the commits of a landing, some sequence of landings would never choose it, or each would choose all.
 
 A step is one target of the Makefile. Two steps run at the same time, one of each lane. A lane is a
-list that takes about half of the time: clusters and CRIU, which need root, and all the rest.
+list that takes about half of the time: containers, clusters and CRIU, which need root; the rest.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ STEPS = (
     ),
     Step("docs-test", Lane.REST, variables=_QUARTER),
     Step("test", Lane.REST, variables=_QUARTER | {"COVERED": "{covered}"}),
-    Step("e2e", Lane.REST),
     # It runs what `test` leaves to it in this turn.
     Step("cover", Lane.REST, When.FIRST),
     Step("contract-servers", Lane.REST, When.FIRST),
@@ -123,6 +122,7 @@ STEPS = (
     Step("test-slow", Lane.REST, When.FOURTH),
     Step("images", Lane.ROOT, needs="cluster"),
     Step("test-cluster", Lane.ROOT, variables=_QUARTER, needs="cluster"),
+    Step("e2e", Lane.ROOT),
     Step("demo-cluster", Lane.ROOT, needs="cluster"),
     Step("test-process", Lane.ROOT, variables=_QUARTER),
     Step("mutants", Lane.REST, When.PROOFS, runs_again=False),
