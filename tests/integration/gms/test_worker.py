@@ -111,6 +111,46 @@ def test_a_control_directory_that_is_not_there_is_named(monkeypatch: pytest.Monk
         Worker()
 
 
+_SECOND = """
+from snapback_client import Worker
+with Worker():
+    print("started")
+"""
+
+
+def test_one_worker_at_a_time_follows_a_control_directory(agent: Agent) -> None:
+    with ready() as worker:
+        with pytest.raises(NotEligible, match="another Worker, of this process, follows"):
+            Worker().start()
+        second = [sys.executable, "-c", _SECOND]
+        done = subprocess.run(second, capture_output=True, text=True, check=False)
+        assert done.stdout == ""
+        assert f"another Worker, of process {os.getpid()}, follows {agent.path}" in done.stderr
+        # The one that was refused has taken nothing away.
+        agent.quiet()
+        agent.go_on()
+        assert worker.failure is None
+    with ready():
+        agent.quiet(2)
+        agent.go_on(2)
+    subprocess.run(second, check=True)
+
+
+def test_a_worker_that_was_killed_leaves_its_control_directory_to_the_next(agent: Agent) -> None:
+    killed = f"{_SECOND}    import os; os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
+    assert (agent.path / ".worker").exists()
+    # As a program that has called execv(2).
+    (agent.path / ".worker").write_bytes(encode_json({"pid": os.getpid(), "start": _start()}))
+    with ready():
+        agent.quiet()
+        agent.go_on()
+
+
+def _start() -> int:
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def test_a_capture_waits_for_requests_and_holds_up_later_ones(agent: Agent) -> None:
     seen: list[object] = []
     with ready(seen.append, seen.append) as worker:

@@ -95,6 +95,8 @@ def test_a_bare_name_that_nothing_has_is_not_taken_for_deleted(running: Cli) -> 
 def test_waiting_ends_when_time_runs_out_or_by_an_interrupt(running: Cli) -> None:
     running.apply(pod("slow"))
     running.refused(6, "not within 0.5 s", "wait", "pod/slow", "--timeout", "500ms")
+    said = "pod/slow is not over within 0.5 s, and goes on"
+    assert "delete" not in running.refused(6, said, "watch", "pod/slow", "--timeout", "500ms").err
     running.apply(pod("endless"))
     process = running.start("--server", running.record()["url"], "wait", "pod/endless")
     follower = running.start("wait", "pod/endless", "--for", "condition=PodScheduled")

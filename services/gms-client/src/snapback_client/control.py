@@ -28,6 +28,9 @@ RESTORED = "restored"
 CONTEXT = "restore-context.json"
 """Variables of the container in which a process is restored, written by its placeholder."""
 
+OWNER = ".worker"
+"""Which process follows the directory. Only the client reads it."""
+
 STATE = "state"
 """The folder in which a worker saves its own state, and finds it again after a restore."""
 
@@ -38,6 +41,13 @@ class RestoreContext(msgspec.Struct, frozen=True):
     """The body of `restore-context.json`: variables by name, None if a variable is not set."""
 
     env: dict[str, str | None]
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The body of `.worker`: a process by its pid and its start, in clock ticks since the boot."""
+
+    pid: int
+    start: int
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

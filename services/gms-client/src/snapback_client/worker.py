@@ -31,6 +31,8 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
+import msgspec
+
 from snapback_client.codec import decode_json, encode_json
 from snapback_client.control import (
     ABORTED,
@@ -38,6 +40,7 @@ from snapback_client.control import (
     CONTEXT,
     CONTROL_DIR,
     MAX_BODY_BYTES,
+    OWNER,
     QUIESCE,
     QUIESCE_FAILED,
     QUIESCED,
@@ -48,6 +51,7 @@ from snapback_client.control import (
     RESTORED,
     STANDBY,
     STATE,
+    Owner,
     RestoreContext,
     Signal,
 )
@@ -77,7 +81,7 @@ _MAX_MESSAGE = 2000
 """How many characters of an error the agent gets: a control file is at most 64 KiB."""
 _WAITS_AGAIN_S = 1.0
 """How often a worker writes what it waits for, in seconds."""
-_Body = TypeVar("_Body", Signal, RestoreContext)
+_Body = TypeVar("_Body", Signal, RestoreContext, Owner)
 _Module = TypeVar("_Module", bound=Any)
 """A `torch.nn.Module`, which is not named here as PyTorch is optional."""
 _IN_MOVED_TO = 0x80
@@ -148,10 +152,14 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Wait, where the worker is in standby, until it is restored or has to start cold."""
+        """Wait, where the worker is in standby, until it is restored or has to start cold.
+
+        NotEligible: another worker follows the same control directory.
+        """
         control, saved = self._control, self._resume_from
         if control is None:
             return
+        control.claim(replaces=saved is not None)
         # Of a process before this one: it would be believed while this one is built.
         control.withdraw(READY)
         if os.environ.get(STANDBY) == "1":
@@ -290,10 +298,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join()
         if self._control is not None:
-            # The probes of its container would believe them before the next process has begun.
-            for name in (READY, RESTORED):
-                with contextlib.suppress(OSError):
-                    self._control.withdraw(name)
+            self._control.release()
         for pool in self._pools.values():
             pool.close()
 
@@ -547,6 +552,25 @@ def _outcome_of(end: _News) -> Outcome:
     return "aborted" if end.body.previous == "aborted" else "complete"
 
 
+_claimed: set[Path] = set()
+"""The control directories that workers of this process follow."""
+
+
+def _is_alive(owner: Owner | None) -> bool:
+    return owner is not None and _start_of(owner.pid) == owner.start
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process was started, in clock ticks since the boot; None if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name of the program is in parentheses, and may have any character.
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
 class _ControlDirectory:
     """A control directory, followed by inotify, so that no wait polls or misses a file."""
 
@@ -563,11 +587,43 @@ class _ControlDirectory:
                 next_step="leave the variable as it was set for the container",
                 path=path,
             )
+        self._is_claimed = False
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         # An engine may have more files open than select(2) can take.
         self._poll = select.poll()
         for descriptor in (self._changes, self._end):
             self._poll.register(descriptor, select.POLLIN)
+
+    def claim(self, *, replaces: bool) -> None:
+        """Let no other worker follow the directory. NotEligible: another one does.
+
+        The first of two workers that is quiet would have both captured. A worker that `replaces`
+        another process starts while that one lives.
+        """
+        own = Owner(os.getpid(), _start_of(os.getpid()) or 0)
+        found = None if replaces else self._read(OWNER, Owner, MAX_BODY_BYTES)
+        # A program that called execv(2) has the pid and the start of the program before it.
+        is_taken = self._path in _claimed if found == own else _is_alive(found)
+        if found is not None and is_taken:
+            whose = "this process" if found == own else f"process {found.pid}"
+            raise NotEligible(
+                f"another Worker, of {whose}, follows {self._path}",
+                next_step="make one Worker in a container, in the process that starts the others",
+                path=str(self._path),
+            )
+        self._replace(OWNER, own)
+        self._is_claimed = True
+        _claimed.add(self._path)
+
+    def release(self) -> None:
+        """Leave the directory to the next process."""
+        if not self._is_claimed:
+            return
+        _claimed.discard(self._path)
+        # The probes of the container would believe them before the next process has begun.
+        for name in (READY, RESTORED, OWNER):
+            with contextlib.suppress(OSError):
+                self.withdraw(name)
 
     def news(self, *names: str) -> _News | None:
         """Return the first of the files that is another one than was returned before."""
@@ -613,10 +669,12 @@ class _ControlDirectory:
 
     def put(self, name: str, attempt: int = 0, message: str = "") -> None:
         """Put a file in place as a whole."""
-        temporary = self._path / f".{name}.tmp"
         # An error may name a file whose name is no text.
         text = message[:_MAX_MESSAGE].encode(errors="replace").decode()
-        body = Signal(attempt=attempt, message=text)
+        self._replace(name, Signal(attempt=attempt, message=text))
+
+    def _replace(self, name: str, body: msgspec.Struct) -> None:
+        temporary = self._path / f".{name}.tmp"
         temporary.write_bytes(encode_json(body))
         temporary.rename(self._path / name)
 

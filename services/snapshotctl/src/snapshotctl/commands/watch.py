@@ -95,9 +95,9 @@ async def _watch(
                 numbers = display.numbers
     except TimeoutError:
         raise DeadlineExceeded(
-            f"{target} is not over within {within_s:g} s",
-            next_step=f"see where it is: snapshotctl explain {target.typed}; or give it up: "
-            f"snapshotctl delete {target.typed}",
+            f"{target} is not over within {within_s:g} s, and goes on",
+            next_step=f"see where it is: snapshotctl explain {target.typed}; follow it: "
+            f"snapshotctl watch {target.typed}",
             budget_s=within_s,
         ) from None
     _show_end(tools.screen, target, ended, numbers, tools.now())
