@@ -379,8 +379,9 @@ def _pod_wait(view: CheckpointView, now: float) -> tuple[str, str, float]:
         return "WorkerStarting", "the worker is not ready for a snapshot yet", late_at
     message = (
         f"container {target} of pod {pod.metadata.name} has run for {SLOW_S // 60} minutes and "
-        f"has not written {READY_FILE}. Next: see in its log what it does, and that it writes "
-        "that file into $SNAPSHOT_CONTROL_DIR once its weights are loaded"
+        f"has not written {READY_FILE}. Next: see in its log what it does, and that it calls "
+        "Worker.ready() once its weights are loaded; without snapback_client it writes that file "
+        "into $SNAPSHOT_CONTROL_DIR"
     )
     return "WorkerNotReady", message, never
 

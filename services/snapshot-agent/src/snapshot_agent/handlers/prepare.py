@@ -241,7 +241,8 @@ class Prepare:
                 worker,
                 self._while_memory_answers(self._answer()),
                 "the worker did not become quiet",
-                f"the worker answers {control.QUIESCE} by {control.QUIESCED} with the same attempt",
+                "see in its log what `on_quiesce` waits for; without snapback_client a worker "
+                f"answers {control.QUIESCE} by {control.QUIESCED} with the same attempt",
             )
         except DeadlineExceeded as error:
             if awaited := control.message_of(self._machine.control.get(where, control.QUIESCING)):
