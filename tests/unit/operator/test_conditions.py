@@ -217,12 +217,27 @@ async def test_a_warning_about_an_object_is_posted_once_until_it_is_another() ->
         full, denied = (Failure(reason="Refused", message=why) for why in ("full", "denied"))
         for failure in (full, full, denied, denied):
             recorder.warned(standing(), failure)
+        # People look at the snapshot of a content.
         recorder.warned(builders.content(), full)
-        said = [recorder._waiting.get_nowait()[1] for _ in range(recorder._waiting.qsize())]
-    assert [(each.type, each.reason, each.message[:4]) for each in said] == [
-        ("Warning", "Refused", "full"),
-        ("Warning", "Refused", "deni"),
+        said = [recorder._waiting.get_nowait() for _ in range(recorder._waiting.qsize())]
+    assert {each.type for _, each in said} == {"Warning"}
+    assert [(about["kind"], each.reason, each.message[:4]) for about, each in said] == [
+        ("DynamoCheckpoint", "Refused", "full"),
+        ("DynamoCheckpoint", "Refused", "deni"),
+        ("Snapshot", "Refused", "full"),
     ]
+
+
+async def test_a_warning_that_could_not_wait_is_posted_when_it_comes_again() -> None:
+    async with KubeClient(Configuration(host="http://127.0.0.1:1")) as client:
+        recorder = EventRecorder(client, lambda: 0.0)
+        for number in range(MAX_WAITING):
+            recorder.changed(standing(), standing(("Ready", False, f"Reason{number}", "")))
+        full = Failure(reason="Refused", message="full")
+        recorder.warned(standing(), full)
+        recorder._waiting.get_nowait()
+        recorder.warned(standing(), full)
+        assert recorder._waiting.qsize() == MAX_WAITING
 
 
 async def test_what_cannot_be_posted_takes_no_more_memory() -> None:

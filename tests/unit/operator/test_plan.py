@@ -26,7 +26,7 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_operator.runtime.cluster import Key, Tracker
-from snapshot_shared.errors import Refused
+from snapshot_shared.errors import InvalidManifest, Refused, SnapbackError
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders
 from tests.support.builders import with_meta, with_spec, with_status
@@ -215,12 +215,15 @@ async def test_an_order_is_new_by_its_name_and_attempt(world: World) -> None:
     assert new_orders(content, with_status(content, orders=[again, *others])) == [again]
 
 
-@pytest.mark.parametrize("call", ["delete", "update_status", "add_finalizer", "label"])
+@pytest.mark.parametrize("error", [Refused, InvalidManifest])
+@pytest.mark.parametrize(
+    "call", ["delete", "update_status", "add_finalizer", "remove_finalizer", "label"]
+)
 async def test_a_write_that_is_refused_is_said_of_its_object(
-    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, error: type[SnapbackError]
 ) -> None:
     async def refuse(*_: object) -> None:
-        raise Refused("exceeded quota")
+        raise error("a policy of the cluster")
 
     value = await world.get("DynamoCheckpoint", "llm")
     new = with_status(value, message="new")
@@ -228,10 +231,12 @@ async def test_a_write_that_is_refused_is_said_of_its_object(
         "delete": Delete(value),
         "update_status": SetStatus(value, new),
         "add_finalizer": Adopt(value),
+        "remove_finalizer": Finalize(value),
         "label": Label(value, "a", "b"),
     }
     monkeypatch.setattr(world.cluster, call, refuse)
-    with pytest.raises(Refused):
+    with pytest.raises(error):
         await world.interpreter.apply(Plan((writes[call],)))
     ((name, failure),) = world.warnings
-    assert (name, failure.reason, failure.message) == ("llm", "Refused", "exceeded quota")
+    assert (name, failure.reason) == ("llm", error.__name__)
+    assert failure.message == "a policy of the cluster"

@@ -196,11 +196,12 @@ async def test_a_job_that_is_not_taken_now_is_said_and_made_later() -> None:
     assert (await world.get("DynamoCheckpoint", "llm")).status.phase == "Ready"
 
 
+@pytest.mark.parametrize("error", [Refused, InvalidManifest])
 @pytest.mark.parametrize("kind", [Snapshot, SnapshotContent])
 async def test_each_object_of_a_capture_that_is_not_taken_now_is_said_and_made_later(
-    kind: type,
+    kind: type, error: type[SnapbackError]
 ) -> None:
-    store = Refusing(job=Refused(QUOTA), kind=kind)
+    store = Refusing(job=error(QUOTA), kind=kind)
     world, _ = await applied(store)
     await world.answer_all()
     asks = "DynamoCheckpoint" if kind is Snapshot else "Snapshot"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from snapshot_operator.core.checkpoint import STUCK
 from snapshot_operator.core.conditions import REFUSED, text_of, timestamp
@@ -16,8 +17,9 @@ from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
 from snapshot_shared.kube_client import KubeClient
-from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.objects.meta import Condition
+from snapshot_shared.objects.snapback import SnapshotContent
 
 log = logging.getLogger(__name__)
 
@@ -99,21 +101,29 @@ class EventRecorder:
             self._add(new, happening)
 
     def warned(self, value: AnyObject, failure: Failure) -> None:
-        """Have an Event posted of what stands in no condition; once, however often it comes."""
+        """Have an Event posted of what stands in no condition; once, however often it comes.
+
+        The Event of a content is about its snapshot. One of a node is logged.
+        """
         happening = Happening("Warning", failure.reason, text_of(failure))
-        uid = value.metadata.uid
-        if not value.metadata.namespace or self._warnings.get(uid) == happening:
+        meta = value.metadata
+        if self._warnings.get(meta.uid) == happening:
             return
-        self._warnings[uid] = happening
+        if not meta.namespace and not isinstance(value, SnapshotContent):
+            log.warning("%s %s: %s", kind_of(value).name, meta.name, failure)
+        elif not self._add(value, happening):
+            return
+        self._warnings[meta.uid] = happening
         if len(self._warnings) > MAX_WARNINGS:
             self._warnings.popitem(last=False)
-        self._add(value, happening)
 
-    def _add(self, value: AnyObject, happening: Happening) -> None:
+    def _add(self, value: AnyObject, happening: Happening) -> bool:
+        """Return whether the Event will be posted."""
         if self._waiting.full():
             log.warning("no event says %s: %d wait", happening.reason, MAX_WAITING)
-            return
+            return False
         self._waiting.put_nowait((_reference(value), happening))
+        return True
 
     async def run(self) -> None:
         """Post what waits, until it is cancelled."""
@@ -124,6 +134,10 @@ class EventRecorder:
 
 def _reference(value: AnyObject) -> dict[str, Any]:
     kind, meta = kind_of(value), value.metadata
+    if isinstance(value, SnapshotContent):
+        ref = value.spec.snapshot_ref
+        kind = KINDS["Snapshot"]
+        return {"apiVersion": kind.api_version, "kind": kind.name, **structs.asdict(ref)}
     return {
         "apiVersion": kind.api_version,
         "kind": kind.name,

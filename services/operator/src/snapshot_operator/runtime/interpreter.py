@@ -121,14 +121,17 @@ class Interpreter:
                 raise Stale(f"the object with uid {uid} is there, and was not seen yet")
 
     async def _write(self, write: Write) -> None:
-        """Do a write. If it is refused, a condition of the object says so, or a warning."""
+        """Do a write. If it is refused, a condition of the object says so, or a warning.
+
+        A policy of the cluster may refuse a valid object with the code of an invalid one.
+        """
         try:
             await self._carry_out(write)
-        except Refused as error:
+        except (Refused, InvalidManifest) as error:
             if not isinstance(write, Create):
                 about = write.new if isinstance(write, SetStatus) else write.value
                 self._warned(about, error.to_failure())
-            elif write.waits is not None:
+            elif write.waits is not None and (isinstance(error, Refused) or write.refused is None):
                 await self.apply(write.waits(error.to_failure()))
             raise
 

@@ -33,8 +33,10 @@ from snapshot_shared import instruments
 from snapshot_shared.errors import (
     BusUnavailable,
     Conflict,
+    InvalidManifest,
     NoSpace,
     NotFound,
+    Refused,
     StoreBusy,
 )
 from snapshot_shared.ids import OrderId, owner_of
@@ -278,6 +280,9 @@ class Manager:
             outcome = "conflict"
             log.info("%s is decided about again: %s", key, error)
             await self._refresh(value)
+        except (InvalidManifest, Refused) as error:
+            outcome = "failed"
+            log.warning("a write for %s is refused: %s", key, error)
         except Exception:
             outcome = "failed"
             log.exception("what was decided about %s cannot be carried out", key)

@@ -88,7 +88,7 @@ class Restores:
             raise InvalidMessage("an abort names a content or a pod")
 
         async def tombstone() -> None:
-            await self._orders.tombstone(f"restore-{pod.uid}", order.attempt)
+            await self._orders.tombstone(subject_of(order), order.attempt)
 
         async def compensate() -> None:
             for verb in ("place", "restore"):
@@ -110,6 +110,15 @@ class Restores:
         ]
         await ctx.steps("abort", table)
         return {}
+
+
+def subject_of(order: BringOrder | AbortOrder) -> str:
+    """Return the name of a restore in tombstones.
+
+    It has the owner of the order, because a ledger keeps tombstones as long as orders of their
+    owner. In a cluster no order belongs to a pod.
+    """
+    return f"restore-{owner_of(OrderId(order.order))}"
 
 
 async def _say_failed(machine: Machine, worker: Worker, attempt: int, why: Failure) -> None:
@@ -190,7 +199,7 @@ class _RestoreSteps:
     async def _check(self) -> None:
         """Raise before any side effect unless the restore is possible."""
         order = self._order
-        self._orders.require_current(f"restore-{order.pod.uid}", order.attempt)
+        self._orders.require_current(subject_of(order), order.attempt)
         found = await self._workers.resolve(order.pod)
         refuse(RESTORE_CHECKS, found.pod)
         self._root = root = await self._machine.artifacts.read_root(order.artifact)
