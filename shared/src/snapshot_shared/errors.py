@@ -50,6 +50,11 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from snapback_client.codec import encode_json
 
 # These are imported from here by the services.
 from snapback_client.errors import (
@@ -304,3 +309,33 @@ def failure_of(error: BaseException) -> Failure:
         path = str(error.filename or "")
         return StorageFailed(f"{error}", path=path, errno=error.errno).to_failure()
     return Internal(f"{type(error).__name__}: {error}").to_failure()
+
+
+MAX_TEXT = 4096
+"""How long the message and the next step of a reported failure may be, in characters."""
+
+MAX_VALUES_BYTES = 4096
+"""How long all values of a reported failure may be, in bytes of JSON."""
+
+
+def bounded(failure: Failure) -> Failure:
+    """Return a failure as a report may carry it: its longest values are cut, not its reason.
+
+    A value becomes a scalar or a list of scalars.
+    """
+    values = {key: _plain(value) for key, value in failure.values.items()}
+    while len(encode_json(values)) > MAX_VALUES_BYTES:
+        longest = max(values, key=lambda key: len(encode_json(values[key])))
+        half = len(values[longest]) // 2 if isinstance(values[longest], str | list) else 0
+        if half:
+            values[longest] = values[longest][:half]
+        else:
+            del values[longest]
+    message, next_step = failure.message[:MAX_TEXT], failure.next_step[:MAX_TEXT]
+    return replace(failure, message=message, next_step=next_step, values=values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [str(item) if isinstance(item, dict | list | tuple) else item for item in value]
+    return str(value) if isinstance(value, dict) else value

@@ -27,6 +27,7 @@ from snapshot_shared.errors import (
     ServiceStopped,
     SnapbackError,
     Superseded,
+    bounded,
     failure_of,
 )
 from snapshot_shared.ids import NodeName, OrderId, verb_of
@@ -351,6 +352,9 @@ class OrderBook:
     def _report_of(
         self, order: str, attempt: int, number: int, kind: str, fields: Mapping[str, Any]
     ) -> Report:
+        if "failure" in fields:
+            # The operator takes no longer one, and its order would stay without an answer.
+            fields = {**fields, "failure": bounded(fields["failure"])}
         return Report(
             order=order,
             attempt=attempt,

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from snapshot_shared.clocks import Clocks
-from snapshot_shared.errors import SourceExited, Superseded
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import MAX_VALUES_BYTES, Incompatible, SourceExited, Superseded
 from snapshot_shared.ids import NodeName, Uid, order_id
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Entry
@@ -245,6 +246,21 @@ async def test_a_lower_attempt_is_answered_with_the_highest_known_and_changes_no
     assert answer.failure == Superseded(answer.failure.message, attempt=7).to_failure()
     assert [entry.attempt for entry in book.journal.ledger.entries.values()] == [7]
     assert book.answers(order(attempt=8)) is None
+
+
+async def test_a_failure_is_reported_whatever_the_length_of_its_values(book: OrderBook) -> None:
+    mounts = [f"/var/lib/{number}/{'x' * 60}" for number in range(200)]
+    error = Incompatible("m" * 10_000, expected=mounts, found={"a": [1]}, path="p" * 9000, errno=5)
+    failure = book.refusal(order().order, 1, error).failure
+    assert failure is not None
+    assert (failure.reason, len(failure.message)) == ("Incompatible", 4096)
+    assert len(encode_json(failure.values)) <= MAX_VALUES_BYTES
+    assert failure.values["expected"] == mounts[: len(failure.values["expected"])] != []
+    assert (failure.values["found"], failure.values["errno"]) == ("{'a': [1]}", 5)
+    many = Incompatible("many", **{f"value-{number}": number for number in range(1000)})
+    cut = book.refusal(order().order, 1, many).failure
+    assert cut is not None
+    assert 0 < len(encode_json(cut.values)) <= MAX_VALUES_BYTES
 
 
 async def test_an_attempt_that_is_known_with_another_artifact_is_refused_as_superseded(

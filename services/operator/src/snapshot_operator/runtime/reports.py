@@ -13,6 +13,7 @@ from snapshot_shared import instruments, subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
+    MAX_VALUES_BYTES,
     BusUnavailable,
     InvalidMessage,
     SnapbackError,
@@ -32,7 +33,6 @@ OPERATOR = NodeName("operator")
 ACK_WAIT_S = 5.0
 """A report is folded in milliseconds; one that an operator took with it comes again after this."""
 MAX_REPORT_BYTES = 128 * 1024
-MAX_VALUES_BYTES = 4096
 MAX_COPY_BYTES = 65536
 
 
