@@ -96,6 +96,11 @@ class Forks:
                 with self.begin(code + _END, ["-c", *arguments], environment, *files) as told:
                     told.recv(16)
                     status = int(told.recv(16))
+            except TimeoutError as error:
+                for name in ("stat", "wchan", "syscall"):
+                    text = Path(f"/proc/{self._process.pid}/{name}").read_text()
+                    error.add_note(f"{name} of the process that forks: {text.strip()}")
+                raise
             finally:
                 os.close(given)
                 os.close(giving)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from snapshot_operator.kube import rbac
 from snapshot_operator.kube.crds import definitions
 from snapshot_operator.kube.webhooks import Endpoint, configurations
 from snapshot_operator.main import OperatorSettings
+from snapshot_shared.reasons import REASONS
 from snapshot_shared.service import VERSION
 from snapshot_shared.settings import load
 from tests.cluster import programs
@@ -101,6 +103,24 @@ def environment(documents: list[Any], name: str) -> dict[str, str]:
 def test_the_chart_has_no_flaw_that_helm_lint_finds() -> None:
     assert rendered(SIMULATED, HELPER)
     helm.run("lint", "--strict", str(helm.CHART), SIMULATED, HELPER)
+
+
+def test_the_logs_that_a_reason_names_are_those_of_a_container_of_the_chart() -> None:
+    there = {
+        (f"{key}={value}", container["name"])
+        for each in of_kind(rendered(HELPER), "DaemonSet")
+        for key, value in each["spec"]["template"]["metadata"]["labels"].items()
+        for container in containers_of(each["spec"]["template"]["spec"])
+    }
+    texts = [" ".join(reason) for reason in REASONS.values()]
+    named = [
+        command
+        for text in texts
+        for command in re.findall(r"--selector (\S+) --container (\S+) --prefix", text)
+    ]
+    assert len(named) == 2
+    assert set(named) <= there
+    assert not any("app=" in text or "daemonset/" in text for text in texts)
 
 
 @pytest.mark.parametrize("words", [(), (SIMULATED,), (OWN_NATS,)])

@@ -315,7 +315,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "No guard could be started, so the worker was left as it was.",
             "The container `guards` of the agent's pod does not run or does not answer.",
             "The capture is tried again until its deadline. Read the log of the guards: "
-            "`kubectl logs --selector app=snapback-node --container guards --prefix`.",
+            "`kubectl logs --namespace NAMESPACE --selector app.kubernetes.io/component=node "
+            "--container guards --prefix`.",
         ),
         "SourceExited": Reason(
             "The worker ended while it was needed.",
@@ -843,8 +844,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "HelperUnavailable": Reason(
             "The helper of the node does not answer, so CRIU was not started.",
             "The container `helper` of the agent's pod starts, or ends again and again.",
-            "`kubectl logs daemonset/snapback-node --container helper` says why. It is tried "
-            "again.",
+            "It is tried again. Read why: `kubectl logs --namespace NAMESPACE --selector "
+            "app.kubernetes.io/component=node --container helper --prefix`.",
         ),
         "GpusUnknown": Reason(
             "Which GPUs a container has is not known, so nothing was done to it.",

@@ -52,8 +52,8 @@ _ROOM = "free room where the artifact or the files of the container are written,
 # CRIU itself kills what it has restored after an error, so this is a cause only as the first one.
 _KILLED = "killed by signal 9"
 
-# What to do when the log has a text. They stand in no order: a log is read from its first line on,
-# as later errors follow from that.
+# What to do when the log has a text. A log is read from its first line on, as later errors follow
+# from that. Of two texts in one line the first one here counts.
 NEXT_STEPS: dict[str, str] = {
     "Can't get 1:16 opt": "use CRIU 4.2 or later, which Linux 6.16 and later need",
     "Can't get rlimit": "give the helper the capability SYS_RESOURCE",
@@ -67,7 +67,16 @@ NEXT_STEPS: dict[str, str] = {
     ),
     "has bad size": _CHANGED_FILE,
     "Can't open file": _CHANGED_FILE,
-    "Can't bind inet socket": _ADDRESS,
+    "Cannot assign requested address": _ADDRESS,
+    "Address already in use": (
+        "another process listens on this address: end it, or restore into a pod with a network of "
+        "its own"
+    ),
+    "Unsupported proto 262": (
+        "have the worker use TCP instead of MPTCP: start a program in Go with "
+        "GODEBUG=multipathtcp=0"
+    ),
+    "Unsupported proto": "have the worker close its sockets that are neither TCP nor UDP",
     "Can't create ghost regfile": _GHOST,
     "kerndat_tcp_repair failed": "bring the loopback interface up: ip link set lo up",
     "Unable to set a monotonic clock offset": "give the helper the capability SYS_TIME",
