@@ -378,6 +378,15 @@ def program(name: str, *words: str, **environment: str) -> subprocess.Popen[str]
     return subprocess.Popen([path, *words], env=variables, stderr=subprocess.PIPE, text=True)
 
 
+def transfer_processes() -> list[int]:
+    """The transfer processes of this one; not the process whose forks are as they are."""
+    return [
+        pid
+        for pid in children_of()
+        if b"gms.transfer_child" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    ]
+
+
 def children_of(pid: int | str = "self") -> list[int]:
     """The children of a process and of all its threads."""
     found: list[int] = []

@@ -16,7 +16,7 @@ import pytest
 import snapback_client as client
 from gms.adapters.transfer_process import TransferProcesses
 from snapshot_shared.service import VERSION
-from tests.support.gms_rig import MIB, Other, children_of, committed, gms, program
+from tests.support.gms_rig import MIB, Other, committed, gms, program, transfer_processes
 from tests.support.waiting import wait_until
 from tests.support.weights import flip
 
@@ -217,9 +217,8 @@ def test_an_interrupt_ends_a_save_and_leaves_nothing(launch: Any, tmp_path: Path
     with program("gms", "save", "--root", str(tmp_path)) as process:
         wait_until(lambda: any(tmp_path.rglob("gpu-0")))
         # Or the save may be over before the interrupt.
-        for child in children_of():
-            if b"transfer_child" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(child, signal.SIGSTOP)
+        for pid in transfer_processes():
+            os.kill(pid, signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert process.stderr.read() == "interrupted\n"

@@ -21,7 +21,7 @@ from gms.domain.transfer import CHUNK_BYTES
 from gms.handlers.transfers import SAVES_AGAIN, persistent
 from snapshot_shared.errors import ArtifactExists, TransferKilled
 from snapshot_shared.frames import UnfenceRequest
-from tests.support.gms_rig import MIB, children_of
+from tests.support.gms_rig import MIB, transfer_processes
 from tests.support.weights import PART, Weights, flip
 
 POINTS = int(os.environ.get("RESUMED_SAVES", "5"))
@@ -196,11 +196,9 @@ def test_a_save_whose_process_is_killed_goes_on_in_another_some_times(
         async with contextlib.aclosing(persistent(TransferProcesses(), task)) as events:
             async for event in events:
                 if isinstance(event, TransferLeased) and len(killed) < kills:
-                    for pid in children_of():
-                        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                        if b"gms.transfer_child" in words and pid not in killed:
-                            os.kill(pid, signal.SIGKILL)
-                            killed.add(pid)
+                    for pid in {*transfer_processes()} - killed:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
         return event
 
     if kills > SAVES_AGAIN:

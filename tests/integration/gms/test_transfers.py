@@ -33,7 +33,7 @@ from snapshot_shared import errors
 from snapshot_shared.codec import encode_json
 from snapshot_shared.orders import ArtifactRef
 from tests.bench.machine import huge_bytes_free
-from tests.support.gms_rig import MIB, attach, children_of
+from tests.support.gms_rig import MIB, attach, transfer_processes
 from tests.support.waiting import later, until, wait_until
 from tests.support.weights import OTHER, PART, UID, Weights, digests_of, flip
 
@@ -450,12 +450,8 @@ def test_an_artifact_is_not_damaged_because_a_memory_server_says_so(
 
 
 def spare_processes() -> list[int]:
-    commands = {
-        pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children_of()
-    }
-    return [
-        pid for pid, words in commands.items() if {b"gms.transfer_child", b"either"} <= {*words}
-    ]
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in transfer_processes()}
+    return [pid for pid, found in words.items() if b"either" in found.split(b"\0")]
 
 
 async def spare(processes: TransferProcesses) -> int:

@@ -162,10 +162,11 @@ def _dimensions(name: str, shape: int | Sequence[int]) -> list[int]:
             name=name,
             shape=repr(shape)[:80],
         ) from None
-    if min(found, default=0) < 0 or len(found) > MAX_DIMENSIONS:
+    fits = min(found, default=0) >= 0 and max(found, default=0) <= DOMAIN_BYTES
+    if not fits or len(found) > MAX_DIMENSIONS:
         raise InvalidValue(
-            f"the shape of array {name!r} has a negative dimension, or more than {MAX_DIMENSIONS}: "
-            f"{found[: MAX_DIMENSIONS + 1]}",
+            f"the shape of array {name!r} has a dimension that is negative or too large, or more "
+            f"than {MAX_DIMENSIONS}: {found[: MAX_DIMENSIONS + 1]}",
             next_step="use whole numbers from 0 on, at most 32 of them",
             name=name,
         )

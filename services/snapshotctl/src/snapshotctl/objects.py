@@ -68,7 +68,7 @@ async def find(operator: Operator, targets: Sequence[Target]) -> AnyObject:
             next_step=f"name the kind as well, as in {named[0]}",
             candidates=named,
         )
-    raise await _revised(operator, targets) or _none_of(targets, await _like(operator, targets))
+    raise await _revised(operator, targets) or _none_of(targets, await like(operator, targets))
 
 
 async def _revised(operator: Operator, wanted: Sequence[Target]) -> NotFound | None:
@@ -89,7 +89,7 @@ async def _revised(operator: Operator, wanted: Sequence[Target]) -> NotFound | N
     return None
 
 
-async def _like(operator: Operator, wanted: Sequence[Target]) -> list[Target]:
+async def like(operator: Operator, wanted: Sequence[Target]) -> list[Target]:
     """Return the objects there that have a name much like that of targets of one name."""
     there = [
         Target(each.kind, each.namespace, value.metadata.name)
@@ -99,8 +99,8 @@ async def _like(operator: Operator, wanted: Sequence[Target]) -> list[Target]:
     return names_like(wanted[0].name or "", there)
 
 
-def _none_of(targets: Sequence[Target], like: Sequence[Target]) -> NotFound:
-    meant = f"did you mean {' or '.join(each.typed for each in like)}?" if like else ""
+def _none_of(targets: Sequence[Target], similar: Sequence[Target]) -> NotFound:
+    meant = f"did you mean {' or '.join(each.typed for each in similar)}?" if similar else ""
     if len(targets) == 1:
         found = targets[0]
         where = f" in namespace {found.namespace}" if found.namespace else ""

@@ -117,8 +117,8 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
 
 async def _source(operator: Operator, name: str, namespace: str) -> Source:
     """Read the objects of the source. NotFound, and NotEligible when its capture has failed."""
-    checkpoint = await operator.get(Target(KINDS["DynamoCheckpoint"], namespace, name))
-    snapshot = await operator.get(Target(KINDS["Snapshot"], namespace, name))
+    targets = [Target(KINDS[kind], namespace, name) for kind in ("DynamoCheckpoint", "Snapshot")]
+    checkpoint, snapshot = [await operator.get(target) for target in targets]
     if checkpoint is None and snapshot is None:
         found = await operator.all_of(KINDS["Snapshot"], namespace)
         snapshot = revisions.newest(found, name)
@@ -129,9 +129,12 @@ async def _source(operator: Operator, name: str, namespace: str) -> Source:
                 f"{failed} has failed: {why}", next_step=f"see why: snapshotctl explain {failed}"
             )
     if checkpoint is None and snapshot is None:
+        names = [target.name for target in await objects.like(operator, targets)]
         raise NotFound(
             f"no checkpoint or snapshot is called {name} in namespace {namespace}",
-            next_step="list what is captured: snapshotctl artifacts ls -A",
+            next_step=f"did you mean {' or '.join(dict.fromkeys(map(str, names)))}?"
+            if names
+            else "list what is captured: snapshotctl artifacts ls -A",
         )
     snapshot = snapshot if isinstance(snapshot, Snapshot) else None
     bound = snapshot.status.bound_snapshot_content_name if snapshot else None

@@ -136,12 +136,16 @@ def _documents(text: str, source: str) -> Iterator[Document]:
 
 
 def _members(value: Any, node: yaml.Node, source: str) -> Iterator[Document]:
-    """Yield the objects of a List, as `kubectl get -o yaml` writes it, or the document itself."""
-    items = value.get("items") if isinstance(value, dict) else None
-    if not isinstance(items, list) or not str(value.get("kind", "")).endswith("List"):
+    """Yield the objects of a list, or the document itself.
+
+    A list is a List, as `kubectl get -o yaml` writes it, or a sequence, as `snapshotctl get` does.
+    """
+    is_list = isinstance(value, dict) and str(value.get("kind", "")).endswith("List")
+    items = value.get("items") if is_list else value
+    if not isinstance(items, list):
         yield Document(_line(source, node), value, node)
         return
-    listed = _below(node, "items")
+    listed = _below(node, "items") if is_list else ("", node)
     nodes = listed[1].value if listed and isinstance(listed[1], yaml.SequenceNode) else []
     for item, below in zip_longest(items, nodes[: len(items)]):
         # An object of a List of its own, which may leave out what the List says of all.
