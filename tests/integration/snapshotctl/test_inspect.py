@@ -188,6 +188,7 @@ def test_events_are_followed_as_they_happen_until_an_interrupt(running: Cli) -> 
 
 
 def test_a_restore_is_shown_phase_by_phase_and_its_pod_can_be_captured(running: Cli) -> None:
+    running.refused(Exit.NOT_FOUND, "next: did you mean warm?", "restore", "wram")
     shown = running.ok("restore", "warm").out
     [pod] = re.findall(r"^pod/(warm-restored-\w+) created", shown)
     _has(shown, "load gpu-0", "done", "restore the process", "done", f"pod/{pod} is ready")

@@ -43,6 +43,8 @@ def test_a_list_is_the_objects_in_it_each_with_its_line() -> None:
     assert [d.where for d in found] == ["f.yaml:4", "f.yaml:8", "f.yaml:9", "f.yaml:11"]
     assert [d.value for d in found[1:3]] == [{"kind": "Pod", "metadata": {"name": "b"}}, 7]
     assert found[0].placed("metadata.name: is wrong") == "f.yaml:5: metadata.name: is wrong"
+    bare = load(b"- kind: Pod\n- kind: Node\n", "g.yaml")
+    assert [(d.where, d.value["kind"]) for d in bare] == [("g.yaml:1", "Pod"), ("g.yaml:2", "Node")]
     many = json.dumps({"kind": "List", "items": [{}] * (documents.MAX_DOCUMENTS + 1)})
     assert "holds more than 100 documents" in _problem(many)
 

@@ -162,7 +162,8 @@ def _dimensions(name: str, shape: int | Sequence[int]) -> list[int]:
             name=name,
             shape=repr(shape)[:80],
         ) from None
-    fits = min(found, default=0) >= 0 and max(found, default=0) <= DOMAIN_BYTES
+    # An empty array takes no bytes, whatever its other dimensions are.
+    fits = min(found, default=0) >= 0 and (all(found) or max(found) <= DOMAIN_BYTES)
     if not fits or len(found) > MAX_DIMENSIONS:
         raise InvalidValue(
             f"the shape of array {name!r} has a dimension that is negative or too large, or more "

@@ -12,6 +12,7 @@ from snapshot_shared import revisions
 from snapshot_shared.errors import NotEligible, NotFound
 from snapshot_shared.objects.kinds import KINDS, kind_of
 from snapshot_shared.objects.snapback import POD_SPEC, DynamoCheckpoint, Snapshot, SnapshotContent
+from snapshotctl import objects
 from snapshotctl.command import (
     Container,
     Manifest,
