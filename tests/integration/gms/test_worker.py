@@ -130,6 +130,7 @@ def test_one_worker_at_a_time_follows_a_control_directory(agent: Agent) -> None:
         agent.quiet()
         agent.go_on()
         assert worker.failure is None
+    agent.remove("quiesce", "quiesced", "snapshot-complete")
     with ready():
         agent.quiet(2)
         agent.go_on(2)
