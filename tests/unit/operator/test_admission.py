@@ -24,6 +24,7 @@ from kubernetes_asyncio.client import Configuration
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.admission import (
     MAX_BYTES,
+    PAGE,
     Admission,
     Answer,
     Request,
@@ -184,6 +185,10 @@ async def test_a_name_of_revisions_is_that_of_the_newest_captured_one_on_any_pag
     behind.more = {"metadata": {}, "items": [revision]}
     answer = await admission.pod(request(pod(restore_from="chat", restore_digest="sha256:1")))
     assert answer.outcome == "denied"
+    # An object of a tenant may be large, and a page is decoded at once.
+    limits = {query["limit"] for query in behind.queries if "limit" in query}
+    assert limits == {str(PAGE)}
+    assert PAGE <= 20
     assert is_placeholder(await admission.pod(request(pod(restore_from="chat"))))
 
 
@@ -322,7 +327,9 @@ async def test_a_deletion_warns_of_readers_and_is_never_refused(
         "metadata": {"name": "r", **META},
         "spec": {"podRef": {"name": "replica", "uid": UID}, "source": "n"},
     }
-    behind.objects = {"namespaces/team/snapshotrestores": {"items": [reader]}}
+    page = {"metadata": {"continue": "more"}, "items": []}
+    behind.objects = {"namespaces/team/snapshotrestores": page}
+    behind.more = {"metadata": {}, "items": [reader]}
     found = await admission.deletion(request(None, SNAPSHOT, "DELETE"))
     assert found.outcome == "allowed"
     assert [text.rpartition(": ")[2] for text in found.warned] == (["replica"] * (status == 200))

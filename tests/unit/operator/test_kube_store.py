@@ -15,6 +15,7 @@ from aiohttp.test_utils import RawTestServer
 from kubernetes_asyncio.client import Configuration
 
 from snapshot_operator.kube.store import RESOURCES, KubeStore
+from snapshot_operator.kube.wire import MAX_CONTAINERS
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import StoreBusy
 from snapshot_shared.identity import identity_hash
@@ -427,6 +428,16 @@ def test_a_container_of_a_pod_to_restore_runs_a_worker_unless_it_is_a_placeholde
     assert POD(encoded(spec=spec)).status.worker_containers == workers
     meta = META | {"annotations": {}}
     assert POD(encoded(metadata=meta, spec=spec)).status.worker_containers == []
+
+
+def test_of_a_pod_with_very_many_containers_the_first_ones_are_looked_at() -> None:
+    names = [f"c-{number}" for number in range(2000)]
+    spec = {"containers": [{"name": name} for name in names]}
+    status = {"containerStatuses": [{"name": name} for name in names]}
+    found = POD(msgspec.json.encode({"metadata": META, "spec": spec, "status": status}))
+    first = names[:MAX_CONTAINERS]
+    assert [each.name for each in found.spec.containers] == first
+    assert [each.name for each in found.status.container_statuses] == first
 
 
 def test_a_job_has_its_counts_and_conditions() -> None:

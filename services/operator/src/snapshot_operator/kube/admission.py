@@ -13,6 +13,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -171,8 +172,12 @@ class _List(msgspec.Struct, frozen=True):
     items: list[msgspec.Raw] | None = None
 
 
-MAX_READ = 500
-"""How many objects are read at a time; of restores no more, before a warning about a deletion."""
+PAGE = 20
+"""How many objects are read at a time. An object may have 256 KiB of annotations, and a page is
+decoded without a pause."""
+
+MAX_RESTORES = 500
+"""How many restores are read before a warning about a deletion."""
 
 T = TypeVar("T")
 
@@ -299,14 +304,9 @@ class Admission:
 
     async def deletion(self, request: Request) -> Answer:
         """Return a warning if pods are restored from the object; a deletion is never refused."""
-        resource = RESOURCES["SnapshotRestore"]
-        path = resource.path(request.namespace or None)
         try:
             async with asyncio.timeout(READ_S):
-                answer = await self._client.request("GET", path, params={"limit": str(MAX_READ)})
-                restores = [
-                    resource.value_in(bytes(raw)) for raw in _LIST.decode(answer).items or ()
-                ]
+                restores = await self._all_of("SnapshotRestore", request.namespace, MAX_RESTORES)
         except (SnapbackError, TimeoutError, msgspec.DecodeError) as error:
             log.warning("readers of %s are not named: %s", request.name, error)
             return Answer()
@@ -371,7 +371,8 @@ class Admission:
                 kinds = ("Snapshot", "DynamoCheckpoint")
                 read = [await self._read(kind, namespace, asked.source) for kind in kinds]
                 if not any(read):
-                    read = [revisions.newest(await self._snapshots(namespace), asked.source)]
+                    snapshots = await self._all_of("Snapshot", namespace)
+                    read = [revisions.newest(snapshots, asked.source)]
                 named = (*(each for each in read if isinstance(each, Snapshot | DynamoCheckpoint)),)
                 return Sources(named, await self._content(named[0]) if named else None)
         except (SnapbackError, TimeoutError, msgspec.DecodeError) as error:
@@ -379,17 +380,20 @@ class Admission:
             log.warning("%s is not compared with what the pod asks for: %s", asked.source, why)
             return Sources()
 
-    async def _snapshots(self, namespace: str) -> list[AnyObject]:
-        resource = RESOURCES["Snapshot"]
+    async def _all_of(self, kind: str, namespace: str, most: float = math.inf) -> list[AnyObject]:
+        """Read the objects of a kind page by page, of more than `most` the first ones."""
+        resource = RESOURCES[kind]
         found: list[AnyObject] = []
-        params = {"limit": str(MAX_READ)}
-        while True:
-            answer = await self._client.request("GET", resource.path(namespace), params=params)
+        params = {"limit": str(PAGE)}
+        while len(found) < most:
+            path = resource.path(namespace or None)
+            answer = await self._client.request("GET", path, params=params)
             page = _LIST.decode(answer)
             found += [resource.value_in(bytes(raw)) for raw in page.items or ()]
             if not page.metadata.continue_:
-                return found
+                break
             params["continue"] = page.metadata.continue_
+        return found
 
     async def _content(self, source: AnyObject) -> SnapshotContent | None:
         places: list[tuple[str, str | None, str]] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_type_hints
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from snapshot_operator.core.checkpoint import STUCK
 from snapshot_shared.codec import digest
@@ -273,9 +273,20 @@ _TEMPLATE = msgspec.json.Decoder(WireTemplate)
 _ENV = msgspec.json.Decoder(list[WireEnvVar])
 
 
+MAX_CONTAINERS = 256
+"""How many containers of a pod are looked at. Anyone may make a pod of 1.5 MiB, and the loop of the
+operator decodes it at each change."""
+
+
 def pod_in(sent: Sent, _same: AnyObject | None) -> Pod:
     """Return the facts of a pod, as `Decode` says."""
     spec, status = _POD_SPEC.decode(sent.spec), _POD_STATUS.decode(sent.status)
+    spec = replace(spec, containers=spec.containers[:MAX_CONTAINERS])
+    status = replace(
+        status,
+        container_statuses=status.container_statuses[:MAX_CONTAINERS],
+        init_container_statuses=status.init_container_statuses[:MAX_CONTAINERS],
+    )
     reason, message = _stuck(status)
     return Pod(
         metadata=_meta(sent.metadata),
