@@ -69,7 +69,11 @@ class Guests:
         """The oldest first."""
 
     def admit(self, transport: asyncio.Transport) -> None:
-        """Take in a new connection, for which an older one goes if there are too many."""
+        """Take in a new connection, for which an older one goes if there are too many.
+
+        It counts from its first packet on: one that never ends its handshake of TLS costs as much
+        memory as any other.
+        """
         guest = _Guest(transport)
         there = [each for each in self._guests if not each.transport.is_closing()]
         strangers = [each for each in there if not each.is_trusted]
@@ -79,7 +83,12 @@ class Guests:
         elif len(there) >= self._most and strangers:
             strangers[0].transport.abort()
         self._guests = [*there, guest]
-        asyncio.get_running_loop().call_later(self._head_s, self._end_silent, guest)
+
+    def begin(self, transport: asyncio.Transport, spoken: asyncio.Transport) -> None:
+        """Expect a request on a connection that was admitted; over TLS it speaks by another one."""
+        for guest in self._of(transport):
+            guest.transport = spoken
+            asyncio.get_running_loop().call_later(self._head_s, self._end_silent, guest)
 
     def asks(self, transport: asyncio.BaseTransport | None) -> None:
         """Note that a connection has sent the head of a request."""
@@ -94,6 +103,11 @@ class Guests:
     def _of(self, transport: asyncio.BaseTransport | None) -> Iterator[_Guest]:
         return (each for each in self._guests if each.transport is transport)
 
+    def end(self) -> None:
+        """End all connections."""
+        for guest in self._guests:
+            guest.transport.abort()
+
     def _end_silent(self, guest: _Guest) -> None:
         if not guest.has_asked:
             guest.transport.abort()
@@ -102,16 +116,47 @@ class Guests:
 class _Visitor(asyncio.Protocol):
     """A connection before it speaks HTTP."""
 
-    def __init__(self, server: web.Server, guests: Guests) -> None:
+    def __init__(self, server: web.Server, guests: Guests, context: ssl.SSLContext | None) -> None:
         self._server = server
         self._guests = guests
+        self._context = context
+        self._early: list[bytes] = []
+        self._securing: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a server of TCP
         self._guests.admit(transport)
+        if self._context is None:
+            self._begin(transport, transport)
+            return
+        # What comes before the handshake is not for this protocol.
+        transport.pause_reading()
+        self._securing = asyncio.create_task(self._secure(transport, self._context))
+
+    def data_received(self, data: bytes) -> None:
+        # It may come with the last packet of the handshake.
+        self._early.append(data)
+
+    async def _secure(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        secure: asyncio.Transport | None = None
+        # The other side is no client of TLS, is too slow, or has gone.
+        with contextlib.suppress(OSError):
+            secure = await loop.start_tls(
+                transport, self, context, server_side=True, ssl_handshake_timeout=HEAD_S
+            )
+        if secure is None or secure.is_closing():
+            transport.abort()
+        else:
+            self._begin(transport, secure)
+
+    def _begin(self, transport: asyncio.Transport, spoken: asyncio.Transport) -> None:
+        self._guests.begin(transport, spoken)
         handler = self._server()
-        transport.set_protocol(handler)
-        handler.connection_made(transport)
+        spoken.set_protocol(handler)
+        handler.connection_made(spoken)
+        for data in self._early:
+            handler.data_received(data)
 
 
 @contextlib.asynccontextmanager
@@ -197,7 +242,7 @@ async def serving(
     try:
         server = runner.server
         assert server is not None  # noqa: S101 - the runner is set up
-        listening = await _listen(lambda: _Visitor(server, guests), host, port, variable, context)
+        listening = await _listen(lambda: _Visitor(server, guests, context), host, port, variable)
         try:
             number: int = listening.sockets[0].getsockname()[1]
             yield number
@@ -205,19 +250,14 @@ async def serving(
             listening.close()
     finally:
         await runner.cleanup()
+        guests.end()
 
 
 async def _listen(
-    visitor: Callable[[], _Visitor],
-    host: str,
-    port: int,
-    variable: str,
-    context: ssl.SSLContext | None,
+    visitor: Callable[[], _Visitor], host: str, port: int, variable: str
 ) -> asyncio.Server:
     try:
-        return await asyncio.get_running_loop().create_server(
-            visitor, host, port, ssl=context, ssl_handshake_timeout=HEAD_S if context else None
-        )
+        return await asyncio.get_running_loop().create_server(visitor, host, port)
     except OSError as error:
         raise AddressInUse(
             f"cannot listen on {host}:{port}: {error.strerror or error}",

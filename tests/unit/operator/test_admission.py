@@ -35,7 +35,7 @@ from snapshot_operator.kube.certificates import Certificates, renewal, renewed
 from snapshot_operator.kube.webhook_tls import MountedCertificate, new_context, take
 from snapshot_operator.kube.webhooks import Endpoint, configurations, introduced
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.http import Guests
+from snapshot_shared.http import HEAD_S, Guests, serving
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.objects.snapback import STANDBY_VARIABLES
 from snapshot_shared.validation import Problem
@@ -677,3 +677,22 @@ async def test_a_folder_without_a_certificate_is_named_with_its_setting(tmp_path
         async with MountedCertificate(tmp_path / "none").kept():
             pass
     assert "tls.crt" in (caught.value.next_step or "")
+
+
+async def test_a_connection_without_an_end_of_its_handshake_counts_from_its_beginning() -> None:
+    found = made(datetime.now(UTC))
+    context = new_context()
+    take(context, found.certificate, found.key)
+    client = ssl.create_default_context(cadata=found.authorities.decode())
+    app, guests = web.Application(), Guests(of_peer=2)
+    async with serving(app, "127.0.0.1:0", guests, patience_s=5.0, context=context) as port:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
+        for reader, _ in opened[:7]:
+            # Before the end of the time that a handshake may take.
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), HEAD_S / 2) == b""
+        url = f"https://localhost:{port}/nothing"
+        async with aiohttp.ClientSession() as session, session.get(url, ssl=client) as answer:
+            assert answer.status == 404
+        for _, writer in opened:
+            writer.close()
