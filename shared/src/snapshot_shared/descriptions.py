@@ -118,7 +118,7 @@ MEANINGS = {
     "sequence": "its place in the stream",
     "service": "the service that sent it",
     "size": "the size of the artifact, for people",
-    "slots": "how many parts are moved at a time",
+    "slots": "how many workers are captured at a time",
     "source_policy": "what becomes of the worker after a capture that succeeded",
     "span_id": "the span",
     "stall_s": "how long the step waits, in seconds; 0: until its deadline",

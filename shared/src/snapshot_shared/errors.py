@@ -16,6 +16,7 @@ SnapbackError
 ├── Rejected                  an order that must not be carried out here
 │   ├── WrongNode / StalePodReference / Superseded / NotEligible
 ├── DeadlineExceeded          time ran out: names the step and the budget in seconds
+├── NodeBusy                  a node has as many captures under way as it may
 ├── SourceExited              the worker ended while it was needed
 ├── WorkerRefused             the worker says that it cannot be captured
 ├── CriuFailed                CRIU did not dump or restore a process
@@ -157,6 +158,12 @@ class HoldDeadline(SnapbackError):
 
 class NoGuard(SnapbackError):
     """No guard could be started for a worker, so nothing was done to it."""
+
+    retryable = True
+
+
+class NodeBusy(SnapbackError):
+    """A node has as many captures under way as it may, so nothing was done for another one."""
 
     retryable = True
 

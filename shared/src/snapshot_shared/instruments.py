@@ -400,15 +400,15 @@ SLOTS_USED = Instrument(
     Shape.UP_DOWN,
     "{slot}",
     Of.AGENT,
-    "parts that are being written or read now",
-    "equal to the limit for long: work waits for slots",
+    "workers that are being captured now, up to the end of their dump",
+    "equal to the limit for long: captures wait for their turn",
 )
 SLOTS_LIMIT = Instrument(
     "snapback.slot.limit",
     Shape.UP_DOWN,
     "{slot}",
     Of.AGENT,
-    "parts that may be written or read at a time (SNAPBACK_SLOTS)",
+    "workers that may be captured at a time (SNAPBACK_SLOTS)",
     "beside snapback.slot.used",
 )
 FREEZE_DURATION = Instrument(

@@ -311,6 +311,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "The checkpoint would capture its worker by a Snapshot of its own name.",
             "Rename the checkpoint, or `snapshotctl delete snapshot NAME`.",
         ),
+        "NodeBusy": Reason(
+            "The node has as many captures under way as it may, so the worker was left as it was.",
+            "`SNAPBACK_SLOTS` of the agent bounds how many workers are written at a time.",
+            "Wait: the capture is tried again until its deadline. Raise `SNAPBACK_SLOTS` if the "
+            "disks of the node can take more.",
+        ),
         "NoGuard": Reason(
             "No guard could be started, so the worker was left as it was.",
             "The container `guards` of the agent's pod does not run or does not answer.",

@@ -21,7 +21,7 @@ from snapshot_agent.ports import Dump, Stage, Worker
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
 from snapshot_shared.errors import NoSpace
-from snapshot_shared.orders import VectorEntry
+from snapshot_shared.orders import Progress, VectorEntry
 from tests.support.agent_rig import Rig, failure_of, fresh_uid, is_gone, state_of
 from tests.support.waiting import until
 
@@ -113,6 +113,36 @@ async def test_a_second_capture_of_the_same_container_is_refused_while_one_holds
     await node.staged(pod, content)
     another = node.prepare_order(pod, fresh_uid())
     assert content in (await node.refused(another, "NotEligible", kind="rejected")).message
+
+
+async def test_a_capture_that_waits_for_others_of_its_node_leaves_its_worker_alone(
+    node: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, late = [await node.running() for _ in range(3)]
+    one, two, content = [fresh_uid() for _ in range(3)]
+    before = [*late.events()]
+    prepared = await node.prepared(first, one)
+    await node.prepared(second, two)
+    monkeypatch.setattr(captures, "BUSY_S", 0.3)
+    busy = await node.refused(node.prepare_order(late, content), "NodeBusy")
+    assert (busy.retryable, [*late.events()]) == (True, before)
+    monkeypatch.setattr(captures, "BUSY_S", 60.0)
+    again = node.prepare_order(late, content, attempt=2)
+    async with node.bus.listening(f"snap.progress.{node.node}.>") as queue:
+        await node.send(again)
+        async with asyncio.timeout(10):
+            announced = decode_json((await queue.get()).data, Progress)
+    assert announced.awaits == "2 captures under way on this node"
+    assert [*late.events()] == before
+    # The worker is still held at the end of its dump.
+    await node.done(node.dump_order(first, one, prepared.vector), "staged")
+    assert (await node.answer(again)).kind == "prepared"
+    # A hold that ends without a dump gives its place back, too.
+    other = await node.running()
+    last = node.prepare_order(other, fresh_uid())
+    await node.send(last)
+    await node.done(node.release_order(second, two), "released")
+    assert (await node.answer(last)).kind == "prepared"
 
 
 async def test_a_container_is_free_again_when_the_memory_server_of_its_pod_does_not_answer(

@@ -180,7 +180,10 @@ async def test_an_attempt_that_took_longer_than_its_rest_is_followed_at_once(wor
     assert [order.attempt for order in world.open("prepare")] == [2]
 
 
-@pytest.mark.parametrize(("reason", "fails"), [("NoGuard", "prepare"), ("ServiceStopped", "save")])
+@pytest.mark.parametrize(
+    ("reason", "fails"),
+    [("NoGuard", "prepare"), ("NodeBusy", "prepare"), ("ServiceStopped", "save")],
+)
 async def test_a_node_whose_services_are_stopped_and_started_ends_no_capture(
     world: World, reason: str, fails: str
 ) -> None:

@@ -76,7 +76,7 @@ is less than the `terminationGracePeriodSeconds` of the chart, 30 s."""
 
 
 class AgentSettings(NodeSettings, frozen=True, kw_only=True):
-    """The settings of an agent. It writes or reads at most `slots` parts at a time.
+    """The settings of an agent. It captures at most `slots` workers at a time.
 
     `world` says what starts the workers: the agent itself, by orders, or the kubelet of its node,
     whose folder is `kubelet_dir`, with the logs of pods in `pod_logs_dir`. `guard_starter` is the

@@ -11,7 +11,7 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from snapshot_shared.errors import Failure, NoGuard, ServiceStopped, UnsupportedVersion
+from snapshot_shared.errors import Failure, NodeBusy, NoGuard, ServiceStopped, UnsupportedVersion
 from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import CLEANING, MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
 from snapshot_shared.views import is_answered
@@ -28,8 +28,8 @@ RESTS_S = (1.0, 5.0, 30.0)
 
 The last of these counts for all later attempts.
 """
-OF_A_NODE = frozenset({ServiceStopped.reason, NoGuard.reason})
-"""Failures of a node whose services are stopped or started, as in an upgrade.
+OF_A_NODE = frozenset({ServiceStopped.reason, NoGuard.reason, NodeBusy.reason})
+"""Failures of a node that is busy, or whose services are stopped or started, as in an upgrade.
 
 They leave the worker as it was, and count as no attempt: a capture has its deadline.
 """

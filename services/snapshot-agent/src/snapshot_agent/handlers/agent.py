@@ -44,24 +44,25 @@ class Agent:
         slots: int,
         kubelets: Workers | None = None,
     ) -> None:
-        """Make the handlers; at most `slots` parts are written or read at a time.
+        """Make the handlers; at most `slots` workers are captured, and artifacts read, at a time.
 
         Without `kubelets`, which are the workers of a kubelet, the agent itself starts pods.
         """
-        semaphore = Slots(slots)
+        # A quiet worker waits for no artifact to be read, which may take an hour.
+        writing, reading = Slots(slots), Slots(slots)
         self._clocks = machine.clocks
         self.background = Background()
         pods = Pods(machine, orders, self.background, environment, state_dir)
         self.pods = pods if kubelets is None else None
         workers: Workers = kubelets or pods
         self.holds = Holds(machine, orders, workers, self.background)
-        self.captures = Captures(machine, orders, workers, self.holds, semaphore)
-        self.artifacts = Artifacts(machine, orders, semaphore)
+        self.captures = Captures(machine, orders, workers, self.holds, writing)
+        self.artifacts = Artifacts(machine, orders, reading)
         self.restores = Restores(machine, orders, workers)
         self._recoverer = Recoverer(machine, orders, workers, self.pods, self.holds)
         observe = machine.metrics.observe
-        observe(instruments.SLOTS_USED, lambda: {(): semaphore.used})
-        observe(instruments.SLOTS_LIMIT, lambda: {(): semaphore.limit})
+        observe(instruments.SLOTS_USED, lambda: {(): writing.used})
+        observe(instruments.SLOTS_LIMIT, lambda: {(): writing.limit})
         if self.pods is not None:
             observe(instruments.PODS, lambda: {(): len(pods.known)})
 

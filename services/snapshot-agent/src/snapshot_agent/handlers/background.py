@@ -39,6 +39,14 @@ class Slots(asyncio.Semaphore):
         self.used -= 1
         super().release()
 
+    async def turn(self, within_s: float) -> Callable[[], None]:
+        """Wait for a slot; return what frees it, once. TimeoutError."""
+        async with asyncio.timeout(within_s):
+            await self.acquire()
+        with contextlib.ExitStack() as freeing:
+            freeing.callback(self.release)
+            return freeing.pop_all().close
+
 
 class Background:
     """Owns tasks. One that fails is logged and ends alone."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+from collections.abc import Callable
 
 import msgspec
 
 from snapshot_agent.domain.driving import PHASE_NOTE, Phase
 from snapshot_agent.domain.gate import DUMP_CHECKS, DumpRequest, refuse
-from snapshot_agent.handlers.background import HANGS_S, compensated, while_alive
+from snapshot_agent.handlers.background import HANGS_S, Slots, compensated, while_alive
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.prepare import Prepare, facts_of
 from snapshot_agent.ports import Dump, GenerationRef, Machine, Orders, Stage, Workers
 from snapshot_shared.artifact import PartManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.encrypting import PartCipher
-from snapshot_shared.errors import Aborted, Internal, InvalidMessage
+from snapshot_shared.errors import Aborted, Internal, InvalidMessage, NodeBusy
 from snapshot_shared.ids import OrderId, Uid, order_id, verb_of
 from snapshot_shared.ledger import Entry
 from snapshot_shared.orders import (
@@ -35,6 +35,9 @@ TERMINATE_GRACE_S = 5.0
 LET_GO_S = 45.0
 """How long it may take to let a worker go, in seconds, besides what its driver needs for it."""
 
+BUSY_S = 120.0
+"""How long a capture waits for others of its node before its worker is quiet, in seconds."""
+
 SLACK_S = 5.0
 """How many seconds after the budget of a step the guard thaws the worker."""
 
@@ -48,9 +51,9 @@ class Captures:
         orders: Orders,
         workers: Workers,
         holds: Holds,
-        slots: asyncio.Semaphore,
+        slots: Slots,
     ) -> None:
-        """Write at most as many parts at a time as `slots` allows."""
+        """Write at most as many workers at a time as `slots` allows."""
         self._machine = machine
         self._orders = orders
         self._workers = workers
@@ -67,9 +70,30 @@ class Captures:
             order=order,
             ctx=ctx,
         )
-        await ctx.steps("prepare", steps.table())
+        await steps.give_up_older()
+        # Before the worker is quiet, which otherwise would wait for the workers before it.
+        free_slot = await self._slot(ctx)
+        try:
+            await ctx.steps("prepare", steps.table())
+        except BaseException:
+            free_slot()
+            raise
+        steps.hold.free_slot = free_slot
         self._holds.watch(steps.hold, order.dump_within_s)
         return {"vector": steps.vector}
+
+    async def _slot(self, ctx: OrderContext) -> Callable[[], None]:
+        """Wait for a slot; return what frees it. NodeBusy."""
+        if self._slots.locked():
+            busy = f"{self._slots.limit} captures under way on this node"
+            await ctx.progress(PROCESS, "quiesce", 0, 0, busy)
+        try:
+            return await self._slots.turn(BUSY_S)
+        except TimeoutError:
+            raise NodeBusy(
+                f"{self._slots.limit} captures are under way on this node",
+                limit=self._slots.limit,
+            ) from None
 
     async def dump(self, order: DumpOrder, ctx: OrderContext) -> Result:
         """Write the process part of a held worker."""
@@ -86,7 +110,8 @@ class Captures:
         if hold is None or prepared is None:
             raise Internal("the gate has been passed with no hold")
         with self._holds.busy(hold, order.release_within_s):
-            async with self._slots, contextlib.AsyncExitStack() as closing:
+            async with contextlib.AsyncExitStack() as closing:
+                closing.callback(hold.free_slot)
                 # Before the worker is stopped: a KMS may take its time.
                 place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
                 cipher = await self._machine.keys.new_cipher(place, PROCESS)

@@ -77,7 +77,7 @@ class Hold:
     sends the signs of life.
     `quiet_since` and `frozen_since` are None while the worker is not, and after a restart of the
     agent. `paused_s` is for how long it was quiet, once it goes on and if that was measured. `turn`
-    keeps two ends of the hold apart.
+    keeps two ends of the hold apart. `free_slot` ends its use of a slot of the node.
     """
 
     order: PrepareOrder
@@ -95,6 +95,7 @@ class Hold:
     frozen_since: float | None = None
     paused_s: float = 0.0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    free_slot: Callable[[], None] = lambda: None
 
     @property
     def content(self) -> Uid:
@@ -441,6 +442,7 @@ class Holds:
         if self.by_content.get(hold.content) is hold:
             del self.by_content[hold.content]
             hold.unlock()
+            hold.free_slot()
 
     def close(self) -> None:
         """Close the connections to the guards, which then wait for the next agent."""

@@ -140,11 +140,16 @@ class Prepare:
         ]
         return [VectorEntry(part="process"), *gpus]
 
-    async def _gate(self) -> None:
+    async def give_up_older(self) -> None:
+        """Let the worker of an earlier attempt go. Superseded if this attempt was aborted."""
         order, content = self._order, Uid(self._order.content_uid)
         self._orders.require_current(f"capture-{content}", order.attempt)
         if older := self._holds.of(content, order.attempt):
             await self._holds.give_up(older, _superseded(older, order))
+
+    async def _gate(self) -> None:
+        order, content = self._order, Uid(self._order.content_uid)
+        self._orders.require_current(f"capture-{content}", order.attempt)
         driver = self._machine.driver(order.driver)
         self._found = found = await self._workers.resolve(order.pod)
         holder = self._holds.holder_of(order.pod)
