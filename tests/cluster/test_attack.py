@@ -19,6 +19,7 @@ from snapshot_operator.core.ordering import status_of
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.runtime import owned
 from snapshot_shared.codec import encode_json
+from snapshot_shared.objects.snapback import RESTORE_CONTENT, RESTORE_DIGEST, RESTORE_UID
 from snapshot_shared.orders import AbortOrder, DeleteOrder, Order, PodRef
 from tests.cluster import agents
 from tests.cluster.kubectl import Kubectl
@@ -81,6 +82,39 @@ async def test_the_operator_restores_no_content_of_another_namespace(
     assert (await failure_of(namespace)).get("reason") != "Rejected"
     [content] = await rig.items(f"{OURS}/snapshotcontents")
     assert "readers" not in content["status"]
+
+
+async def test_no_annotation_names_what_is_of_another_namespace(
+    rig: Rig, nodes: Kubectl, namespace: Kubectl
+) -> None:
+    rig.others.append(namespace.namespace)
+    await rig.captured("secret", agents.source("--answer", "42"))
+    found = await rig.get("dynamocheckpoints", "secret")
+    [content] = await rig.items(f"{OURS}/snapshotcontents")
+    pinned = {
+        RESTORE_CONTENT: content["metadata"]["name"],
+        RESTORE_DIGEST: content["status"]["committed"]["rootDigest"],
+        RESTORE_UID: found["metadata"]["uid"],
+    }
+    for name, source, more in (
+        ("by-name", "secret", {}),
+        ("by-path", f"{rig.namespace}/secret", {}),
+        ("by-pins", "secret", pinned),
+    ):
+        thief = agents.placeholder(name, source, "node-2")
+        thief["metadata"]["annotations"] |= more
+        await asyncio.to_thread(namespace.apply, thief)
+    restores = f"{OURS}/namespaces/{namespace.namespace}/snapshotrestores"
+
+    async def rows() -> list[dict[str, Any]]:
+        found = [each.get("status", {}) for each in await rig.items(restores)]
+        return found if len(found) == 3 and all(each.get("conditions") for each in found) else []
+
+    for status in await polled(rows):
+        assert not status.get("contentName")
+        assert {row["status"] for row in status["conditions"]} == {"False"}, status
+    for name in ("by-name", "by-path", "by-pins"):
+        assert not [line for line in await agents.events_of(namespace, name) if "42" in line]
 
 
 async def test_a_node_restores_no_artifact_of_another_namespace(

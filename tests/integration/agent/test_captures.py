@@ -16,7 +16,7 @@ from snapshot_agent.adapters import artifacts
 from snapshot_agent.adapters.cooperative import Cooperative
 from snapshot_agent.domain import control
 from snapshot_agent.domain.driving import Phase, Phases, Release
-from snapshot_agent.handlers import captures
+from snapshot_agent.handlers import captures, prepare
 from snapshot_agent.ports import Dump, Stage, Worker
 from snapshot_shared.artifact import PartManifest, RootManifest
 from snapshot_shared.codec import decode_json, digest
@@ -146,8 +146,9 @@ async def test_a_capture_that_waits_for_others_of_its_node_leaves_its_worker_alo
 
 
 async def test_a_container_is_free_again_when_the_memory_server_of_its_pod_does_not_answer(
-    node: Rig,
+    node: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prepare, "GMS_STARTS_S", 0.1)
     pod, content = await node.running(), fresh_uid()
     asked = node.prepare_order(pod, content, memory_server=True)
     assert (await node.refused(asked, "GmsUnavailable")).retryable

@@ -11,6 +11,7 @@ import pytest
 
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_agent.domain import control
+from snapshot_agent.handlers import prepare
 from snapshot_shared.errors import GmsUnavailable
 from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.orders import (
@@ -23,7 +24,7 @@ from snapshot_shared.orders import (
     Report,
     SaveOrder,
 )
-from tests.support.agent_rig import Pod, Rig, artifact_of, fresh_uid
+from tests.support.agent_rig import Pod, Rig, artifact_of, failure_of, fresh_uid
 from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "worker.py"
@@ -199,7 +200,26 @@ async def test_a_device_with_nothing_committed_is_not_captured_by_a_driver_that_
     await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release")
 
 
-async def test_without_the_memory_service_no_worker_is_asked_to_be_quiet(node: Rig) -> None:
+async def test_a_memory_service_that_starts_after_its_agent_is_waited_for(rig: Rig) -> None:
+    devices = await with_devices(rig, 1)
+    [gms] = rig._processes
+    gms.kill()
+    await gms.wait()
+    async with rig.agent():
+        pod = await rig.running()
+        order = rig.prepare_order(pod, fresh_uid(), devices=devices)
+        await rig.send(order)
+        await asyncio.sleep(0.5)
+        assert await with_devices(rig, 1) == devices
+        # It has been asked, and is another one.
+        failure = failure_of(await rig.answer(order), "NotEligible")
+        assert failure.message == f"nothing is committed on {devices[0].uuid}"
+
+
+async def test_without_the_memory_service_no_worker_is_asked_to_be_quiet(
+    node: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "GMS_STARTS_S", 0.1)
     pod = await node.running()
     device = DeviceRef(ordinal=0, uuid="GPU-of-no-node")
     order = node.prepare_order(pod, fresh_uid(), devices=[device])

@@ -115,9 +115,14 @@ class GmsClient:
         )
 
     async def devices(self, *, wait_s: float) -> list[PresenceDevice]:
-        status = await self._call(
-            "Status", StatusRequest(), StatusReply, max(wait_s, CALL_S), patiently=wait_s > 0
-        )
+        within_s = max(wait_s, CALL_S)
+        try:
+            status = await self._call(
+                "Status", StatusRequest(), StatusReply, within_s, patiently=wait_s > 0
+            )
+        except OutcomeUnknown as error:
+            # A question changes nothing, so it may be asked again.
+            raise GmsUnavailable(error.message, next_step=_LOOK) from error
         return [
             PresenceDevice(
                 index=device.index,

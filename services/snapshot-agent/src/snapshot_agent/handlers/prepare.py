@@ -46,6 +46,9 @@ FENCE_WAIT_S = 3.0
 ANSWER_S = 4.0
 """How long GMS may take to answer, in seconds: the worker is quiet for as long."""
 
+GMS_STARTS_S = 20.0
+"""How long GMS may take to start before a worker is made quiet, in seconds, as in an upgrade."""
+
 MARGIN_S = 5.0
 
 DEADLINE_NOTE = "hold-deadline"
@@ -203,7 +206,7 @@ class Prepare:
         """Return the order with the devices that the memory server of the pod serves."""
         if not order.memory_server:
             return order
-        listed = await self._machine.gpu_memory.at(order.pod).devices(wait_s=0.0)
+        listed = await self._machine.gpu_memory.at(order.pod).devices(wait_s=GMS_STARTS_S)
         devices = [DeviceRef(ordinal=device.index, uuid=device.uuid) for device in listed]
         await self._ctx.note(DEVICES_NOTE, msgspec.to_builtins(devices))
         self._order = msgspec.structs.replace(order, devices=devices)
@@ -365,7 +368,7 @@ async def devices_of(
     """
     if not devices:
         return await machine.pod_devices.of(pod) if machine.pod_devices is not None else None
-    listed = await machine.gpu_memory.at(pod).devices(wait_s=0.0)
+    listed = await machine.gpu_memory.at(pod).devices(wait_s=GMS_STARTS_S)
     found = {device.uuid: device for device in listed}
     unknown = PresenceDevice(index=0, uuid="", product="", capacity_bytes=0)
     return [found.get(device.uuid, unknown) for device in devices]
