@@ -36,7 +36,6 @@ from snapshot_shared.errors import (
     InvalidManifest,
     NoSpace,
     NotFound,
-    Refused,
     StoreBusy,
 )
 from snapshot_shared.ids import OrderId, owner_of
@@ -280,7 +279,7 @@ class Manager:
             outcome = "conflict"
             log.info("%s is decided about again: %s", key, error)
             await self._refresh(value)
-        except (InvalidManifest, Refused) as error:
+        except InvalidManifest as error:
             outcome = "failed"
             log.warning("a write for %s is refused: %s", key, error)
         except Exception:
