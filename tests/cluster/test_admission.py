@@ -257,10 +257,12 @@ class Flood:
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 reader, writer = await asyncio.open_connection(
-                    self._host, self._port, ssl=self._context, local_addr=self.SOURCE
+                    self._host, self._port, local_addr=self.SOURCE
                 )
                 self.connections += 1
                 try:
+                    if self._context is not None:
+                        await writer.start_tls(self._context)
                     writer.write(self._text)
                     while not reader.at_eof():
                         writer.write(b"x")
@@ -300,6 +302,8 @@ async def test_a_pod_without_rights_learns_nothing_and_stops_nothing(
     checkpoints = f"/apis/nvidia.com/v1alpha1/namespaces/{namespace.namespace}/dynamocheckpoints"
     head = b"POST /webhooks/pods HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n"
     floods = [
+        # The beginning of a handshake.
+        Flood(webhooks, None, b"\x16\x03\x01\x02\x00"),
         Flood(webhooks, unverified(), head),
         Flood(webhooks, unverified(), head + b"\r\n"),
         Flood(operator.health, None, b"GET /healthz HTTP/1.1\r\n"),

@@ -21,7 +21,7 @@ from snapshot_shared.orders import DeadLetter, Report
 from snapshot_shared.tasks import end_all
 from tests.scenario.bus import SimBus
 from tests.support import builders
-from tests.support.operator_world import world_of
+from tests.support.operator_world import row_of, world_of
 
 
 def report_on(order: OrderStatus, kind: str = "failed", **fields: Any) -> Report:
@@ -105,6 +105,16 @@ async def test_values_that_are_not_plain_are_a_dead_letter_and_the_operator_goes
     assert (await intake.world.get("DynamoCheckpoint", "llm")).status.phase == "Creating"
     await intake.send(intake.run, told(intake.run, "started"), "started")
     assert intake.phase == "Running"
+
+
+async def test_a_pod_whose_worker_runs_and_says_nothing_names_what_is_waited_for(
+    intake: Intake,
+) -> None:
+    await intake.send(intake.run, told(intake.run, "started"), "started")
+    (pod,) = intake.world.cluster.page("Pod")
+    row = row_of(pod)
+    assert (row.status, row.reason) == ("False", "WorkerStarting")
+    assert "Worker.ready()" in row.message
 
 
 async def test_a_failure_whose_values_are_lists_is_taken(intake: Intake) -> None:

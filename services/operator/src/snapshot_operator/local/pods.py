@@ -360,8 +360,15 @@ def _followed(view: PodView, now: float) -> PodStatus:
             for found in status.container_statuses
         ],
     )
-    if not is_ready:
+    if not is_ready and source_of(pod):
         return up
+    if not is_ready:
+        message = (
+            "the worker runs and has not said that it is ready: it calls Worker.ready() once it is "
+            "warm, or writes ready-for-snapshot"
+        )
+        row = ("Ready", False, "WorkerStarting", message)
+        return replace(up, conditions=conditions.with_conditions(up.conditions, pod, now, row))
     if not is_restored or view.restore is None:
         row = ("Ready", True, "WorkerReady", "ready for a snapshot")
         return replace(up, conditions=conditions.with_conditions(up.conditions, pod, now, row))
