@@ -107,7 +107,7 @@ async def test_no_annotation_names_what_is_of_another_namespace(
     restores = f"{OURS}/namespaces/{namespace.namespace}/snapshotrestores"
 
     async def waiting() -> list[dict[str, Any]]:
-        """Return the restores, once those that may be stored say what they wait for."""
+        """Return the restores once both valid ones have conditions; none before."""
         found = await rig.items(restores)
         said = {
             each["spec"]["podRef"]["name"]

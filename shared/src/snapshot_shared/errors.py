@@ -163,7 +163,7 @@ class NoGuard(SnapbackError):
 
 
 class NodeBusy(SnapbackError):
-    """A node has as many captures under way as it may, so nothing was done for another one."""
+    """The captures under way fill the slots of the node, so no other capture was begun."""
 
     retryable = True
 

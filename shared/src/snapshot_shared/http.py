@@ -71,8 +71,8 @@ class Guests:
     def admit(self, transport: asyncio.Transport) -> None:
         """Take in a new connection, for which an older one goes if there are too many.
 
-        It counts from its first packet on: one that never ends its handshake of TLS costs as much
-        memory as any other.
+        A connection counts before its handshake of TLS: if the handshake never ends, the connection
+        costs as much memory as any other.
         """
         guest = _Guest(transport)
         there = [each for each in self._guests if not each.transport.is_closing()]

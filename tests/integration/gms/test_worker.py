@@ -126,7 +126,7 @@ def test_one_worker_at_a_time_follows_a_control_directory(agent: Agent) -> None:
         done = subprocess.run(second, capture_output=True, text=True, check=False)
         assert done.stdout == ""
         assert f"another Worker, of process {os.getpid()}, follows {agent.path}" in done.stderr
-        # The one that was refused has taken nothing away.
+        # The refused worker has removed no file of the first.
         agent.quiet()
         agent.go_on()
         assert worker.failure is None

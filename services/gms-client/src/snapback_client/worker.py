@@ -595,10 +595,10 @@ class _ControlDirectory:
             self._poll.register(descriptor, select.POLLIN)
 
     def claim(self, *, replaces: bool) -> None:
-        """Let no other worker follow the directory. NotEligible: another one does.
+        """Claim the directory for this worker. NotEligible: another worker follows it.
 
-        The first of two workers that is quiet would have both captured. A worker that `replaces`
-        another process starts while that one lives.
+        If two workers followed it, the agent would capture both as soon as the first is quiet. A
+        worker that `replaces` another process starts while that process lives.
         """
         own = Owner(os.getpid(), _start_of(os.getpid()) or 0)
         found = None if replaces else self._read(OWNER, Owner, MAX_BODY_BYTES)

@@ -101,9 +101,9 @@ class EventRecorder:
             self._add(new, happening)
 
     def warned(self, value: AnyObject, failure: Failure) -> None:
-        """Have an Event posted of what stands in no condition; once, however often it comes.
+        """Queue an Event for a failure that no condition shows; once, however often it comes.
 
-        The Event of a content is about its snapshot. One of a node is logged.
+        The Event of a content is about its snapshot. The failure of a node is logged instead.
         """
         happening = Happening("Warning", failure.reason, text_of(failure))
         meta = value.metadata
