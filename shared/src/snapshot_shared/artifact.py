@@ -36,6 +36,8 @@ PART_MANIFEST = "part.json"
 ROOT_MANIFEST = "root.json"
 SIGNATURE = "root.sig"
 """The signature of the root manifest, beside it, where the node that sealed it has a key."""
+PROCESS = "process"
+"""The part that an agent writes; GMS writes one for each device."""
 QUARANTINE = ".quarantine"
 """Where an artifact root keeps what was found in it and has no owner."""
 MAX_FILES = 10_000

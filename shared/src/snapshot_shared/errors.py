@@ -22,6 +22,7 @@ SnapbackError
 ├── CriuFailed                CRIU did not dump or restore a process
 ├── OutcomeUnknown            a step may or may not have happened; it is never run again
 ├── Aborted                   ended by an abort
+│   ├── AgentSilent           the guard let the worker go, because its agent stood still
 │   ├── ConnectionLost        the GPU memory service ended, or hung up
 │   └── ServiceStopped        the service was stopped within an order, which was undone
 ├── DeviceError
@@ -154,6 +155,12 @@ class HoldDeadline(SnapbackError):
 
     retryable = True
     default_next_step = "see whether the operator, NATS and the agent of that node run"
+
+
+class AgentSilent(Aborted):
+    """The guard has let the worker go, because its agent was silent for too long."""
+
+    retryable = True
 
 
 class NoGuard(SnapbackError):

@@ -216,7 +216,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         "AgentSilent": Reason(
             "The agent gave no sign of life for five seconds, and the guard let the worker go.",
             "The agent was stopped, or its node was too busy to run it.",
-            "Before the dump it is tried again by itself; else take a new snapshot: "
+            "The capture is tried again by itself; if it fails again, take a new snapshot: "
             "`snapshotctl checkpoint POD`.",
         ),
         "CheckpointContainerFailed": Reason(

@@ -72,23 +72,23 @@ async def test_a_worker_that_is_quiet_for_longer_than_a_silence_is_held_by_an_ag
     await killed(process)
 
 
-async def test_a_worker_whose_agent_hangs_within_a_dump_runs_again_before_its_hold_ends(
+async def test_a_worker_whose_agent_is_stopped_within_a_copy_of_its_state_goes_on_after_the_silence(
     rig: Rig,
 ) -> None:
     process = await rig.process()
     pod, content, dump = await rig.held("--state-bytes", str(2**28))
     pid = pod.pid(rig.journal)
-    dump = rig.dump_order(pod, content, dump.vector, deadline_s=1.0)
     await rig.send(dump)
     part = rig.generation(content) / "process"
     await until(part.exists, "the first byte of the part")
     os.kill(process.pid, signal.SIGSTOP)
     assert state_of(pid) == "T"
-    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=30.0)
+    await until(lambda: "snapshot-aborted 1" in pod.events(), "the worker's release", within_s=10.0)
     await until(lambda: not rig.guards(), "the end of the guard")
     await pod.goes_on()
     os.kill(process.pid, signal.SIGCONT)
-    assert (await rig.answer(dump)).kind == "failed"
+    # The agent sees first that its guard has ended, or at the end of the copy that it has acted.
+    assert failure_of(await rig.answer(dump), "AgentSilent", "ServiceStopped").retryable
     assert (await rig.done(rig.release_order(pod, content), "released")).unconfirmed
     assert (await rig.status())["captures"] == []
 

@@ -1,6 +1,7 @@
 """Artifacts that are encrypted and signed, of workers that save their own state."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from tests.support.agent_rig import Rig, fresh_uid
 from tests.support.artifact_keys import forged, put_encryption, put_signing
 
 ANSWER = "what only the worker knows"
+
+# Turns the key around, which can be undone. It refuses while any worker is asked to be quiet.
+KMS = """#!{python}
+import pathlib, sys
+print(sys.argv[1], file=open("{log}", "a"))
+if sys.argv[1] == "wrap" and any(pathlib.Path("{state}").rglob("quiesce")):
+    sys.exit("a worker is quiet")
+sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])
+"""
 
 
 async def captured(rig: Rig, *arguments: str) -> tuple[ArtifactRef, Path]:
@@ -51,6 +61,18 @@ async def test_the_state_of_a_worker_is_encrypted_and_comes_back(keys: Path, nod
     assert sorted(path.name for path in found) == ["answer.json", "weights.bin"]
     assert not any(ANSWER.encode() in path.read_bytes() for path in found)
     assert await restored(node, artifact) == f"restored {ANSWER} 20971520"
+
+
+async def test_a_kms_is_asked_before_the_worker_is_quiet(rig: Rig, tmp_path: Path) -> None:
+    log, command = tmp_path / "kms.log", tmp_path / "kms"
+    command.write_text(KMS.format(python=sys.executable, state=rig.state.parent, log=log))
+    command.chmod(0o755)
+    rig.settings["SNAPBACK_KMS_COMMAND"] = str(command)
+    async with rig.agent():
+        artifact, folder = await captured(rig)
+        assert log.read_text().split() == ["wrap", "unwrap"]
+        assert ANSWER.encode() not in (folder / "process" / "answer.json").read_bytes()
+        assert await restored(rig, artifact) == f"restored {ANSWER} 1024"
 
 
 async def test_an_artifact_is_verified_without_a_key(rig: Rig, keys: Path) -> None:

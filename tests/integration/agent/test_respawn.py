@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
+from snapshot_agent.handlers.holds import BEAT_S, SILENCE_S
 from snapshot_shared import steps
 from snapshot_shared.orders import Order
 from tests.support.agent_rig import Pod, Rig, below, failure_of, fresh_uid, is_gone, killed
@@ -205,6 +207,22 @@ async def test_an_agent_killed_while_a_worker_is_replaced_leaves_nothing_of_it(
         await rig.process()
     await is_over(rig, dump, "OutcomeUnknown")
     await rig.exited(pod)
+
+
+async def test_a_worker_that_is_being_replaced_is_not_ended_because_its_agent_is_stopped(
+    rig: Rig,
+) -> None:
+    process = await rig.process()
+    pod, content, dump = await rig.held("--hang-at-resume", **RESPAWN)
+    await rig.send(dump)
+    await until(lambda: "--resume-from" in pod.events()[-1], "the next process")
+    # Before the next sign of life: what counts is the message of the moment at which it began.
+    os.kill(process.pid, signal.SIGSTOP)
+    await asyncio.sleep(SILENCE_S + MARGIN_S + BEAT_S)
+    assert len(rig.guards()) == 1
+    assert workers_of(pod)
+    os.kill(process.pid, signal.SIGCONT)
+    await rig.done(rig.abort_order(pod, content, **RESPAWN), "aborted")
 
 
 async def test_a_dump_that_is_aborted_while_the_worker_is_replaced_leaves_nothing_of_it(

@@ -32,11 +32,13 @@ OWN_S = 3.0
 MOMENTS: dict[str, Callable[[Path, set[Path]], bool]] = {
     "asked": lambda folder, _: (folder / control.QUIESCE).exists(),
     "quiet": lambda folder, _: (folder / control.QUIESCED).exists(),
-    "staged": lambda _, parts: bool(parts),
+    "copied": lambda _, parts: bool(parts),
+    "staged": lambda _, parts: any(part.exists() for part in parts),
 }
-"""Where a capture is, by the control directory of its worker and the parts that it has written.
+"""Where a capture is, by the control directory of its worker and the manifests of its parts, whose
+folders exist from the first byte on.
 
-None of these is inside of the driver, where the deadline alone acts.
+None of these is inside of CRIU, nor while a worker is replaced, where the deadline alone acts.
 """
 
 ALWAYS = {("agent", "quiet")}
@@ -75,7 +77,8 @@ def _seen(what: Callable[[], object], within_s: float = 60.0) -> float:
 
 
 def _parts(cluster: LiveCluster) -> set[Path]:
-    return set(cluster.artifacts.glob("default/*/gen-*/process/part.json"))
+    folders = cluster.artifacts.glob("default/*/gen-*/process")
+    return {folder / "part.json" for folder in folders}
 
 
 def _stopped_at(

@@ -11,7 +11,7 @@ from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import gather, reconcile
 from snapshot_operator.runtime.cluster import Tracker
-from snapshot_shared.errors import HoldDeadline, Superseded
+from snapshot_shared.errors import AgentSilent, HoldDeadline, Superseded
 from snapshot_shared.metrics import Metrics
 from snapshot_shared.objects.kubernetes import Pod
 from snapshot_shared.objects.meta import condition, is_true
@@ -247,6 +247,19 @@ async def test_a_failure_after_the_freeze_is_never_tried_again(world: World) -> 
     await world.answer_all()
     content = await world.content()
     assert (content.status.capture, content.status.attempt) == (Capture.FAILED, 1)
+
+
+async def test_a_capture_whose_agent_stood_still_within_its_dump_is_tried_again(
+    world: World,
+) -> None:
+    await capturing(world, "prepare")
+    await world.fail(world.open("dump")[0], AgentSilent.reason, retryable=True)
+    await world.answer_all()
+    await world.advance(1.0)
+    await world.answer_all()
+    content = await world.content()
+    assert (content.status.capture, content.status.attempt) == (Capture.READY, 2)
+    assert content.status.retries == 1
 
 
 @pytest.mark.parametrize("late", ["dump", "save"])

@@ -16,7 +16,7 @@ from snapshot_operator.core import backpressure, conditions, fold, ordering, qua
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.interventions import requested
 from snapshot_operator.core.plan import Plan, owing_plan
-from snapshot_shared.errors import Failure, HoldDeadline, Superseded
+from snapshot_shared.errors import AgentSilent, Failure, HoldDeadline, Superseded
 from snapshot_shared.objects.kubernetes import FINISHED, Node, Pod
 from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
 from snapshot_shared.objects.snapback import (
@@ -544,10 +544,13 @@ def aborting(view: ContentView, end: Failure | None, now: float) -> Plan:
     return owing_plan(content, ended, now)
 
 
-def _came_too_late(dump: OrderStatus) -> bool:
-    """Whether a dump was refused because its capture was over: nothing was done for it."""
+_LEFT_ALONE = frozenset({HoldDeadline.reason, Superseded.reason, AgentSilent.reason})
+"""Why a dump ends whose worker was let go without it: it came too late, or no agent was there."""
+
+
+def _was_left_alone(dump: OrderStatus) -> bool:
     failure = dump.final.failure if dump.final is not None else None
-    return failure is not None and failure.reason in (HoldDeadline.reason, Superseded.reason)
+    return failure is not None and failure.reason in _LEFT_ALONE
 
 
 def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure: Failure) -> bool:
@@ -559,7 +562,7 @@ def _may_retry(content: SnapshotContent, attempt: Sequence[OrderStatus], failure
     """
     of_node = failure.reason in fold.OF_A_NODE
     was_frozen = not of_node and any(
-        item.verb == "dump" and not _came_too_late(item) for item in attempt
+        item.verb == "dump" and not _was_left_alone(item) for item in attempt
     )
     # What cleans up after an attempt has a higher number once it was given again.
     number = content.status.attempt

@@ -13,7 +13,7 @@ from snapshot_agent.handlers.background import HANGS_S, Slots, compensated, whil
 from snapshot_agent.handlers.holds import UNCONFIRMED, Hold, Holds
 from snapshot_agent.handlers.prepare import Prepare, facts_of
 from snapshot_agent.ports import Dump, GenerationRef, Machine, Orders, Stage, Workers
-from snapshot_shared.artifact import PartManifest
+from snapshot_shared.artifact import PROCESS, PartManifest
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import Aborted, Internal, InvalidMessage, NodeBusy
@@ -28,7 +28,6 @@ from snapshot_shared.orders import (
 )
 from snapshot_shared.runner import UNDO_S, Step
 
-PROCESS = "process"
 TERMINATE_GRACE_S = 5.0
 """The grace period of a worker that ends after its capture, in seconds."""
 
@@ -112,9 +111,11 @@ class Captures:
         with self._holds.busy(hold, order.release_within_s):
             async with contextlib.AsyncExitStack() as closing:
                 closing.callback(hold.free_slot)
-                # Before the worker is stopped: a KMS may take its time.
-                place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
-                cipher = await self._machine.keys.new_cipher(place, PROCESS)
+                # Another dump of this attempt, after one that failed, may not use the same key.
+                cipher, hold.cipher = hold.cipher, None
+                if cipher is None:
+                    place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
+                    cipher = await self._machine.keys.new_cipher(place, PROCESS)
                 steps = _DumpSteps(
                     self._machine, self._workers, self._holds, hold, ctx, closing, cipher
                 )

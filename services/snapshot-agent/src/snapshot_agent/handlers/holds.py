@@ -26,8 +26,9 @@ from snapshot_agent.ports import (
     Workers,
 )
 from snapshot_shared import instruments
+from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import (
-    Aborted,
+    AgentSilent,
     Failure,
     HoldDeadline,
     ServiceStopped,
@@ -61,23 +62,18 @@ UNCONFIRMED = "unconfirmed"
 _OVERDUE = HoldDeadline("the next order did not come in time; the worker goes on").to_failure()
 
 
-class AgentSilent(Aborted):
-    """The guard has let the worker go, because its agent was silent for too long."""
-
-    retryable = True
-
-
 @dataclass(eq=False)
 class Hold:
     """One held worker. Times are in seconds of the monotonic clock.
 
     The worker is let go at `deadline`, or at `order_by` unless the next order of its capture has
-    come. `phase` decides how. The guard lets it go at `thaw_by`; infinite while the driver does
-    nothing, because the guard acts upon silence then. `watchdog` waits for both deadlines, `pulse`
-    sends the signs of life.
+    come. `phase` decides how. The guard lets it go at `thaw_by`, infinite unless the driver works,
+    and upon silence, unless the driver works in the phase BEGUN. `watchdog` waits for both
+    deadlines, `pulse` sends the signs of life.
     `quiet_since` and `frozen_since` are None while the worker is not, and after a restart of the
     agent. `paused_s` is for how long it was quiet, once it goes on and if that was measured. `turn`
-    keeps two ends of the hold apart. `free_slot` ends its use of a slot of the node.
+    keeps two ends of the hold apart. `free_slot` ends its use of a slot of the node. `cipher` is
+    for the dump, which makes its own after a restart of the agent.
     """
 
     order: PrepareOrder
@@ -96,6 +92,7 @@ class Hold:
     paused_s: float = 0.0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     free_slot: Callable[[], None] = lambda: None
+    cipher: PartCipher | None = None
 
     @property
     def content(self) -> Uid:
@@ -191,7 +188,9 @@ class Holds:
     def _beat(self, hold: Hold) -> None:
         if hold.guard is not None:
             silent_by = self._machine.clocks.monotonic() + SILENCE_S
-            hold.guard.thaw_by(silent_by if hold.thaw_by == math.inf else hold.thaw_by)
+            # To let a worker go inside CRIU, or while it is replaced, would end it.
+            only_deadline = hold.phase is Phase.BEGUN and hold.thaw_by < math.inf
+            hold.guard.thaw_by(hold.thaw_by if only_deadline else min(silent_by, hold.thaw_by))
 
     async def confirm(self, hold: Hold) -> None:
         """Make sure that the guard has not let the worker go. AgentSilent if it has.
@@ -208,6 +207,7 @@ class Holds:
         hold.phase = phase
         if hold.guard is not None:
             hold.guard.release_by(hold.driver.release(hold.worker, phase))
+        self._beat(hold)
 
     def follow(self, hold: Hold, worker: Worker) -> None:
         """Continue with the process that has replaced the one before."""

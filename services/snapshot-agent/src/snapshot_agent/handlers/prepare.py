@@ -13,8 +13,16 @@ from snapshot_agent.domain import control
 from snapshot_agent.domain.gate import CAPTURE_CHECKS, refuse
 from snapshot_agent.handlers.background import first, pause, while_alive
 from snapshot_agent.handlers.holds import BEAT_S, Hold, Holds
-from snapshot_agent.ports import Machine, Orders, ProcessDriver, ResolvedContainer, Worker, Workers
-from snapshot_shared.artifact import Facts
+from snapshot_agent.ports import (
+    GenerationRef,
+    Machine,
+    Orders,
+    ProcessDriver,
+    ResolvedContainer,
+    Worker,
+    Workers,
+)
+from snapshot_shared.artifact import PROCESS, Facts
 from snapshot_shared.compatibility import ANSWERS, WAITS
 from snapshot_shared.courier import OrderContext
 from snapshot_shared.errors import (
@@ -141,7 +149,7 @@ class Prepare:
             for device in devices
             if (layout := layouts.get(device.uuid))
         ]
-        return [VectorEntry(part="process"), *gpus]
+        return [VectorEntry(part=PROCESS), *gpus]
 
     async def give_up_older(self) -> None:
         """Let the worker of an earlier attempt go. Superseded if this attempt was aborted."""
@@ -174,8 +182,10 @@ class Prepare:
             f"the worker writes {control.READY} into $SNAPSHOT_CONTROL_DIR when it is warm",
         )
         await driver.inspect(worker, quiet=False)
-        # Before the worker is quiet: a GMS, a helper or a CUDA driver may take its time to answer.
+        # Before the worker is quiet: a GMS, a helper, a CUDA driver or a KMS may take its time.
         self._facts_here = await self._facts_with(driver)
+        place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)
+        self._hold.cipher = await self._machine.keys.new_cipher(place, PROCESS)
         # A worker that polls may miss the end of its last capture, so `quiesce` repeats it.
         self._previous = self._outcome_left(worker)
         stale = [*control.CAPTURE_FILES, control.STATE]
@@ -283,7 +293,7 @@ class Prepare:
         last = b""
         while True:
             last = await self._written(control.QUIESCING, last)
-            await self._ctx.progress("process", "quiesce", 0, 0, control.message_of(last))
+            await self._ctx.progress(PROCESS, "quiesce", 0, 0, control.message_of(last))
             # However often the worker writes.
             await pause(BEAT_S)
 

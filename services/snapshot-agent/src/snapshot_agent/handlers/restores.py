@@ -22,7 +22,7 @@ from snapshot_agent.ports import (
     Worker,
     Workers,
 )
-from snapshot_shared.artifact import PartManifest, RootManifest, part_path
+from snapshot_shared.artifact import PROCESS, PartManifest, RootManifest, part_path
 from snapshot_shared.compatibility import WAITS
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.encrypting import PartCipher
@@ -43,7 +43,6 @@ from snapshot_shared.orders import (
 )
 from snapshot_shared.runner import UNDO_S, Step
 
-PROCESS = "process"
 CHECK_S = 60.0
 GIVE_UP_S = UNDO_S + 10.0
 
