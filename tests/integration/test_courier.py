@@ -26,6 +26,7 @@ from snapshot_shared.orders import (
     ArtifactRef,
     DeadLetter,
     DeleteOrder,
+    DumpOrder,
     Order,
     PodRef,
     ReleaseOrder,
@@ -97,7 +98,7 @@ class Desk:
             self.bus,
             telemetry=telemetry,
             runner=Runner(journal, telemetry, metrics=metrics),
-            handlers={DeleteOrder: self.handler},
+            handlers={DeleteOrder: self.handler, DumpOrder: self.handler},
         )
         task = asyncio.create_task(courier.serve())
         try:
@@ -209,6 +210,29 @@ async def test_a_poison_order_is_rejected_kept_and_the_next_is_served(
     kept = msgspec.json.decode(letter.data, type=DeadLetter)
     assert kept.payload == poison[:65536]
     assert kept.failure == found[0].failure
+
+
+async def test_an_order_that_is_older_than_the_orders_on_record_is_carried_out_if_it_only_cleans(
+    desk: Desk,
+) -> None:
+    # For this node it is 2033, and the server has stored both orders today.
+    dump = DumpOrder(
+        order=order_id("dump", OWNER),
+        attempt=1,
+        node=NODE,
+        owner=OWNER,
+        pod=PodRef(namespace="default", name="one", uid=OTHER, container="main"),
+        content_uid=OWNER,
+        vector=[],
+        deadline_s=20.0,
+    )
+    async with desk.courier():
+        await desk.send(dump)
+        failure = await desk.failure()
+        assert (failure.reason, failure.values["now"]) == ("OutcomeUnknown", NOW)
+        assert kinds(await desk.answered(dump, "failed")) == ["failed"]
+        assert desk.handler.log == []
+        assert kinds(await desk.answered(order())) == ["accepted", "deleted"]
 
 
 async def test_an_order_that_reaches_into_another_namespace_is_rejected(desk: Desk) -> None:

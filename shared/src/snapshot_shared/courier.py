@@ -33,10 +33,11 @@ from snapshot_shared.errors import (
     WrongNode,
 )
 from snapshot_shared.ids import OrderId, owner_of, short_hash, verb_of
-from snapshot_shared.journal import FRESH_S
+from snapshot_shared.journal import FRESH_S, KEEP_S
 from snapshot_shared.ledger import Entry, Noted
 from snapshot_shared.order_book import LIFE_SIGNS, OrderBook, Result
 from snapshot_shared.orders import (
+    CLEANING,
     FIRST_SCHEMA,
     SCHEMAS,
     AnyOrder,
@@ -225,7 +226,10 @@ class Courier:
 
     async def _taken(self, delivery: Delivery, order: Order) -> _Taken:
         if order.schema in self.schemas:
-            return _Taken(delivery, order)
+            forgotten = self._perhaps_forgotten(delivery, order)
+            if forgotten is None:
+                return _Taken(delivery, order)
+            return _Taken(delivery, order, "failed", {"failure": forgotten})
         # On record, for the next build may be able to carry out what is delivered again.
         failure = self._unsupported(order.schema).to_failure()
         await self._keep_letter(delivery, failure)
@@ -254,6 +258,20 @@ class Courier:
         if taken.delivery.stored_at:
             age = max(self.book.clocks.wall() - taken.delivery.stored_at, 0.0)
             self._metrics.record(instruments.QUEUED, age, verb)
+
+    def _perhaps_forgotten(self, delivery: Delivery, order: Order) -> Failure | None:
+        """Return why a new order may be the repeat of one that this journal has dropped."""
+        now, stored_at = self.book.clocks.wall(), delivery.stored_at
+        is_old = 0 < stored_at < now - KEEP_S
+        if not is_old or verb_of(OrderId(order.order)) in CLEANING:
+            return None
+        return OutcomeUnknown(
+            f"the order is older than the orders that {self.book.node} remembers, and may have run",
+            next_step="take a new snapshot or restore it again; if it is new, compare the clocks "
+            "of that node and of nats-server",
+            stored_at=stored_at,
+            now=now,
+        ).to_failure()
 
     def _read(self, delivery: Delivery) -> Any:
         node, service, order_id = subjects.parse_order(delivery.subject)

@@ -839,7 +839,8 @@ SECTIONS: dict[str, dict[str, Reason]] = {
         ),
         "OutcomeUnknown": Reason(
             "A step that must not run twice was interrupted; how it ended is not known.",
-            "The service crashed within the step.",
+            "The service crashed within the step. Or the order was in NATS for longer than the 14 "
+            "days for which its node remembers orders.",
             "The worker was thawed or ended. Take a new snapshot: `snapshotctl checkpoint POD`.",
         ),
         "CriuFailed": Reason(
