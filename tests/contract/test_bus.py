@@ -679,8 +679,10 @@ async def test_a_stream_that_a_consumer_misses_comes_back_at_once(broker: Broker
 async def test_bucket_entries_can_be_listed_changed_and_removed_which_is_heard(bus: Bus) -> None:
     async with bus.listening(f"$KV.{subjects.NODES_BUCKET}.>") as queue:
         assert await bus.entries(subjects.NODES_BUCKET) == {}
-        await bus.put(subjects.NODES_BUCKET, "node-1", b"one")
-        await bus.put(subjects.NODES_BUCKET, "node-1", b"two")
+        assert await bus.revision(subjects.NODES_BUCKET, "node-1") is None
+        first = await bus.put(subjects.NODES_BUCKET, "node-1", b"one")
+        second = await bus.put(subjects.NODES_BUCKET, "node-1", b"two")
+        assert first < second == await bus.revision(subjects.NODES_BUCKET, "node-1")
         assert await bus.entries(subjects.NODES_BUCKET) == {"node-1": b"two"}
         for _ in range(2):
             await bus.remove(subjects.NODES_BUCKET, "node-1")
@@ -719,6 +721,7 @@ async def test_a_key_that_is_not_written_again_expires(bus: Bus) -> None:
     await bus.put(subjects.NODES_BUCKET, "node-2", b"x")
     await asyncio.sleep(TTL_S * 0.7)
     assert await bus.entries(subjects.NODES_BUCKET) == {"node-2": b"x"}
+    assert await bus.revision(subjects.NODES_BUCKET, "node-1") is None
     assert await bus.entries(subjects.SCHEMAS_BUCKET) == {"kept": b"y"}
 
 

@@ -40,6 +40,7 @@ ATTACKERS = [User("agent", A), User("gms", A)]
 
 CONSUMERS = "$JS.API.CONSUMER"
 STREAM = "$JS.API.STREAM"
+PRESENCES = "$JS.API.DIRECT.GET.KV_snap_nodes"
 SPY = {"stream_name": "ORDERS", "config": {"ack_policy": "none", "filter_subject": "snap.order.>"}}
 NAMED = {**SPY, "config": {**SPY["config"], "name": "spy", "durable_name": "spy"}}  # type: ignore[dict-item]
 TAKEN = {"config": {"name": f"agent-{B_TOKEN}", "durable_name": f"agent-{B_TOKEN}"}}
@@ -75,6 +76,8 @@ SENT: dict[str, tuple[str, Any]] = {
     "discovery": ("$SRV.INFO", None),
     "answer to b": (f"{User('agent', B).inbox}.x", {}),
     "answer to the operator": (f"{User('operator').inbox}.x", {}),
+    "presence of b directly": (f"{PRESENCES}.$KV.snap_nodes.{B_TOKEN}", None),
+    "presence of all directly": (PRESENCES, {"last_by_subj": "$KV.snap_nodes.>"}),
     "pull from the consumer of b": (f"{CONSUMERS}.MSG.NEXT.ORDERS.agent-{B_TOKEN}", {"batch": 1}),
     "pull reports": (f"{CONSUMERS}.MSG.NEXT.REPORTS.operator", {"batch": 1}),
     "ack an order of b": (f"$JS.ACK.ORDERS.agent-{B_TOKEN}.1.1.1.0.0", None),
@@ -169,7 +172,8 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         for node, subject in ((A, TO_A), (B, TO_B)):
             await operator.publish(subject, b'{"attempt": 1}', expected_last=0)
             agent = await server.bus(User("agent", node))
-            await agent.put(subjects.NODES_BUCKET, token(node), b"{}")
+            presence = await agent.put(subjects.NODES_BUCKET, token(node), b"{}")
+            assert await agent.revision(subjects.NODES_BUCKET, token(node)) == presence
             await agent.publish(subjects.report(node, ORDER, "accepted"), b"{}")
             await _take_one(agent, node)
         found = World(server, await server.root())

@@ -242,19 +242,26 @@ class SimBus(Bus):
     ) -> Delivery:
         return Delivery(subject, 0, data, headers, _Answers(self._link, respond))
 
-    async def put(self, bucket: str, key: str, value: bytes) -> None:
-        await self._write(bucket, key, value, {}, f"put {bucket}/{key}")
+    async def put(self, bucket: str, key: str, value: bytes) -> int:
+        return await self._write(bucket, key, value, {}, f"put {bucket}/{key}")
+
+    async def revision(self, bucket: str, key: str) -> int | None:
+        subject = f"$KV.{bucket}.{key}"
+        found: list[Stored] = await self._ask(
+            f"read {subject}", lambda: list(self._server.stream(f"KV_{bucket}").select(subject))
+        )
+        return found[-1].sequence if found else None
 
     async def remove(self, bucket: str, key: str) -> None:
         await self._write(bucket, key, b"", streams.marker(), f"delete {bucket}/{key}")
 
     async def _write(
         self, bucket: str, key: str, value: bytes, headers: Mapping[str, str], what: str
-    ) -> None:
+    ) -> int:
         self._check_connected()
         check_key(key)
         _check(key, value)
-        await self._ask(what, self._server.write, bucket, key, value, headers)
+        return int(await self._ask(what, self._server.write, bucket, key, value, headers))
 
     async def entries(self, bucket: str) -> dict[str, bytes]:
         found = await self._ask(

@@ -303,11 +303,11 @@ async def _agent_main(node: SimNode, process: Process) -> None:
         courier.serve(),
         PresencePublisher(
             bus,  # type: ignore[arg-type]
+            node.name,
             gpu_memory,
             presence,
             stop,
             pods.is_known,
-            now=clocks.monotonic,
             doubt=pods.doubt,
         ).run(),
         inventory.run(stop),

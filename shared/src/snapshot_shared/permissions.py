@@ -190,11 +190,13 @@ def _service(node: NodeName, service: Service) -> Allowed:
         ),
     ]
     if service == "agent":
+        presence = subjects.bucket_key(subjects.NODES_BUCKET, name)
         publish += [
             subjects.template(node),
             subjects.inventory(node),
             subjects.pods(node),
-            subjects.bucket_key(subjects.NODES_BUCKET, name),
+            presence,
+            f"{_API}.DIRECT.GET.{subjects.stream_of_bucket(subjects.NODES_BUCKET)}.{presence}",
         ]
     listen = (
         subjects.rpc(node, service, "*"),

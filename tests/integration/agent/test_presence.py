@@ -8,10 +8,11 @@ from unittest.mock import Mock
 import pytest
 
 from snapshot_agent.adapters import presence
-from snapshot_agent.adapters.presence import SILENT_S, PresencePublisher
+from snapshot_agent.adapters.presence import PresencePublisher
 from snapshot_operator.core.presence import LOST_AFTER_S
 from snapshot_shared import subjects
 from snapshot_shared.api import FactsReply, Fault, SimReply, SimRequest
+from snapshot_shared.bus.assets import PRESENCE_TTL_S
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import NotFound
 from snapshot_shared.orders import Presence, PresenceDevice
@@ -63,7 +64,7 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
     rig: Rig,
 ) -> None:
     """Its devices may have been given to other pods meanwhile."""
-    now, may_offer, stop = [0.0], asyncio.Event(), asyncio.Event()
+    may_offer, stop = asyncio.Event(), asyncio.Event()
     may_offer.set()
     doubt = Mock(side_effect=may_offer.clear)
 
@@ -72,11 +73,11 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
 
     publisher = PresencePublisher(
         rig.bus,
+        rig.node,
         OneDevice(),
         describe,
         stop,
         may_offer,
-        now=lambda: now[0],
         doubt=doubt,
         every_s=0.05,
     )
@@ -84,15 +85,18 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
 
         async def offers(number: int) -> None:
             async with asyncio.timeout(PATIENCE_S):
-                while len(decode_json((await queue.get()).data, Presence).devices) != number:
-                    pass
+                while True:
+                    # The mark of a removal is empty.
+                    data = (await queue.get()).data
+                    if data and len(decode_json(data, Presence).devices) == number:
+                        return
 
         running = asyncio.ensure_future(publisher.run())
         await offers(1)
-        now[0] += SILENT_S - 1.0
         await offers(1)
         assert may_offer.is_set()
-        now[0] += SILENT_S + 1.0
+        # As after its time to live.
+        await rig.bus.remove(subjects.NODES_BUCKET, rig.node)
         await offers(0)
         doubt.assert_called_once_with()
         may_offer.set()
@@ -104,10 +108,11 @@ async def test_a_node_that_was_silent_offers_nothing_until_its_pods_are_asked_ab
 async def test_a_node_that_was_silent_asks_about_its_pods_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert SILENT_S < LOST_AFTER_S
-    monkeypatch.setattr(presence, "SILENT_S", -1.0)
+    assert PRESENCE_TTL_S < LOST_AFTER_S
+    monkeypatch.setattr(presence, "EVERY_S", 0.1)
     async with rig.agent():
-        # At the start, and for the first presence, which is later than a silence of -1 s.
+        await until(lambda: rig.asked_pods, "the question about the pods")
+        await rig.bus.remove(subjects.NODES_BUCKET, rig.node)
         await until(lambda: len(rig.asked_pods) >= 2, "the second question about the pods")
 
 

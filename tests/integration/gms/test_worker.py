@@ -291,17 +291,17 @@ def test_a_request_that_waits_is_refused_when_the_worker_is_closed(agent: Agent)
 
 def test_a_process_with_many_open_files_is_captured(agent: Agent) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limit[1]), limit[1]))
-    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limit[1]), limit[1]))
+        # `select` takes no descriptor from 1024 on.
+        while (opened := os.open("/dev/null", os.O_RDONLY)) < 1100:
+            closing.callback(os.close, opened)
+        closing.callback(os.close, opened)
         with Worker() as worker:
             worker.ready()
             agent.quiet()
             agent.go_on()
-    finally:
-        for each in opened:
-            os.close(each)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_a_worker_that_is_closed_within_a_request_does_not_wait_for_it(agent: Agent) -> None:

@@ -372,11 +372,11 @@ def _announcer(node: _Node, stop: asyncio.Event) -> PresencePublisher:
     devices = node.node_gpus or node.gms
     return PresencePublisher(
         node.bus,
+        node.name,
         devices,
         node.presence,
         stop,
         node.may_offer,
-        now=node.clocks.monotonic,
         doubt=node.pod_inventory.doubt if node.pod_inventory else lambda: None,
     )
 

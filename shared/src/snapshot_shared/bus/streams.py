@@ -279,9 +279,22 @@ class Streams(Assets):
         found = await translated(self.client.stored(stream, filter_), f"read {stream}")
         return [_stored_delivery(message) for message in found]
 
-    async def put(self, bucket: str, key: str, value: bytes) -> None:
-        """Write a key of a bucket. InvalidName for what is no key."""
-        await self.publish(subjects.bucket_key(bucket, subjects.check_key(key)), value)
+    async def put(self, bucket: str, key: str, value: bytes) -> int:
+        """Write a key of a bucket and return its revision. InvalidName for what is no key."""
+        return await self.publish(subjects.bucket_key(bucket, subjects.check_key(key)), value)
+
+    async def revision(self, bucket: str, key: str) -> int | None:
+        """Return the revision of a key of a bucket; None if it expired, or was never written."""
+        manager = self.client.jetstream(timeout=REQUEST_S)
+        subject = subjects.bucket_key(bucket, subjects.check_key(key))
+        stream = subjects.stream_of_bucket(bucket)
+        try:
+            found = await manager.get_last_msg(stream, subject, direct=True)
+        except nats.js.errors.NotFoundError:
+            return None
+        except (nats.errors.Error, nats.js.errors.Error) as error:
+            raise unavailable(error, f"read {subject}") from error
+        return int(found.seq or 0)
 
     async def remove(self, bucket: str, key: str) -> None:
         """Delete a key of a bucket; absent is success. InvalidName for what is no key."""

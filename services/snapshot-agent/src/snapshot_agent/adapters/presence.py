@@ -1,4 +1,9 @@
-"""The presence of a node, written every ten seconds under its key in `snap_nodes`."""
+"""The presence of a node, written every ten seconds under its key in `snap_nodes`.
+
+NATS drops a key that is not written for 30 s, and others act upon the silence of a node later than
+that. So a node whose last presence is gone doubts its last answer about its pods. A clock of the
+node would not show the silence: the clocks of a virtual machine stand still while it is paused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from snapshot_agent.ports import NodeDevices
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import BusUnavailable, GmsUnavailable, SnapbackError
+from snapshot_shared.errors import BusUnavailable, GmsUnavailable, NotPermitted, SnapbackError
 from snapshot_shared.ids import token
 from snapshot_shared.orders import Presence, PresenceDevice
 
@@ -21,10 +26,6 @@ EVERY_S = 10.0
 AGAIN_S = 0.5
 """How long to wait after presence could not be written, in seconds."""
 
-SILENT_S = 60.0
-"""After so many seconds without presence a node doubts its last answer about its pods. The operator
-acts on the silence later: it takes the node for lost after 90 s."""
-
 
 class PresencePublisher:
     """Writes presence until `stop` is set."""
@@ -32,30 +33,29 @@ class PresencePublisher:
     def __init__(
         self,
         bus: Bus,
+        node: str,
         node_devices: NodeDevices,
         describe: Callable[[list[PresenceDevice]], Awaitable[Presence]],
         stop: asyncio.Event,
         may_offer: asyncio.Event,
         *,
-        now: Callable[[], float],
         doubt: Callable[[], None],
         every_s: float | None = None,
     ) -> None:
-        """Write what `describe` returns for the devices of the node.
+        """Write what `describe` returns for the devices of `node`.
 
         The list of devices is empty until `may_offer` is set. `doubt` is called after a silence,
-        and may clear it. `now` returns seconds. Presence is written every `every_s`, or EVERY_S.
+        and may clear it. Presence is written every `every_s` seconds, or EVERY_S.
         """
         self._bus = bus
+        self._key = token(node)
         self._node_devices = node_devices
         self._describe = describe
         self._stop = stop
         self._may_offer = may_offer
-        self._now = now
         self._doubt = doubt
         self._every_s = EVERY_S if every_s is None else every_s
-        self._heard = now()
-        self._is_silent = False
+        self._revision: int | None = None
         self._devices: list[PresenceDevice] = []
         self._has_answer = False
 
@@ -90,23 +90,30 @@ class PresencePublisher:
         return self._may_offer.is_set()
 
     async def _publish(self) -> bool:
-        began = self._now()
-        was_silent, self._is_silent = self._is_silent, began - self._heard > SILENT_S
-        if self._is_silent and not was_silent:
-            log.warning("the node was silent for %.0f s", began - self._heard)
-        # Once a silence, and again if the pods became known while presence could not be written.
-        if self._is_silent and (not was_silent or self._may_offer.is_set()):
-            self._doubt()
-            if not self._may_offer.is_set():
-                self._devices, self._has_answer = [], False
-        value = await self._describe(self._devices)
         try:
-            await self._bus.put(subjects.NODES_BUCKET, token(value.node), encode_json(value))
+            if self._revision is not None and await self._is_gone(self._revision):
+                self._doubt()
+                if not self._may_offer.is_set():
+                    self._devices, self._has_answer = [], False
+            value = await self._describe(self._devices)
+            self._revision = await self._bus.put(
+                subjects.NODES_BUCKET, self._key, encode_json(value)
+            )
         except BusUnavailable as error:
             log.info("presence is not written: %s", error)
             return False
-        self._heard = began
         return True
+
+    async def _is_gone(self, revision: int) -> bool:
+        try:
+            found = await self._bus.revision(subjects.NODES_BUCKET, self._key)
+        except NotPermitted as error:
+            # A nats-server whose permissions are older than this agent, as within an upgrade.
+            log.warning("a silence of this node would not be seen: %s", error)
+            return False
+        if found != revision:
+            log.warning("the last presence of this node is gone: it was silent, or NATS was lost")
+        return found != revision
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
