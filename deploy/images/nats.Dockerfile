@@ -29,5 +29,5 @@ LABEL org.opencontainers.image.title="snapback-nats" \
 USER 65532:65532
 EXPOSE 4222
 HEALTHCHECK --interval=5s --timeout=3s --start-period=30s --retries=3 \
-    CMD ["healthy", "8222", "/healthz?js-enabled-only=true"]
+    CMD ["healthy", "8222", "/healthz"]
 ENTRYPOINT ["nats-server"]

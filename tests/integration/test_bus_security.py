@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -21,12 +22,14 @@ from nats.js.api import DiscardPolicy
 from snapshot_operator.runtime.nats import NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.bus import ASKED, Bus
+from snapshot_shared.bus.assets import PRESENCE_TTL_S
 from snapshot_shared.bus.streams import Binding
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound, NotPermitted
 from snapshot_shared.ids import NodeName, OrderId, token
 from snapshot_shared.nkey import public_key
+from snapshot_shared.orders import Presence
 from snapshot_shared.permissions import User, users_of
-from snapshotctl.adapters.observer import unstored
+from snapshotctl.adapters.observer import Written, unstored
 from tests.support import builders
 from tests.support.keyed_server import KeyedServer, everything, keyed_server
 
@@ -605,17 +608,27 @@ async def test_all_who_serve_are_asked_at_once_and_late_ones_are_not_waited_for(
 
 async def test_the_doctor_notices_that_nothing_is_stored(world: World) -> None:
     doctor, viewer = [await world.server.bus(User(role)) for role in ("snapshotctl", "viewer")]
-    assert await unstored(doctor) is None
-    refused = await unstored(viewer)
+    assert await unstored(doctor, {}) is None
+    refused = await unstored(viewer, {})
     assert refused is not None
     assert refused.reason == "NotPermitted"
     manager = world.root.client.jetstream()
     config = (await manager.stream_info("SPANS")).config
     # As long as the disk is full.
     await manager.update_stream(config.evolve(max_msgs=1, discard=DiscardPolicy.NEW))
-    told = await unstored(doctor)
+    told = await unstored(doctor, {})
     assert told is not None
     assert "maximum messages exceeded" in told.message
+
+
+@pytest.mark.parametrize(("age_s", "is_stuck"), [(PRESENCE_TTL_S, False), (90.0, True)])
+async def test_the_doctor_notices_a_presence_that_nats_does_not_drop(
+    world: World, age_s: float, is_stuck: bool
+) -> None:
+    doctor = await world.server.bus(User("snapshotctl"))
+    presence = Presence(node=A, boot_id="b", version="0", devices=[], at=0.0)
+    told = await unstored(doctor, {A: Written(presence, time.time() - age_s)})
+    assert (told is not None) == is_stuck
 
 
 async def test_a_service_waits_for_streams_that_only_the_operator_makes(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""The store of an operator, and the journal of a node, on a disk that is full."""
+"""The store of an operator, the journal of a node and the bus, on a disk that is full."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 
 from snapshot_operator.local.store import RESERVE_BYTES, SqliteStore
 from snapshot_shared import journal as journals
-from snapshot_shared.errors import NoSpace
+from snapshot_shared import subjects
+from snapshot_shared.bus import Bus
+from snapshot_shared.errors import BusUnavailable, NoSpace
 from snapshot_shared.journal import Journal, read_records
 from snapshot_shared.ledger import Began, Ended, Reported
 from tests.process.killing import MIB
 from tests.support import builders
 from tests.support.agent_rig import fresh_uid
 from tests.support.builders import with_status
+from tests.support.nats_server import NatsServer
 from tests.support.objects import checkpoint
 
 # It mounts on this machine, which the tests of plain processes must not see.
@@ -65,6 +69,51 @@ async def test_what_frees_room_is_written_on_a_full_disk_and_nothing_else(disk: 
     assert await store.remove_finalizer(going, "nvidia.com/test") is None
     assert (disk / "reserve").stat().st_blocks * 512 == RESERVE_BYTES
     store.close()
+
+
+def is_healthy(server: NatsServer) -> bool:
+    """Ask as the chart and compose.yaml do."""
+    *_, port = re.findall(r"http monitor on .*:(\d+)", server.log)
+    asked = subprocess.run(["deploy/images/healthy", port, "/healthz"], check=False)
+    return asked.returncode == 0
+
+
+async def test_a_nats_server_whose_disk_was_full_is_unhealthy_until_it_is_started_again(
+    disk: Path,
+) -> None:
+    configuration = disk / "nats.conf"
+    # What the streams may grow to, which is more than this disk has.
+    configuration.write_text("jetstream { max_file_store: 4GB }")
+    arguments = ("--config", str(configuration), "--http_port", "-1")
+    async with contextlib.AsyncExitStack() as closing:
+        server = NatsServer(disk / "nats", arguments=arguments)
+        closing.callback(server.stop)
+        server.start()
+        bus = await Bus(server.url, "test").connect()
+        closing.push_async_callback(bus.close)
+        await bus.ensure_assets()
+        await announced(bus)
+        assert is_healthy(server)
+
+        fill(disk)
+        with pytest.raises(BusUnavailable):
+            await announced(bus, 1000)
+        os.truncate(disk / "filler", 0)
+        with pytest.raises(BusUnavailable):
+            await announced(bus)
+        assert not is_healthy(server)
+
+        again = bus.reconnections()
+        server.stop()
+        server.start()
+        await again.wait()
+        await announced(bus)
+        assert is_healthy(server)
+
+
+async def announced(bus: Bus, times: int = 1) -> None:
+    for _ in range(times):
+        await bus.put(subjects.NODES_BUCKET, "node-1", bytes(4096))
 
 
 DELETE = f"delete-{fresh_uid()}"

@@ -11,15 +11,16 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from snapshot_shared import subjects
 from snapshot_shared.api import HealthReply
 from snapshot_shared.bus import Bus
+from snapshot_shared.bus.assets import PRESENCE_TTL_S
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -59,9 +60,19 @@ DIRECTORY_S = 1.0
 AT_A_TIME = 32
 """How many nodes are asked at once."""
 
+STUCK_S = 2 * PRESENCE_TTL_S
+"""After so many seconds a key that is there was not dropped in time."""
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class Written(NamedTuple):
+    """What a node has written of itself, and when NATS stored it, in seconds since the epoch."""
+
+    presence: Presence
+    at: float
 
 
 class _Service(msgspec.Struct):
@@ -147,7 +158,7 @@ async def _cluster(client: OperatorClient, server: Server, *, is_local: bool) ->
         streams=streams,
         health=health,
         refused=refused,
-        unstored=await unstored(bus) if jetstream is None else None,
+        unstored=await unstored(bus, present) if jetstream is None else None,
         operators=[found.version for found in directory if found.name == "snap-operator"],
         nodes=await _nodes(client, names, known, present, directory),
         contents=[found for found in contents or () if isinstance(found, SnapshotContent)],
@@ -161,8 +172,13 @@ async def _cluster(client: OperatorClient, server: Server, *, is_local: bool) ->
     )
 
 
-async def unstored(bus: Bus) -> Failure | None:
-    """Return why what is written to a stream is not there afterwards; None when it is."""
+async def unstored(bus: Bus, present: Mapping[str, Written]) -> Failure | None:
+    """Return why what is written to a stream is not there afterwards; None if it is.
+
+    A stream of which one write has failed takes no other until nats-server is started again, also
+    if the disk has room again and other streams are written. So `present` may have keys that NATS
+    has to drop after 30 s and does not.
+    """
     now = time.time_ns()
     trace_id, span_id = uuid.uuid4().hex, uuid.uuid4().hex[:16]
     span = SpanRecord(
@@ -178,11 +194,19 @@ async def unstored(bus: Bus) -> Failure | None:
     try:
         sequence = await bus.publish(subject, data)
         # A full disk may lose what was acknowledged; only the read shows it.
-        if await bus.last(subjects.SPANS, subject) == (sequence, data):
-            return None
+        found = await bus.replay(subjects.SPANS, subject)
     except SnapbackError as error:
         return error.to_failure()
-    return BusUnavailable(f"{subjects.SPANS} has another message {sequence}").to_failure()
+    if not found or (found[-1].sequence, found[-1].data) != (sequence, data):
+        return BusUnavailable(f"{subjects.SPANS} has another message {sequence}").to_failure()
+    for node, written in present.items():
+        age_s = stored_at(found[-1]) - written.at
+        if age_s > STUCK_S:
+            return BusUnavailable(
+                f"the presence of {node} in bucket {subjects.NODES_BUCKET} is {age_s:.0f} s old, "
+                f"and its keys live for {PRESENCE_TTL_S:.0f} s"
+            ).to_failure()
+    return None
 
 
 async def _or_none(answer: Awaitable[T]) -> T | None:
@@ -193,16 +217,16 @@ async def _or_none(answer: Awaitable[T]) -> T | None:
         return None
 
 
-async def _presence(bus: Bus) -> dict[str, tuple[Presence, float]]:
-    """Return the last presence of each node, and the seconds by which its clock is ahead."""
+async def _presence(bus: Bus) -> dict[str, Written]:
+    """Return the last presence of each node."""
     prefix = subjects.bucket_key(subjects.NODES_BUCKET, "")
     stream = subjects.stream_of_bucket(subjects.NODES_BUCKET)
-    found: dict[str, tuple[Presence, float]] = {}
+    found: dict[str, Written] = {}
     for delivery in await bus.replay(stream, f"{prefix}*"):
         with contextlib.suppress(InvalidInput):
             name = name_of(delivery.subject.removeprefix(prefix))
             presence = decode_json(delivery.data, Presence)
-            found[name] = (presence, presence.at - stored_at(delivery))
+            found[name] = Written(presence, stored_at(delivery))
     return found
 
 
@@ -219,16 +243,16 @@ async def _nodes(
     client: OperatorClient,
     names: list[str],
     known: dict[str, Node],
-    present: dict[str, tuple[Presence, float]],
+    present: Mapping[str, Written],
     directory: list[_Service],
 ) -> list[ObservedNode]:
     versions = {s.metadata.get("node"): s.version for s in directory if s.name == "snap-gms"}
     some = asyncio.Semaphore(AT_A_TIME)
 
     async def look(name: str) -> ObservedNode:
-        presence, skew_s = present.get(name, (None, None))
+        written = present.get(name)
         agent, gms = None, None
-        if presence is not None:
+        if written is not None:
             async with some:
                 agent, gms = await asyncio.gather(
                     _or_none(_status(client.bus, name, "agent", dict)),
@@ -237,8 +261,8 @@ async def _nodes(
         return ObservedNode(
             name=name,
             node=known.get(name),
-            presence=presence,
-            skew_s=skew_s,
+            presence=written.presence if written else None,
+            skew_s=written.presence.at - written.at if written else None,
             agent_answers=agent is not None,
             gms=gms,
             gms_version=versions.get(name),
