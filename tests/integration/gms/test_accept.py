@@ -43,16 +43,6 @@ def accepted(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     return process.returncode, {step["step"]: step for step in report["steps"]}, said
 
 
-def test_a_server_and_a_client_take_on_the_fake_what_they_may(
-    cuda_node: CudaNode, tmp_path: Path
-) -> None:
-    cuda_node.place(PLACED[0])
-    status, steps, said = accepted(tmp_path, "--only", "footprint")
-    assert (status, list(steps)) == (0, ["facts", "footprint"]), said
-    assert steps["footprint"]["found"]["idle_server"] == 0
-    assert steps["footprint"]["found"]["sleeping_client"] == 72 * MIB
-
-
 @pytest.mark.slow
 def test_every_step_that_needs_no_pytorch_holds_on_the_fake(
     cuda_node: CudaNode, tmp_path: Path

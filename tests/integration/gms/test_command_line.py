@@ -119,13 +119,6 @@ def test_drop_frees_only_the_layout_that_is_named(service: Any) -> None:
     assert dropped == {"device": service.uuids[0], "layout": layout}
 
 
-def test_a_shard_that_another_artifact_shares_is_verified_as_any_other(
-    part: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "other").hardlink_to(part / "shard-0000.bin")
-    assert "every digest matches" in gms("verify", part)
-
-
 def test_verify_names_the_chunk_that_is_damaged(part: Path) -> None:
     shard = part / "shard-0000.bin"
     flip(shard, 12345)

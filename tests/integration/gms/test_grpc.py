@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import snapback_client as client
 from gms.adapters.grpc_client import GmsCaller
 from gms.adapters.transfer_process import TransferProcesses
-from snapback_client.frames import GenerationRef, MemoryDomain
+from snapback_client.frames import MemoryDomain
 from snapshot_agent.adapters.gms_grpc import GmsClient
 from snapshot_shared import frames
 from snapshot_shared.codec import decode_msgpack, encode_msgpack
@@ -246,45 +247,6 @@ def test_a_save_streams_its_progress_and_a_load_publishes_the_same_bytes(
     assert sums_on(1) == sums
 
 
-def test_a_load_is_hidden_unless_it_is_to_be_published(
-    service: Any, call: Caller, sums: dict[str, int]
-) -> None:
-    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
-    loaded = call.updates("Load", load_request(service, saved))[-1]
-    assert loaded.layout is not None
-    assert loaded.layout.generation == 0
-    device = service.device(1)
-    assert device.domains[0].layout is None
-    assert [load.load_token for load in device.loads] == ["l1"]
-
-
-def test_a_layout_that_is_committed_already_is_left_alone(
-    service: Any, call: Caller, sums: dict[str, int]
-) -> None:
-    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
-    request = load_request(service, saved, publish=True)
-    first = call.updates("Load", request)[-1]
-    with client.connect(1, lock="RO"):
-        (again,) = call.updates("Load", request)
-    assert again.was_there
-    assert again.layout == first.layout
-    other = load_request(service, saved, publish=True, load_token="l2", layout_id="another")
-    assert call.refused("Load", other)[1].reason != ""
-    assert service.device(1).domains[0].layout == first.layout
-
-
-def test_a_load_replaces_the_generation_that_it_names(
-    service: Any, call: Caller, sums: dict[str, int]
-) -> None:
-    saved = call.updates("Save", frames.SaveRequest(device=service.uuids[0], content_uid=UID))[-1]
-    committed(1).close()
-    assert call.refused("Load", load_request(service, saved))[1].reason == "GenerationMismatch"
-    base = GenerationRef(incarnation=service.gms.incarnation, generation=1)
-    request = load_request(service, saved, publish=True, if_match=base, load_token="l2")
-    assert call.updates("Load", request)[-1].layout.generation == 2
-    assert sums_on(1) == sums
-
-
 def test_a_save_reads_beside_a_worker_that_serves(
     service: Any, call: Caller, sums: dict[str, int]
 ) -> None:
@@ -373,9 +335,13 @@ def cancelled(service: Any, call: Caller, verb: str, tmp_path: Path) -> None:
     wait_until(is_done)
 
 
-@pytest.mark.parametrize("method", ["Fence", "Save", "Load", "Watch", "Publish", "Forget"])
+METHODS = ("Fence", "Save", "Load", "Watch", "Publish", "Forget")
+BODIES = (b"", b"\xc1", encode_msgpack({"device": "", "after": -1}), b"\x81" * 9999)
+OUTSIDE = encode_msgpack({"device": "d", "content_uid": UID, "namespace": "../.."})
+
+
 @pytest.mark.parametrize(
-    "body", [b"", b"\xc1", encode_msgpack({"device": "", "after": -1}), b"\x81" * 9999]
+    ("method", "body"), [*itertools.product(METHODS, BODIES), ("Save", OUTSIDE)]
 )
 def test_a_body_that_does_not_decode_is_refused_and_the_service_goes_on(
     service: Any, call: Caller, method: str, body: bytes
@@ -384,13 +350,6 @@ def test_a_body_that_does_not_decode_is_refused_and_the_service_goes_on(
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert failure.reason == "InvalidMessage"
     client.connect(lock="RW").close()
-
-
-def test_a_place_outside_its_alphabet_is_refused(
-    service: Any, call: Caller, sums: dict[str, int]
-) -> None:
-    request = {"device": service.uuids[0], "content_uid": UID, "namespace": "../.."}
-    assert call.refused("Save", request)[1].reason == "InvalidMessage"
 
 
 async def calls_of_tools(service: Any, parents: dict[str, str]) -> None:

@@ -256,20 +256,6 @@ def test_a_client_that_dies_with_a_frame_ahead_waits_for_memory_no_longer(servic
     assert service.device().used == 0
 
 
-def test_all_allocations_are_made_or_none(service: Any, writer: Lease) -> None:
-    with pytest.raises(errors.OutOfDeviceMemory) as caught:
-        writer.allocate(specs(40 * MIB, 40 * MIB))
-    assert caught.value.values == {
-        "needed": 80 * MIB,
-        "free": 64 * MIB,
-        "capacity": 64 * MIB,
-        "used": 0,
-        "holders": {},
-    }
-    assert service.device().used == 0
-    assert writer.allocations() == []
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -621,15 +607,6 @@ def test_the_socket_of_a_dead_server_is_replaced(socket_dir: Path, launch: Any) 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(socket_dir / "gms.sock"))
     attach(launch()).detach()
-
-
-def test_a_missing_server_is_named_by_its_path(socket_dir: Path) -> None:
-    request = frames.Attach(
-        device="GPU-1", domain=frames.MemoryDomain.WEIGHTS, lock=frames.LockMode.RO, deadline_s=1.0
-    )
-    with pytest.raises(errors.NotFound) as caught:
-        Lease.attach(str(socket_dir), request)
-    assert caught.value.values["path"] == str(socket_dir / "gms.sock")
 
 
 def test_metadata_and_ids_that_are_not_allowed_change_nothing(writer: Lease) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -149,18 +148,6 @@ def test_a_chunk_that_is_noted_and_damaged_is_written_again(weights: Killed) -> 
     done = weights.run(task)
     assert done.moved == done.bytes - kept + CHUNK_BYTES
     assert content(part(task)) == content(weights.root.parent / "whole" / PART)
-
-
-def test_notes_whose_end_is_torn_count_as_far_as_they_are_whole(weights: Killed) -> None:
-    task = killed_half_way(weights)
-    notes = part(task) / ".notes"
-    lines = notes.read_bytes().splitlines(keepends=True)
-    notes.write_bytes(b"".join(lines[:-1]) + lines[-1][:-9])
-    kept = noted(task)
-    # The first line says which save it is. Chunks that were written at once are one line.
-    assert kept == CHUNK_BYTES * sum(len(json.loads(line)["chunks"]) for line in lines[1:-1])
-    done = weights.run(task)
-    assert done.moved == done.bytes - kept
 
 
 def test_a_file_that_belongs_to_another_artifact_too_is_not_written_to(weights: Killed) -> None:

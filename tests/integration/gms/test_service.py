@@ -28,7 +28,7 @@ from snapshot_shared.ids import NodeName, OrderId
 from tests.support import builders
 from tests.support.agent_rig import Rig
 from tests.support.artifact_keys import put_encryption
-from tests.support.gms_rig import GmsProgram, committed, fields_of
+from tests.support.gms_rig import GmsProgram, fields_of
 from tests.support.nats_server import nats_server
 from tests.support.waiting import wait_until
 from tests.support.weights import load_order, save_order
@@ -63,13 +63,6 @@ def test_workers_are_served_while_the_disk_does_not_answer(process: GmsProgram) 
     process.start()
     wait_until((state / "lock").exists)
     assert incarnation(process, patience_s=1.0)
-
-
-def test_workers_are_served_while_nats_is_away(process: GmsProgram) -> None:
-    process.start()
-    with committed(value=1) as pool:
-        pool.sleep()
-        pool.wake()
 
 
 def test_a_stop_is_orderly_and_leaves_no_socket(process: GmsProgram) -> None:

@@ -67,7 +67,7 @@ def test_a_load_that_finds_no_service_says_so_and_may_be_tried_again(
     saved: Weights, tmp_path: Path
 ) -> None:
     task = saved.load_task(socket_dir=str(tmp_path), deadline_s=0.2)
-    with pytest.raises(errors.SnapbackError, match="no GPU memory service answers at ") as raised:
+    with pytest.raises(errors.SnapbackError, match=f"service answers at {tmp_path}") as raised:
         saved.events(task)
     assert (raised.value.reason, raised.value.retryable) == ("GmsUnavailable", True)
     assert isinstance(raised.value, GmsUnavailable)
@@ -237,14 +237,6 @@ def test_a_load_waits_for_the_memory_that_an_engine_gives_up_as_long_as_it_may(
             saved.run(saved.load_task(memory_wait_s=0))
         with later(cache.sleep):
             saved.run(saved.load_task())
-
-
-def test_a_second_load_under_one_token_is_refused_and_the_first_stays(saved: Weights) -> None:
-    saved.run(saved.load_task())
-    with pytest.raises(errors.SnapbackError):
-        saved.run(saved.load_task())
-    (load,) = saved.service.device(1).loads
-    assert (load.load_token, load.bytes) == ("l1", 26 * MIB)
 
 
 def start_child(*arguments: str) -> subprocess.Popen[bytes]:
