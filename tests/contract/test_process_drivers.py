@@ -27,7 +27,7 @@ from snapshot_shared import steps
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.errors import ArtifactCorrupt, DeadlineExceeded, InvalidName, SourceExited
 from snapshot_shared.orders import PodRef
-from tests.support.agent_rig import WORKER, Home, end_everything_below, state_of
+from tests.support.agent_rig import WORKER, Home, end_everything_below, ignored, state_of
 from tests.support.waiting import until
 
 STATE_BYTES = 20 * 1024 * 1024
@@ -121,10 +121,6 @@ def part(tmp_path: Path) -> Iterator[int]:
     fd = os.open(tmp_path / "part", os.O_RDONLY)
     yield fd
     os.close(fd)
-
-
-async def ignored(_done: int) -> None:
-    """Take progress and do nothing with it."""
 
 
 def a_dump(source: Source, part: int, progress: Progress = ignored) -> Dump:

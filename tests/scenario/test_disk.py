@@ -177,14 +177,6 @@ def test_each_call_ends_as_on_the_real_file_system(
     assert found[0] == found[1]
 
 
-def test_a_file_is_safe_after_an_fsync_of_itself_and_of_its_folder() -> None:
-    world = _World()
-    world.put("f", b"data")
-    assert world.states("f") == {None, b"data"}
-    world.sync_folder()
-    assert world.states("f") == {b"data"}
-
-
 @each(
     ("old", "new", "states"),
     [

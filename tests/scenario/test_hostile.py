@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gms.domain.transfer import check_loadable, plan_files
-from snapback_client.frames import Request, decode_reply, decode_request
+from snapback_client.frames import decode_reply, decode_request
 from snapshot_agent.domain.sealing import check_proven
 from snapshot_shared import codec, errors
 from snapshot_shared.artifact import RootManifest, generation_path
@@ -365,16 +365,3 @@ def test_chunks_that_would_fill_the_memory_are_refused(real: Capture) -> None:
     with pytest.raises(errors.ArtifactCorrupt, match="chunk") as caught:
         run(real.root.read_part(real.place, "process"))
     assert _is_named(caught.value)
-
-
-def test_requests_are_what_a_client_may_send() -> None:
-    assert {type(decode_request(data)) for data in FRAMES if _is_request(data)} == set(
-        Request.__args__  # type: ignore[attr-defined]
-    )
-
-
-def _is_request(data: bytes) -> bool:
-    with contextlib.suppress(errors.InvalidMessage):
-        decode_request(data)
-        return True
-    return False

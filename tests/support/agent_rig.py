@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -79,6 +80,10 @@ NOWHERE = ArtifactRef(
 )
 """An artifact that no node has."""
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+async def ignored(_done: int) -> None:
+    """Take progress and do nothing with it."""
 
 
 def fresh_uid() -> str:
@@ -526,6 +531,20 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "X"
+
+
+def watches(pid: int) -> bool:
+    """Tell whether a process watches a folder by inotify."""
+    # A file may be closed meanwhile, and the process may be gone.
+    with contextlib.suppress(FileNotFoundError):
+        return any("inotify wd" in fd.read_text() for fd in Path(f"/proc/{pid}/fdinfo").iterdir())
+    return False
+
+
+def catches(pid: int, number: int) -> bool:
+    """Tell whether a process handles this signal."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def is_gone(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +15,13 @@ from msgspec.structs import replace
 import snapback_client as client
 from gms.adapters.part_files import read_part
 from gms.domain.tasks import LoadTask, SaveTask, TransferDone, TransferEvent
+from snapshot_agent.adapters.artifacts import ArtifactRoot
+from snapshot_agent.ports import GenerationRef
 from snapshot_shared.artifact import PART_MANIFEST, ROOT_MANIFEST, PartManifest
 from snapshot_shared.codec import decode_json, digest, encode_json, encode_pretty
 from snapshot_shared.frames import FenceRequest
 from snapshot_shared.orders import ArtifactRef, LayoutRef, LoadOrder, SaveOrder
+from tests.support.agent_rig import ignored
 from tests.support.doomed_saver import COUNTS
 from tests.support.forks import forks
 from tests.support.gms_rig import TRANSFERS, RunningGms, apart, carried_out, events_of
@@ -25,6 +29,7 @@ from tests.support.gms_rig import TRANSFERS, RunningGms, apart, carried_out, eve
 UID = "11111111-2222-3333-4444-555555555555"
 OTHER = UID.replace("1", "6")
 PART = f"default/{UID}/gen-1/gpu-0"
+PLACE = GenerationRef("default", UID, 1)
 
 
 _ORDER: dict[str, Any] = {"attempt": 1, "node": "n1", "deadline_s": 20.0, "part": "gpu-0"}
@@ -92,7 +97,12 @@ class Doomed(NamedTuple):
 
 
 class Weights:
-    """Arrays that are committed and fenced on the first device, and the root of their part."""
+    """Arrays that are committed and fenced on the first device, and the root of their part.
+
+    An `agent` is given by tests of what it does with the part.
+    """
+
+    agent: ArtifactRoot
 
     def __init__(
         self,
@@ -187,6 +197,12 @@ class Weights:
         (self.path.parent / ROOT_MANIFEST).write_text("{}")
         self.layout = self.fence("f2")
         return self.save_task(content_uid=OTHER, fence_token="f2")
+
+    def verified(self, place: GenerationRef = PLACE) -> PartManifest:
+        """Have an agent read a part whole; return its manifest."""
+        manifest, _ = asyncio.run(self.agent.read_part(place, "gpu-0"))
+        asyncio.run(self.agent.check_bytes(place, manifest, ignored))
+        return manifest
 
     def manifest(self) -> PartManifest:
         return read_part(self.path)[0]

@@ -25,6 +25,7 @@ from snapshot_shared.artifact import Encryption, FileEntry
 from snapshot_shared.encrypting import PartCipher
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
 from snapshot_shared.tasks import calls_under_way
+from tests.support.agent_rig import ignored
 
 SIZES = (0, 1, PIECE_BYTES, PIECE_BYTES + 1, CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 5)
 
@@ -41,10 +42,6 @@ def part(folder: Path) -> Iterator[int]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     yield fd
     os.close(fd)
-
-
-async def ignored(_done: int) -> None:
-    pass
 
 
 def entry_of(path: Path) -> FileEntry:

@@ -2,11 +2,9 @@
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +12,8 @@ from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.domain import control
 from snapshot_agent.handlers.holds import BEAT_S, SILENCE_S
-from tests.support.agent_rig import Rig, failure_of, killed, state_of
+from tests.support.agent_rig import Rig, catches, failure_of, killed, state_of
 from tests.support.waiting import until
-
-
-def catches_sigterm(pid: int) -> bool:
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) & 1 << (signal.SIGTERM - 1))
 
 
 async def started(rig: Rig, stderr: int) -> asyncio.subprocess.Process:
@@ -213,7 +206,7 @@ async def test_a_worker_is_freed_although_nats_is_away(rig: Rig) -> None:
     try:
         await until((pod.control / control.ABORTED).exists, "the worker's release", within_s=10.0)
         # On a busy machine the guard may have been faster than the start of the agent.
-        await until(lambda: catches_sigterm(lonely.pid), "the start of the agent")
+        await until(lambda: catches(lonely.pid, signal.SIGTERM), "the start of the agent")
         assert lonely.returncode is None
     finally:
         lonely.terminate()

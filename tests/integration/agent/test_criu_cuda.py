@@ -22,7 +22,7 @@ from snapshot_shared.errors import ArtifactCorrupt, CriuFailed, NotEligible
 from snapshot_shared.files import open_root, opened
 from snapshot_shared.orders import PodRef
 from snapshot_shared.tasks import readable
-from tests.support.agent_rig import stat_of
+from tests.support.agent_rig import ignored, stat_of
 from tests.support.cuda_rig import GivenDevices
 
 POD = PodRef(namespace="default", name="llm", uid="00000000-0000-4000-8000-000000000001")
@@ -91,10 +91,6 @@ def driver(tmp_path: Path, kubelet: GivenDevices, clock: list[float]) -> CriuCud
 def worker(tmp_path: Path) -> Worker:
     paths = ContainerPaths(tmp_path, tmp_path, placeholder=tmp_path)
     return Worker(POD, Process(*stat_of(os.getpid()).key), paths)
-
-
-async def ignored(_done: int) -> None:
-    pass
 
 
 async def test_the_helper_is_told_which_gpus_the_kubelet_gave_to_a_worker_if_that_answers(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import snapback_client as client
 from gms.adapters.claim_files import ClaimFiles
@@ -510,21 +511,17 @@ async def server() -> Server:
 async def api(server: Server, tmp_path: Path) -> AsyncIterator[KubeApi]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    config = {
-        "current-context": "here",
-        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
-        "clusters": [{"name": "c", "cluster": {"server": url}}],
-        "users": [{"name": "u", "user": {"token": "secret"}}],
-    }
-    (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    async with cluster_api(tmp_path / "kubeconfig") as found:
-        yield found
-    server.event.set()
-    await runner.cleanup()
+    async with TestServer(app) as serving:
+        config = {
+            "current-context": "here",
+            "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": str(serving.make_url(""))}}],
+            "users": [{"name": "u", "user": {"token": "secret"}}],
+        }
+        (tmp_path / "kubeconfig").write_text(json.dumps(config))
+        async with cluster_api(tmp_path / "kubeconfig") as found:
+            yield found
+        server.event.set()
 
 
 async def test_a_node_is_asked_for_its_uid(api: KubeApi, server: Server) -> None:

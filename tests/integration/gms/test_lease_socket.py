@@ -603,12 +603,6 @@ def test_a_folder_has_one_server(service: Any) -> None:
     attach(service).detach()
 
 
-def test_the_socket_of_a_dead_server_is_replaced(socket_dir: Path, launch: Any) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
-        dead.bind(str(socket_dir / "gms.sock"))
-    attach(launch()).detach()
-
-
 def test_metadata_and_ids_that_are_not_allowed_change_nothing(writer: Lease) -> None:
     with pytest.raises(errors.InvalidMessage):
         writer.allocate([frames.AllocationSpec(id="../x y", size=1)])

@@ -17,7 +17,6 @@ import snapback_client as client
 from gms.adapters.part_files import verify_part
 from gms.transfer_child.save import save
 from snapshot_agent.adapters.artifacts import ArtifactRoot
-from snapshot_agent.ports import GenerationRef
 from snapshot_shared import errors
 from snapshot_shared.codec import encode_json
 from snapshot_shared.object_storage import (
@@ -31,9 +30,7 @@ from snapshot_shared.object_storage import (
 from tests.support.forks import forks
 from tests.support.gms_rig import MIB, TRANSFERS, committed
 from tests.support.s3_server import ROOT, S3Server, s3_server
-from tests.support.weights import OTHER, PART, UID, Weights, digests_of
-
-PLACE = GenerationRef("default", UID, 1)
+from tests.support.weights import OTHER, PART, PLACE, UID, Weights, digests_of
 
 # They share a server, which takes seconds to start.
 pytestmark = [pytest.mark.turns, pytest.mark.xdist_group("object_storage")]
@@ -105,7 +102,7 @@ def test_a_part_that_is_all_zeros_has_no_objects_and_is_one_all_the_same(
     layout = capture.service.layout(1)
     capture.run(capture.save_task(layout=layout, device=layout.device, fence_token=None))
     assert capture.objects() == {}
-    verified(capture)
+    capture.verified()
     asyncio.run(capture.agent.remove(PLACE))
     assert not capture.path.exists()
 
@@ -169,7 +166,7 @@ def test_a_save_that_was_killed_is_written_again_whole(capture: Capture) -> None
     killed(capture, 2)
     done = capture.run(capture.save_task())
     assert done.moved == sum(capture.objects().values())
-    verified(capture)
+    capture.verified()
     capture.run(capture.load_task())
 
 
@@ -193,7 +190,7 @@ def test_what_a_killed_save_has_left_is_gone_when_the_part_is_written_again(
     storage = ObjectStorage(capture.url)
     storage.put(f"{PART}/shard-0007.bin/000000", memoryview(b"left behind"))
     capture.run(capture.save_task())
-    verified(capture)
+    capture.verified()
     assert f"{PART}/shard-0007.bin/000000" not in capture.objects()
 
 
@@ -254,15 +251,6 @@ def test_an_artifact_in_files_is_deleted_without_a_storage(capture: Capture) -> 
     assert not capture.path.exists()
 
 
-async def ignored(_: int) -> None:
-    pass
-
-
-def verified(capture: Capture) -> None:
-    manifest, _ = asyncio.run(capture.agent.read_part(PLACE, "gpu-0"))
-    asyncio.run(capture.agent.check_bytes(PLACE, manifest, ignored))
-
-
 def _flip(storage: ObjectStorage, key: str, size: int) -> None:
     data = bytearray(b"".join(storage.read(key, size)))
     data[size // 2] ^= 1
@@ -302,14 +290,14 @@ def test_damage_is_found_by_a_load_and_by_both_verifications(
 ) -> None:
     capture.run(capture.save_task())
     monkeypatch.setenv("SNAPBACK_OBJECT_STORAGE", capture.url)
-    verified(capture)
+    capture.verified()
     damage(ObjectStorage(capture.url), f"{PART}/shard-0000.bin/000000", 8 * MIB)
     with pytest.raises(error) as caught:
         capture.apart(capture.load_task())
     assert caught.value.values["file"] == "shard-0000.bin"
     assert capture.service.device(1).used == 0
     with pytest.raises(error):
-        verified(capture)
+        capture.verified()
     with pytest.raises(error):
         verify_part(capture.path, capture.manifest(), lambda _: None)
 

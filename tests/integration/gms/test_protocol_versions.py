@@ -13,7 +13,6 @@ import grpc
 import msgspec
 import pytest
 
-import snapback_client as client
 from gms.adapters.admission import LeasePolicy
 from gms.adapters.grpc_api import GrpcServer
 from gms.adapters.grpc_client import GmsCaller
@@ -78,13 +77,6 @@ def test_a_frame_of_another_version_than_was_agreed_is_refused_and_the_session_g
         refused = answer(sock, frames.encode_frame(frames.Detach(), 1))
         assert (refused["type"], refused["reason"]) == ("error", "UnsupportedVersion")
         assert answer(sock, frames.encode_frame(frames.Detach(), 2))["type"] == "done"
-
-
-def test_a_client_of_the_far_future_is_refused_with_both_ranges(service: Any) -> None:
-    first = msgspec.msgpack.encode({"type": "attach", "v": 8, "versions": [8, 9], "device": 7})
-    with raw(service.folder) as sock:
-        assert answer(sock, first)["values"] == {"offered": [8, 9], "supported": [1, 2]}
-    client.connect(lock="RW").close()
 
 
 def test_an_answer_in_a_version_that_was_not_offered_is_refused() -> None:

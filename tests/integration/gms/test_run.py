@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -25,7 +24,7 @@ from snapback_client.errors import InvalidInput, NotEligible
 from snapback_client.run import Command, Engine, Request, hook_of, plan_of
 from snapback_client.state_files import pack, unpack
 from tests.integration.gms.test_worker import PATIENCE_S, Agent
-from tests.support.agent_rig import is_gone
+from tests.support.agent_rig import catches, is_gone, watches
 from tests.support.gms_rig import MIB
 from tests.support.waiting import wait_until
 
@@ -341,23 +340,9 @@ def test_a_command_that_is_called_after_a_restore_finds_who_the_engine_is(
 
 def test_a_standby_ends_at_a_signal(running: Running, agent: Agent) -> None:
     process = running.start("--", "sleep", "60", SNAPSHOT_RESTORE_STANDBY="1")
-    wait_until(lambda: _watches(process.pid) and _catches(process.pid, signal.SIGTERM), "its wait")
+    wait_until(lambda: watches(process.pid) and catches(process.pid, signal.SIGTERM), "its wait")
     process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 128 + signal.SIGTERM
-
-
-def _watches(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return any("inotify wd" in fd.read_text() for fd in Path(f"/proc/{pid}/fdinfo").iterdir())
-    return False
-
-
-def _catches(pid: int, number: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        caught = next(line for line in lines if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 def test_a_restore_of_what_another_program_has_saved_is_said(

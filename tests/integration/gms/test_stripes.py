@@ -24,9 +24,8 @@ from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.stripes import IDENTITY, MARK, StripeMissing, StripeRoots
 from tests.support import builders
 from tests.support.gms_rig import MIB, committed
-from tests.support.weights import OTHER, PART, UID, Weights
+from tests.support.weights import OTHER, PART, PLACE, UID, Weights
 
-PLACE = GenerationRef("default", UID, 1)
 OTHER_PLACE = GenerationRef("default", OTHER, 1)
 
 
@@ -65,6 +64,10 @@ class Capture(Weights):
             if path.name != "default" and not path.name.startswith((IDENTITY, f".{IDENTITY}."))
         )
 
+    def used(self, place: GenerationRef = PLACE) -> set[str]:
+        """Have an agent read everything; return the stripe roots that the manifest names."""
+        return {entry.stripe or "" for entry in self.verified(place).files}
+
     def remove(self) -> None:
         asyncio.run(self.agent.remove(PLACE))
 
@@ -81,17 +84,6 @@ def saved(capture: Capture) -> Capture:
     return capture
 
 
-async def nobody_asks(done: int) -> None:
-    del done
-
-
-def verified(capture: Capture, place: GenerationRef = PLACE) -> set[str]:
-    """Have an agent read everything; return the stripe roots that the manifest names."""
-    manifest, _ = asyncio.run(capture.agent.read_part(place, "gpu-0"))
-    asyncio.run(capture.agent.check_bytes(place, manifest, nobody_asks))
-    return {entry.stripe or "" for entry in manifest.files}
-
-
 def test_files_are_spread_over_all_folders_and_come_back(saved: Capture) -> None:
     counts = [len(saved.shards(stripe)) for stripe in ("", "fast", "other")]
     assert sum(counts) == len(saved.manifest().files) == 8
@@ -106,7 +98,7 @@ def test_shards_are_cut_shorter_so_that_every_folder_has_some(capture: Capture) 
 
 
 def test_a_manifest_names_stripe_roots_and_no_path(saved: Capture, tmp_path: Path) -> None:
-    assert verified(saved) == {"", "fast", "other"}
+    assert saved.used() == {"", "fast", "other"}
     for file in ("part.json", MARK):
         assert str(tmp_path) not in (saved.path / file).read_text()
 
@@ -130,7 +122,7 @@ def test_any_backend_with_any_number_of_threads_uses_all_folders(
     capture.run(capture.save_task(**fields))
     assert capture.shards("fast")
     capture.run(capture.load_task(**fields))
-    verified(capture)
+    capture.verified()
 
 
 def test_a_part_of_one_file_uses_the_artifact_root_alone(capture: Capture) -> None:
@@ -150,13 +142,13 @@ def test_an_artifact_from_before_the_setting_is_loaded_verified_and_removed(
     capture.run(capture.save_task(stripe_roots={}))
     assert b"stripe" not in (capture.path / "part.json").read_bytes()
     capture.run(capture.load_task())
-    verified(capture)
+    capture.verified()
     capture.remove()
     assert not capture.path.exists()
 
 
 def test_a_verification_reads_all_folders(saved: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    verified(saved)
+    saved.verified()
     setting = ":".join(f"{name}={path}" for name, path in saved.stripes.items())
     monkeypatch.setenv("SNAPBACK_STRIPE_ROOTS", setting)
     verify_part(saved.path, saved.manifest(), lambda _: None)
@@ -164,7 +156,7 @@ def test_a_verification_reads_all_folders(saved: Capture, monkeypatch: pytest.Mo
     with (Path(saved.stripes["other"]) / PART / entry.name).open("r+b") as file:
         file.write(b"damaged")
     with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
-        verified(saved)
+        saved.verified()
     with pytest.raises(errors.ArtifactCorrupt, match=entry.name):
         verify_part(saved.path, saved.manifest(), lambda _: None)
 
@@ -276,7 +268,7 @@ def test_what_a_saver_in_a_pod_has_written_stays_in_the_artifact_root(capture: C
     written.parent.mkdir(parents=True)
     capture.path.rename(written)
     capture.run(capture.save_task(staged=str(capture.root.parent)))
-    verified(capture)
+    capture.verified()
     assert capture.left() == []
 
 
@@ -361,7 +353,7 @@ def test_files_that_did_not_change_are_shared_within_their_stripe_root(capture: 
     again = saved_again(capture)
     assert (again.bytes, again.moved) == (first.bytes, 0)
     capture.remove()
-    assert verified(capture, OTHER_PLACE) == {"", "fast", "other"}
+    assert capture.used(OTHER_PLACE) == {"", "fast", "other"}
     asyncio.run(capture.agent.remove(OTHER_PLACE))
     assert capture.left() == []
 
@@ -369,7 +361,7 @@ def test_files_that_did_not_change_are_shared_within_their_stripe_root(capture: 
 def test_a_file_that_is_shared_from_elsewhere_is_found_where_it_is(capture: Capture) -> None:
     capture.run(capture.save_task(stripe_roots={}))
     assert saved_again(capture).moved == 0
-    assert verified(capture, OTHER_PLACE) == {""}
+    assert capture.used(OTHER_PLACE) == {""}
     asyncio.run(capture.agent.remove(OTHER_PLACE))
     assert capture.left() == []
 
@@ -409,7 +401,7 @@ def test_a_save_that_was_killed_goes_on_in_all_folders(capture: Capture) -> None
         next(kills)
     done = capture.run(capture.save_task(note_bytes=1))
     assert 0 < done.moved < done.bytes // 2
-    verified(capture)
+    capture.verified()
     capture.remove()
     assert capture.left() == []
 

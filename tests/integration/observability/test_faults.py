@@ -7,9 +7,9 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from kubernetes_asyncio.client import Configuration
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -163,17 +163,12 @@ async def test_a_request_to_the_kubernetes_api_is_counted() -> None:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     metrics = scraped("snap-operator")
-    try:
-        url = "http://{}:{}".format(*runner.addresses[0][:2])
-        async with KubeClient(Configuration(host=url), metrics) as client:
+    async with TestServer(app) as server:
+        configuration = Configuration(host=str(server.make_url("")))
+        async with KubeClient(configuration, metrics) as client:
             with pytest.raises(NotFound):
                 await client.request("GET", "/api/v1/namespaces/a/pods/b")
-    finally:
-        await runner.cleanup()
     labels = {"snapback_resource": "pods", "http_response_status_code": "404"}
     assert read(metrics, instruments.API_REQUEST_DURATION, **labels) > 0
 
@@ -181,20 +176,14 @@ async def test_a_request_to_the_kubernetes_api_is_counted() -> None:
 async def test_an_admission_is_counted_by_its_webhook_and_outcome() -> None:
     metrics = scraped("snap-operator")
     request = {"uid": "u", "operation": "CREATE", "object": {"kind": "Snapshot"}}
-    async with KubeClient(Configuration()) as client, aiohttp.ClientSession() as session:
-        runner = web.AppRunner(
-            Admission(client, metrics).app("secret".__eq__, Guests()), access_log=None
-        )
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = "http://{}:{}/secret{}".format(*runner.addresses[0][:2], PATHS[OBJECTS])
-        try:
-            async with session.post(url, json={"request": request}) as response:
+    path = f"/secret{PATHS[OBJECTS]}"
+    async with KubeClient(Configuration()) as api:
+        app = Admission(api, metrics).app("secret".__eq__, Guests())
+        async with TestClient(TestServer(app)) as client:
+            async with client.post(path, json={"request": request}) as response:
                 assert (await response.json())["response"]["allowed"] is False
-            async with session.post(url, data="no review") as response:
+            async with client.post(path, data="no review") as response:
                 assert response.status == 400
-        finally:
-            await runner.cleanup()
     for outcome in ("denied", "failed"):
         labels = {"snapback_webhook": OBJECTS, "snapback_outcome": outcome}
         assert read(metrics, instruments.ADMISSION_DURATION, **labels) > 0

@@ -26,6 +26,7 @@ from snapshotctl.adapters import inotify, worker_socket
 from snapshotctl.adapters.worker_socket import WorkerClient
 from snapshotctl.domain.demo_engines import ENGINES as DEMO
 from tests.integration.snapshotctl.conftest import ENGINES, EXAMPLES, ROOT, needs_engines
+from tests.support.agent_rig import watches
 from tests.support.ports import free_port
 from tests.support.torch_site import VARIABLE, torch_for
 from tests.support.waiting import until, wait_until
@@ -70,10 +71,23 @@ class Place:
         for name in names:
             (self.control / name).unlink(missing_ok=True)
 
-    async def said(self, name: str) -> Any:
+    async def said(self, name: str, attempt: int = 0) -> None:
+        """Wait until the worker has said this, of this attempt."""
         async with asyncio.timeout(PATIENCE_S):
             await inotify.appears(self.control / name)
-        return json.loads((self.control / name).read_text())
+        assert json.loads((self.control / name).read_text())["attempt"] == attempt
+
+    async def quiet(self, attempt: int) -> None:
+        """Have a worker that is ready be quiet."""
+        await self.said("ready-for-snapshot")
+        self.forget("quiesced", "snapshot-complete", "snapshot-aborted")
+        self.say("quiesce", attempt)
+        await self.said("quiesced", attempt)
+
+    def restore(self, attempt: int) -> None:
+        """Have a standby that starts begin with what the captured worker has saved."""
+        self.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
+        self.say("restore-complete", attempt)
 
     async def withdrawn(self, name: str) -> None:
         await until(lambda: not (self.control / name).exists(), name, within_s=PATIENCE_S)
@@ -133,13 +147,6 @@ def place(places: Places, tmp_path: Path) -> Place:
 
 
 ASKED = ("What is my name?", "When does the harbour open?", "My name is")
-
-
-def _has_watch(pid: int) -> bool:
-    # A file may be closed meanwhile.
-    with contextlib.suppress(FileNotFoundError):
-        return any("inotify wd" in fd.read_text() for fd in Path(f"/proc/{pid}/fdinfo").iterdir())
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -212,10 +219,7 @@ async def test_a_worker_sleeps_through_each_capture_and_goes_on_as_it_was(
         await client.chat("I am Ada")
         before = await _talk(place)
         for attempt, end in enumerate(ends, 1):
-            await place.said("ready-for-snapshot")
-            place.forget("quiesced", "snapshot-complete", "snapshot-aborted")
-            place.say("quiesce", attempt)
-            assert (await place.said("quiesced"))["attempt"] == attempt
+            await place.quiet(attempt)
             assert not (place.control / "ready-for-snapshot").exists()
             asking = asyncio.create_task(client.ask(ASKED[0]))
             saved = json.loads((place.control / "state" / "worker.json").read_text())
@@ -257,16 +261,13 @@ async def test_a_worker_learns_and_a_restored_one_answers_byte_for_byte_as_its_s
     async with process([str(programs / program)], place.worker(PASSES="1")):
         client = await place.connect()
         await learns(client)
-        assert (await place.said("ready-for-snapshot"))["attempt"] == 0
         before = [await client.ask(question) for question in ASKED]
         await client.close()
-        place.say("quiesce", 1)
-        await place.said("quiesced")
-    place.forget("quiesce", "quiesced", "ready-for-snapshot")
+        await place.quiet(1)
+    place.restore(7)
     (place.pod_sockets / "worker.sock").unlink()
     async with process([str(programs / program)], place.worker(SNAPSHOT_RESTORE_STANDBY="1")):
-        place.say("restore-complete", 7)
-        assert (await place.said("restored"))["attempt"] == 7
+        await place.said("restored", 7)
         assert await _talk(place) == before
         await place.said("ready-for-snapshot")
 
@@ -287,10 +288,10 @@ async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
         if serves:
             await place.withdrawn("restored")
         elif is_late:
-            await until(lambda: _has_watch(worker.pid), within_s=PATIENCE_S)
+            await until(lambda: watches(worker.pid), within_s=PATIENCE_S)
         place.say("restore-failed", 2)
         await place.said("ready-for-snapshot")
-        assert (await place.said("restored"))["attempt"] == 2
+        await place.said("restored", 2)
         if serves:
             assert len(await _talk(place)) == len(ASKED)
 
@@ -298,16 +299,12 @@ async def test_a_standby_starts_cold_when_its_restore_fails_or_has_failed(
 async def test_the_template_is_captured_twice_and_restored(place: Place, programs: Path) -> None:
     async with process([str(programs / "worker_template.py")], place.worker()):
         for attempt in (1, 2):
-            await place.said("ready-for-snapshot")
-            place.forget("quiesced", "snapshot-complete")
-            place.say("quiesce", attempt)
-            assert (await place.said("quiesced"))["attempt"] == attempt
+            await place.quiet(attempt)
             place.say("snapshot-complete", attempt)
-    place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
-    place.say("restore-complete", 3)
+    place.restore(3)
     standby = place.worker(SNAPSHOT_RESTORE_STANDBY="1")
     async with process([str(programs / "worker_template.py")], standby):
-        assert (await place.said("restored"))["attempt"] == 3
+        await place.said("restored", 3)
         await place.said("ready-for-snapshot")
 
 
@@ -328,16 +325,14 @@ async def test_a_model_of_pytorch_is_restored_with_the_weights_that_a_cold_start
         async with process(program, place.worker(PYTHONPATH=where), out) as worker:
             await place.said("ready-for-snapshot")
             drawn = await answered(worker)
-            place.say("quiesce", 1)
-            assert (await place.said("quiesced"))["attempt"] == 1
+            await place.quiet(1)
             place.say("snapshot-complete", 1)
             await place.said("ready-for-snapshot")
             assert await answered(worker) == drawn
-        place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
-        place.say("restore-complete", 2)
+        place.restore(2)
         standby = place.worker(PYTHONPATH=where, SNAPSHOT_RESTORE_STANDBY="1")
         async with process(program, standby, out) as worker:
-            assert (await place.said("restored"))["attempt"] == 2
+            await place.said("restored", 2)
             assert await answered(worker) == drawn
 
 
@@ -412,19 +407,17 @@ async def test_a_trained_model_answers_the_same_after_a_capture_and_after_a_rest
         assert [path for path in opened if path.endswith(".db")] == []
         assert list(home.iterdir()) == []
 
-        place.say("quiesce", 1)
-        await place.said("quiesced")
+        await place.quiet(1)
         _has_its_weights_in_gpu_memory(place)
         late = asyncio.create_task(asyncio.to_thread(labels, place))
         assert await asyncio.to_thread(asked, place, "GET", "/health") == (200, {})
         place.say("snapshot-complete", 1)
         await place.said("ready-for-snapshot")
         assert await asyncio.wait_for(late, PATIENCE_S) == before
-    place.forget("quiesce", "quiesced", "snapshot-complete", "ready-for-snapshot")
+    place.restore(2)
     (place.pod_sockets / "worker.sock").unlink()
-    place.say("restore-complete", 2)
     async with process(ONNX_WORKER, environment(place, SNAPSHOT_RESTORE_STANDBY="1")):
-        assert (await place.said("restored"))["attempt"] == 2
+        await place.said("restored", 2)
         assert await asyncio.to_thread(labels, place) == before
 
 
