@@ -110,17 +110,8 @@ class Captures(NamedTuple):
             # It shows where they differ.
             assert found == wanted
 
-    async def uids(self, name: str) -> set[str]:
-        """Return the uids of the contents that were captured for a checkpoint."""
-        return {
-            item["metadata"]["uid"]
-            for item in await self.rig.items(CONTENTS)
-            if item["spec"]["snapshotRef"]["name"] == name
-            and item["spec"]["snapshotRef"]["namespace"] == self.rig.namespace
-        }
-
-    async def end(self, name: str, contents: int = 1) -> None:
-        """End the workers of a checkpoint, captured once for each content, and restored once.
+    async def end(self, name: str) -> None:
+        """End the workers of a checkpoint, captured once and restored once.
 
         A worker whose release comes too late, because the operator is away, goes on by itself,
         with `snapshot-aborted`, also if the artifact is whole.
@@ -132,7 +123,7 @@ class Captures(NamedTuple):
         captures = _by_capture([event.split()[0] for event in events[1:]])
         complete, given_up = [("quiesced", f"snapshot-{how}") for how in ("complete", "aborted")]
         assert captures and {*captures} <= {complete, given_up}, events  # noqa: PT018 - one fact
-        assert captures.count(complete) <= contents, events
+        assert captures.count(complete) <= 1, events
         events = await events_of(self.nodes, again)
         assert events[-1:] == ["restored 42 1024"]
         names = (f"job/{name}", f"pod/{again}")
@@ -215,12 +206,17 @@ class Crew:
             await self.gone(operator)
 
 
-def after_writes(rig: Rig, acts: dict[int, Callable[[], None]]) -> asyncio.Event:
-    """Act when so many writes from now on have been answered; set what is returned at the first."""
+def after_writes(rig: Rig, acts: dict[int, Callable[[], None]], since: str = "") -> asyncio.Event:
+    """Act when so many writes from now on have been answered; set what is returned at the first.
+
+    `since` names the write that is counted as the first.
+    """
     writes: list[str] = []
     reached = asyncio.Event()
 
     def answered(write: str) -> None:
+        if not writes and since not in write:
+            return
         writes.append(write)
         if act := acts.get(len(writes)):
             act()

@@ -121,7 +121,9 @@ async def test_what_was_captured_after_the_backup_is_captured_again(
         assert await captures.outcome("llm-00") == wanted
 
 
-@pytest.mark.parametrize("number", [8, 13, 18, 26])
+# From the creation of the content on: a worker that was restored from an artifact whose content is
+# lost has another outcome.
+@pytest.mark.parametrize("number", [1, 6, 11, 19])
 async def test_work_of_which_the_later_part_was_lost_ends_as_it_did(
     captures: Captures, crew: Crew, rig: Rig, own_cluster: Cluster, tmp_path: Path, number: int
 ) -> None:
@@ -129,18 +131,16 @@ async def test_work_of_which_the_later_part_was_lost_ends_as_it_did(
     async with kept_running(crew) as ends:
         await captures.apply("llm-00")
         wanted = await captures.ended("llm-00")
-        after_writes(rig, {number: partial(own_cluster.back_up, tmp_path / "backup")})
+        back_up = partial(own_cluster.back_up, tmp_path / "backup")
+        after_writes(rig, {number: back_up}, since="POST snapshotcontents")
         await captures.apply("llm-01")
         await captures.reaches("llm-01", wanted)
-        contents = await captures.uids("llm-01")
         # The few writes that are lost may be overtaken by those of an API server that starts.
         await renewed(rig)
         await asyncio.to_thread(own_cluster.restore, tmp_path / "backup")
         await restarted(ends)
         await captures.reaches("llm-01", wanted)
-        # On a busy machine the eighth write may come before that of the content.
-        contents |= await captures.uids("llm-01")
-        await captures.end("llm-01", len(contents))
+        await captures.end("llm-01")
 
 
 async def test_an_artifact_whose_deletion_was_lost_is_known_as_damaged_once_it_is_read(

@@ -1,4 +1,4 @@
-"""A user of one namespace who writes whatever a status, a label or a finalizer takes.
+"""A user of one namespace who writes whatever statuses, annotations, labels and finalizers take.
 
 No admission policy is here, so the store takes all of it. What the user wants is of another
 namespace: its memory, its artifacts, its workers.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,13 +16,29 @@ from msgspec.structs import replace
 
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_shared.errors import Conflict, NotFound
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.objects.snapback import SNAPSHOT_UID, SnapshotContent, SnapshotRestore
-from snapshot_shared.orders import AnyOrder, order_in
+from snapshot_shared.objects.kinds import AnyObject, kind_of
+from snapshot_shared.objects.kubernetes import Pod
+from snapshot_shared.objects.meta import Condition, OrderStatus, time_of
+from snapshot_shared.objects.snapback import (
+    RESTORE_CONTENT,
+    RESTORE_DIGEST,
+    RESTORE_FROM,
+    RESTORE_UID,
+    SNAPSHOT_UID,
+    DynamoCheckpoint,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRestore,
+)
+from snapshot_shared.orders import TERMINAL, AnyOrder, Report, order_in
 from snapshot_shared.views import orders_of, part_of
 from tests.scenario.store import at_once
-from tests.support.objects import restore_document
+from tests.support.objects import (
+    checkpoint_document,
+    pod_template,
+    restore_document,
+    snapshot_document,
+)
 
 if TYPE_CHECKING:
     from tests.scenario.faults import Fault
@@ -31,14 +47,42 @@ if TYPE_CHECKING:
 TENANT = "tenant"
 """The namespace of the user. The others of a world are in `default`."""
 
+SOURCE = "mine"
+"""From what the pods of the user ask to be restored."""
+
 
 def thieves(seed: int) -> Iterator[tuple[Any, ...]]:
-    """Yield when pods of the user are applied, in one world of four; each waits for a source."""
+    """Yield what the user applies and when, in one world of four.
+
+    Pods wait for a source. Its snapshot has a pod that never comes. Its checkpoint has the identity
+    of a checkpoint of others, and a worker for which no node has the devices.
+    """
     rng = random.Random(f"thieves {seed}")
     for index in range(rng.choice((0, 0, 0, 2))):
-        document = restore_document("mine", f"thief-{index}", gpus=1)
-        document["metadata"]["namespace"] = TENANT
-        yield rng.random() * 5, document
+        yield rng.random() * 5, _tenants(restore_document(SOURCE, f"thief-{index}", gpus=1))
+    if rng.random() < 0.5:
+        return
+    if rng.random() < 0.5:
+        yield rng.random() * 5, _tenants(snapshot_document(SOURCE, "nobody"))
+    else:
+        document = checkpoint_document(SOURCE, model="example/a")
+        # No node has so many, so its worker never starts.
+        document["spec"]["job"]["podTemplateSpec"] = pod_template(
+            resources={"limits": {"nvidia.com/gpu": 64}}
+        )
+        yield rng.random() * 5, _tenants(document)
+
+
+def _tenants(document: dict[str, Any]) -> dict[str, Any]:
+    document["metadata"]["namespace"] = TENANT
+    return document
+
+
+def is_tenants(value: AnyObject | None) -> bool:
+    """Whether an object is of the user, or a content of a snapshot of the user."""
+    if isinstance(value, SnapshotContent):
+        return value.spec.snapshot_ref.namespace == TENANT
+    return value is not None and value.metadata.namespace == TENANT
 
 
 def namespaces_in(order: AnyOrder) -> set[str]:
@@ -48,20 +92,16 @@ def namespaces_in(order: AnyOrder) -> set[str]:
 
 
 def forge(world: World, fault: Fault) -> None:
-    """Write what one of `_FORGERIES` makes of an object of the user, if there is one."""
+    """Write what a forgery makes of an object of the user, if there is one."""
     rng = random.Random(f"{world.seed} {fault}")
-    mine = [
-        value
-        for value in world.rules.present()
-        if isinstance(value, SnapshotRestore) and value.metadata.namespace == TENANT
-    ]
-    contents = [*world.rules.contents()]
+    mine = [each for each in world.rules.present() if type(each) in _FORGERIES and is_tenants(each)]
+    contents = [each for each in world.rules.contents() if not is_tenants(each)]
     if not mine or not contents:
         return
     value, victim = rng.choice(mine), rng.choice(contents)
     world.note(f"{value.metadata.name} is forged with {victim.metadata.name}")
     try:
-        rng.choice(_FORGERIES)(world, value, victim, rng)
+        rng.choice(_FORGERIES[type(value)])(world, value, victim, rng)
     except (Conflict, NotFound) as error:
         world.note(f"the forgery is refused: {error}")
 
@@ -127,15 +167,84 @@ def _let_go(
     at_once(world.store.remove_finalizer(_read(world, value), FINALIZER))
 
 
-_FORGERIES: tuple[Callable[[Any, SnapshotRestore, SnapshotContent, random.Random], None], ...] = (
-    _content,
-    _content,
-    _copied,
-    _readdressed,
-    _made,
-    _made,
-    _let_go,
-)
+def _ended(
+    world: World, value: SnapshotRestore, victim: SnapshotContent, rng: random.Random
+) -> None:
+    """Have all that was ordered answered well, by nobody."""
+    now = _read(world, value)
+    _write(world, value, orders=[_answered(item, world.wall) for item in now.status.orders])
+
+
+def _bound(world: World, value: Snapshot, victim: SnapshotContent, rng: random.Random) -> None:
+    """Have a content of another namespace as that of one's own snapshot."""
+    now = time_of(world.wall)
+    ready = Condition(type="Ready", status="True", reason="Captured", last_transition_time=now)
+    name = victim.metadata.name
+    _write(world, value, bound_snapshot_content_name=name, conditions=rng.choice(([], [ready])))
+
+
+def _led(
+    world: World, value: DynamoCheckpoint, victim: SnapshotContent, rng: random.Random
+) -> None:
+    """Have a content, a snapshot and a worker of another namespace as those of a checkpoint."""
+    names = {"content_name": victim.metadata.name, "snapshot_name": victim.spec.snapshot_ref.name}
+    shares = rng.choice(("", victim.spec.snapshot_ref.name))
+    _write(world, value, phase="Ready", shares=shares, job_name="a", **names)
+
+
+def _asked(world: World, value: Pod, victim: SnapshotContent, rng: random.Random) -> None:
+    """Name a source, a content or an artifact of another namespace by an annotation."""
+    committed = victim.status.committed
+    annotation, text = rng.choice(
+        (
+            (RESTORE_FROM, victim.spec.snapshot_ref.name),
+            (RESTORE_FROM, f"{victim.spec.snapshot_ref.namespace}/{victim.spec.snapshot_ref.name}"),
+            (RESTORE_UID, victim.spec.snapshot_ref.uid),
+            (RESTORE_CONTENT, victim.metadata.name),
+            (RESTORE_DIGEST, committed.root_digest if committed else ""),
+        )
+    )
+    at_once(world.store.annotate(_read(world, value), annotation, text))
+
+
+def _labelled(world: World, value: AnyObject, victim: SnapshotContent, rng: random.Random) -> None:
+    """Put the label on by which the operator finds what belongs to a snapshot."""
+    uid = rng.choice((victim.metadata.uid, victim.spec.snapshot_ref.uid))
+    at_once(world.store.label(_read(world, value), SNAPSHOT_UID, uid))
+
+
+Forgery = Callable[[Any, Any, SnapshotContent, random.Random], None]
+
+_FORGERIES: Mapping[type, tuple[Forgery, ...]] = {
+    SnapshotRestore: (
+        _content,
+        _content,
+        _copied,
+        _readdressed,
+        _made,
+        _made,
+        _ended,
+        _let_go,
+    ),
+    Snapshot: (_bound, _bound, _labelled, _let_go),
+    DynamoCheckpoint: (_led, _led, _labelled, _let_go),
+    Pod: (_asked, _asked, _labelled),
+}
+"""What the user writes into an object, by its kind."""
+
+
+def _answered(item: OrderStatus, at: float) -> OrderStatus:
+    kind = TERMINAL[item.verb]
+    final = Report(
+        order=item.order,
+        attempt=item.attempt,
+        n=9,
+        kind=kind,  # type: ignore[arg-type]
+        node=item.node,
+        service=item.service,
+        at=at,
+    )
+    return replace(item, state=kind, final=final)
 
 
 def _of(value: AnyObject, item: OrderStatus) -> OrderStatus:
@@ -147,15 +256,15 @@ def _of(value: AnyObject, item: OrderStatus) -> OrderStatus:
     return replace(item, order=name, payload=payload, state="ordered", final=None)
 
 
-def _write(world: World, value: SnapshotRestore, **changes: Any) -> None:
+def _write(world: World, value: AnyObject, **changes: Any) -> None:
     now = _read(world, value)
     at_once(world.store.update_status(replace(now, status=replace(now.status, **changes))))
 
 
-def _read(world: World, value: SnapshotRestore) -> Any:
+def _read(world: World, value: AnyObject) -> Any:
     """Return the object as the store has it now. NotFound."""
     meta = value.metadata
-    found = at_once(world.store.read("SnapshotRestore", meta.namespace, meta.name))
+    found = at_once(world.store.read(kind_of(value).name, meta.namespace, meta.name))
     if found is None:
         raise NotFound(f"{meta.name} is gone")
     return found

@@ -38,7 +38,7 @@ from snapshot_shared.orders import CLEANING, AnyOrder, Order, Report, StopOrder
 from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
 from snapshot_shared.views import is_answered, orders_of
-from tests.scenario.adversary import TENANT, namespaces_in
+from tests.scenario.adversary import TENANT, is_tenants, namespaces_in
 from tests.scenario.loop import CURRENT, Process, current
 from tests.scenario.node import SHARED
 from tests.scenario.node import owner_of as disk_owner
@@ -161,8 +161,7 @@ class Rules:
 
     def _ordered(self, subject: str, order: Order) -> None:
         value = self._seen.get(order.owner)
-        is_forged = value is not None and value.metadata.namespace == TENANT
-        if is_forged and (others := namespaces_in(cast("AnyOrder", order)) - {TENANT}):
+        if is_tenants(value) and (others := namespaces_in(cast("AnyOrder", order)) - {TENANT}):
             self.fail("foreign", f"{order.order} of {TENANT} went out for {others}")
         if self._world.has_just_rewound:
             return
@@ -322,6 +321,9 @@ class Rules:
     def _readers(self, before: SnapshotContent, after: SnapshotContent) -> None:
         """Nothing new reads what is doubted, and nothing is forgotten while it reads."""
         old, new = before.status.readers, after.status.readers
+        for uid in set(new) - set(old):
+            if is_tenants(self._seen.get(uid)) and not is_tenants(after):
+                self.fail("foreign", f"{after.metadata.name} has a reader of {TENANT}")
         if set(new) - set(old) and is_true(after.status.conditions, "Quarantined"):
             self.fail("half", f"{after.metadata.name} has new readers and is in quarantine")
         for uid in set(old) - set(new):

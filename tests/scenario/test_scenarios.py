@@ -394,7 +394,7 @@ def test_no_rule_is_broken(seed: int) -> None:
     assert run_seed(seed).broken == []
 
 
-@pytest.mark.parametrize("seed", [5009, 5096, 5098, 5112])
+@pytest.mark.parametrize("seed", [5057, 5058, 5077, 5090])
 def test_a_user_who_forges_statuses_reaches_no_other_namespace(seed: int) -> None:
     world = World(seed, settings_of(seed), faults_of(seed))
     assert world.run() == []

@@ -36,7 +36,7 @@ from snapshot_shared.errors import SnapbackError
 from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.telemetry import Telemetry
-from tests.scenario.adversary import TENANT
+from tests.scenario.adversary import is_tenants
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus
 from tests.scenario.bus import Faults, SimBus, SimServer
 from tests.scenario.crash_rig import mounted
@@ -451,7 +451,7 @@ class World:
                 continue
             seen, again_at = self.version, self.loop.now + AGAIN_S
             # What is wrong with the objects of the adversary is the work of the adversary.
-            values = [v for v in self.rules.present() if v.metadata.namespace != TENANT]
+            values = [each for each in self.rules.present() if not is_tenants(each)]
             left = [("lost", line) for line in self.rules.unsettled(values)]
             left = left or list(self.rules.left_behind(values))
             if self.loop.now > end:
