@@ -22,11 +22,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.turns]
 def _alone(target: Target) -> None:
     """Wait for the end of the namespaces of earlier tests: an uninstall looks at all of them."""
 
-    def are_gone() -> bool:
-        phases = {each["status"]["phase"] for each in target.kubectl.list("namespaces")}
-        return "Terminating" not in phases
+    def left() -> dict[str, list[str]]:
+        """Return the namespaces that are going, each with what they wait for."""
+        return {
+            each["metadata"]["name"]: [
+                row["message"] for row in each["status"].get("conditions", ())
+            ]
+            for each in target.kubectl.list("namespaces")
+            if each["status"]["phase"] == "Terminating"
+        }
 
-    until(are_gone, "the end of the namespaces of earlier tests")
+    until(lambda: not left(), lambda: f"the end of the namespaces of earlier tests: {left()}")
 
 
 def uninstall(part: str, kubectl: Kubectl, **settings: str) -> str:
