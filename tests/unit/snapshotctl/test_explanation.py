@@ -8,6 +8,7 @@ import pytest
 
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, derived_uid
+from snapshot_shared.manifests import parse
 from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.objects.meta import time_of
 from snapshot_shared.orders import Presence, VectorEntry
@@ -19,7 +20,7 @@ from snapshotctl.views.related import RelatedObjects
 from snapshotctl.views.state import ObjectState, object_state
 from tests.support import builders
 from tests.support.builders import NOW, row
-from tests.support.objects import unready
+from tests.support.objects import pod_document, unready
 from tests.unit.tables import each
 
 UID = derived_uid("content", "snap")
@@ -53,6 +54,24 @@ def _now(*members: AnyObject, **more: Any) -> list[str]:
     given: dict[str, Any] = {"presence": {}, "progress": None, "silent": [], "now": NOW, **more}
     related = _related(*members)
     return explanation.now_lines(related, object_state(related), **given)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "node", "said"),
+    [
+        (0, None, ""),
+        (0, "node-1", " on node-1"),
+        (1, None, " on 1 GPU"),
+        (2, "node-1", " on 2 GPUs of node-1"),
+    ],
+)
+def test_a_pod_is_asked_to_run_where_it_says(gpus: int, node: str | None, said: str) -> None:
+    limits = {"nvidia.com/gpu": gpus} if gpus else {}
+    document = pod_document(gpus=0)
+    document["spec"]["containers"][0]["resources"] = {"limits": limits}
+    if node:
+        document["spec"]["nodeName"] = node
+    assert explanation.asked(parse(document)) == f"run a worker{said}"
 
 
 def test_a_failed_restore_shows_both_values_and_the_next_step() -> None:

@@ -72,7 +72,10 @@ def asked(value: AnyObject) -> str:
         case Pod():
             wanted = value.metadata.annotations.get(RESTORE_FROM)
             what = f"restore a worker from {wanted}" if wanted else "run a worker"
-            return f"{what} on {_gpus(gpus_wanted(value.spec))}{_where(value)}"
+            gpus = gpus_wanted(value.spec)
+            # Claims and other resources may bring devices that are not counted here.
+            place = " of ".join(filter(None, (_gpus(gpus) if gpus else "", _where(value))))
+            return f"{what} on {place}" if place else what
         case SnapshotRestore():
             target = value.spec.pod_ref
             return f"restore container {target.container} of pod {target.name} from " + (
@@ -81,8 +84,10 @@ def asked(value: AnyObject) -> str:
         case Job():
             return "run one pod to its end"
         case Node():
+            # In a cluster the kubelet has the devices.
             gpus = len(value.status.devices)
-            return f"serve {_gpus(gpus)}" + ("; no new pods" if value.spec.unschedulable else "")
+            what = f"serve {_gpus(gpus)}" if gpus else "run workers"
+            return what + ("; no new pods" if value.spec.unschedulable else "")
 
 
 def _artifact(source: ArtifactSource | None) -> str:
@@ -95,9 +100,9 @@ def _gpus(count: int) -> str:
 
 def _where(pod: Pod) -> str:
     if pod.spec.node_name:
-        return f" of {pod.spec.node_name}"
+        return pod.spec.node_name
     selector = ", ".join(f"{key}={value}" for key, value in pod.spec.node_selector.items())
-    return f" of a node with {selector}" if selector else ""
+    return f"a node with {selector}" if selector else ""
 
 
 def headline(related: RelatedObjects, found: ObjectState) -> str:
