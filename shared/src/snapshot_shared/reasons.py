@@ -441,6 +441,13 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "A user deleted the snapshot or checkpoint after the pod had got its place.",
             "Name another snapshot in `nvidia.com/restore-from`, or start the worker cold.",
         ),
+        "SnapshotNotFound": Reason(
+            "Nobody has made the snapshot or checkpoint that the pod shall be restored from.",
+            "The name in `nvidia.com/restore-from` is misspelt, or of another namespace. The pod "
+            "had its place, and so its devices, for an hour.",
+            "List the captures: `snapshotctl get snapshots`. Correct the annotation, and create "
+            "the pod again.",
+        ),
         "SourceMismatch": Reason(
             "The snapshot or checkpoint is not the one that the annotations of the pod ask for.",
             "`nvidia.com/restore-from-uid`, `nvidia.com/restore-content`, "

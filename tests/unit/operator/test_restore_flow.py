@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_operator.core import conditions
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.plan import Finalize, Plan
-from snapshot_operator.core.restore import RestoreView, reconcile
+from snapshot_operator.core.restore import ABSENT_S, RestoreView, reconcile
 from snapshot_shared.objects.kubernetes import ContainerStatus
-from snapshot_shared.objects.meta import is_true, time_of
+from snapshot_shared.objects.meta import Condition, is_true, time_of
 from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
 from snapshot_shared.views import with_columns
@@ -85,8 +86,45 @@ async def test_the_driver_of_a_capture_is_that_of_its_abort(world: World) -> Non
 async def placed(world: World) -> None:
     """Have the pod be placed by another scheduler."""
     pod = await world.get("Pod", "restored")
-    await world.cluster.update_status(with_status(pod, node_name="node-2"))
+    scheduled = Condition(
+        type="PodScheduled",
+        status="True",
+        reason="Scheduled",
+        last_transition_time=conditions.timestamp(world.now),
+    )
+    status = {"node_name": "node-2", "conditions": [scheduled]}
+    await world.cluster.update_status(with_status(pod, **status))
     await world.settle()
+
+
+async def test_a_pod_with_a_place_waits_an_hour_for_a_source_that_nobody_makes(
+    world: World,
+) -> None:
+    await world.apply(restore_document(source="misspelt"))
+    await world.advance(2 * ABSENT_S)
+    # Without a place it holds nothing.
+    assert (await world.restore("restored")).status.state is Restore.PENDING
+    await placed(world)
+    await world.advance(ABSENT_S - 1.0)
+    assert (await world.restore("restored")).status.state is Restore.PENDING
+    await world.advance(1.0)
+    found = (await world.restore("restored")).status
+    assert (found.state, found.failure.reason) == (Restore.FAILED, "SnapshotNotFound")
+    assert "no snapshot or checkpoint is called misspelt" in found.failure.message
+
+
+async def test_a_pod_with_a_place_waits_longer_for_a_source_that_is_there(world: World) -> None:
+    await world.apply(restore_document(source="misspelt"))
+    await placed(world)
+    value, pod = await world.restore("restored"), await world.get("Pod", "restored")
+    later = world.now + 2 * ABSENT_S
+    states = [
+        written(
+            reconcile(RestoreView(value, pod, missing="m", is_absent=absent), later)
+        ).status.state
+        for absent in (False, True)
+    ]
+    assert states == [Restore.PENDING, Restore.FAILED]
 
 
 @pytest.mark.parametrize("source", ["to-come", "llm"])

@@ -7,6 +7,7 @@ attempt begins before the content has registered this restore as a reader.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -63,6 +64,8 @@ LONGEST_S = sum(fold.RESTS_S[:MAX_RETRIES]) + (1 + MAX_RETRIES) * sum(
     ordering.BUDGET_S[verb] + fold.ANSWER_GRACE_S for verb in ("load", "commit", "restore", "drop")
 )
 """How long a restore may take that waits for nothing, with all its attempts, in seconds."""
+ABSENT_S = 3600.0
+"""How long a pod that has a place waits for a source that nobody has made, in seconds."""
 RESTORED = "nvidia.com/Restored"
 """The condition of a pod that says how its restore ended."""
 
@@ -72,9 +75,9 @@ class RestoreView(NamedTuple):
 
     `pod` is the incarnation that is restored into. `content` is what this restore has named, or
     what its source leads to; `missing` says why there is none yet, and `refusal` why there never
-    will be. `known` are the nodes with unanswered orders that have a Node object. `no_agent` says
-    why no agent can restore the pod where it is or will be, if none can; `can_place`, whether that
-    of its node carries out `place`.
+    will be. With `is_absent` nothing has the name of the source. `known` are the nodes with
+    unanswered orders that have a Node object. `no_agent` says why no agent can restore the pod
+    where it is or will be, if none can; `can_place`, whether that of its node carries out `place`.
     """
 
     restore: SnapshotRestore
@@ -82,6 +85,7 @@ class RestoreView(NamedTuple):
     content: SnapshotContent | None = None
     missing: str = ""
     refusal: Failure | None = None
+    is_absent: bool = False
     known: frozenset[str] = frozenset()
     is_full: bool = False
     no_agent: str = ""
@@ -191,7 +195,7 @@ def _resolved(reader: Reader, restore: SnapshotRestore, pod: Pod | None) -> Rest
             )
         )
     if snapshot is None and checkpoint is None:
-        return view._replace(missing=f"no snapshot or checkpoint is called {name}")
+        return view._replace(missing=f"no snapshot or checkpoint is called {name}", is_absent=True)
     if content is None:
         return view._replace(missing=f"{name} has no content yet")
     if content.metadata.deletion_timestamp:
@@ -403,7 +407,7 @@ def _pending(view: RestoreView, now: float) -> Plan:
     restore, status, content = view.restore, view.restore.status, view.content
     if not status.content_name:
         if content is None or view.missing:
-            return _waits(restore, "WaitingForSnapshot", view.missing, now)
+            return _waits_for_source(view, now)
         placed = view.pod.status.node_name if view.pod is not None and not view.no_agent else ""
         named = replace(status, content_name=content.metadata.name, node_name=placed)
         return owing_plan(restore, named, now)
@@ -480,9 +484,31 @@ def _devices(pod: Pod, committed: Committed) -> list[DeviceRef]:
     return [DeviceRef(ordinal=ordinal, uuid=f"gpu-{ordinal}") for ordinal in ordinals]
 
 
-def _waits(restore: SnapshotRestore, reason: str, message: str, now: float) -> Plan:
+def _waits_for_source(view: RestoreView, now: float) -> Plan:
+    """Wait for the source: for ABSENT_S if nobody makes it and the pod has a place, else for ever.
+
+    The pod holds its devices meanwhile, and what a misspelt name means never comes.
+    """
+    until = math.inf
+    placed = condition(view.pod.status.conditions, "PodScheduled") if view.pod else None
+    if view.is_absent and placed is not None and placed.status == "True":
+        until = conditions.seconds(placed.last_transition_time) + ABSENT_S
+    if now < until:
+        at = until if until < math.inf else None
+        return _waits(view.restore, "WaitingForSnapshot", view.missing, now, wake_at=at)
+    failure = Failure(
+        reason="SnapshotNotFound",
+        message=f"{view.missing}, {ABSENT_S / 60:.0f} minutes after the pod was placed",
+        next_step="name a snapshot of the namespace, or make it before its pods",
+    )
+    return _fail(view.restore, failure, now)
+
+
+def _waits(
+    restore: SnapshotRestore, reason: str, message: str, now: float, *, wake_at: float | None = None
+) -> Plan:
     rows = conditions.pending(restore.status.conditions, restore, now, reason, message)
-    return owing_plan(restore, replace(restore.status, conditions=rows), now)
+    return owing_plan(restore, replace(restore.status, conditions=rows), now, wake_at=wake_at)
 
 
 def _loading(view: RestoreView, now: float) -> Plan:
