@@ -8,12 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from gms.domain.transfer import CHUNK_BYTES
@@ -23,9 +22,8 @@ from tests.bench.__main__ import main, report
 from tests.bench.common import MIB, ROOT, Judged, Results, Rows
 from tests.bench.disk import huge_pages, raw_transfer
 from tests.bench.gms import Bench, Turn
-from tests.bench.goals import AIO, BARE, OURS, SHAPES, in_pages, limit_of, renewed
+from tests.bench.goals import OURS, SHAPES, in_pages, limit_of, renewed
 from tests.bench.machine import huge_pages_set_aside
-from tests.bench.peers import SAVERS, Peer, tried
 from tests.support import builders
 from tests.unit.tables import each
 
@@ -34,10 +32,6 @@ SAVE = goals.saving(SHAPES[0])
 LOAD = goals.loading(SHAPES[0])
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.0]
 WILD = [1.0, 2.0, 0.5, 2.0, 0.5]
-
-
-def verdicts(found: Iterable[Judged]) -> list[str]:
-    return [line.verdict for line in found]
 
 
 # Saves and loads of GPU memory.
@@ -119,13 +113,6 @@ def test_a_ratio_is_judged_by_medians_and_missed_only_on_a_quiet_machine(
     assert why in line.why
 
 
-def test_the_limit_is_the_fastest_probe_there_is() -> None:
-    seconds = row_of(SAVE, "ordinary", STEADY, 2.0)
-    seconds[limit_of(SAVE)] |= {"fio": [0.5] * 5, "raw, 16 threads": [0.7] * 5}
-    line = line_of(results(seconds), in_pages(SAVE, "ordinary"), "write limit")
-    assert (line.what, line.found, line.verdict) == ("write limit (fio)", "0.50 x", MISSED)
-
-
 @each(
     ("row", "limit", "best", "wanted", "verdict"),
     [
@@ -158,101 +145,7 @@ def test_a_row_is_compared_with_peers_in_equal_pages_and_with_no_other_way_of_ou
     assert (line.what, line.found) == ("peer (numpy)", "2.00 x")
 
 
-@each(
-    ("change", "row"),
-    [({"written_again": 0.01}, "save of an unchanged layout"), ({"extra_limit": 4}, "save, 2,000")],
-)
-def test_what_is_counted_is_never_a_matter_of_noise(change: dict[str, float], row: str) -> None:
-    for found, verdict in ((results({}), MET), (results({}, others=0.9, **change), MISSED)):
-        (line,) = [x for x in goals.judged(found) if x.row.startswith(row) and "pages" not in x.row]
-        assert line.verdict == verdict
-
-
-# Calls of sessions.
-
-
-def of_calls(client: float, server: float, p99: float, others: float = 0.1) -> goals.Results:
-    """Return what five rounds found that are all alike, beside calls of rivals of 1 ms."""
-    calls = goals.Calls(
-        calls=100,
-        seconds={
-            "session call, p50": {"gms": [p99 / 2] * 5},
-            "session call, p99": {"gms": [p99] * 5, AIO: [1.0] * 5, BARE: [0.25] * 5},
-            goals.hand_over(200): {"gms": [0.001] * 5},
-            goals.hand_over(4000): {"gms": [0.031] * 5},
-        },
-        cpu={
-            "client": {"gms": [client] * 5, AIO: [0.4] * 5, BARE: [0.04] * 5},
-            "server": {"gms": [server] * 5, AIO: [0.6] * 5, BARE: [0.06] * 5},
-        },
-        others=others,
-    )
-    return goals.Results(machine={}, calls=calls)
-
-
-@each(
-    ("client", "server", "p99", "others", "wanted"),
-    [
-        (0.05, 0.06, 0.2, 0.1, [MET, MET, MET, MET, MISSED]),
-        (0.05, 0.08, 0.2, 0.1, [MISSED, MET, MET, MET, MISSED]),
-        (0.05, 0.06, 0.29, 0.1, [MET, MET, MISSED, MET, MISSED]),
-        (0.05, 0.06, 0.31, 0.1, [MET, MISSED, MISSED, MET, MISSED]),
-        # Processor time decides also where others are busy.
-        (0.05, 0.06, 0.2, 0.5, [MET, UNCLEAR, MET, MET, UNCLEAR]),
-    ],
-)
-def test_a_session_call_is_judged_by_its_processor_time_and_its_slowest_hundredth(
-    client: float, server: float, p99: float, others: float, wanted: list[str]
-) -> None:
-    found = of_calls(client, server, p99, others)
-    assert verdicts(goals.judged(found)) == wanted
-    assert f"| {client * 1e6:,.0f} | {server * 1e6:,.0f} |" in renewed("", found)
-
-
 # The page of both.
-
-
-def test_a_transfer_that_misses_the_limit_is_profiled() -> None:
-    seconds = row_of(LOAD, "huge", [1.0] * 5, 0.75)
-    seconds[limit_of(LOAD)]["fio"] = [0.5] * 5
-    seconds[goals.profile_of("load")] = dict(zip(goals.STEPS, ([0.875], [0.9]), strict=True))
-    changes = {"size": 10**9, "threads": {"load": 8}}
-    row = f"| {in_pages(LOAD, 'huge')} | 0.50 | 0.75 | 0.88 | 0.90 | 1.00 |"
-    assert row in renewed("", results(seconds, **changes))
-    seconds[in_pages(LOAD, "huge")][OURS] = [0.5] * 5
-    assert "Where the time of these goes" not in renewed("", results(seconds, **changes))
-
-
-def test_the_page_has_huge_and_ordinary_pages_side_by_side() -> None:
-    seconds = row_of(SAVE, "huge", [2**30 / 2e9] * 5, 2**30 / 4e9)
-    seconds[in_pages(SAVE, "ordinary")] = {OURS: [2**30 / 1e9] * 5, "numpy": [2**30 / 5e8] * 5}
-    cpu = {in_pages(SAVE, "ordinary"): {"numpy": [2**30 / 1e9] * 5}}
-    text = renewed("", results(seconds, cpu=cpu, absent={"torch": "not installed"}))
-    assert f"| {SAVE} | {OURS} | 2.00 (2.00 … 2.00) |  | 1.00 (1.00 … 1.00) |  |" in text
-    assert f"| {SAVE} | numpy |  |  | 0.50 (0.50 … 0.50) | 1.00 |" in text
-    assert f"| {limit_of(SAVE)} | raw, 8 threads | 4.00 (4.00 … 4.00) |  |  |  |" in text
-    assert "- torch was not run: not installed" in text
-    assert "Nothing was measured in huge pages" in renewed("", results({}))
-
-
-def test_a_run_replaces_its_own_sections_and_what_was_measured_by_other_rules() -> None:
-    memory = "## GPU memory: save and load of"
-    old = renewed(f"# Benchmarks\n\n{memory} 8 GiB\n\n| row |\n", results({}, size=4 * 2**30))
-    other = common.with_section(old, "## Bus\n\nrows\n")
-    both = renewed(other, msgspec.structs.replace(results({}), machine={"cores": "4"}))
-    titles = [line for line in both.splitlines() if line.startswith("## ")]
-    assert titles == [f"{memory} 1 GiB", f"{memory} 4 GiB", "## Bus"]
-    assert ("- cores: 4" in both, "- cores: 2" in both) == (True, False)
-
-
-def test_a_section_takes_the_place_of_the_older_one_and_leaves_the_others() -> None:
-    page = "# Benchmarks\n\nIntro.\n\n## GPU memory\n\nrows\n\n## Devices\n\nlast\n"
-    once = common.with_section(page, "## Bus\n\nold\n")
-    again = common.with_section(once, "## Bus\n\nnew\n")
-    assert again == once.replace("old", "new")
-    titles = [line for line in again.splitlines() if line.startswith("#")]
-    assert titles == ["# Benchmarks", "## GPU memory", "## Bus", "## Devices"]
-    assert "Intro.\n\n## GPU memory\n\nrows\n" in again
 
 
 def test_the_rules_of_the_page_are_those_by_which_a_ratio_is_judged() -> None:
@@ -272,13 +165,6 @@ def test_the_rules_of_the_page_are_those_by_which_a_ratio_is_judged() -> None:
 
 
 # How a run measures.
-
-
-def test_every_contender_has_its_turn_in_each_round_and_none_is_always_first() -> None:
-    orders = [common.rotated("abcdefg", number, 5) for number in range(5)]
-    assert all(sorted(order) == list("abcdefg") for order in orders)
-    assert len({order[0] for order in orders}) == 5
-    assert all("".join(order * 2).find("abcdefg") >= 0 for order in orders)
 
 
 def test_huge_pages_are_given_back_when_a_run_is_interrupted(tmp_path: Path) -> None:
@@ -324,23 +210,6 @@ def test_a_probe_moves_every_byte_in_as_many_files_as_it_is_told(
         assert len(written) == files
         assert sum(path.stat().st_size for path in written) == size
         assert written[-1].read_bytes()[-4096:] == pages[:4096]
-
-
-def test_a_peer_that_cannot_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    def fails(*_: object) -> None:
-        raise ValueError("only on a GPU\nand more")
-
-    def nothing(*_: object) -> None:
-        pass
-
-    savers = [SAVERS[0], Peer("other", "not_installed", "a", nothing)]
-    loaders = [Peer("picky", "numpy", "a", fails), Peer("idle", "numpy", "a", nothing)]
-    assert tried(tmp_path, savers, loaders) == {
-        "other": "not installed",
-        "picky": "ValueError: only on a GPU",
-        "idle": "it brought other bytes",
-    }
-    assert np.load(tmp_path / "a.npy").size == 2**18
 
 
 def test_a_peer_that_fails_in_a_run_is_left_out_and_ours_ends_it(tmp_path: Path) -> None:
@@ -501,179 +370,6 @@ def test_a_goal_is_missed_only_on_a_quiet_machine_by_samples_that_agree(
 
 
 # The benchmarks that write one section each.
-
-
-def found_of(samples: Rows, *, others: float = 0.0, **facts: int) -> Results:
-    return Results(machine={"cores": "2"}, facts=facts, samples=samples, others=others)
-
-
-@each(
-    ("dump", "restore", "more", "others", "wanted"),
-    [
-        (1.0, 1.1, (0, -0.001, -0.002, 0, -0.003), 0.0, [MET] * 4),
-        (1.2, 1.1, (0,) * 5, 0.0, [MISSED, MET, MET, MISSED]),
-        (1.0, 1.33, (0,) * 5, 0.0, [MET, MISSED, MISSED, MET]),
-        (1.3, 1.4, (0,) * 5, 0.3, [UNCLEAR] * 4),
-        (1.3, 1.4, (0, -0.6, 0.7, -0.7, 0.8), 0.0, [UNCLEAR] * 4),
-    ],
-)
-def test_dumps_and_restores_are_compared_with_those_of_criu(
-    dump: float, restore: float, more: Sequence[float], others: float, wanted: list[str]
-) -> None:
-    """CRIU and fsync, CRIU's restore, and 0.7 of the disk take a second."""
-    dumps, restores = ([taken + late for late in more] for taken in (dump, restore))
-    samples = {
-        agent.DURABLE: {agent.OURS: dumps, "criu, fsync": [1.0] * 5, "disk": [0.7] * 5},
-        agent.CACHED: {agent.OURS: restores, "criu": [1.0] * 5},
-        agent.COLD: {agent.OURS: restores, "criu": [1.0] * 5},
-    }
-    assert verdicts(agent.judged(found_of(samples, others=others))) == wanted
-
-
-@each(
-    ("weights", "heap", "both", "verdict"),
-    [
-        (2.0, 1.0, [2.0 * beside.GOAL] * 3, MET),
-        (1.0, 2.0, [2.1] * 3, MET),
-        (2.0, 1.5, [3.5] * 3, MISSED),
-        (2.0, 1.5, [1.0, 3.5, 9.0], UNCLEAR),
-    ],
-)
-def test_weights_and_process_together_are_compared_with_the_longer_of_the_two(
-    weights: float, heap: float, both: list[float], verdict: str
-) -> None:
-    totals = {beside.WEIGHTS: [weights] * 3, beside.HEAP: [heap] * 3, beside.BOTH: both}
-    found = found_of({beside.IN_ALL: totals}, weights=1024 * MIB, heap=512 * MIB)
-    assert verdicts(beside.judged(found)) == [verdict]
-
-
-def of_bus(
-    begins_s: float = 0.002,
-    answer_s: float = 0.003,
-    ours: Sequence[float] = (3500.0,) * 5,
-    peer: float | None = 2000.0,
-    others: float = 0.0,
-) -> Results:
-    rows = {bus.REQUEST: 0.001, bus.BEGIN: begins_s, bus.ANSWER: answer_s}
-    samples: Rows = {f"{row}, p99": {bus.OURS: [taken] * 5} for row, taken in rows.items()}
-    samples[bus.A_SECOND] = {bus.OURS: list(ours), **({bus.PEER: [peer] * 5} if peer else {})}
-    return found_of(samples, others=others)
-
-
-@each(
-    ("found", "wanted"),
-    [
-        (of_bus(), [MET] * 4),
-        (of_bus(begins_s=0.0026), [MISSED, MET, MET, MET]),
-        (of_bus(answer_s=0.0041), [MET, MISSED, MET, MET]),
-        (of_bus(ours=[2999.0] * 5, peer=1000.0), [MET, MET, MISSED, MET]),
-        (of_bus(peer=2800.0), [MET, MET, MET, MISSED]),
-        (of_bus(peer=None), [MET, MET, MET, NOT_RUN]),
-        (
-            of_bus(begins_s=1.0, ours=[2500.0] * 5, peer=1000.0, others=0.5),
-            [UNCLEAR, MET, UNCLEAR, UNCLEAR],
-        ),
-        (
-            of_bus(ours=[500.0, 600.0, 2000.0, 2900.0, 2950.0], peer=1000.0),
-            [MET, MET, UNCLEAR, MET],
-        ),
-    ],
-)
-def test_each_goal_of_orders_can_be_missed_alone(found: Results, wanted: list[str]) -> None:
-    assert verdicts(bus.judged(found)) == wanted
-
-
-def test_the_table_of_engines_has_medians_the_extremes_and_how_much_faster_a_restore_is() -> None:
-    samples: Rows = {
-        "a, criu": {
-            engines.ALONE: [1.0] * 3,
-            engines.START: [2.0, 4.0, 2.2],
-            engines.RESTORE: [0.5, 0.4, 9.0],
-            engines.WEIGHTS: [0] * 3,
-            engines.ARTIFACT: [MIB] * 3,
-        },
-        "b, cooperative": {
-            engines.START: [1.0],
-            engines.NAP: [0.25],
-            engines.RESTORE: [2.0],
-            engines.WEIGHTS: [3 * MIB],
-            engines.ARTIFACT: [4 * MIB],
-        },
-    }
-    found = found_of(samples, model=3 * MIB)
-    found.absent["c, criu"] = "run: make criu"
-    lines = engines.BENCH.section(found).splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| a, ", "| b, "))]
-    assert rows[0] == [
-        *("a, criu", "none", "-", "1 MiB", "1 (1 … 1)"),
-        *("2.2 (2 … 4)", "-", "0.5 (0.4 … 9)", "4.40 x as fast"),
-    ]
-    assert rows[1] == [
-        *("b, cooperative", "magika, 3 MiB", "3 MiB", "4 MiB", "-"),
-        *("1 (1 … 1)", "0.25 (0.25 … 0.25)", "2 (2 … 2)", "0.50 x as fast"),
-    ]
-    assert "- c, criu was not run: run: make criu" in lines
-
-
-def of_operator(unchanged: int = 0, **changes: float) -> Results:
-    good = {"mb": 180.0, "cpu_s": 0.5, "events_a_s": 30000.0, "reconciles_a_s": 5000.0}
-    samples = {what: {operator.OURS: [value] * 5} for what, value in {**good, **changes}.items()}
-    facts = {"calls: POST jobs": on_cluster.CAPTURES, "calls unchanged": unchanged}
-    return found_of(samples, count=10_000, **facts)
-
-
-@each(
-    ("change", "wanted"),
-    [
-        ({}, [MET] * 6),
-        ({"mb": 181.0}, [MISSED, MET, MET, MET, MET, MET]),
-        ({"cpu_s": 0.51}, [MET, MISSED, MET, MET, MET, MET]),
-        ({"events_a_s": 29999.0}, [MET, MET, MISSED, MET, MET, MET]),
-        ({"reconciles_a_s": 4999.0}, [MET, MET, MET, MISSED, MET, MET]),
-        ({"unchanged": 1}, [MET, MET, MET, MET, MET, MISSED]),
-    ],
-)
-def test_each_goal_of_the_operator_can_be_missed_alone(
-    change: dict[str, Any], wanted: list[str]
-) -> None:
-    assert verdicts(on_cluster.judged(of_operator(**change))) == wanted
-
-
-SHORT = [0.1, 0.101, 0.099, 0.1, 0.102]
-
-
-def paused(
-    pauses: Sequence[float] = SHORT, restore_s: float = 0.6, more: dict[str, float] | None = None
-) -> dict[str, list[float]]:
-    """Give five turns on a disk that reads the weights in 0.2 s, by row."""
-    rows = {pause.RESTORE: restore_s, pause.READ: 0.2, pause.WRITE: 1e-6}
-    rows |= {pause.UNMAP: 0.01, pause.TOUCH: 0.0, pause.ANSWER: 0.01, **(more or {})}
-    return {pause.PAUSE: [*pauses], **{row: [taken] * 5 for row, taken in rows.items()}}
-
-
-NEW_MEMORY = paused(restore_s=0.9, more={pause.TOUCH: 0.4})
-LATE_ANSWER = paused(restore_s=0.9, more={pause.ANSWER: 0.4})
-MORE_PAGES = paused([taken + 0.03 for taken in SHORT], more={pause.UNMAP: 0.04})
-
-
-@each(
-    ("small", "large", "wanted"),
-    [
-        (paused(), paused(), [MET] * 10),
-        # It grows with the weights.
-        (paused(), paused([taken + 0.2 for taken in SHORT], 0.9), [MET] * 4 + [MISSED] * 6),
-        # It grows only by pages to give back.
-        (paused(), MORE_PAGES, [MET] * 8 + [MISSED, MET]),
-        (NEW_MEMORY, NEW_MEMORY, [MET, MISSED, MET, MET] * 2 + [MET] * 2),
-        (LATE_ANSWER, LATE_ANSWER, [MET, MISSED, MISSED, MET] * 2 + [MET] * 2),
-        (paused(), paused([0.05, 0.2, 0.3, 0.6, 0.9]), [MET] * 4 + [UNCLEAR] + [MET] * 5),
-    ],
-)
-def test_what_makes_a_pause_or_a_restore_long_is_told_apart(
-    small: dict[str, list[float]], large: dict[str, list[float]], wanted: list[str]
-) -> None:
-    samples = {row: {"64 MiB": small[row], "512 MiB": large[row]} for row in small}
-    assert verdicts(pause.judged(found_of(samples))) == wanted
 
 
 def test_the_pause_is_from_the_wish_to_be_quiet_until_the_worker_is_let_go() -> None:
