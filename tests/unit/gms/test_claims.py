@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from gms.domain import claims, slices
 from gms.domain.plugin_devices import container_allocation
-from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import InvalidMessage, NotEligible, NotFound, UnknownDevice
 from tests.unit.tables import each
 
@@ -124,11 +123,6 @@ def test_the_specification_has_one_mount_and_one_uuid_a_device() -> None:
         ("/kubelet/claims/c/0", "/run/snapback/gpu/0"),
         ("/kubelet/claims/c/1", "/run/snapback/gpu/1"),
     ]
-
-
-def test_a_record_reads_back_as_it_was_written() -> None:
-    record = prepared("gpu-0", "gpu-2")
-    assert claims.decode_record(encode_json(record), UID) == record
 
 
 def changed(**fields: Any) -> bytes:

@@ -25,11 +25,6 @@ SAID = Signal(
 )
 
 
-def test_all_processes_of_a_restore_have_one_seed() -> None:
-    """Ranks of a model that sample apart would answer nonsense."""
-    assert identity_of(SAID) == identity_of(SAID)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -434,11 +434,6 @@ def test_what_one_gives_back_of_several_leaves_the_others_counted(sock: socket.s
         admission.enter(sock, peer(1))
 
 
-def test_a_user_whose_group_is_the_shared_one_gets_in(sock: socket.socket) -> None:
-    admission = Admission(LeasePolicy(group=os.getgid()))
-    admission.enter(sock, peer(1, uid=UNUSED_ID))
-
-
 def test_a_process_that_holds_all_it_may_leaves_room_for_another_of_its_user(
     sock: socket.socket,
 ) -> None:

@@ -230,15 +230,6 @@ def test_a_device_that_can_never_hold_the_layout_is_named() -> None:
     assert check_fits([5, 5], granularity=4, capacity=16) == 16
 
 
-def test_extents_that_go_over_a_shard_boundary_are_split() -> None:
-    entries, files = place(_infos([3 * PAGE + 1]), shard_bytes=2 * PAGE)
-    assert entries[0].extents == [
-        artifact.Extent(file=0, file_offset=0, offset=0, size=2 * PAGE),
-        artifact.Extent(file=1, file_offset=0, offset=2 * PAGE, size=PAGE + 1),
-    ]
-    assert files == [2 * PAGE, PAGE + 1]
-
-
 @pytest.mark.parametrize(
     ("limit", "expected"), [(1, [1] * 9), (CHUNK, [1] * 9), (3 * CHUNK, [3, 3, 3]), (10**9, [9])]
 )
@@ -357,10 +348,6 @@ SAME = Difference(
     changed=[],
     metadata=[],
 )
-
-
-def test_equal_parts_are_equal() -> None:
-    assert difference(OLD, OLD) == SAME
 
 
 @pytest.mark.parametrize(
