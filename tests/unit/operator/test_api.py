@@ -40,15 +40,6 @@ async def apply(world: World, *documents: Any, dry_run: bool = False) -> Any:
     return await world.ask("apply", request)
 
 
-async def test_applying_twice_changes_nothing_the_second_time() -> None:
-    world = World()
-    first = await apply(world, checkpoint_document())
-    second = await apply(world, checkpoint_document())
-    assert [result.action for result in first.results] == ["created"]
-    assert [result.action for result in second.results] == ["unchanged"]
-    assert first.results[0].uid == second.results[0].uid
-
-
 async def test_one_bad_document_stores_none_and_every_problem_is_named_with_its_document() -> None:
     world = World()
     bad = checkpoint_document("two")
@@ -95,13 +86,6 @@ async def test_what_kubectl_has_noted_of_a_manifest_is_not_shown_where_it_differ
     assert noted == f"metadata.annotations[{key}]: it differs, and is not shown"
     assert note.startswith("metadata.annotations[note]: ")
     assert len(note) < 200
-
-
-async def test_a_dry_run_stores_nothing() -> None:
-    world = World()
-    reply = await apply(world, checkpoint_document(), dry_run=True)
-    assert reply.results[0].action == "created"
-    assert await world.everything() == []
 
 
 async def test_the_trace_of_apply_is_kept_on_the_object_and_its_children() -> None:
@@ -270,11 +254,6 @@ async def test_a_change_whose_client_has_given_up_is_refused_and_done_never(
     assert await running.everything() == before
 
 
-async def test_a_change_that_comes_in_time_is_done(running: World) -> None:
-    headers = age_headers(running.now - 1.0, PATIENCE_S)
-    assert (await running.ask("cordon", CHANGES["cordon"], headers)).changed
-
-
 async def test_a_question_is_answered_however_old_it_is(running: World) -> None:
     headers = age_headers(running.now - LATE_S, PATIENCE_S)
     answer = await running.ask("get", GetRequest(kind="dckpt", name="llm"), headers)
@@ -299,11 +278,3 @@ async def test_an_intervention_that_names_another_incarnation_is_a_conflict(
     await running.answer("run")
     request = msgspec.structs.replace(CHANGES[verb], uid="of-before")
     assert (await running.ask(verb, request)).failure.reason == "Conflict"
-
-
-async def test_a_cordon_that_was_decided_on_an_older_node_is_a_conflict(running: World) -> None:
-    version = (await running.get("Node", "node-1")).metadata.resource_version
-    request = CordonRequest(node="node-1", unschedulable=True, resource_version=version)
-    assert (await running.ask("cordon", request)).changed
-    late = CordonRequest(node="node-1", unschedulable=False, resource_version=version)
-    assert (await running.ask("cordon", late)).failure.reason == "Conflict"

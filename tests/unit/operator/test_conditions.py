@@ -238,11 +238,3 @@ async def test_a_warning_that_could_not_wait_is_posted_when_it_comes_again() -> 
         recorder._waiting.get_nowait()
         recorder.warned(standing(), full)
         assert recorder._waiting.qsize() == MAX_WAITING
-
-
-async def test_what_cannot_be_posted_takes_no_more_memory() -> None:
-    async with KubeClient(Configuration(host="http://127.0.0.1:1")) as client:
-        recorder = EventRecorder(client, lambda: 0.0)
-        for number in range(MAX_WAITING + 5):
-            recorder.changed(standing(), standing(("Ready", False, f"Reason{number}", "")))
-        assert recorder._waiting.qsize() == MAX_WAITING

@@ -101,13 +101,6 @@ async def test_a_second_checkpoint_waits_for_the_first_and_shares_its_artifact(
     assert len(contents(world)) == 1
 
 
-async def test_one_that_comes_after_the_capture_shares_it_at_once(world: World) -> None:
-    await captured(world, "first")
-    await apply(world, "second")
-    assert (await status(world, "second")).phase == "Ready"
-    assert not world.open()
-
-
 @pytest.mark.parametrize("order", [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")])
 async def test_of_those_that_are_applied_in_one_request_one_captures_for_all(
     world: World, order: tuple[str, ...]
@@ -202,13 +195,6 @@ async def test_when_the_owner_fails_the_next_oldest_captures_for_the_rest(world:
     assert (await status(world, "second")).shares == ""
     assert (await status(world, "third")).shares == "second"
     assert len(contents(world)) == 1
-
-
-async def test_when_the_owner_is_deleted_before_its_capture_the_next_captures(world: World) -> None:
-    await apply(world, "first", "second")
-    await world.remove("DynamoCheckpoint", "first")
-    assert await world.get("DynamoCheckpoint", "first") is None
-    assert await shared(world, "second") == ("Ready", "")
 
 
 async def test_when_the_owner_is_deleted_with_its_artifact_the_next_captures_it_again(

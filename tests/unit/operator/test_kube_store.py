@@ -265,9 +265,7 @@ async def test_an_object_that_is_nested_too_deep_to_be_decoded_hides_no_other(
     assert [value.metadata.name for _, value in found] == ["deep", "next"]
 
 
-POD, JOB, NODE, CHECKPOINT = (
-    RESOURCES[kind].value_in for kind in ("Pod", "Job", "Node", "DynamoCheckpoint")
-)
+POD, JOB, CHECKPOINT = (RESOURCES[kind].value_in for kind in ("Pod", "Job", "DynamoCheckpoint"))
 
 META = {
     "name": "worker-x",
@@ -448,11 +446,6 @@ def test_a_job_has_its_counts_and_conditions() -> None:
     assert found.status.conditions[0].reason == "BackoffLimitExceeded"
     # As snapshotctl reads it.
     assert msgspec.json.decode(msgspec.json.encode(found.spec), type=JobSpec) == found.spec
-
-
-def test_a_node_is_cordoned_or_not() -> None:
-    assert NODE(encoded(spec={"unschedulable": True})).spec.unschedulable
-    assert not NODE(encoded(spec={})).spec.unschedulable
 
 
 @each(

@@ -360,16 +360,6 @@ async def test_a_pod_that_asks_for_other_gpus_than_the_source_is_refused(world: 
     assert (pod.status.phase, pod.status.reason) == ("Failed", "Incompatible")
 
 
-async def test_a_pod_waits_for_a_snapshot_that_does_not_exist_yet(world: World) -> None:
-    await world.apply(restore_document(source="later"))
-    pod = await world.get("Pod", "restored")
-    assert (pod.status.phase, pod.status.reason) == ("Pending", "WaitingForSnapshot")
-    assert pod.status.message == "no snapshot or checkpoint is called later"
-    await world.join(presence("node-3"))
-    await world.capture("later")
-    assert (await world.restore("restored")).status.state is Restore.RESTORED
-
-
 async def test_a_name_of_revisions_is_restored_from_the_newest_that_is_captured(
     world: World,
 ) -> None:

@@ -105,13 +105,6 @@ def test_a_pod_that_is_ready_for_its_restore_gets_an_empty_patch() -> None:
     assert standby_patch(patched(patched(pod(SIDECAR, MAIN)))) == []
 
 
-def test_the_pod_that_is_given_is_left_as_it_was() -> None:
-    document = pod()
-    before = copy.deepcopy(document)
-    standby_patch(document)
-    assert document == before
-
-
 def test_without_an_annotation_the_first_container_is_restored_and_is_written_down() -> None:
     changed = patched(pod(SIDECAR, MAIN))
     assert changed["metadata"]["annotations"][CONTAINER] == "sidecar"

@@ -68,12 +68,6 @@ async def test_a_snapshot_of_another_incarnation_of_a_pod_is_refused_with_both(
     assert pod.metadata.uid in message
 
 
-async def test_a_snapshot_of_this_incarnation_of_a_pod_is_taken(world: World) -> None:
-    pod = running(world)
-    await world.perform(snapshot(pod.metadata.name, uid=pod.metadata.uid))
-    assert (await said(world, "Ready"))[0] == "Captured"
-
-
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 async def test_a_pod_that_has_ended_is_not_captured(world: World, phase: str) -> None:
     pod = running(world)
