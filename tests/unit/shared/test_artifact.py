@@ -80,10 +80,6 @@ def with_extents(*extents: Extent) -> PartManifest:
     return replace(base, layout=layout)
 
 
-def test_a_consistent_manifest_is_accepted() -> None:
-    check_part_manifest(manifest())
-
-
 @each(
     "bad",
     [

@@ -104,12 +104,6 @@ def test_no_segment_can_be_left_out_repeated_or_moved() -> None:
             opened(forged)
 
 
-def test_a_file_that_goes_on_cannot_be_taken_for_one_that_ends() -> None:
-    part = CIPHER.encrypt(0, memoryview(LONG)[:PLAIN_BYTES], is_end=False)
-    with pytest.raises(ArtifactCorrupt):
-        opened(part)
-
-
 def test_a_data_key_is_opened_by_its_key_for_its_part_alone() -> None:
     wrapped = wrap(KEY, bytes(NONCE_BYTES), OTHER, PART)
     assert unwrap(KEY, wrapped, PART) == OTHER

@@ -1,12 +1,9 @@
 """The step runner, and the fault switch: what is armed happens once, where it was armed."""
 
 import asyncio
-import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -14,8 +11,7 @@ from snapshot_shared.api import Fault, FaultAction, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import DeadlineExceeded, InjectedFault, InvalidInput
 from snapshot_shared.faults import FaultPlan
-from snapshot_shared.journal import Journal, read_records
-from snapshot_shared.ledger import Began
+from snapshot_shared.journal import Journal
 from snapshot_shared.runner import Runner, Step
 from snapshot_shared.steps import STEPS, VERBS_OF, find
 from snapshot_shared.telemetry import Telemetry
@@ -80,12 +76,6 @@ async def test_a_fault_without_a_verb_takes_the_first_that_comes(plan: FaultPlan
     with pytest.raises(InjectedFault):
         await plan.before("release", "signal")
     await plan.before("restore", "signal")
-
-
-async def test_what_is_cleared_does_not_happen(plan: FaultPlan) -> None:
-    plan.arm(Fault(action="crash", step="thaw"))
-    plan.clear()
-    await plan.before("dump", "thaw")
 
 
 async def test_a_later_fault_at_the_same_step_takes_the_place_of_the_first(plan: FaultPlan) -> None:
@@ -192,47 +182,6 @@ async def test_a_compensation_that_hangs_keeps_no_other_from_running(
         hangs.set()
         await asyncio.gather(running, return_exceptions=True)
     assert ran == ["freeze", "undo freeze"]
-
-
-CRASHING = """
-import asyncio, sys
-from pathlib import Path
-from snapshot_shared.api import Fault
-from snapshot_shared.faults import FaultPlan
-from snapshot_shared.journal import Journal
-from snapshot_shared.runner import Runner, Step
-from snapshot_shared.steps import STEPS
-from snapshot_shared.telemetry import Telemetry
-from snapshot_shared.codec import decode_json
-from snapshot_shared.orders import DumpOrder
-
-async def nothing():
-    pass
-
-async def main():
-    plan = FaultPlan("agent", "node-1")
-    plan.arm(Fault(action="crash", step="copy-state"))
-    journal = Journal.open(Path(sys.argv[1]), wall=lambda: 0.0)
-    runner = Runner(journal, Telemetry("t", "n", "0"), plan)
-    table = [Step(name, nothing, 10.0) for name in STEPS["dump"]]
-    order = decode_json(sys.argv[2].encode(), DumpOrder)
-    await runner.run("dump", order, table, remaining_s=lambda: 10.0)
-
-asyncio.run(main())
-"""
-
-
-async def test_a_crash_is_sudden_and_leaves_the_step_on_record(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CRASHING, str(tmp_path), encode_json(ORDER).decode()
-    )
-    assert await process.wait() == -signal.SIGKILL
-    begun = [r.step for r in read_records(tmp_path / "journal") if isinstance(r, Began)]
-    assert begun == ["freeze", "copy-state"]
-
-
-def test_there_are_three_ways_to_break_something() -> None:
-    assert get_args(FaultAction) == ("crash", "stall", "fail")
 
 
 OFTEN = 3

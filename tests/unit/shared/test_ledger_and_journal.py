@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_shared.errors import AlreadyExists, NoSpace, StorageFailed, UnsupportedVersion
+from snapshot_shared.errors import NoSpace, StorageFailed, UnsupportedVersion
 from snapshot_shared.journal import (
     FRESH_S,
     KEEP_S,
@@ -105,12 +105,6 @@ def full(*_: object, **__: object) -> Any:
     raise NoSpace("no space left")
 
 
-async def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
-    await written(tmp_path, accepted(), FREEZE)
-    (entry,) = read(tmp_path).unfinished()
-    assert (entry.order, entry.open_step) == (DUMP, "freeze")
-
-
 async def test_records_that_are_handed_over_together_share_one_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,16 +162,6 @@ async def test_a_record_that_comes_after_the_end_is_refused_and_written_nowhere(
     assert other.read_bytes() == b""
 
 
-async def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
-    path = await written(tmp_path, accepted(), FREEZE)
-    path.write_bytes(path.read_bytes()[:-7])
-    with opened(tmp_path) as again:
-        (entry,) = again.ledger.unfinished()
-        assert entry.open_step is None
-        await again.append(FREEZE)
-    assert read(tmp_path).entries[DUMP].open_step == "freeze"
-
-
 def line(record: dict[str, Any]) -> bytes:
     body = msgspec.json.encode(record)
     return b"%08x %s\n" % (zlib.crc32(body), body)
@@ -210,23 +194,6 @@ async def test_a_record_that_a_newer_build_wrote_is_refused_by_name_and_kept(
     with pytest.raises(UnsupportedVersion, match="'moved'"):
         opened(tmp_path)
     assert path.read_bytes() == data
-
-
-async def test_damage_before_the_last_line_refuses_to_start_and_names_the_line(
-    tmp_path: Path,
-) -> None:
-    path = await written(tmp_path, accepted(), FREEZE, FROZEN)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(JournalCorrupt, match="line"):
-        opened(tmp_path)
-
-
-def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    with opened(tmp_path), pytest.raises(AlreadyExists):
-        opened(tmp_path)
-    read(tmp_path)
 
 
 async def test_compaction_keeps_results_for_fourteen_days_and_unfinished_work_for_ever(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from snapback_client.folders import check_folder
@@ -41,12 +39,6 @@ def test_all_folders_that_are_wrong_are_named_at_once() -> None:
     with pytest.raises(InvalidInput) as caught:
         load(NodeSettings, GOOD | wrong)
     assert all(name in caught.value.message for name in wrong)
-
-
-def test_good_folders_are_loaded() -> None:
-    found = load(NodeSettings, GOOD)
-    assert found.artifact_root == Path("/var/lib/snapback/artifacts")
-    assert found.socket_dir == Path("/run/snapback")
 
 
 def test_a_service_has_no_fault_switch_unless_its_environment_asks_for_one() -> None:

@@ -407,14 +407,6 @@ def test_a_problem_says_what_was_expected_and_what_was_found(
     assert found.startswith(f"spec.job.{field}: {problem}")
 
 
-def test_a_field_that_may_be_left_out_says_so() -> None:
-    document = checkpoint_document()
-    document["spec"]["identity"]["maxModelLen"] = "x"
-    assert refused(document) == ["spec.identity.maxModelLen: expected integer or null, found 'x'"]
-    del document["spec"]["identity"]
-    assert refused(document) == ["spec.identity: is required"]
-
-
 @each(
     ("document", "path"),
     [
