@@ -91,13 +91,6 @@ Warn  (criu/config.c:1063): --network-lock will be ignored in restore command
 (00.083508)      6: Error (criu/files.c:1221): Unable to open fd=3 id=0x11
 (00.083553) Error (criu/cr-restore.c:2331): Restoring FAILED.
 """  # noqa: E501
-DUMP = """\
-(00.001384) Error (criu/tun.c:85): tun: Unable to create tun: No such file or directory
-(00.084410) Error (criu/util.c:1534): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted
-(00.124500) unix: \tRunaway socket: ino 383747 peer_ino 383746 family    1 type    1 state  1 name
-(00.124519) Error (criu/sk-unix.c:874): unix: External socket is used. Consider using --ext-unix-sk option.
-(00.124811) Error (criu/cr-dump.c:1975): Dumping FAILED.
-"""  # noqa: E501
 
 
 def line(text: str) -> str:
@@ -113,20 +106,16 @@ def test_the_errors_of_a_restore_are_its_cause_without_time_place_and_what_is_ha
     assert "the address of its pod" in cause.next_step
 
 
-def test_the_errors_of_a_dump_are_its_cause() -> None:
-    message, next_step = failure(DUMP, "dump")
-    assert message == (
-        "CRIU did not dump: unix: External socket is used. Consider using --ext-unix-sk option."
-    )
-    assert "close its unix sockets" in next_step
-
-
 @each(
     ("error", "step"),
     [
         ("sockets: Can't get 1:16 opt: Operation not supported", "CRIU 4.2"),
         ("Can't get rlimit 0: Operation not permitted", "SYS_RESOURCE"),
         ("unix: Can't dump half of stream unix connection. name: a; peer name: b", "unix sockets"),
+        (
+            "unix: External socket is used. Consider using --ext-unix-sk option.",
+            "close its unix sockets",
+        ),
         ("fsnotify: Can't dump that handle", "inotify"),
         ("send_fds failed (-22)", "io_uring"),
         ("files-reg: File data/counter.log has bad size 30 (expect 27)", "capture the worker"),

@@ -141,10 +141,6 @@ def raised(check: Callable[..., None], *seen: Any) -> SnapbackError | None:
     return None
 
 
-def test_an_ordinary_worker_can_be_dumped() -> None:
-    assert dump_error(TREE, quiet=True) is None
-
-
 def test_a_plain_process_may_be_on_the_network_of_its_node() -> None:
     seen = with_root(namespaces={**OWN, "net": NODE.net})
     assert dump_error(seen) is not None

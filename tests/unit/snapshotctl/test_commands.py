@@ -254,13 +254,6 @@ def test_completion_offers_what_it_knows_and_without_a_server_says_nothing(
     assert wrong == {}
 
 
-def test_a_reason_is_explained_without_a_server(run: Run) -> None:
-    for word in ("DeviceTooSmall", "DEVICETOOSMALL"):
-        said = run("explain", word)
-        assert said.out.startswith("DeviceTooSmall\n")
-        assert REASONS["DeviceTooSmall"].fix in said.out
-
-
 def test_what_a_reason_says_to_run_is_a_command_that_exists() -> None:
     verbs = {"artifacts": ARTIFACTS, "sim": SIM}
     named = [
