@@ -442,7 +442,7 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Name another snapshot in `nvidia.com/restore-from`, or start the worker cold.",
         ),
         "SnapshotNotFound": Reason(
-            "Nobody has made the snapshot or checkpoint that the pod shall be restored from.",
+            "The snapshot or checkpoint that the pod shall be restored from does not exist.",
             "The name in `nvidia.com/restore-from` is misspelt, or of another namespace. The pod "
             "had its place, and so its devices, for an hour.",
             "List the captures: `snapshotctl get snapshots`. Correct the annotation, and create "

@@ -65,7 +65,7 @@ LONGEST_S = sum(fold.RESTS_S[:MAX_RETRIES]) + (1 + MAX_RETRIES) * sum(
 )
 """How long a restore may take that waits for nothing, with all its attempts, in seconds."""
 ABSENT_S = 3600.0
-"""How long a pod that has a place waits for a source that nobody has made, in seconds."""
+"""How long a pod that has a place waits for a source that does not exist, in seconds."""
 RESTORED = "nvidia.com/Restored"
 """The condition of a pod that says how its restore ended."""
 
@@ -485,9 +485,9 @@ def _devices(pod: Pod, committed: Committed) -> list[DeviceRef]:
 
 
 def _waits_for_source(view: RestoreView, now: float) -> Plan:
-    """Wait for the source: for ABSENT_S if nobody makes it and the pod has a place, else for ever.
+    """Wait for the source, for ABSENT_S at most if it does not exist and the pod has a place.
 
-    The pod holds its devices meanwhile, and what a misspelt name means never comes.
+    The pod holds its devices meanwhile. A misspelt name would keep them.
     """
     until = math.inf
     placed = condition(view.pod.status.conditions, "PodScheduled") if view.pod else None
