@@ -461,6 +461,51 @@ async def test_a_node_whose_durable_is_paused_says_so_and_is_a_problem() -> None
     assert problem["next"] == "nats consumer resume ORDERS gms-node-1"
 
 
+async def test_the_details_say_what_a_capture_and_a_restore_have_cost(captured: World) -> None:
+    await captured.apply(restore_document())
+    for _ in range(8):
+        await captured.advance(0.25)
+        for item in captured.open():
+            await captured.answer_well(item)
+    facts = await facts_of(captured)
+    led_to = view.by_owner(facts.entries.values())
+
+    def told(key: str) -> list[str]:
+        entry = facts.entries[key]
+        values = [one.value for one in view.family(entry, led_to)]
+        return details(entry, values, [], [], {})["figures"]  # type: ignore[no-any-return]
+
+    [capture], [restore] = told(CHECKPOINT), told(RESTORED)
+    assert re.match(r"captured [\d.]+ \w*B\b", capture)
+    assert re.match(r"restored in [\d.]+ m?s$", restore)
+    # The rows of the lists say the same, each once.
+    shown = {row["key"]: row.get("figure", "") for row in rows(facts, "objects")}
+    assert {key: text for key, text in shown.items() if text} == {
+        CHECKPOINT: capture,
+        RESTORED: restore,
+    }
+    assert [row["figure"] for row in rows(facts, "artifacts")] == [capture]
+
+
+async def test_a_search_finds_objects_by_model_node_and_gpu_of_all_that_they_led_to(
+    restored: World,
+) -> None:
+    facts = await facts_of(restored)
+    found = {row["key"]: row.get("words", "").split() for row in rows(facts, "objects")}
+    checkpoint = await restored.get("DynamoCheckpoint", "llm")
+    assert checkpoint.spec.identity.model in found[CHECKPOINT]
+    pod = await restored.get("Pod", "restored")
+    assert "node-1" in found[CHECKPOINT]
+    assert {"node-2", *(device.uuid for device in pod.status.devices)} <= set(found[RESTORED])
+    assert "node-1" not in found[RESTORED]
+    [artifact] = rows(facts, "artifacts")
+    assert artifact["words"].split() == found[CHECKPOINT]
+    assert [row["words"].split() for row in rows(facts, "runs")] == [
+        found[RESTORED],
+        found[CHECKPOINT],
+    ]
+
+
 async def test_captures_and_restores_are_listed_the_newest_first_without_their_orders(
     restored: World,
 ) -> None:
