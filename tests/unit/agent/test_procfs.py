@@ -80,10 +80,7 @@ def test_a_mount_of_others_may_have_any_name() -> None:
     odd = "/media/a\u2028b\x85\udce9"
     mounts = mounts_in(f"{LINE}\n{LINE.replace('/mnt', odd)}\n")
     assert [each.path for each in mounts] == ["/mnt 2", f"{odd} 2"]
-
-
-def test_a_process_that_has_ended_has_no_mounts() -> None:
-    assert mounts_in("") == []
+    assert mounts_in("") == [], "a process that has ended has none"
 
 
 def test_a_mount_has_its_words_without_escapes() -> None:

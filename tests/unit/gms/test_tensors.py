@@ -125,6 +125,8 @@ def test_an_empty_tensor_needs_a_segment_that_is_there_too() -> None:
     assert list(read_tensors(SIZES, items)) == ["empty"]
     with pytest.raises(InvalidMessage, match="segment-000000"):
         read_tensors({}, items)
+    assert holding(reaches(SEGMENTS), view(0x1000, (0,), (1,))) is None
+    assert holding([], view(0x1000, (1,), (1,))) is None
 
 
 @given(
@@ -182,11 +184,6 @@ def test_segments_that_follow_one_another_hold_a_tensor_together() -> None:
         read_tensors({**behind, "a": 0x1000}, [item])
     with pytest.raises(InvalidInput):
         place_tensors([run[1], run[2]], {"w": view(0x1800, (0x300,), (1,))})
-
-
-def test_an_empty_tensor_stands_nowhere() -> None:
-    assert holding(reaches(SEGMENTS), view(0x1000, (0,), (1,))) is None
-    assert holding([], view(0x1000, (1,), (1,))) is None
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=6)

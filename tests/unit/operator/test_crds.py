@@ -206,9 +206,6 @@ def test_what_is_absent_or_older_is_applied_and_then_waited_for() -> None:
     found = all_there(is_established=False)
     step = next_step(WANTED, found, "apply", frozenset(NAMES))
     assert (step.apply, step.waits_for, step.problem) == ((), (FIRST,), None)
-
-
-def test_all_is_done_when_all_are_established() -> None:
     assert next_step(WANTED, all_there(), "apply", frozenset(NAMES)) == ((), (), None)
 
 

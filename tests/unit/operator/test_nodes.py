@@ -55,6 +55,8 @@ def changed(found: Node) -> dict[str, str | None]:
 def test_a_node_gets_the_label_with_its_agent_and_once() -> None:
     assert changed(present(node())) == {AGENT_LABEL: "true"}
     assert label_node(present(labelled()), NOW) == NOTHING
+    for never_looked_for in (labelled(), node()):
+        assert label_node(never_looked_for, NOW) == NOTHING
 
 
 def test_a_node_has_a_label_for_the_seccomp_profile_that_its_agent_announces() -> None:
@@ -79,11 +81,6 @@ def test_a_node_that_is_lost_loses_it_and_gets_it_again_with_its_agent() -> None
     assert label_node(present(lost), NOW) == NOTHING
     never = node_absent(node(), LOST_AFTER_S, NOW)
     assert label_node(never, NOW) == NOTHING
-
-
-def test_a_node_whose_agent_was_never_looked_for_is_left_as_it_is() -> None:
-    assert label_node(labelled(), NOW) == NOTHING
-    assert label_node(node(), NOW) == NOTHING
 
 
 def test_a_node_changes_twice_for_an_agent_that_stays_away() -> None:
