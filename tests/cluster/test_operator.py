@@ -201,6 +201,9 @@ async def test_what_happens_to_a_checkpoint_is_in_its_events(site: Rig) -> None:
         await site.apply("asking", sleeper("sleep 600"), gms={"enabled": True})
         assert "gpuMemoryService" in await site.reason("asking", "GMSSnapshotDisabled")
         assert not await site.exists("jobs", "asking")
+        await site.apply("replaced", sleeper("sleep 600"), driver="respawn")
+        assert "spec.job.driver" in await site.reason("replaced", "DriverNotInCluster")
+        assert not await site.exists("jobs", "replaced")
 
         async def events(name: str) -> list[tuple[str, str]]:
             found = [

@@ -410,6 +410,12 @@ SECTIONS: dict[str, dict[str, Reason]] = {
             "Use Kubernetes 1.34 or later with a DRA driver for its GPUs, or leave out "
             "`spec.gpuMemoryService`.",
         ),
+        "DriverNotInCluster": Reason(
+            "The process driver of the checkpoint exists outside of Kubernetes alone.",
+            "`spec.job.driver` is `respawn`, which ends a process and starts it again. In a pod "
+            "only the kubelet does.",
+            "Use `cooperative`, which copies the same state, or `criu`, and apply it again.",
+        ),
         "GMSSnapshotDisabled": Reason(
             "The operator captures no workers with a memory server.",
             "It was started with `SNAPBACK_ALLOW_GMS_SNAPSHOT=false`, and the checkpoint sets "

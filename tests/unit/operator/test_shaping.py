@@ -10,6 +10,7 @@ import pytest
 from snapshot_operator.core.checkpoint import _job
 from snapshot_operator.core.sharing import identity_hash
 from snapshot_operator.kube.shaping import (
+    DriverNotInCluster,
     devices_template,
     find_container,
     job_manifest,
@@ -96,6 +97,13 @@ def test_the_control_directory_is_the_containers_own_and_the_environment_keeps_i
 def test_an_unknown_target_is_refused_with_the_containers_that_there_are() -> None:
     with pytest.raises(InvalidManifest, match=r"engine.*found sidecar, main"):
         shaped("engine")
+
+
+def test_a_driver_that_replaces_the_process_gets_no_job() -> None:
+    value = checkpoint(driver="respawn")
+    with pytest.raises(DriverNotInCluster, match=r"spec\.job\.driver is respawn") as refused:
+        job_manifest(_job(value), checkpoint_document(driver="respawn"))
+    assert refused.value.reason == "DriverNotInCluster"
 
 
 def test_the_job_is_owned_by_its_checkpoint_and_carries_what_was_decided() -> None:

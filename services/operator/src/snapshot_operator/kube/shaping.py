@@ -72,15 +72,26 @@ _HAS_AGENT = {"key": AGENT_LABEL, "operator": "In", "values": ["true"]}
 _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
 
 
+class DriverNotInCluster(InvalidManifest):
+    """A checkpoint names a driver that needs to own the process, and a kubelet owns it."""
+
+    default_next_step = "use the driver cooperative, which copies the same state, or criu"
+
+
 def job_manifest(
     job: Job, checkpoint: Document, gms_image: str = GMS_IMAGE, profile: str = ""
 ) -> Document:
     """Return the Job of a DynamoCheckpoint, given what is decided of it and its document.
 
     `profile` is the seccomp profile that nodes have for workers of CRIU; empty if none has it.
-    InvalidManifest if the template has no container of the target's name.
+    InvalidManifest if the template has no container of the target's name. DriverNotInCluster.
     """
     spec = checkpoint["spec"]["job"]
+    if spec.get("driver") == "respawn":
+        raise DriverNotInCluster(
+            "spec.job.driver is respawn, which ends a process and starts it again; in a pod only "
+            "the kubelet does"
+        )
     target = spec.get("targetContainerName", "main")
     template = source_template(spec["podTemplateSpec"], target, job.metadata.labels)
     pod = template["spec"]
