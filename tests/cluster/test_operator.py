@@ -201,9 +201,6 @@ async def test_what_happens_to_a_checkpoint_is_in_its_events(site: Rig) -> None:
         await site.apply("asking", sleeper("sleep 600"), gms={"enabled": True})
         assert "gpuMemoryService" in await site.reason("asking", "GMSSnapshotDisabled")
         assert not await site.exists("jobs", "asking")
-        await site.apply("replaced", sleeper("sleep 600"), driver="respawn")
-        assert "spec.job.driver" in await site.reason("replaced", "DriverNotInCluster")
-        assert not await site.exists("jobs", "replaced")
 
         async def events(name: str) -> list[tuple[str, str]]:
             found = [
@@ -220,6 +217,9 @@ async def test_what_happens_to_a_checkpoint_is_in_its_events(site: Rig) -> None:
         await polled(are_said)
         assert {type_ for type_, _ in await events("plain")} == {"Normal"}
         assert await events("asking") == [("Warning", "GMSSnapshotDisabled")]
+        await site.apply("replaced", sleeper("sleep 600"), driver="respawn")
+        assert "spec.job.driver" in await site.reason("replaced", "DriverNotInCluster")
+        assert not await site.exists("jobs", "replaced")
 
 
 async def test_it_is_not_ready_while_a_definition_belongs_to_another_product(

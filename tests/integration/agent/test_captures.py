@@ -259,10 +259,11 @@ async def test_a_dump_of_another_plan_or_driver_is_refused_and_the_worker_stays_
 async def test_a_capture_that_the_disk_has_no_room_for_is_refused_before_the_worker_is_frozen(
     node: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "free_bytes", lambda _: 2**20 - 1)
+    free = artifacts.SPARE_BYTES + 2**20 - 1
+    monkeypatch.setattr(artifacts, "free_bytes", lambda _: free)
     pod = await node.running("--state-bytes", str(2**20))
     failure = await node.refused(node.prepare_order(pod, fresh_uid()), "NoSpace")
-    assert failure.values["free"] == 2**20 - 1
+    assert failure.values["free"] == free
     # The worker is told the same reason.
     told = json.loads((pod.control / control.ABORTED).read_bytes())
     assert (told["reason"], told["message"]) == ("NoSpace", failure.message)

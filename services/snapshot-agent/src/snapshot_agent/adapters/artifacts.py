@@ -71,6 +71,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+SPARE_BYTES = 64 * 1024 * 1024
+"""What a capture leaves free on a disk, in bytes: journals, stores and NATS may lie there, too.
+
+A nats-server whose disk was full once takes no writes before it is started again.
+"""
+
 MEASURED_WITHIN_S = 1.0
 """How long to wait for a measurement of the free space before the last one is used, in seconds."""
 
@@ -168,7 +174,8 @@ class ArtifactRoot:
             raise problem
         for room in rooms:
             needed = room.share_of(weights) + (own if room.path == self._root else 0)
-            check_space(room.free, needed, f"the capture, below {room.path},")
+            what = f"the capture, below {room.path}, with {SPARE_BYTES >> 20} MiB to spare,"
+            check_space(room.free, needed + SPARE_BYTES, what)
 
     def _measured(self) -> asyncio.Future[Measured]:
         """Return the measurement under way, or a new one.
