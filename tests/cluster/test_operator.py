@@ -215,7 +215,7 @@ async def test_what_happens_to_a_checkpoint_is_in_its_events(site: Rig) -> None:
             return bool(await events("asking")) and bool(await events("plain"))
 
         await polled(are_said)
-        assert {type_ for type_, _ in await events("plain")} == {"Normal"}
+        assert [each for each in await events("plain") if each[0] != "Normal"] == []
         assert await events("asking") == [("Warning", "GMSSnapshotDisabled")]
         await site.apply("replaced", sleeper("sleep 600"), driver="respawn")
         assert "spec.job.driver" in await site.reason("replaced", "DriverNotInCluster")
