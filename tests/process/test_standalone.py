@@ -265,7 +265,10 @@ async def test_a_process_lacks_after_its_restore_the_states_that_the_documentati
     assert after.pop("of a second thread")
     lost = {name for name, value in before.items() if after[name] != value}
     # What this kernel or this processor lacks cannot be lost here.
-    assert lost == lost_by_criu() & before.keys()
+    documented = lost_by_criu() & before.keys()
+    # The kernel itself may have put the memory into huge pages again.
+    assert lost <= documented
+    assert documented - lost <= {"huge pages"}
 
 
 READS_ITS_UNLINKED_FILE = """
