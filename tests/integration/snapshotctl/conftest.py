@@ -93,7 +93,12 @@ class Ended:
 
 
 class Cli:
-    """snapshotctl with state, contexts and working directory beneath one folder."""
+    """snapshotctl with state, contexts and working directory beneath one folder.
+
+    A process of it is waited for at most `patience_s` seconds.
+    """
+
+    patience_s: float = PATIENCE_S
 
     def __init__(self, home: Path, workdir: Path = ROOT) -> None:
         self.home = home
@@ -123,7 +128,7 @@ class Cli:
     def program(self, *words: str, stdin: str = "") -> Ended:
         """Run a command as a process."""
         with self.start(*words) as process:
-            out, err = process.communicate(stdin, timeout=PATIENCE_S)
+            out, err = process.communicate(stdin, timeout=self.patience_s)
         assert "Traceback" not in err
         return Ended(process.returncode, out, err)
 
