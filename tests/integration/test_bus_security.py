@@ -606,6 +606,13 @@ async def test_all_who_serve_are_asked_at_once_and_late_ones_are_not_waited_for(
     assert await cli.ask_all("$SRV.INFO.nobody", expected=1, within_s=0.5) == []
 
 
+async def test_a_right_to_read_a_presence_that_is_missing_is_named(world: World) -> None:
+    """As that of an agent on a nats-server whose permissions are older, within an upgrade."""
+    gms = await world.server.bus(User("gms", A))
+    with pytest.raises(NotPermitted):
+        await gms.revision(subjects.NODES_BUCKET, token(A))
+
+
 async def test_the_doctor_notices_that_nothing_is_stored(world: World) -> None:
     doctor, viewer = [await world.server.bus(User(role)) for role in ("snapshotctl", "viewer")]
     assert await unstored(doctor, {}) is None
