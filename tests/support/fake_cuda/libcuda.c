@@ -109,6 +109,18 @@ static int state_of(int pid)
 	return found;
 }
 
+/* Let go of the state of the process that was asked about last. */
+static void forget(void)
+{
+	if (at.entry && at.entry != own.entry) {
+		munmap(at.entry, sizeof *at.entry);
+		close(at.fd);
+	}
+	at.entry = NULL;
+	at.fd = -1;
+	at.pid = 0;
+}
+
 /* The state of a process, locked; or NULL. What has come to its end is noted. */
 static Entry *take(int pid)
 {
@@ -117,12 +129,14 @@ static Entry *take(int pid)
 	if (!letter || letter == 'Z')
 		return NULL;
 	if (own.entry && pid == getpid()) {
+		forget();
 		at = own;
 	} else if (at.pid != pid || at.start != start) {
+		forget();
 		at.fd = state_of(pid);
-		at.pid = at.fd < 0 ? 0 : pid;
 		if (at.fd < 0)
 			return NULL;
+		at.pid = pid;
 		at.start = start;
 		at.entry = mapped(at.fd);
 	}
