@@ -120,11 +120,17 @@ class Streams(Assets):
                 )
             )
 
-    async def last(self, stream: str, subject: str) -> tuple[int, bytes] | None:
-        """Read the newest message on a subject from the stream's leader, if there is one."""
+    async def last(
+        self, stream: str, subject: str, *, direct: bool = False
+    ) -> tuple[int, bytes] | None:
+        """Read the newest message on a subject, if there is one: from the stream's leader.
+
+        `direct` asks any replica, by a request that names the subject, so that a user may have the
+        right to one subject alone.
+        """
         manager = self.client.jetstream(timeout=REQUEST_S)
         try:
-            found = await manager.get_last_msg(stream, subject, direct=False)
+            found = await manager.get_last_msg(stream, subject, direct=direct)
         except nats.js.errors.NotFoundError:
             return None
         except (nats.errors.Error, nats.js.errors.Error) as error:
@@ -285,16 +291,9 @@ class Streams(Assets):
 
     async def revision(self, bucket: str, key: str) -> int | None:
         """Return the revision of a key of a bucket; None if it expired, or was never written."""
-        manager = self.client.jetstream(timeout=REQUEST_S)
         subject = subjects.bucket_key(bucket, subjects.check_key(key))
-        stream = subjects.stream_of_bucket(bucket)
-        try:
-            found = await manager.get_last_msg(stream, subject, direct=True)
-        except nats.js.errors.NotFoundError:
-            return None
-        except (nats.errors.Error, nats.js.errors.Error) as error:
-            raise unavailable(error, f"read {subject}") from error
-        return int(found.seq or 0)
+        found = await self.last(subjects.stream_of_bucket(bucket), subject, direct=True)
+        return found[0] if found else None
 
     async def remove(self, bucket: str, key: str) -> None:
         """Delete a key of a bucket; absent is success. InvalidName for what is no key."""
