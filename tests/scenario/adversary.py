@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_shared.errors import Conflict, NotFound
 from snapshot_shared.objects.kinds import AnyObject, kind_of
@@ -177,7 +178,7 @@ def _ended(
 
 def _bound(world: World, value: Snapshot, victim: SnapshotContent, rng: random.Random) -> None:
     """Have a content of another namespace as that of one's own snapshot."""
-    now = time_of(world.wall)
+    now = timestamp(world.wall)
     ready = Condition(type="Ready", status="True", reason="Captured", last_transition_time=now)
     name = victim.metadata.name
     _write(world, value, bound_snapshot_content_name=name, conditions=rng.choice(([], [ready])))
