@@ -191,7 +191,9 @@ async def test_a_capture_in_whose_step_everything_is_replaced_becomes_ready(
         if each["spec"]["snapshotRef"]["namespace"] == namespace.namespace
     ]
     print(f"{named(row)}: attempt {content['attempt']}, paused {content.get('pausedSeconds')} s")
-    namespace.run("delete", "dynamocheckpoint/llm", "job/llm", "--timeout=60s")
+    words = ("dynamocheckpoint/llm", "job/llm", "--timeout=60s")
+    # The Job goes with its checkpoint, maybe before it is asked for.
+    namespace.run("delete", *words, "--ignore-not-found")
 
 
 class Source(NamedTuple):
