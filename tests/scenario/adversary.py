@@ -49,7 +49,7 @@ TENANT = "tenant"
 """The namespace of the user. The others of a world are in `default`."""
 
 SOURCE = "mine"
-"""From what the pods of the user ask to be restored."""
+"""The name of the source from which the pods of the user ask to be restored."""
 
 
 def thieves(seed: int) -> Iterator[tuple[Any, ...]]:
@@ -171,13 +171,13 @@ def _let_go(
 def _ended(
     world: World, value: SnapshotRestore, victim: SnapshotContent, rng: random.Random
 ) -> None:
-    """Have all that was ordered answered well, by nobody."""
+    """Answer all that was ordered as done."""
     now = _read(world, value)
     _write(world, value, orders=[_answered(item, world.wall) for item in now.status.orders])
 
 
 def _bound(world: World, value: Snapshot, victim: SnapshotContent, rng: random.Random) -> None:
-    """Have a content of another namespace as that of one's own snapshot."""
+    """Bind the snapshot to a content of another namespace."""
     now = timestamp(world.wall)
     ready = Condition(type="Ready", status="True", reason="Captured", last_transition_time=now)
     name = victim.metadata.name
@@ -187,7 +187,7 @@ def _bound(world: World, value: Snapshot, victim: SnapshotContent, rng: random.R
 def _led(
     world: World, value: DynamoCheckpoint, victim: SnapshotContent, rng: random.Random
 ) -> None:
-    """Have a content, a snapshot and a worker of another namespace as those of a checkpoint."""
+    """Lead the checkpoint to a content, a snapshot and a worker of another namespace."""
     names = {"content_name": victim.metadata.name, "snapshot_name": victim.spec.snapshot_ref.name}
     shares = rng.choice(("", victim.spec.snapshot_ref.name))
     _write(world, value, phase="Ready", shares=shares, job_name="a", **names)
@@ -209,7 +209,7 @@ def _asked(world: World, value: Pod, victim: SnapshotContent, rng: random.Random
 
 
 def _labelled(world: World, value: AnyObject, victim: SnapshotContent, rng: random.Random) -> None:
-    """Put the label on by which the operator finds what belongs to a snapshot."""
+    """Take the label by which the operator finds what belongs to a snapshot."""
     uid = rng.choice((victim.metadata.uid, victim.spec.snapshot_ref.uid))
     at_once(world.store.label(_read(world, value), SNAPSHOT_UID, uid))
 
