@@ -24,6 +24,7 @@ from snapshot_agent.helper import observe, socket_names
 from snapshot_shared.errors import NotEligible, SnapbackError, SourceExited
 from snapshot_shared.files import open_root, opened
 from tests.support.agent_rig import stat_of
+from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
 WORKER = """
@@ -194,16 +195,21 @@ def test_a_terminal_and_devices_with_their_numbers_are_seen() -> None:
 def test_a_process_that_leads_no_session_is_seen_alone_with_its_children() -> None:
     script = "sh -c 'sleep 600 & echo; wait' & sleep 600 & wait"
     with running("sh", "-c", script) as found:
-        (inner,) = (
-            each
-            for each in procfs.family_of(found.pid, found.start)
-            if each.parent == found.pid and Path(f"/proc/{each.pid}/comm").read_text() == "sh\n"
-        )
+        # A child of a shell is a shell until it is a sleep.
+        shells = wait_until(lambda: two_shells_of(found), "both sleeps")
+        (inner,) = (each for each in shells if each.pid != found.pid)
         seen = seen_of(inner)
     assert seen.root.pid == inner.pid
     assert [each.exe.rpartition("/")[2] for each in seen.processes[1:]] == [
         Path(shutil.which("sleep") or "").resolve().name
     ]
+
+
+def two_shells_of(found: procfs.Stat) -> list[procfs.Stat]:
+    """Return the shells of a family of four, once they are two."""
+    family = procfs.family_of(found.pid, found.start)
+    shells = [each for each in family if Path(f"/proc/{each.pid}/comm").read_text() == "sh\n"]
+    return shells if (len(family), len(shells)) == (4, 2) else []
 
 
 def test_a_process_that_has_ended_or_another_of_its_pid_is_an_error() -> None:
