@@ -45,8 +45,12 @@ typedef struct {
 	Uuid gpu[GPUS];
 } Entry;
 
-/* The process whose state is mapped, and this process itself. */
-static struct { int pid, fd; uint64_t start; Entry *entry; } at = {.fd = -1}, own = {.fd = -1};
+typedef struct { int pid, fd; uint64_t start; Entry *entry; } State;
+
+/* This process itself, the other process whose state is mapped, and the one of both in question. */
+static State own = {.fd = -1};
+static __thread State other = {.fd = -1};
+static __thread State *at = &own;
 static int initialized;
 
 Device visible[GPUS];
@@ -109,16 +113,14 @@ static int state_of(int pid)
 	return found;
 }
 
-/* Let go of the state of the process that was asked about last. */
+/* Let go of the state of the other process that was asked about last. */
 static void forget(void)
 {
-	if (at.entry && at.entry != own.entry) {
-		munmap(at.entry, sizeof *at.entry);
-		close(at.fd);
+	if (other.entry) {
+		munmap(other.entry, sizeof *other.entry);
+		close(other.fd);
 	}
-	at.entry = NULL;
-	at.fd = -1;
-	at.pid = 0;
+	other = (State){.fd = -1};
 }
 
 /* The state of a process, locked; or NULL. What has come to its end is noted. */
@@ -129,29 +131,29 @@ static Entry *take(int pid)
 	if (!letter || letter == 'Z')
 		return NULL;
 	if (own.entry && pid == getpid()) {
-		forget();
-		at = own;
-	} else if (at.pid != pid || at.start != start) {
-		forget();
-		at.fd = state_of(pid);
-		if (at.fd < 0)
-			return NULL;
-		at.pid = pid;
-		at.start = start;
-		at.entry = mapped(at.fd);
+		at = &own;
+	} else {
+		at = &other;
+		if (other.pid != pid || other.start != start) {
+			int fd = state_of(pid);
+			forget();
+			if (fd < 0)
+				return NULL;
+			other = (State){pid, fd, start, mapped(fd)};
+		}
 	}
-	flock(at.fd, LOCK_EX);
-	if (at.entry->due && at.entry->due <= now()) {
-		at.entry->state = at.entry->next;
-		at.entry->due = 0;
+	flock(at->fd, LOCK_EX);
+	if (at->entry->due && at->entry->due <= now()) {
+		at->entry->state = at->entry->next;
+		at->entry->due = 0;
 	}
-	return at.entry;
+	return at->entry;
 }
 
 static void leave(void)
 {
-	if (at.fd >= 0)
-		flock(at.fd, LOCK_UN);
+	if (at->fd >= 0)
+		flock(at->fd, LOCK_UN);
 }
 
 static void *hold_device(void *path)
@@ -697,10 +699,10 @@ API void fakeReset(void)
 	if (own.entry) {
 		munmap(own.entry, sizeof *own.entry);
 		close(own.fd);
-		own.entry = NULL;
+		own = (State){.fd = -1};
 	}
-	if (at.entry && at.pid == getpid())
-		at.pid = 0;
+	if (other.pid == getpid())
+		forget();
 	initialized = visibles = 0;
 }
 
