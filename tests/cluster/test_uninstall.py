@@ -23,7 +23,7 @@ def _alone(target: Target) -> None:
     """Wait for the end of the namespaces of earlier tests: an uninstall looks at all of them."""
 
     def left() -> dict[str, list[str]]:
-        """Return the namespaces that are going, each with what they wait for."""
+        """Return the messages of each namespace that is being deleted, by its name."""
         return {
             each["metadata"]["name"]: [
                 row["message"] for row in each["status"].get("conditions", ())

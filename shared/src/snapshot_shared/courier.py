@@ -260,7 +260,7 @@ class Courier:
             self._metrics.record(instruments.QUEUED, age, verb)
 
     def _perhaps_forgotten(self, delivery: Delivery, order: Order) -> Failure | None:
-        """Return why a new order may be the repeat of one that this journal has dropped."""
+        """Return OutcomeUnknown if a new order may repeat one that the journal has dropped."""
         now, stored_at = self.book.clocks.wall(), delivery.stored_at
         is_old = 0 < stored_at < now - KEEP_S
         if not is_old or verb_of(OrderId(order.order)) in CLEANING:

@@ -65,7 +65,7 @@ class Capture(Weights):
         )
 
     def used(self, place: GenerationRef = PLACE) -> set[str]:
-        """Have an agent read everything; return the stripe roots that the manifest names."""
+        """Read everything by an agent; return the stripe roots that the manifest names."""
         return {entry.stripe or "" for entry in self.verified(place).files}
 
     def remove(self) -> None:

@@ -73,7 +73,7 @@ _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
 
 
 class DriverNotInCluster(InvalidManifest):
-    """A checkpoint names a driver that needs to own the process, and a kubelet owns it."""
+    """A checkpoint names a driver that starts processes, and in a cluster only the kubelet does."""
 
     default_next_step = "use the driver cooperative, which copies the same state, or criu"
 

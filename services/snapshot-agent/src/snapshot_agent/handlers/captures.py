@@ -111,7 +111,7 @@ class Captures:
         with self._holds.busy(hold, order.release_within_s):
             async with contextlib.AsyncExitStack() as closing:
                 closing.callback(hold.free_slot)
-                # Another dump of this attempt, after one that failed, may not use the same key.
+                # If this dump fails, a second dump of the attempt must not encrypt by the same key.
                 cipher, hold.cipher = hold.cipher, None
                 if cipher is None:
                     place = GenerationRef(order.pod.namespace, order.content_uid, order.attempt)

@@ -61,7 +61,7 @@ AT_A_TIME = 32
 """How many nodes are asked at once."""
 
 STUCK_S = 2 * PRESENCE_TTL_S
-"""After so many seconds a key that is there was not dropped in time."""
+"""The age from which a presence key shows that NATS does not drop keys in time, in seconds."""
 
 T = TypeVar("T")
 
@@ -173,11 +173,11 @@ async def _cluster(client: OperatorClient, server: Server, *, is_local: bool) ->
 
 
 async def unstored(bus: Bus, present: Mapping[str, Written]) -> Failure | None:
-    """Return why what is written to a stream is not there afterwards; None if it is.
+    """Return why NATS does not store messages; None if it does.
 
-    A stream of which one write has failed takes no other until nats-server is started again, also
-    if the disk has room again and other streams are written. So `present` may have keys that NATS
-    has to drop after 30 s and does not.
+    If a write to a stream fails, nats-server takes no other write to that stream until it is
+    started again. Other streams may be well. So the keys of `present` are compared with their time
+    to live, too.
     """
     now = time.time_ns()
     trace_id, span_id = uuid.uuid4().hex, uuid.uuid4().hex[:16]
