@@ -281,6 +281,9 @@ EXACT = {
     "SnapshotRef.uid": "the uid of the Snapshot",
     "SnapshotRestoreSpec.pod_ref": "the container to restore into",
     "SnapshotRestoreSpec.source": "the Snapshot or DynamoCheckpoint, in the same namespace",
+    "SnapshotRestoreStatus.absent_since": (
+        "since when no Snapshot or DynamoCheckpoint has the name of the source; unset while one has"
+    ),
     "SnapshotRestoreStatus.artifact": "the artifact that is read, fixed when an attempt begins",
     "SnapshotRestoreStatus.attempt": "the current attempt; it fences all orders and never falls",
     "SnapshotRestoreStatus.source_lost": (

@@ -83,14 +83,14 @@ async def test_the_driver_of_a_capture_is_that_of_its_abort(world: World) -> Non
     assert {payload(order)["driver"] for order in world.open("abort")} == {"respawn"}
 
 
-async def placed(world: World) -> None:
-    """Have the pod be placed by another scheduler."""
+async def placed(world: World, ago: float = 0.0) -> None:
+    """Have the pod be placed by another scheduler, `ago` seconds before now."""
     pod = await world.get("Pod", "restored")
     scheduled = Condition(
         type="PodScheduled",
         status="True",
         reason="Scheduled",
-        last_transition_time=conditions.timestamp(world.now),
+        last_transition_time=conditions.timestamp(world.now - ago),
     )
     status = {"node_name": "node-2", "conditions": [scheduled]}
     await world.cluster.update_status(with_status(pod, **status))
@@ -125,6 +125,27 @@ async def test_a_pod_with_a_place_waits_longer_for_a_source_that_is_there(world:
         for absent in (False, True)
     ]
     assert states == [Restore.PENDING, Restore.FAILED]
+
+
+async def test_the_hour_counts_from_when_the_source_was_deleted(world: World) -> None:
+    await world.apply(snapshot_document("late", "no-such-pod"))
+    await world.apply(restore_document(source="late"))
+    await placed(world, ago=2 * ABSENT_S)
+    await world.remove("Snapshot", "late")
+    await world.advance(ABSENT_S - 1.0)
+    status = (await world.restore("restored")).status
+    assert status.state is Restore.PENDING
+    assert status.absent_since is not None
+    await world.apply(snapshot_document("late", "no-such-pod"))
+    assert (await world.restore("restored")).status.absent_since is None
+    # A second absence has an hour of its own.
+    await world.remove("Snapshot", "late")
+    await world.advance(ABSENT_S - 1.0)
+    assert (await world.restore("restored")).status.state is Restore.PENDING
+    await world.advance(1.0)
+    failure = (await world.restore("restored")).status.failure
+    assert failure is not None
+    assert failure.reason == "SnapshotNotFound"
 
 
 @pytest.mark.parametrize("source", ["to-come", "llm"])

@@ -460,8 +460,9 @@ class SnapshotRestoreStatus(
     """A restore's progress. `attempt` is its fencing token, `retries` counts those after the first.
 
     `content_name` asks that content to register this restore as a reader; `source_lost` is set when
-    it was gone before it did. `artifact`, `driver`, `node_name` and `devices` are fixed when an
-    attempt begins. `restored_seconds` is how long the restore took.
+    it was gone before it did, `absent_since` while nothing has the name of the source. `artifact`,
+    `driver`, `node_name` and `devices` are fixed when an attempt begins. `restored_seconds` is how
+    long the restore took.
     """
 
     phase: str = ""
@@ -471,6 +472,7 @@ class SnapshotRestoreStatus(
     retries: int = 0
     content_name: str = ""
     source_lost: bool = False
+    absent_since: datetime | None = None
     artifact: ArtifactRef | None = None
     driver: Driver = "cooperative"
     node_name: str = ""

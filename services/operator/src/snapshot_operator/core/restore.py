@@ -409,7 +409,9 @@ def _pending(view: RestoreView, now: float) -> Plan:
         if content is None or view.missing:
             return _waits_for_source(view, now)
         placed = view.pod.status.node_name if view.pod is not None and not view.no_agent else ""
-        named = replace(status, content_name=content.metadata.name, node_name=placed)
+        named = replace(
+            status, content_name=content.metadata.name, node_name=placed, absent_since=None
+        )
         return owing_plan(restore, named, now)
     is_registered = content is not None and restore.metadata.uid in content.status.readers
     if not is_registered and (again := _unreadable(view, now)) is not None:
@@ -487,28 +489,40 @@ def _devices(pod: Pod, committed: Committed) -> list[DeviceRef]:
 def _waits_for_source(view: RestoreView, now: float) -> Plan:
     """Wait for the source, for ABSENT_S at most if it does not exist and the pod has a place.
 
-    The pod holds its devices meanwhile. A misspelt name would keep them.
+    The pod holds its devices meanwhile. A misspelt name would keep them. A checkpoint that is
+    deleted and applied again is absent for a moment, so the time counts from its absence.
     """
-    until = math.inf
+    restore, until = view.restore, math.inf
+    since = (restore.status.absent_since or time_of(now)) if view.is_absent else None
     placed = condition(view.pod.status.conditions, "PodScheduled") if view.pod else None
-    if view.is_absent and placed is not None and placed.status == "True":
-        until = conditions.seconds(placed.last_transition_time) + ABSENT_S
+    if since is not None and placed is not None and placed.status == "True":
+        placed_at = conditions.seconds(placed.last_transition_time)
+        until = max(placed_at, since.timestamp()) + ABSENT_S
     if now < until:
         at = until if until < math.inf else None
-        return _waits(view.restore, "WaitingForSnapshot", view.missing, now, wake_at=at)
+        status = replace(restore.status, absent_since=since)
+        return _waits(restore, "WaitingForSnapshot", view.missing, now, status=status, wake_at=at)
     failure = Failure(
         reason="SnapshotNotFound",
-        message=f"{view.missing}, {ABSENT_S / 60:.0f} minutes after the pod was placed",
+        message=f"{view.missing}; the pod has waited for it for {ABSENT_S / 60:.0f} minutes",
         next_step="name a snapshot of the namespace, or make it before its pods",
     )
-    return _fail(view.restore, failure, now)
+    return _fail(restore, failure, now)
 
 
 def _waits(
-    restore: SnapshotRestore, reason: str, message: str, now: float, *, wake_at: float | None = None
+    restore: SnapshotRestore,
+    reason: str,
+    message: str,
+    now: float,
+    *,
+    status: SnapshotRestoreStatus | None = None,
+    wake_at: float | None = None,
 ) -> Plan:
+    """Say why the restore waits, in its status or in `status`, which the caller has made of it."""
     rows = conditions.pending(restore.status.conditions, restore, now, reason, message)
-    return owing_plan(restore, replace(restore.status, conditions=rows), now, wake_at=wake_at)
+    changed = replace(status or restore.status, conditions=rows)
+    return owing_plan(restore, changed, now, wake_at=wake_at)
 
 
 def _loading(view: RestoreView, now: float) -> Plan:
