@@ -10,6 +10,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kubernetes_asyncio.client import Configuration
 
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.admission import (
+    JUDGED,
     MAX_BYTES,
     PAGE,
     Admission,
@@ -519,6 +521,49 @@ async def test_a_review_that_is_nested_or_larger_than_any_object_is_refused(
         assert (await post(b" " * (MAX_BYTES + 1)))[0] == 413
 
 
+async def test_a_body_that_does_not_end_is_refused_after_its_time(
+    admission: Admission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapshot_operator.kube.admission.BODY_S", 0.05)
+    more = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.wait_for(more.wait(), 10)
+
+    app = admission.app("secret".__eq__, Guests())
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        url = server.make_url("/secret/restored-pods")
+        async with session.post(url, data=slowly()) as found:
+            assert found.status == HTTPStatus.REQUEST_TIMEOUT
+        more.set()
+
+
+async def test_two_reviews_are_judged_at_a_time(
+    admission: Admission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More would hold the interpreter for longer than the loop may wait."""
+    begun: list[asyncio.Event] = []
+
+    async def held(work: Callable[..., Any], *arguments: Any) -> Any:
+        begun.append(asyncio.Event())
+        await asyncio.wait_for(begun[-1].wait(), 10)
+        return work(*arguments)
+
+    monkeypatch.setattr("snapshot_operator.kube.admission.in_thread", held)
+    reviews = [asyncio.ensure_future(admission.object(request(SNAPSHOT))) for _ in range(3)]
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert len(begun) == JUDGED
+    begun[0].set()
+    await reviews[0]
+    await asyncio.sleep(0)
+    assert len(begun) == JUDGED + 1
+    for event in begun:
+        event.set()
+    await asyncio.gather(*reviews)
+
+
 async def test_the_loop_turns_while_the_largest_object_is_judged(admission: Admission) -> None:
     document = checkpoint_document()
     template = document["spec"]["job"]["podTemplateSpec"]["spec"]
@@ -677,6 +722,20 @@ async def test_a_folder_without_a_certificate_is_named_with_its_setting(tmp_path
         async with MountedCertificate(tmp_path / "none").kept():
             pass
     assert "tls.crt" in (caught.value.next_step or "")
+
+
+async def test_a_handshake_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snapshot_shared.http.HEAD_S", 0.05)
+    found = made(datetime.now(UTC))
+    context = new_context()
+    take(context, found.certificate, found.key)
+    async with serving(
+        web.Application(), "127.0.0.1:0", Guests(), patience_s=5.0, context=context
+    ) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
 
 
 async def test_a_connection_without_an_end_of_its_handshake_counts_from_its_beginning() -> None:

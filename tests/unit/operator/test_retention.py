@@ -238,6 +238,10 @@ def test_an_artifact_stays_while_a_pod_asks_for_a_checkpoint_that_shares_it() ->
     for source, expected in (("other", ["a"]), ("sharer", [])):
         held = Holdings(checkpoints, snapshots, found, [asking(source)])
         assert names_of(let_go(held, Limits(count=1))) == expected
+    # The status of a checkpoint in another namespace names the content, too.
+    checkpoints[0] = with_meta(sharer, namespace="another")
+    held = Holdings(checkpoints, snapshots, found, [asking("sharer")])
+    assert names_of(let_go(held, Limits(count=1))) == ["a"]
 
 
 async def captured_twice() -> World:

@@ -159,17 +159,19 @@ def _artifacts(holdings: Holdings) -> Iterable[_Artifact]:
         (checkpoint.metadata.namespace, checkpoint.metadata.name): checkpoint
         for checkpoint in holdings.checkpoints
     }
-    sharers: dict[str, set[str]] = {}
+    # A status of another namespace may name any content.
+    sharers: dict[tuple[str | None, str], set[str]] = {}
     for checkpoint in holdings.checkpoints:
         if checkpoint.status.shares:
-            named = sharers.setdefault(checkpoint.status.content_name, set())
-            named.add(checkpoint.metadata.name)
+            shared = (checkpoint.metadata.namespace, checkpoint.status.content_name)
+            sharers.setdefault(shared, set()).add(checkpoint.metadata.name)
     for snapshot in holdings.snapshots:
         content = content_behind(lambda _kind, _space, name: contents.get(name), snapshot)
         committed = content.status.committed if content is not None else None
         if content is None or committed is None or _is_going(snapshot, content):
             continue
-        names = frozenset({snapshot.metadata.name, *sharers.get(content.metadata.name, ())})
+        shared = (snapshot.metadata.namespace, content.metadata.name)
+        names = frozenset({snapshot.metadata.name, *sharers.get(shared, ())})
         owner = checkpoints.get((snapshot.metadata.namespace, snapshot.metadata.name))
         if owner is None or not owned_by(snapshot, owner):
             source = _source_of(snapshot)
