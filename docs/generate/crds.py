@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import yaml
 
-from snapshot_operator.kube.crds import definitions
+from snapshot_api.schema.definitions import definitions
 
-HEADER = "# Made from the structs of snapshot_shared.objects by `make docs`; do not edit.\n"
+HEADER = "# Made from the structs of snapshot_api by `make docs`; do not edit.\n"
 
 
 class _Dumper(yaml.SafeDumper):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from snapshot_operator.kube.crds import definitions
-from snapshot_operator.kube.openapi import PRESERVE, VALIDATIONS
+from snapshot_api.schema.definitions import definitions
+from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS
 from snapshot_operator.kube.rbac import LEASE_RULES, RULES, Rule
 
 PAGE = "kubernetes-api.md"
@@ -14,7 +14,7 @@ PAGE = "kubernetes-api.md"
 _HEAD = """\
 # Objects and rights in a cluster
 
-<!-- Made by `make docs` from snapshot_operator/kube/crds.py and rbac.py. -->
+<!-- Made by `make docs` from snapshot_api and snapshot_operator/kube/rbac.py. -->
 
 Four kinds of `nvidia.com/v1alpha1` are the whole interface to Snapback in a cluster: people write
 specs, which never change, and the operator alone writes statuses. `kubectl explain dckpt.spec`

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
+from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.manifests import message_schemas
 from snapshot_shared.descriptions import description
-from snapshot_shared.manifests import message_schemas
-from snapshot_shared.objects.kinds import KINDS, Kind
 from snapshot_shared.orders import TERMINAL, AgentOrder, AnyOrder, GmsOrder
 from snapshot_shared.steps import OWN_STEPS, STEPS
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotRestore, restore_name
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestore, restore_name
 from tests.bench import common
 from tests.bench.common import MIB, ROOT, Benchmark, Judged, Results, goal
 from tests.bench.pause import ROOM, SOURCE, TARGET, pod_with

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.kinds import KINDS
 from snapshot_operator.core.content import content_name
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
 from snapshot_shared.api import VerifyRequest
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import DeviceRef
 from tests.bench import common
 from tests.bench.common import Benchmark, Judged, Results, goal

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from gms.domain.tasks import LOAD_THREADS
 from gms.domain.transfer import CHUNK_BYTES
 from snapback_client.reservation import HUGE_PAGE
+from snapshot_api.v1alpha1.restore import restore_name
 from snapshot_shared.files import opened
-from snapshot_shared.objects.snapback import restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.adapters import worker_socket
 from tests.bench import common

@@ -18,13 +18,13 @@ import sys
 import time
 from pathlib import Path
 
+from snapshot_api.kinds import AnyObject
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import BusUnavailable
 from snapshot_shared.frames import StatusReply
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import AnyObject
 from snapshotctl.adapters import processes
 from snapshotctl.adapters.processes import to_the_end
 from tests.chaos.machines import OPERATORS, SERVERS, Machines, machines

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from snapshot_api.facts import Node
+from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import BusUnavailable, NotFound, RemoteFailure
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import Report
 from snapshotctl.adapters.operator_client import OperatorClient
 from snapshotctl.domain.servers import Server

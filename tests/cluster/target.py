@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from snapshot_operator.kube.crds import PART_OF
+from snapshot_api.schema.definitions import PART_OF
 from tests.cluster import programs
 from tests.cluster.cluster import Cluster
 from tests.cluster.images import Images

@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from snapshot_api.facts import AGENT_LABEL
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.certificates import Certificates, renewed
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET
@@ -32,7 +33,6 @@ from snapshot_operator.kube.webhooks import BASE, MUTATING, VALIDATING, Endpoint
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.kube_client import KubeClient, load_configuration
-from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.oci import write_image
 from tests.cluster.operators import INIT, Operator, trusts

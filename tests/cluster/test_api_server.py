@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from snapshot_api.schema.definitions import PART_OF, definitions
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.crds import PART_OF, definitions
 from snapshot_operator.kube.definitions import PATH, Definitions, Mode
 from snapshot_operator.kube.lease import KubeLease
 from snapshot_operator.kube.namespaces import PATH as NAMESPACES

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.well_known import RESTORE_CONTENT, RESTORE_DIGEST, RESTORE_UID
 from snapshot_operator.core import content, restore, sharing
 from snapshot_operator.core.ordering import status_of
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.runtime import owned
 from snapshot_shared.codec import encode_json
-from snapshot_shared.objects.snapback import RESTORE_CONTENT, RESTORE_DIGEST, RESTORE_UID
 from snapshot_shared.orders import AbortOrder, DeleteOrder, Order, PodRef
 from tests.cluster import agents
 from tests.cluster.kubectl import Kubectl

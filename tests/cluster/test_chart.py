@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from gms.domain.claims import DRIVER
+from snapshot_api.facts import AGENT_LABEL
+from snapshot_api.well_known import POD_SPEC, RESTORE_FROM
 from snapshot_operator.core.restore import RESTORED
 from snapshot_shared import subjects
-from snapshot_shared.objects.kubernetes import AGENT_LABEL
-from snapshot_shared.objects.snapback import POD_SPEC, RESTORE_FROM
 from snapshotctl.domain.exits import Exit
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl

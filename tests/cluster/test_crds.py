@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import yaml
 
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP
+from snapshot_api.kinds import KINDS
+from snapshot_api.well_known import GROUP
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import CRDS, REPOSITORY
 from tests.cluster.target import Target

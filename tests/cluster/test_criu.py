@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from snapshot_shared.objects.kubernetes import SECCOMP_LABEL
+from snapshot_api.facts import SECCOMP_LABEL
 from tests.cluster.agents import CRIU, INIT, running, waiting, with_agents
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError

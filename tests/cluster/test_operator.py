@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.facts import AGENT_LABEL
+from snapshot_api.schema.definitions import PART_OF, definitions
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.crds import PART_OF, definitions
 from snapshot_operator.kube.definitions import PATH as DEFINITIONS
 from snapshot_shared import subjects
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import NotFound
 from snapshot_shared.kube_client import KubeClient
-from snapshot_shared.objects.kubernetes import AGENT_LABEL
 from tests.cluster.cluster import Cluster
 from tests.cluster.lying_proxy import Lie
 from tests.cluster.rig import OURS, SHELL, Rig, polled, program, serving, sleeper

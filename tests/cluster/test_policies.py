@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.well_known import POD_SPEC
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.policies import FINALIZERS, MADE, SPECS, STATUSES, named, policies
-from snapshot_shared.objects.snapback import POD_SPEC
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import REPOSITORY
 from tests.cluster.simulated import until

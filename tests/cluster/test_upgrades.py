@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from snapshot_api.well_known import RESTORE_FROM
 from snapshot_operator.core.restore import RESTORED
 from snapshot_shared import steps, subjects
 from snapshot_shared.api import Fault, SimReply, SimRequest
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.snapback import RESTORE_FROM
 from snapshot_shared.orders import Driver
 from tests.cluster.demo import SYS_RESOURCE, capabilities
 from tests.cluster.kubectl import Kubectl

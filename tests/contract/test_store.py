@@ -15,15 +15,15 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Node, NodeSpec, NodeStatus, Pod
+from snapshot_api.kinds import KINDS
+from snapshot_api.meta import ObjectMeta
 from snapshot_operator.core.conditions import seconds, timestamp
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event, Store
 from snapshot_shared.errors import AlreadyExists, Conflict, NotFound
 from snapshot_shared.kube_client import KubeClient, load_configuration
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Node, NodeSpec, NodeStatus, Pod
-from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.tasks import end_all
 from tests.scenario.faults import Settings
 from tests.scenario.store import SimStore

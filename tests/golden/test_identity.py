@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from snapshot_shared.identity import canonical_json, identity_hash
-from snapshot_shared.manifests import parse_identity
-from snapshot_shared.objects.snapback import IdentitySpec
+from snapshot_api.identity import canonical_json, identity_hash
+from snapshot_api.manifests import parse_identity
+from snapshot_api.v1alpha1.checkpoint import IdentitySpec
 from tests.support.objects import checkpoint_document
 from tests.unit.tables import each
 

@@ -18,7 +18,9 @@ from snapback_client import codec as client_codec
 from snapback_client import control as client_control
 from snapback_client import frames as client_frames
 from snapshot_agent.domain import control
-from snapshot_shared import artifact, codec, frames, identity, ledger, manifests, orders, validation
+from snapshot_api import identity, manifests
+from snapshot_api import validate as validation
+from snapshot_shared import artifact, codec, frames, ledger, orders
 
 FILE = Path(__file__).parent / "data" / "numbers.json"
 MODULES = (

@@ -33,9 +33,13 @@ LIMIT_OF_ONE_S = 180.0
 
 _SCENARIOS = ["tests/scenario/test_scenarios.py", "-k", "calm or test_no_rule_is_broken"]
 _NUMBERS = "tests/golden/test_numbers.py"
-_SHARED = """
-    ledger orders ids identity manifests transitions subjects artifact frames codec
-"""
+_PURE = {
+    "snapshot_api": ("identity", "manifests"),
+    "snapshot_shared": (
+        *("ledger", "orders", "ids", "transitions"),
+        *("subjects", "artifact", "frames", "codec"),
+    ),
+}
 SOURCES: dict[str, list[list[str]]] = {
     "services/operator/src/snapshot_operator/core/*.py": [["tests/unit/operator"], _SCENARIOS],
     "services/gms/src/gms/domain/*.py": [
@@ -49,12 +53,13 @@ SOURCES: dict[str, list[list[str]]] = {
         ["tests/contract/test_process_drivers.py"],
     ],
     **{
-        f"shared/src/snapshot_shared/{name}.py": [
-            ["tests/unit/shared", "tests/golden"],
+        f"shared/src/{package}/{name}.py": [
+            ["tests/unit/api", "tests/unit/shared", "tests/golden"],
             ["tests/unit/gms", "tests/unit/agent", "tests/unit/operator"],
             _SCENARIOS,
         ]
-        for name in _SHARED.split()
+        for package, names in _PURE.items()
+        for name in names
     },
 }
 """The pure modules, and what is run on a mutation of each until something fails."""

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_operator.core.conditions import timestamp
-from snapshot_operator.core.plan import FINALIZER
-from snapshot_shared.errors import Conflict, NotFound
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import Condition, OrderStatus, time_of
-from snapshot_shared.objects.snapback import (
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import Condition, OrderStatus, time_of
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import orders_of, part_of
+from snapshot_api.well_known import (
     RESTORE_CONTENT,
     RESTORE_DIGEST,
     RESTORE_FROM,
     RESTORE_UID,
     SNAPSHOT_UID,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
 )
+from snapshot_operator.core.conditions import timestamp
+from snapshot_operator.core.plan import FINALIZER
+from snapshot_shared.errors import Conflict, NotFound
 from snapshot_shared.orders import TERMINAL, AnyOrder, Report, order_in
-from snapshot_shared.views import orders_of, part_of
 from tests.scenario.store import at_once
 from tests.support.objects import (
     checkpoint_document,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from snapshot_api.views import orders_of
 from snapshot_shared import files, subjects
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.errors import ArtifactExists
 from snapshot_shared.orders import CLEANING
-from snapshot_shared.views import orders_of
 from tests.scenario.adversary import forge, thieves
 from tests.scenario.builds import BUILDS
 from tests.scenario.gpu import begin_crowd, begin_flood

@@ -14,6 +14,14 @@ from snapshot_agent.adapters.guard import RETURN_S
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.handlers.captures import SLACK_S
 from snapshot_agent.ports import Worker
+from snapshot_api.facts import Node, Pod
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import OrderStatus, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent, SnapshotContentStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import is_answered, orders_of
 from snapshot_operator.core import fold
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.quarantine import damage_in
@@ -24,20 +32,9 @@ from snapshot_shared.errors import InvalidMessage
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.journal import Journal
 from snapshot_shared.ledger import Ledger
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Node, Pod
-from snapshot_shared.objects.meta import OrderStatus, is_true
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotContentStatus,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import CLEANING, AnyOrder, Order, Report, StopOrder
 from snapshot_shared.subjects import parse_order
 from snapshot_shared.transitions import CAPTURE, RESTORE, Capture, Restore
-from snapshot_shared.views import is_answered, orders_of
 from tests.scenario.adversary import TENANT, is_tenants, namespaces_in
 from tests.scenario.loop import CURRENT, Process, current
 from tests.scenario.node import SHARED

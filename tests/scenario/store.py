@@ -17,11 +17,11 @@ import contextvars
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject, kind_of
 from snapshot_operator.local.pods import holds_devices
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import Conflict, StoreBusy
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Pod
 from tests.scenario.loop import CURRENT
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ import pytest
 
 from snapshot_agent.adapters.guards import MARGIN_S
 from snapshot_agent.handlers.holds import SILENCE_S
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_operator.core.ordering import HOLD_S
 from snapshot_operator.ports import Event
 from snapshot_operator.runtime.reports import MAX_COPY_BYTES
@@ -21,7 +23,6 @@ from snapshot_shared import subjects
 from snapshot_shared.artifact import FileEntry
 from snapshot_shared.codec import decode_json
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter
 from snapshot_shared.transitions import Capture, Restore
 from tests.scenario.faults import Fault, Settings, faults_of, settings_of, together

@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 
 from snapshot_agent.domain.spec import ProcessSpec
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.local import garbage
@@ -33,8 +35,6 @@ from snapshot_shared.bus import REQUEST_S, Handler
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.telemetry import Telemetry
 from tests.scenario.adversary import is_tenants
 from tests.scenario.builds import BUILDS, CURRENT_BUILD, Build, BuildBus

@@ -26,6 +26,7 @@ import msgspec
 from snapshot_agent.adapters import procfs
 from snapshot_agent.domain import control
 from snapshot_agent.main import serve
+from snapshot_api.facts import PodSpec
 from snapshot_shared import subjects
 from snapshot_shared.api import (
     FactsReply,
@@ -45,7 +46,6 @@ from snapshot_shared.frames import GRPC_SOCKET
 from snapshot_shared.ids import NodeName, OrderId
 from snapshot_shared.journal import read_records
 from snapshot_shared.ledger import Noted
-from snapshot_shared.objects.kubernetes import PodSpec
 from snapshot_shared.orders import (
     AbortOrder,
     ArtifactRef,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from snapshot_api.kinds import AnyObject, kind_of
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
-from snapshot_shared.objects.kinds import AnyObject, kind_of
 
 
 class BlindStore:

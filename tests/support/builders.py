@@ -10,13 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gms.domain.tasks import SaveTask
-from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest, RootPart
-from snapshot_shared.codec import encode_json
-from snapshot_shared.errors import Failure
-from snapshot_shared.ids import derived_uid
-from snapshot_shared.ledger import Accepted
-from snapshot_shared.objects import snapback
-from snapshot_shared.objects.kubernetes import (
+from snapshot_api.facts import (
     Container,
     Job,
     JobSpec,
@@ -28,7 +22,35 @@ from snapshot_shared.objects.kubernetes import (
     PodStatus,
     PodTemplateSpec,
 )
-from snapshot_shared.objects.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
+from snapshot_api.meta import Condition, ObjectMeta, OrderStatus, OwnerReference, time_of
+from snapshot_api.v1alpha1.content import (
+    Committed,
+    ContentSource,
+    SnapshotContent,
+    SnapshotContentSpec,
+    SnapshotContentStatus,
+    SnapshotRef,
+)
+from snapshot_api.v1alpha1.restore import (
+    RestoreTarget,
+    SnapshotRestore,
+    SnapshotRestoreSpec,
+    SnapshotRestoreStatus,
+    restore_name,
+)
+from snapshot_api.v1alpha1.snapshot import (
+    PodSource,
+    Snapshot,
+    SnapshotSource,
+    SnapshotSpec,
+    SnapshotStatus,
+)
+from snapshot_api.well_known import RESTORE_FROM
+from snapshot_shared.artifact import FileEntry, PartManifest, RootManifest, RootPart
+from snapshot_shared.codec import encode_json
+from snapshot_shared.errors import Failure
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.ledger import Accepted
 from snapshot_shared.orders import (
     DumpOrder,
     LayoutRef,
@@ -132,7 +154,7 @@ def ended(item: OrderStatus, kind: str, failure: Failure | None = None, **more: 
 
 
 def pod(name: str = "worker", source: str = "", **status: Any) -> Pod:
-    annotations = {snapback.RESTORE_FROM: source} if source else {}
+    annotations = {RESTORE_FROM: source} if source else {}
     return Pod(
         metadata=meta("pod", name, annotations=annotations),
         spec=PodSpec(containers=[Container(name="main", command=["x"])]),
@@ -149,52 +171,50 @@ def job(name: str = "llm", **status: Any) -> Job:
     return Job(metadata=meta("job", name), spec=spec, status=JobStatus(**status))
 
 
-def restore(source: str = "snap", *, of: str = "worker", **status: Any) -> snapback.SnapshotRestore:
+def restore(source: str = "snap", *, of: str = "worker", **status: Any) -> SnapshotRestore:
     uid = derived_uid("pod", of)
     owner = OwnerReference(api_version="v1", kind="Pod", name=of, uid=uid)
-    return snapback.SnapshotRestore(
-        metadata=meta("restore", snapback.restore_name(uid), owner_references=[owner]),
-        spec=snapback.SnapshotRestoreSpec(
-            pod_ref=snapback.RestoreTarget(name=of, uid=uid), source=source
-        ),
-        status=snapback.SnapshotRestoreStatus(**status),
+    return SnapshotRestore(
+        metadata=meta("restore", restore_name(uid), owner_references=[owner]),
+        spec=SnapshotRestoreSpec(pod_ref=RestoreTarget(name=of, uid=uid), source=source),
+        status=SnapshotRestoreStatus(**status),
     )
 
 
-def snapshot(name: str = "snap", **status: Any) -> snapback.Snapshot:
-    return snapback.Snapshot(
+def snapshot(name: str = "snap", **status: Any) -> Snapshot:
+    return Snapshot(
         metadata=meta("snapshot", name),
-        spec=snapback.SnapshotSpec(
-            source=snapback.SnapshotSource(
-                pod_ref=snapback.PodSource(name="worker", uid=derived_uid("pod", "worker"))
+        spec=SnapshotSpec(
+            source=SnapshotSource(
+                pod_ref=PodSource(name="worker", uid=derived_uid("pod", "worker"))
             )
         ),
-        status=snapback.SnapshotStatus(**status),
+        status=SnapshotStatus(**status),
     )
 
 
 def content(
     name: str = "snap", *, namespace: str = "default", of: str = "worker", **status: Any
-) -> snapback.SnapshotContent:
+) -> SnapshotContent:
     owner = derived_uid("snapshot", name)
-    return snapback.SnapshotContent(
+    return SnapshotContent(
         metadata=meta("content", name, namespace=None),
-        spec=snapback.SnapshotContentSpec(
-            snapshot_ref=snapback.SnapshotRef(namespace=namespace, name=name, uid=owner),
-            source=snapback.ContentSource(
-                pod_ref=snapback.PodSource(name=of, uid=derived_uid("pod", of)),
+        spec=SnapshotContentSpec(
+            snapshot_ref=SnapshotRef(namespace=namespace, name=name, uid=owner),
+            source=ContentSource(
+                pod_ref=PodSource(name=of, uid=derived_uid("pod", of)),
                 namespace=namespace,
                 node_name="node-1",
             ),
         ),
-        status=snapback.SnapshotContentStatus(**status),
+        status=SnapshotContentStatus(**status),
     )
 
 
-def committed(**more: Any) -> snapback.Committed:
+def committed(**more: Any) -> Committed:
     parts = [PartResult(part="process", bytes=10, digest=DIGEST)]
     fields: dict[str, Any] = {"generation": 1, "root_digest": DIGEST, "bytes": 10, "parts": parts}
-    return snapback.Committed(**{**fields, "vector": [], **more})
+    return Committed(**{**fields, "vector": [], **more})
 
 
 def layout(**more: Any) -> LayoutRef:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from snapshot_operator.kube.crds import definitions
-from snapshot_operator.kube.openapi import PRESERVE, VALIDATIONS, re2
+from snapshot_api.kinds import KINDS
+from snapshot_api.meta import Argument
+from snapshot_api.schema.definitions import definitions
+from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS, re2
 from snapshot_shared import ids
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.meta import Argument
 
 UIDS = tuple(f"{digit * 8}-0000-4000-8000-000000000000" for digit in "01")
 _PATTERNS = {

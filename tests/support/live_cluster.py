@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
+from snapshot_api.facts import HOSTNAME_LABEL, Node, Pod
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.meta import is_true
 from snapshot_shared import subjects
 from snapshot_shared.api import Fault, FaultAction
 from snapshot_shared.bus import Delivery
 from snapshot_shared.codec import decode_json
 from snapshot_shared.errors import BusUnavailable, RemoteFailure
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node, Pod
-from snapshot_shared.objects.meta import is_true
 from snapshot_shared.orders import Report
 from snapshot_shared.steps import Place
 from snapshotctl.adapters import processes, worker_socket

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from snapshot_api.manifests import parse
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
 from snapshot_shared.errors import Failure
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.snapback import DynamoCheckpoint
 from snapshot_shared.orders import Presence, PresenceDevice, UnreadyDriver
 
 GIB = 1024**3

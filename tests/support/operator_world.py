@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import Condition, OrderStatus, condition
 from snapshot_operator.api.nodes import NodeApi
 from snapshot_operator.api.objects import Api
 from snapshot_operator.api.operations import Operations, Sweeping
@@ -35,8 +37,6 @@ from snapshot_shared.api import ApplyRequest
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable, Failure, StoreBusy
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import Condition, OrderStatus, condition
 from snapshot_shared.orders import TERMINAL, PartResult, Presence, Report
 from snapshot_shared.telemetry import Telemetry
 from tests.support import builders

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from snapshot_api.facts import Node
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.presence import node_absent, node_from
 from snapshot_operator.local.store import SqliteStore
@@ -27,7 +28,6 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import decode_json, encode_json
 from snapshot_shared.errors import Failure, NotFound
 from snapshot_shared.ids import NodeName, OrderId, token
-from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import (
     TERMINAL,
     DeadLetter,

@@ -14,21 +14,19 @@ from snapshot_agent.adapters.artifacts import ArtifactRoot
 from snapshot_agent.domain.control import CONTROL_DIR, QUIESCE
 from snapshot_agent.domain.sealing import check_proven
 from snapshot_agent.ports import GenerationRef
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import condition, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import with_columns
 from snapshot_shared.artifact import ROOT_MANIFEST
 from snapshot_shared.codec import digest
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import condition, is_true
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import ArtifactRef, Report
 from snapshot_shared.transitions import Capture, Restore
-from snapshot_shared.views import with_columns
 from snapshotctl.adapters import processes
 from tests.support.agent_rig import state_of
 

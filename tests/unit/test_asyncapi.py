@@ -14,10 +14,10 @@ import jsonschema
 import pytest
 import yaml
 
+from snapshot_api.kinds import KINDS
+from snapshot_api.manifests import message_schemas
 from snapshot_shared.bus import STREAMS
 from snapshot_shared.codec import encode_json
-from snapshot_shared.manifests import message_schemas
-from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.orders import Presence
 
 

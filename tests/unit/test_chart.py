@@ -17,9 +17,9 @@ from gms.main import GmsSettings
 from snapshot_agent.guard_starter import StarterSettings
 from snapshot_agent.helper.__main__ import HelperSettings
 from snapshot_agent.main import AgentSettings
+from snapshot_api.schema.definitions import definitions
 from snapshot_operator.keys import CLUSTERS_OWN, KeysSettings
 from snapshot_operator.kube import rbac
-from snapshot_operator.kube.crds import definitions
 from snapshot_operator.kube.webhooks import Endpoint, configurations
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared.reasons import REASONS

@@ -8,7 +8,7 @@ from pathlib import Path
 from snapshotctl.domain import demo_story
 from snapshotctl.domain.demo_engines import ENGINES
 from tests.docs import demo_picture
-from tests.unit.shared.test_figures import captured
+from tests.unit.api.test_figures import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 SENTENCES = (ROOT / "deploy/examples/text/sentences.txt").read_text().splitlines()

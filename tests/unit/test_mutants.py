@@ -199,7 +199,7 @@ def tested(pure: Path) -> Path:
     sources = "from pathlib import Path\n"
     reads = "Path('shared/src/snapshot_shared/ledger.py').read_text()"
     seen = f"{sources}\n\ndef test_it():\n    assert 'value < LIMIT and' in {reads}\n"
-    for name in ("unit/gms", "unit/agent", "unit/operator", "scenario"):
+    for name in ("unit/api", "unit/gms", "unit/agent", "unit/operator", "scenario"):
         (pure / "tests" / name).mkdir(parents=True)
     for path, text in (
         ("unit/shared/test_ledger.py", seen),

@@ -217,6 +217,7 @@ def test_the_sources_of_all_packages_are_looked_at() -> None:
         "gms",
         "snapback_client",
         "snapshot_agent",
+        "snapshot_api",
         "snapshot_operator",
         "snapshot_page",
         "snapshot_shared",

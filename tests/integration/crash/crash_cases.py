@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from snapshot_agent.domain.control import QUIESCE
 from snapshot_agent.domain.spec import CONTROL_DIR
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.local.pods import holds_devices
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.steps import STEPS, VERBS_OF, Place
 from snapshotctl.adapters import processes
 from snapshotctl.domain.targets import Target

@@ -11,10 +11,10 @@ import contextlib
 
 import pytest
 
+from snapshot_api.facts import Pod
+from snapshot_api.meta import condition
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared.errors import BusUnavailable
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.steps import STEPS, Place
 from tests.integration.crash.crash_cases import (
     CAPTURE,

@@ -14,10 +14,11 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from snapshot_api.facts import Pod
+from snapshot_api.meta import is_true
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_shared.instruments import TABLE, Shape
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import Place, all_names
 from snapshotctl.views.related import trace_of

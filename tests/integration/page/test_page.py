@@ -15,6 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from snapshot_api.facts import Node, Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.manifests import parse
+from snapshot_api.meta import ObjectMeta
 from snapshot_operator.api.objects import Api
 from snapshot_operator.core.restore import restore_for
 from snapshot_operator.core.retention import Limits
@@ -29,10 +33,6 @@ from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import Failure
 from snapshot_shared.http import http_port
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Node, Pod
-from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.service import system_clocks
 from snapshot_shared.transitions import Restore
 from tests.support import builders

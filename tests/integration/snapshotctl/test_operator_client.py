@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_shared import subjects
 from snapshot_shared.bus import Bus
 from snapshot_shared.errors import BusUnavailable, InvalidMessage, RemoteFailure
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshotctl import objects
 from snapshotctl.adapters.operator_client import SAFETY_S, OperatorClient, connected
 from snapshotctl.adapters.terminal import Terminal

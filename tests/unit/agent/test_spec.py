@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from snapshot_agent.domain import spec
 from snapshot_agent.domain.control import ContainerPaths, container_paths
 from snapshot_agent.domain.mounts import mounts_in
+from snapshot_api.facts import Container
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.objects.kubernetes import Container
 from snapshot_shared.orders import DeviceRef, Driver, PodRef, RunOrder
 from tests.support import builders
 from tests.unit.tables import each

@@ -22,6 +22,8 @@ from aiohttp.test_utils import RawTestServer, TestServer
 from cryptography import x509
 from kubernetes_asyncio.client import Configuration
 
+from snapshot_api.validate import Problem
+from snapshot_api.well_known import STANDBY_VARIABLES
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.admission import (
     JUDGED,
@@ -39,8 +41,6 @@ from snapshot_operator.kube.webhooks import Endpoint, configurations, introduced
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.http import HEAD_S, Guests, serving
 from snapshot_shared.kube_client import KubeClient
-from snapshot_shared.objects.snapback import STANDBY_VARIABLES
-from snapshot_shared.validation import Problem
 from tests.support.objects import checkpoint_document
 from tests.unit.tables import each
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.views import orders_of
 from snapshot_operator.core import ordering
 from snapshot_operator.core.authority import VERBS, foreign
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.content import gather as read_by
 from snapshot_operator.core.restore import gather
 from snapshot_operator.runtime.cluster import Tracker
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import AbortOrder, DeleteOrder, LoadOrder, Order, astray, order_in
-from snapshot_shared.views import orders_of
 from tests.support.builders import payload, with_meta, with_status
 from tests.support.objects import checkpoint, checkpoint_document, restore_document
 from tests.support.operator_world import World, world_of

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.meta import condition, is_true
 from snapshot_operator.core.capture import ContentView, _vector_failure
 from snapshot_operator.core.checkpoint import SLOW_S
 from snapshot_operator.core.content import gather, reconcile
 from snapshot_operator.runtime.cluster import Tracker
 from snapshot_shared.errors import AgentSilent, HoldDeadline, Superseded
 from snapshot_shared.metrics import Metrics
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.orders import PartResult, VectorEntry
 from snapshot_shared.transitions import Capture
 from tests.support import builders

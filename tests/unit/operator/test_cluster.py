@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.kinds import AnyObject
 from snapshot_operator.core.controllers import Index
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.ports import Event
 from snapshot_operator.runtime.cluster import MAX_REMEMBERED, Cluster, Interest, Key, key_of
-from snapshot_shared.objects.kinds import AnyObject
 from tests.support.blind_store import BlindStore
 from tests.support.builders import with_status
 from tests.support.objects import checkpoint

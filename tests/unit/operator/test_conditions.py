@@ -12,6 +12,8 @@ from aiohttp.test_utils import RawTestServer
 from kubernetes_asyncio.client import Configuration
 from msgspec.structs import replace
 
+from snapshot_api.meta import Condition, OwnerReference
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
 from snapshot_operator.core import conditions
 from snapshot_operator.core.checkpoint import CheckpointView
 from snapshot_operator.core.plan import FINALIZER, NOTHING, Adopt, SetStatus
@@ -20,8 +22,6 @@ from snapshot_operator.kube.controllers import DEPRECATED, deprecated, reconcile
 from snapshot_operator.kube.events import MAX_WAITING, EventRecorder, happenings
 from snapshot_shared.errors import Failure
 from snapshot_shared.kube_client import KubeClient
-from snapshot_shared.objects.meta import Condition, OwnerReference
-from snapshot_shared.objects.snapback import DynamoCheckpoint
 from snapshot_shared.tasks import end_all
 from tests.support import builders
 from tests.support.builders import with_meta, with_spec, with_status

@@ -7,6 +7,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import ContainerStatus, Job, JobSpec, Node, NodeSpec, Pod
+from snapshot_api.meta import ObjectMeta, OrderStatus, is_true
+from snapshot_api.v1alpha1.content import ContentSource, SnapshotContent
+from snapshot_api.v1alpha1.snapshot import ArtifactSource, SnapshotSource
+from snapshot_api.well_known import CHECKPOINT_ID
 from snapshot_operator.core import capture, checkpoint, content, ordering, restore, snapshot
 from snapshot_operator.core.capture import ContentView
 from snapshot_operator.core.checkpoint import CheckpointView
@@ -14,15 +19,6 @@ from snapshot_operator.core.owning import child_meta
 from snapshot_operator.core.plan import FINALIZER, Plan, SetStatus
 from snapshot_operator.core.restore import RestoreView, restore_for
 from snapshot_operator.core.snapshot import SnapshotView
-from snapshot_shared.objects.kubernetes import ContainerStatus, Job, JobSpec, Node, NodeSpec, Pod
-from snapshot_shared.objects.meta import ObjectMeta, OrderStatus, is_true
-from snapshot_shared.objects.snapback import (
-    CHECKPOINT_ID,
-    ArtifactSource,
-    ContentSource,
-    SnapshotContent,
-    SnapshotSource,
-)
 from snapshot_shared.orders import SCHEMA_VERSION, AbortOrder, PartResult, order_in
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders, objects

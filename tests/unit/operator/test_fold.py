@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.meta import OrderStatus, time_of
+from snapshot_api.views import is_answered
 from snapshot_operator.core import fold
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import PartResult, Report
-from snapshot_shared.views import is_answered
 from tests.support import builders
 from tests.support.builders import DIGEST, UID
 from tests.unit.tables import each

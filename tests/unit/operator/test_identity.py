@@ -8,19 +8,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import condition, is_true
+from snapshot_api.v1alpha1.checkpoint import (
+    DynamoCheckpoint,
+    DynamoCheckpointStatus,
+    GpuMemoryServiceSpec,
+)
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.core.checkpoint import CheckpointView, reconcile
 from snapshot_operator.core.owning import child_meta
 from snapshot_operator.core.plan import Delete, SetStatus
 from snapshot_operator.core.sharing import conflict
 from snapshot_shared.api import RetentionRequest
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import condition, is_true
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    DynamoCheckpointStatus,
-    GpuMemoryServiceSpec,
-    SnapshotContent,
-)
 from tests.support.builders import with_meta, with_spec
 from tests.support.objects import (
     checkpoint_document,

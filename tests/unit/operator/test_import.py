@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import OrderStatus, is_true
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import ArtifactSource, SnapshotSource
 from snapshot_operator.core.content import content_name, import_name
 from snapshot_operator.core.retention import Holdings, Limits, judged
 from snapshot_operator.local.store import SqliteStore
 from snapshot_shared.api import FoundGeneration, InventoryRequest
 from snapshot_shared.errors import NotEligible
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import OrderStatus, is_true
-from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent, SnapshotSource
 from snapshot_shared.orders import Proven
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_api.facts import Pod
+from snapshot_api.meta import is_true
+from snapshot_api.well_known import ABORT, CAPTURE_ON_DRAIN, VERIFY
 from snapshot_operator.core.interventions import MAX_REQUESTED
 from snapshot_operator.core.quarantine import asked
 from snapshot_operator.local.scheduler import Waiting, place
 from snapshot_shared.api import AbortRequest, CordonRequest, HealthRequest, RequeueRequest
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import ABORT, CAPTURE_ON_DRAIN, VERIFY
 from snapshot_shared.transitions import Capture
 from tests.support.builders import content, with_meta
 from tests.support.objects import checkpoint_document, pod_document, presence

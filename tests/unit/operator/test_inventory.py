@@ -7,6 +7,9 @@ from typing import Any, Literal
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import UNKNOWN_ARTIFACTS
+from snapshot_api.meta import condition
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.core import inventory
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.presence import node_from
@@ -16,9 +19,6 @@ from snapshot_shared.api import FoundGeneration, InventoryRequest, Verdict
 from snapshot_shared.bus import ASKED
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS
-from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture
 from tests.support import builders

@@ -14,14 +14,14 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 from kubernetes_asyncio.client import Configuration
 
+from snapshot_api.facts import JobSpec
+from snapshot_api.identity import identity_hash
+from snapshot_api.kinds import KINDS
 from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.kube.wire import MAX_CONTAINERS
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import StoreBusy
-from snapshot_shared.identity import identity_hash
 from snapshot_shared.kube_client import KubeClient, path_kind
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import JobSpec
 from snapshot_shared.tasks import end_all
 from tests.support.objects import checkpoint_document
 from tests.support.waiting import until

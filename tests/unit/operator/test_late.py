@@ -9,17 +9,18 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import OrderStatus, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.views import orders_of
 from snapshot_operator.core import fold
 from snapshot_operator.core.restore import restore_for
 from snapshot_operator.local import garbage
 from snapshot_operator.runtime.cluster import key_of
 from snapshot_operator.runtime.manager import Input
 from snapshot_shared.api import PodsRequest, TemplateRequest
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OrderStatus, is_true
-from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
-from snapshot_shared.views import orders_of
 from tests.support import builders
 from tests.support.objects import (
     checkpoint_document,

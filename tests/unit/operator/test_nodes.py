@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import AGENT_LABEL, SECCOMP_LABEL, Node
+from snapshot_api.meta import ObjectMeta, is_true
 from snapshot_operator.core.nodes import agents
 from snapshot_operator.core.plan import NOTHING, Label
 from snapshot_operator.core.presence import LOST_AFTER_S, node_absent, node_from
@@ -20,8 +22,6 @@ from snapshot_shared.bus import Delivery
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable, Failure
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, SECCOMP_LABEL, Node
-from snapshot_shared.objects.meta import ObjectMeta, is_true
 from snapshot_shared.orders import Presence
 from tests.support.objects import checkpoint_document, presence, restore_document, unready
 from tests.support.operator_world import World, row_of, world_of

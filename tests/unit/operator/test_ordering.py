@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import ContainerStatus
+from snapshot_api.meta import time_of
 from snapshot_operator.core import ordering
 from snapshot_operator.core.checkpoint import CheckpointView, job_name, reconcile
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.plan import FINALIZER, Create
 from snapshot_operator.core.restore import restore_for
 from snapshot_shared.ids import check_name
-from snapshot_shared.objects.kubernetes import ContainerStatus
-from snapshot_shared.objects.meta import time_of
 from snapshot_shared.orders import ArtifactRef, DeviceRef, Driver, PodRef, RunOrder, StopOrder
 from tests.support import builders
 from tests.support.builders import UID, with_meta, with_spec, with_status

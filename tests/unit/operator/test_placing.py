@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Node, NodeStatus, Pod
+from snapshot_api.meta import Condition, ObjectMeta
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.local.scheduler import Placement, Waiting, place
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Node, NodeStatus, Pod
-from snapshot_shared.objects.meta import Condition, ObjectMeta
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import (
     SCHEMA_VERSION,
     DeviceRef,

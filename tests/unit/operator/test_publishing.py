@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_api.kinds import kind_of
+from snapshot_api.meta import OrderStatus
+from snapshot_api.views import mirrored
 from snapshot_operator.runtime.nats import COMPARE_EVERY_S, RETRY_S, ChangePublisher, NatsOrders
 from snapshot_shared import subjects
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.objects.kinds import kind_of
-from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.tasks import end_all
 from snapshot_shared.telemetry import Telemetry
-from snapshot_shared.views import mirrored
 from tests.scenario.bus import SimBus
 from tests.scenario.streams import Stream
 from tests.support import builders

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.meta import Condition, OrderStatus, condition, is_true
 from snapshot_shared.errors import Failure, NotEligible, NotFound
-from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
 from snapshot_shared.transitions import Restore
 from tests.support.objects import checkpoint_document, presence, restore_document
 from tests.support.operator_world import World, payload, row_of, world_of

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.meta import OrderStatus
 from snapshot_operator.runtime.cluster import key_of
 from snapshot_operator.runtime.manager import Input
 from snapshot_operator.runtime.reports import OPERATOR, Reports
 from snapshot_shared import subjects
 from snapshot_shared.errors import MAX_VALUES_BYTES, Failure
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import DeadLetter, Report
 from snapshot_shared.tasks import end_all
 from tests.scenario.bus import SimBus

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import ContainerStatus
+from snapshot_api.meta import Condition, is_true, time_of
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestoreStatus
+from snapshot_api.views import with_columns
 from snapshot_operator.core import conditions
 from snapshot_operator.core.fold import ANSWER_GRACE_S
 from snapshot_operator.core.ordering import BUDGET_S
 from snapshot_operator.core.plan import Finalize, Plan
 from snapshot_operator.core.restore import ABSENT_S, RestoreView, reconcile
-from snapshot_shared.objects.kubernetes import ContainerStatus
-from snapshot_shared.objects.meta import Condition, is_true, time_of
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
-from snapshot_shared.views import with_columns
 from tests.support import builders
 from tests.support.builders import with_meta, with_status
 from tests.support.objects import (

@@ -7,10 +7,11 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Container, Pod
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_operator.core.restore import RestoreView, reconcile, restore_for
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
-from snapshot_shared.objects.kubernetes import Container, Pod
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import Driver
 from snapshot_shared.transitions import Restore
 from tests.support import builders

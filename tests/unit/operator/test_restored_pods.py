@@ -6,15 +6,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import Container, ContainerStatus, Pod
+from snapshot_api.meta import Condition
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_operator.core import fold, ordering
 from snapshot_operator.core import restore as restores
 from snapshot_operator.core.plan import NOTHING, Create
 from snapshot_operator.core.restore import RESTORED, RestoreView, restore_for
 from snapshot_operator.kube.controllers import PodView, reconcile
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Container, ContainerStatus, Pod
-from snapshot_shared.objects.meta import Condition
-from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.orders import ArtifactRef
 from snapshot_shared.transitions import Restore
 from tests.support import builders

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.validate import restore_problems
+from snapshot_api.well_known import STANDBY_VARIABLES
 from snapshot_operator.core.checkpoint import _job
 from snapshot_operator.kube.restoring import (
     Images,
@@ -21,8 +23,6 @@ from snapshot_operator.kube.restoring import (
     startup_probe,
 )
 from snapshot_operator.kube.shaping import job_manifest, with_agent_affinity
-from snapshot_shared.objects.snapback import STANDBY_VARIABLES
-from snapshot_shared.validation import restore_problems
 from tests.support.json_patch import applied
 from tests.support.objects import checkpoint, checkpoint_document
 from tests.unit.tables import each

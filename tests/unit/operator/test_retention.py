@@ -8,20 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_api.facts import Pod
+from snapshot_api.meta import OwnerReference
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot, SnapshotSource
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.restore import restore_for
 from snapshot_operator.core.retention import DAY_S, Decision, Holdings, Limits, judged
 from snapshot_operator.main import OperatorSettings
 from snapshot_shared.api import RetentionRequest
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OwnerReference
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotSource,
-)
 from snapshot_shared.settings import load
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_api.facts import SECCOMP_LABEL, Node, Pod
+from snapshot_api.meta import ObjectMeta
 from snapshot_operator.core.checkpoint import _job
 from snapshot_operator.kube.restoring import standby_patch
 from snapshot_operator.kube.seccomp import offered
 from snapshot_operator.kube.shaping import job_manifest
 from snapshot_operator.kube.store import RESOURCES
-from snapshot_shared.objects.kubernetes import SECCOMP_LABEL, Node, Pod
-from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.orders import ProfileName
 from tests.support.json_patch import applied
 from tests.support.objects import checkpoint, checkpoint_document

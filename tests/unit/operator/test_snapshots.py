@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import ContainerStatus, Pod
+from snapshot_api.meta import condition, is_true
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import ArtifactSource, Snapshot, SnapshotSource, SnapshotStatus
+from snapshot_api.well_known import POD_SPEC
 from snapshot_operator.core import checkpoint
 from snapshot_operator.core.checkpoint import CheckpointView
 from snapshot_operator.core.kept_spec import MAX_BYTES, kept
@@ -15,16 +20,6 @@ from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.plan import Create, KeepSpec, Plan
 from snapshot_operator.core.snapshot import SnapshotView, reconcile
 from snapshot_operator.runtime.interpreter import Stale
-from snapshot_shared.objects.kubernetes import ContainerStatus, Pod
-from snapshot_shared.objects.meta import condition, is_true
-from snapshot_shared.objects.snapback import (
-    POD_SPEC,
-    ArtifactSource,
-    Snapshot,
-    SnapshotContent,
-    SnapshotSource,
-    SnapshotStatus,
-)
 from tests.support.builders import with_meta, with_spec, with_status
 from tests.support.objects import pod_document, presence, snapshot_document
 from tests.support.operator_world import DIGEST, World, row_of, world_of, written

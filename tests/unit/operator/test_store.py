@@ -13,6 +13,12 @@ from typing import Any
 import pytest
 
 import snapshot_operator
+from snapshot_api.facts import Job
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import condition
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.local.store import SqliteStore
 from snapshot_operator.runtime.presence import fold_one_presence
@@ -25,10 +31,6 @@ from snapshot_shared.errors import (
     StorageFailed,
     StoreBusy,
 )
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Job
-from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshot_shared.tasks import end_all
 from tests.support.builders import with_status
 from tests.support.objects import checkpoint, checkpoint_document, presence

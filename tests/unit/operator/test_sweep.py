@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.core.backpressure import is_full
 from snapshot_operator.runtime.sweep import RETRY_S
 from snapshot_shared.errors import BusUnavailable, StoreBusy
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
 from tests.support.objects import checkpoint_document, restore_document
 from tests.support.operator_world import World, row_of, world_of

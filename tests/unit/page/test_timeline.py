@@ -10,12 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 import snapshot_page
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus, time_of
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import ArtifactSource
 from snapshot_page.domain.timeline import PHASES, run_of, started_at
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
 from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders
 from tests.support.builders import NOW

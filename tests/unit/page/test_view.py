@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Node, NodeSpec, Pod
+from snapshot_api.meta import OrderStatus, time_of
+from snapshot_api.v1alpha1.restore import restore_name
+from snapshot_api.well_known import ABORT
 from snapshot_operator.core.presence import node_absent
 from snapshot_page.domain import view
 from snapshot_page.domain.details import details, flow, waterfall
 from snapshot_page.domain.view import MAX_RUNS, Entry, Facts, entry_of, problems, sections
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import Node, NodeSpec, Pod
-from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.objects.snapback import ABORT, restore_name
 from snapshot_shared.orders import DeadLetter, Progress, Report
 from snapshot_shared.spans import SpanRecord, message_attributes
 from tests.support import builders

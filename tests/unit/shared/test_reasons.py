@@ -16,8 +16,8 @@ import snapshot_agent
 import snapshot_operator
 import snapshot_shared
 import snapshotctl
+from snapshot_api.kinds import KINDS
 from snapshot_shared.errors import RemoteFailure, SnapbackError
-from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.reasons import REASONS, explained
 
 # What is collected once serves all of them.
@@ -34,7 +34,7 @@ SOURCES = sorted(
 CAMEL = re.compile(r"(?:[A-Z][a-z0-9]+){2,}")
 WORD = re.compile(r"[A-Z][A-Za-z0-9]+")
 
-DECIDING = ("services/operator/", "services/snapshot-agent/", "shared/src/snapshot_shared/views.py")
+DECIDING = ("services/operator/", "services/snapshot-agent/", "shared/src/snapshot_api/views.py")
 """Where every word of two humps is taken for a reason, wherever it stands."""
 
 NO_REASONS = frozenset(KINDS) | {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.kinds import KINDS
 from snapshot_shared import errors
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kinds import KINDS
 from snapshot_shared.steps import Place
 from snapshotctl.commands import sim
 from snapshotctl.domain import exits, formats, selectors, servers, sources, targets

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.redaction import redacted
+from snapshot_api.well_known import POD_SPEC
 from snapshot_shared.errors import BusUnavailable, NoSpace
-from snapshot_shared.objects.snapback import POD_SPEC
-from snapshot_shared.redaction import redacted
 from snapshotctl.adapters import archive
 from snapshotctl.commands.bundle import Collection
 from snapshotctl.domain import bundle_files

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.meta import OwnerReference
 from snapshot_shared.errors import InvalidInput
 from snapshot_shared.ids import NodeName
 from snapshot_shared.nkey import public_key
-from snapshot_shared.objects.meta import OwnerReference
 from snapshot_shared.permissions import User, users_of
 from snapshotctl.adapters.nkeys import admit
 from snapshotctl.domain import cluster as plans

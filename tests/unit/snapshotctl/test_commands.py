@@ -591,7 +591,7 @@ EXAMPLE = str(ROOT / "deploy" / "examples" / "checkpoint.yaml")
 
 SLOW = {"aiohttp", "nats", "opentelemetry"}
 """Modules that no command needs before it connects."""
-UNUSED = SLOW | {"asyncio", "jsonschema", "nacl", "rich", "snapshot_shared.objects", "yaml"}
+UNUSED = SLOW | {"asyncio", "jsonschema", "nacl", "rich", "snapshot_api", "yaml"}
 """Modules that are not needed to list the commands."""
 
 WITHOUT_A_SERVER = (("identity", "-f", EXAMPLE), ("explain", "DeviceTooSmall"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from snapshot_shared.manifests import parse
+from snapshot_api.manifests import parse
 from snapshotctl.domain import criu_host, demo_engines, demo_script, demo_story
 from snapshotctl.domain.cluster import ClusterAccess
 from snapshotctl.domain.criu_host import CriuHost

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from snapshot_api.facts import HOSTNAME_LABEL, Container, Pod
+from snapshot_api.manifests import parse
+from snapshot_api.meta import OwnerReference
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.well_known import CAPTURE_ON_DRAIN, RESTORE_DRIVER, RESTORE_FROM
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Container, Pod
-from snapshot_shared.objects.meta import OwnerReference
-from snapshot_shared.objects.snapback import (
-    CAPTURE_ON_DRAIN,
-    RESTORE_DRIVER,
-    RESTORE_FROM,
-    Snapshot,
-)
 from snapshotctl.domain import draining
 from tests.support import builders
 

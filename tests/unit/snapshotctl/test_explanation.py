@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from snapshot_api.kinds import AnyObject
+from snapshot_api.manifests import parse
+from snapshot_api.meta import time_of
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, derived_uid
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import time_of
 from snapshot_shared.orders import Presence, VectorEntry
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.commands import describe

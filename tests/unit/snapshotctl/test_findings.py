@@ -8,6 +8,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from snapback_client.frames import Access, MemoryDomain
+from snapshot_api.facts import Node
+from snapshot_api.meta import Condition
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import (
@@ -17,9 +20,6 @@ from snapshot_shared.frames import (
     SessionStatus,
     StatusReply,
 )
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import Condition
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import LayoutRef, Presence
 from snapshotctl.views import finding as views
 from snapshotctl.views.finding import Finding, line, summary

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from snapshot_api.kinds import KINDS
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kinds import KINDS
 from snapshotctl import cli
 from snapshotctl.adapters.kubectl import Kubernetes
 from snapshotctl.domain import kubernetes

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import HOSTNAME_LABEL
+from snapshot_api.identity import identity_hash
+from snapshot_api.manifests import parse
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.well_known import RESTORE_FROM
 from snapshot_shared.errors import InvalidManifest, NotEligible, SnapbackError
-from snapshot_shared.identity import identity_hash
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL
-from snapshot_shared.objects.snapback import RESTORE_FROM, DynamoCheckpoint
 from snapshot_shared.orders import Driver
 from snapshot_shared.volumes import SAVER
 from snapshotctl.domain import pod_manifests

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.meta import OrderStatus, time_of
 from snapshot_shared import subjects
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName, OrderId
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import DeadLetter, Progress, Report, StepTime
 from snapshot_shared.spans import SpanRecord, order_context
 from snapshot_shared.steps import STEPS

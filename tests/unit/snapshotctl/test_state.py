@@ -7,11 +7,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus, time_of
 from snapshot_operator.core import ordering
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import DeviceRef, PartResult, Progress, VectorEntry
 from snapshot_shared.transitions import Restore
 from snapshotctl.domain.formats import parse_size

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_operator.kube import crds
+from snapshot_api.facts import GPU_RESOURCE, Container, Job, ResourceRequirements
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.meta import Condition
+from snapshot_api.schema import definitions as crds
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import GPU_RESOURCE, Container, Job, ResourceRequirements
-from snapshot_shared.objects.meta import Condition
 from snapshot_shared.orders import DeviceRef
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.views import tables

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import OwnerReference, time_of
 from snapshot_operator.core.restore import restore_for
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OwnerReference, time_of
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.targets import Target
 from snapshotctl.views import related, timeline

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_api.facts import Node
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_shared.orders import SCHEMAS
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.views.upgrade import upgrade_findings

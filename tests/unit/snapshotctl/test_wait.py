@@ -2,8 +2,8 @@
 
 import pytest
 
+from snapshot_api.kinds import AnyObject
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.transitions import Capture, Restore
 from snapshotctl.commands.wait import ConditionIs, Gone, Met, Never, Open, judge, parse_goal
 from snapshotctl.domain.exits import WrongArguments

@@ -179,8 +179,8 @@ async def _in_turn(
     settings: OperatorSettings, environment: Environment, readiness: Readiness, client: KubeClient
 ) -> None:
     """Wait for the Lease, and serve."""
+    from snapshot_api.schema.definitions import definitions
     from snapshot_operator.kube import controllers
-    from snapshot_operator.kube.crds import definitions
     from snapshot_operator.kube.definitions import Definitions
     from snapshot_operator.kube.events import EventRecorder, warn_of
     from snapshot_operator.kube.lease import KubeLease

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OrderStatus
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from snapshot_api.validate import restore_problems
 from snapshot_operator.kube.restoring import Images, complete, placeholder_problems
 from snapshot_operator.kube.shaping import AGENT_IMAGE, GMS_IMAGE
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.validation import restore_problems
 
 Document = dict[str, Any]
 

@@ -19,13 +19,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from snapshot_api.facts import AGENT_LABEL, SECCOMP_LABEL
+from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.well_known import ABORT, GROUP
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME
 from snapshot_shared.errors import InvalidInput, NotFound
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, load_configuration
-from snapshot_shared.objects.kinds import KINDS, Kind
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, SECCOMP_LABEL
-from snapshot_shared.objects.snapback import ABORT, GROUP
 from snapshot_shared.orders import Label
 from snapshot_shared.service import run, until_stopped
 from snapshot_shared.settings import load

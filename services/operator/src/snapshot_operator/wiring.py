@@ -9,6 +9,7 @@ from functools import cache
 
 import msgspec
 
+from snapshot_api.manifests import message_schemas
 from snapshot_operator.api.nodes import NodeApi
 from snapshot_operator.api.objects import Api
 from snapshot_operator.api.operations import Operations, Sweeping
@@ -29,7 +30,6 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import BusUnavailable
-from snapshot_shared.manifests import message_schemas
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.service import VERSION, until_stopped
 from snapshot_shared.telemetry import Telemetry

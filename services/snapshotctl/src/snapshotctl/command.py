@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from snapshot_api.kinds import KINDS, Kind, find_kind
 from snapshot_shared.errors import Failure, SnapbackError, failure_of
-from snapshot_shared.objects.kinds import KINDS, Kind, find_kind
 from snapshotctl.domain import targets
 from snapshotctl.domain.exits import Exit, exit_of
 from snapshotctl.tools import DEFAULT_NAMESPACE, Tools

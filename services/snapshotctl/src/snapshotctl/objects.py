@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from snapshot_shared import revisions
+from snapshot_api import revisions
+from snapshot_api.facts import Node
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.api import Applied
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -18,8 +20,6 @@ from snapshot_shared.errors import (
     NotFound,
     RemoteFailure,
 )
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.units import counted
 from snapshotctl.domain.documents import Document

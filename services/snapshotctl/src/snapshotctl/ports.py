@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from snapshot_api.kinds import AnyObject, Kind
 from snapshot_shared.api import (
     AbortReply,
     Applied,
@@ -20,7 +21,6 @@ from snapshot_shared.api import (
 )
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import AnyObject, Kind
 from snapshot_shared.orders import ArtifactRef, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl.domain.cluster import ClusterAccess, NodeSpec

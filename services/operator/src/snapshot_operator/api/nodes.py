@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from snapshot_api.facts import Pod
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.core import fold, inventory
 from snapshot_operator.core.content import import_name
@@ -28,8 +30,6 @@ from snapshot_shared.api import (
 from snapshot_shared.bus import ASKED
 from snapshot_shared.errors import Forbidden, StalePodReference
 from snapshot_shared.ids import NodeName, check_node
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import SnapshotContent
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.facts import Node
+from snapshot_api.kinds import AnyObject, Kind, find_kind, kind_of
+from snapshot_api.manifests import parse
+from snapshot_api.meta import TRACEPARENT, is_true
+from snapshot_api.redaction import names_secret, redacted
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.validate import repetitions
+from snapshot_api.well_known import GROUP, POD_SPEC, VERIFY
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.retention import Decision
@@ -39,14 +47,7 @@ from snapshot_shared.errors import (
     NotEligible,
     NotFound,
 )
-from snapshot_shared.manifests import parse
-from snapshot_shared.objects.kinds import AnyObject, Kind, find_kind, kind_of
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import TRACEPARENT, is_true
-from snapshot_shared.objects.snapback import GROUP, POD_SPEC, VERIFY, SnapshotContent
-from snapshot_shared.redaction import names_secret, redacted
 from snapshot_shared.tasks import in_thread
-from snapshot_shared.validation import repetitions
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
+from snapshot_api.facts import Node
+from snapshot_api.kinds import KINDS, AnyObject, find_kind, kind_of
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import orders_of
+from snapshot_api.well_known import ABORT
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.api.objects import check_uid, named
 from snapshot_operator.core import interventions
@@ -24,11 +31,7 @@ from snapshot_shared.api import (
 )
 from snapshot_shared.errors import Conflict, NotEligible
 from snapshot_shared.ids import check_node, check_order_id, owner_of
-from snapshot_shared.objects.kinds import KINDS, AnyObject, find_kind, kind_of
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.snapback import ABORT, DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshot_shared.service import VERSION
-from snapshot_shared.views import orders_of
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import part_of
 from snapshot_operator.core import ordering
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import AbortOrder, AnyOrder, order_in
-from snapshot_shared.views import part_of
 
 Derive = Callable[[Any], Any]
 """Takes the value of a field, and returns the value that the owner allows there."""

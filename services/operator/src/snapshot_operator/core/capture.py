@@ -12,22 +12,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import FINISHED, Node, Pod
+from snapshot_api.meta import TRACEPARENT, OrderStatus, time_of
+from snapshot_api.v1alpha1.content import Committed, SnapshotContent, SnapshotContentStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import is_answered
+from snapshot_api.well_known import ABORT, CAPTURE_ON_DRAIN, CHECKPOINT_ID
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.interventions import requested
 from snapshot_operator.core.plan import Plan, owing_plan
 from snapshot_shared.errors import AgentSilent, Failure, HoldDeadline, Superseded
-from snapshot_shared.objects.kubernetes import FINISHED, Node, Pod
-from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus, time_of
-from snapshot_shared.objects.snapback import (
-    ABORT,
-    CAPTURE_ON_DRAIN,
-    CHECKPOINT_ID,
-    Committed,
-    SnapshotContent,
-    SnapshotContentStatus,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import (
     DEVICE_DRIVERS,
     ArtifactRef,
@@ -39,7 +34,6 @@ from snapshot_shared.orders import (
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import CAPTURE, Capture, CaptureEvent
 from snapshot_shared.units import sizes
-from snapshot_shared.views import is_answered
 
 MAX_RETRIES = 3
 MAX_BYTES = 2**50

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from snapshot_api.facts import Node
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import is_true
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.views import phase
 from snapshot_operator.core.quarantine import QUARANTINED
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import SnapshotContent
-from snapshot_shared.views import phase
 
 NODE_STATES = ("ready", "not-ready", "lost")
 

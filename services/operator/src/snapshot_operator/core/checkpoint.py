@@ -10,6 +10,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import Job, JobSpec, Pod
+from snapshot_api.meta import condition, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint, DynamoCheckpointStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import PodSource, Snapshot, SnapshotSource, SnapshotSpec
+from snapshot_api.well_known import CAPTURE_DRIVER, CHECKPOINT_ID
 from snapshot_operator.core import conditions, nodes
 from snapshot_operator.core.capture import CONTAINER_FAILED, container_failure
 from snapshot_operator.core.conditions import REFUSED
@@ -34,19 +40,6 @@ from snapshot_operator.core.sharing import (
 )
 from snapshot_shared.errors import Failure
 from snapshot_shared.ids import MAX_LABEL, short_hash
-from snapshot_shared.objects.kubernetes import Job, JobSpec, Pod
-from snapshot_shared.objects.meta import condition, is_true
-from snapshot_shared.objects.snapback import (
-    CAPTURE_DRIVER,
-    CHECKPOINT_ID,
-    DynamoCheckpoint,
-    DynamoCheckpointStatus,
-    PodSource,
-    Snapshot,
-    SnapshotContent,
-    SnapshotSource,
-    SnapshotSpec,
-)
 
 READY_FILE = "ready-for-snapshot"
 """The file by which a worker says that it may be captured, in its control directory."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import Condition, set_condition
+from snapshot_api.v1alpha1.content import Committed
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import Condition, set_condition
-from snapshot_shared.objects.snapback import Committed
 from snapshot_shared.units import size
 
 REFUSED = "Refused"

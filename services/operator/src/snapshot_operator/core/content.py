@@ -10,6 +10,15 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import Committed, SnapshotContent, SnapshotContentStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import is_answered
+from snapshot_api.well_known import VERIFY
 from snapshot_operator.core import (
     backpressure,
     capture,
@@ -34,20 +43,7 @@ from snapshot_operator.core.plan import (
     owing_plan,
 )
 from snapshot_shared.ids import Uid, derived_uid, order_id
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import (
-    VERIFY,
-    Committed,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotContentStatus,
-    SnapshotRestore,
-)
 from snapshot_shared.transitions import RESTORE, Capture, Restore
-from snapshot_shared.views import is_answered
 
 
 def gather(reader: Reader, content: SnapshotContent) -> ContentView:

@@ -1,6 +1,6 @@
 """The controllers of our own kinds, and the indexes through which they find what they read.
 
-A controller is a value: a new kind is one entry here, and one in `snapshot_shared.objects`.
+A controller is a value: a new kind is one entry here, and one in `snapshot_api`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from snapshot_api.facts import Pod
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_operator.core import capture, checkpoint, content, nodes, restore, sharing, snapshot
 from snapshot_operator.core.plan import Plan, Reader
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import Snapshot, SnapshotContent, SnapshotRestore
 from snapshot_shared.transitions import RESTORE
 
 

@@ -11,10 +11,10 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
+from snapshot_api.meta import OrderStatus, time_of
+from snapshot_api.views import is_answered
 from snapshot_shared.errors import Failure, NodeBusy, NoGuard, ServiceStopped, UnsupportedVersion
-from snapshot_shared.objects.meta import OrderStatus, time_of
 from snapshot_shared.orders import CLEANING, MAX_ATTEMPT, SCHEMAS, TERMINAL, Report
-from snapshot_shared.views import is_answered
 
 _END = "any terminal report"
 _AFTER = ("ready", "exited")

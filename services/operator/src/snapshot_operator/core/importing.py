@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from snapshot_api.meta import OrderStatus, time_of
+from snapshot_api.v1alpha1.content import Committed, SnapshotContent
+from snapshot_api.v1alpha1.snapshot import ArtifactSource
 from snapshot_operator.core import capture, conditions, fold, ordering, quarantine
 from snapshot_operator.core.capture import ContentView
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.plan import Plan, owing_plan
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.objects.snapback import ArtifactSource, Committed, SnapshotContent
 from snapshot_shared.transitions import CaptureEvent
 from snapshot_shared.units import size
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import Node
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.views import is_answered
 from snapshot_shared.errors import NotEligible
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import Capture
-from snapshot_shared.views import is_answered
 
 MAX_REQUESTED = 1024
 """How many characters of an annotation are kept; etcd takes 1.5 MiB of an object, and each copy

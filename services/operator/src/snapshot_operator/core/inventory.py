@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared.api import FoundGeneration, InventoryReply, Verdict
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.transitions import CAPTURE
 
 

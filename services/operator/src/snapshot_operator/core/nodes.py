@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from snapshot_api.facts import AGENT_LABEL, Node, Pod
+from snapshot_api.meta import condition, is_true
 from snapshot_operator.core.plan import Reader
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, Node, Pod
-from snapshot_shared.objects.meta import condition, is_true
 from snapshot_shared.orders import version_gap
 
 

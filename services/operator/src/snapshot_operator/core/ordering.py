@@ -9,18 +9,15 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.meta import OrderStatus, time_of
+from snapshot_api.v1alpha1.content import Committed, SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import ArtifactSource
 from snapshot_operator.core import fold
 from snapshot_shared.codec import digest, encode_json
 from snapshot_shared.errors import Internal
 from snapshot_shared.ids import Uid, order_id
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import OrderStatus, time_of
-from snapshot_shared.objects.snapback import (
-    ArtifactSource,
-    Committed,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import (
     CLEANING,
     DEVICE_DRIVERS,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import TRACEPARENT, ObjectMeta, OwnerReference
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_operator.core.plan import FINALIZER, Delete, Finalize, Plan, status_plan
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import TRACEPARENT, ObjectMeta, OwnerReference
-from snapshot_shared.objects.snapback import Snapshot, SnapshotContent
 
 
 def child_meta(

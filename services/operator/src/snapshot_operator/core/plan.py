@@ -13,19 +13,17 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.facts import Job, Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import Ordered, is_answered, orders_of, with_columns
 from snapshot_operator.core import fold
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Job, Pod
-from snapshot_shared.objects.meta import OrderStatus, is_true
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.transitions import Capture, Restore
-from snapshot_shared.views import Ordered, is_answered, orders_of, with_columns
 
 
 class Reader(Protocol):

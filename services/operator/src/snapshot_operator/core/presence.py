@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import UNKNOWN_ARTIFACTS, Node, NodeStatus
+from snapshot_api.meta import Condition, ObjectMeta, condition, is_true
 from snapshot_operator.core.conditions import timestamp, with_conditions
 from snapshot_shared.artifact import QUARANTINE
-from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS, Node, NodeStatus
-from snapshot_shared.objects.meta import Condition, ObjectMeta, condition, is_true
 from snapshot_shared.orders import Presence
 
 LOST_AFTER_S = 90.0

@@ -12,17 +12,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api.meta import Condition, OrderStatus, condition, is_true
+from snapshot_api.v1alpha1.content import Committed, SnapshotContent, SnapshotContentStatus
+from snapshot_api.well_known import VERIFY
 from snapshot_operator.core import conditions, fold, ordering
 from snapshot_operator.core.conditions import Wait
 from snapshot_operator.core.interventions import requested
 from snapshot_shared.errors import DAMAGE, Failure
-from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
-from snapshot_shared.objects.snapback import (
-    VERIFY,
-    Committed,
-    SnapshotContent,
-    SnapshotContentStatus,
-)
 from snapshot_shared.orders import order_in
 from snapshot_shared.units import size
 

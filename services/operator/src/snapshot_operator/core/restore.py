@@ -13,6 +13,29 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api import revisions
+from snapshot_api.facts import FINISHED, Pod
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import (
+    TRACEPARENT,
+    Condition,
+    ObjectMeta,
+    OrderStatus,
+    OwnerReference,
+    condition,
+    time_of,
+)
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import Committed, SnapshotContent
+from snapshot_api.v1alpha1.restore import (
+    RestoreTarget,
+    SnapshotRestore,
+    SnapshotRestoreSpec,
+    SnapshotRestoreStatus,
+)
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import is_answered
+from snapshot_api.well_known import RESTORE_DRIVER, STANDBY_VARIABLES
 from snapshot_operator.core import backpressure, conditions, fold, ordering, quarantine
 from snapshot_operator.core.capture import capture_span, container_failure
 from snapshot_operator.core.content import content_behind
@@ -29,35 +52,10 @@ from snapshot_operator.core.plan import (
     owing_plan,
 )
 from snapshot_operator.core.restore_request import mismatch, request_in
-from snapshot_shared import revisions
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import FINISHED, Pod
-from snapshot_shared.objects.meta import (
-    TRACEPARENT,
-    Condition,
-    ObjectMeta,
-    OrderStatus,
-    OwnerReference,
-    condition,
-    time_of,
-)
-from snapshot_shared.objects.snapback import (
-    RESTORE_DRIVER,
-    STANDBY_VARIABLES,
-    Committed,
-    DynamoCheckpoint,
-    RestoreTarget,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-    SnapshotRestoreSpec,
-    SnapshotRestoreStatus,
-)
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS, DeviceRef
 from snapshot_shared.spans import derived_context, derived_trace, parse_traceparent
 from snapshot_shared.transitions import RESTORE, Capture, Restore, RestoreEvent
-from snapshot_shared.views import is_answered
 
 MAX_RETRIES = 2
 LONGEST_S = sum(fold.RESTS_S[:MAX_RETRIES]) + (1 + MAX_RETRIES) * sum(

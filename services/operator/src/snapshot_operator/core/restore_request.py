@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from snapshot_shared.errors import Failure
-from snapshot_shared.objects.snapback import (
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.well_known import (
     CAPTURABLE,
     RESTORE_CONTAINER,
     RESTORE_CONTENT,
@@ -16,10 +18,8 @@ from snapshot_shared.objects.snapback import (
     RESTORE_POLICY,
     RESTORE_UID,
     WAIT,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
 )
+from snapshot_shared.errors import Failure
 from snapshot_shared.orders import Driver
 
 

@@ -7,20 +7,18 @@ from typing import NamedTuple
 
 import msgspec
 
+from snapshot_api.facts import FINISHED, Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_operator.core import capture, quarantine
 from snapshot_operator.core.conditions import seconds
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.owning import owned_by
 from snapshot_operator.core.restore import source_of
 from snapshot_operator.core.sharing import identity_hash
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import FINISHED, Pod
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.transitions import RESTORE
 from snapshot_shared.units import counted, sizes
 

@@ -12,17 +12,17 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from snapshot_operator.core.owning import serves
-from snapshot_operator.core.plan import Reader
-from snapshot_shared.errors import Failure
-from snapshot_shared.identity import identity_hash as hash_of
-from snapshot_shared.objects.snapback import (
+from snapshot_api.identity import identity_hash as hash_of
+from snapshot_api.v1alpha1.checkpoint import (
     DynamoCheckpoint,
     DynamoCheckpointSpec,
     GmsClientSpec,
     GpuMemoryServiceSpec,
-    SnapshotContent,
 )
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_operator.core.owning import serves
+from snapshot_operator.core.plan import Reader
+from snapshot_shared.errors import Failure
 
 
 def identity_hash(checkpoint: DynamoCheckpoint) -> str:

@@ -7,6 +7,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import FINISHED, Pod
+from snapshot_api.meta import ObjectMeta, condition, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import (
+    ContentSource,
+    SnapshotContent,
+    SnapshotContentSpec,
+    SnapshotRef,
+)
+from snapshot_api.v1alpha1.snapshot import PodSource, Snapshot
+from snapshot_api.well_known import POD_SPEC, SNAPSHOT_UID
 from snapshot_operator.core import conditions
 from snapshot_operator.core.capture import container_failure
 from snapshot_operator.core.conditions import REFUSED
@@ -24,19 +35,6 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_shared.errors import Failure, Internal
-from snapshot_shared.objects.kubernetes import FINISHED, Pod
-from snapshot_shared.objects.meta import ObjectMeta, condition, is_true
-from snapshot_shared.objects.snapback import (
-    POD_SPEC,
-    SNAPSHOT_UID,
-    ContentSource,
-    DynamoCheckpoint,
-    PodSource,
-    Snapshot,
-    SnapshotContent,
-    SnapshotContentSpec,
-    SnapshotRef,
-)
 
 
 class SnapshotView(NamedTuple):

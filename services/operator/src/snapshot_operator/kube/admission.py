@@ -24,6 +24,16 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from snapshot_api import revisions
+from snapshot_api.facts import SECCOMP_LABEL
+from snapshot_api.kinds import AnyObject
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint, SharedMemorySpec
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.validate import Problem, changes, problems, restore_problems, warnings
+from snapshot_api.views import warning_of_readers
+from snapshot_api.well_known import IMMEDIATE, RESTORE_FROM
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.restore_request import RestoreRequest, driver_of, mismatch
 from snapshot_operator.kube.namespaces import is_selected
@@ -39,26 +49,13 @@ from snapshot_operator.kube.seccomp import label_of
 from snapshot_operator.kube.shaping import GMS_DISABLED, GMS_DISABLED_FIX, has_memory_server
 from snapshot_operator.kube.store import RESOURCES
 from snapshot_operator.kube.webhooks import DELETIONS, OBJECTS, PATHS, PODS
-from snapshot_shared import http, instruments, revisions
+from snapshot_shared import http, instruments
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
 from snapshot_shared.http import Guests
 from snapshot_shared.kube_client import KubeClient
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import SECCOMP_LABEL
-from snapshot_shared.objects.snapback import (
-    IMMEDIATE,
-    RESTORE_FROM,
-    DynamoCheckpoint,
-    SharedMemorySpec,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.tasks import in_thread
-from snapshot_shared.validation import Problem, changes, problems, restore_problems, warnings
-from snapshot_shared.views import warning_of_readers
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import AGENT_LABEL, FINISHED, SECCOMP_LABEL, Node, Pod
+from snapshot_api.meta import condition, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_operator.core import checkpoint, conditions, controllers
 from snapshot_operator.core.checkpoint import CheckpointView
 from snapshot_operator.core.conditions import REFUSED, Truth
@@ -25,15 +29,6 @@ from snapshot_operator.core.plan import (
 from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
 from snapshot_operator.kube.seccomp import label_of
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import (
-    AGENT_LABEL,
-    FINISHED,
-    SECCOMP_LABEL,
-    Node,
-    Pod,
-)
-from snapshot_shared.objects.meta import condition, is_true
-from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotRestore
 from snapshot_shared.transitions import Restore
 
 DEPRECATED = "DeprecatedFieldSet"

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from snapshot_operator.kube.crds import PART_OF, VERSION_ANNOTATION
+from snapshot_api.schema.definitions import PART_OF, VERSION_ANNOTATION
 from snapshot_operator.kube.rbac import NAME
 from snapshot_operator.kube.store import watch_error
 from snapshot_shared.errors import Failure, InvalidManifest, SnapbackError

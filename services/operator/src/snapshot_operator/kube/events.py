@@ -11,15 +11,15 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import structs
 
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.meta import Condition
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.core.checkpoint import STUCK
 from snapshot_operator.core.conditions import REFUSED, text_of, timestamp
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube.rbac import NAME
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
 from snapshot_shared.kube_client import KubeClient
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.meta import Condition
-from snapshot_shared.objects.snapback import SnapshotContent
 
 log = logging.getLogger(__name__)
 

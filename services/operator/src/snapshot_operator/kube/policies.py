@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from snapshot_api.kinds import KINDS
+from snapshot_api.schema.definitions import PART_OF
+from snapshot_api.well_known import GROUP, POD_SPEC
 from snapshot_operator.core.plan import FINALIZER
-from snapshot_operator.kube.crds import PART_OF
 from snapshot_operator.kube.rbac import MANAGE, MANAGED
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP, POD_SPEC
 
 Document = dict[str, Any]
 

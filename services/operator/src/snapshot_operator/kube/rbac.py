@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP
+from snapshot_api.kinds import KINDS
+from snapshot_api.well_known import GROUP
 
 Document = dict[str, Any]
 

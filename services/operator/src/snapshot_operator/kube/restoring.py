@@ -10,6 +10,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from snapshot_api.validate import Problem
+from snapshot_api.well_known import IMMEDIATE, RESTORE_CONTAINER, RESTORE_DRIVER, STANDBY_VARIABLES
 from snapshot_operator.core.restore import LONGEST_S
 from snapshot_operator.core.restore_request import RestoreRequest, request_in
 from snapshot_operator.kube.shaping import (
@@ -27,14 +29,7 @@ from snapshot_operator.kube.shaping import (
     with_transfers,
 )
 from snapshot_operator.kube.wire import INIT_PROGRAM
-from snapshot_shared.objects.snapback import (
-    IMMEDIATE,
-    RESTORE_CONTAINER,
-    RESTORE_DRIVER,
-    STANDBY_VARIABLES,
-)
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS
-from snapshot_shared.validation import Problem
 from snapshot_shared.volumes import DEVICES, INIT_VOLUME, LOADER, SAVER
 
 Document = dict[str, Any]

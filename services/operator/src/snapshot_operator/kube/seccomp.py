@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from snapshot_shared.objects.kubernetes import SECCOMP_LABEL, Node
+from snapshot_api.facts import SECCOMP_LABEL, Node
 
 Document = dict[str, Any]
 

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.facts import AGENT_LABEL, GPU_RESOURCE, Job
+from snapshot_api.well_known import STANDBY_VARIABLES
 from snapshot_operator.core.checkpoint import READY_FILE
 from snapshot_operator.kube.seccomp import names_profile, required, with_profile
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects.kubernetes import AGENT_LABEL, GPU_RESOURCE, Job
-from snapshot_shared.objects.snapback import STANDBY_VARIABLES
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS
 from snapshot_shared.volumes import CONTROL_VOLUME, DEVICES, GMS_VOLUME, SAVER
 

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.meta import ObjectMeta
 from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.seccomp import offered
 from snapshot_operator.kube.shaping import (
@@ -59,9 +62,6 @@ from snapshot_shared.kube_client import (
     decoded,
     error_status,
 )
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Job, Node, Pod
-from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.service import until_stopped
 
 log = logging.getLogger(__name__)

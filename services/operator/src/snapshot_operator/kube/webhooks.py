@@ -13,15 +13,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from snapshot_api.kinds import KINDS
+from snapshot_api.well_known import CAPTURABLE, GROUP, IMMEDIATE, RESTORE_FROM, RESTORE_POLICY
 from snapshot_operator.kube.rbac import NAME
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import (
-    CAPTURABLE,
-    GROUP,
-    IMMEDIATE,
-    RESTORE_FROM,
-    RESTORE_POLICY,
-)
 
 Document = dict[str, Any]
 

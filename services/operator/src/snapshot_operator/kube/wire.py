@@ -12,10 +12,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 from msgspec.structs import asdict, replace
 
-from snapshot_operator.core.checkpoint import STUCK
-from snapshot_shared.codec import digest
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import (
+from snapshot_api.facts import (
     GPU_RESOURCE,
     Container,
     ContainerStatus,
@@ -31,15 +28,16 @@ from snapshot_shared.objects.kubernetes import (
     ResourceRequirements,
     TemplateMeta,
 )
-from snapshot_shared.objects.meta import Condition, ObjectMeta, OwnerReference
-from snapshot_shared.objects.snapback import (
-    POD_SPEC,
-    RESTORE_FROM,
-    STANDBY_VARIABLES,
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import Condition, ObjectMeta, OwnerReference
+from snapshot_api.v1alpha1.checkpoint import (
     CheckpointJobSpec,
     DynamoCheckpoint,
     DynamoCheckpointSpec,
 )
+from snapshot_api.well_known import POD_SPEC, RESTORE_FROM, STANDBY_VARIABLES
+from snapshot_operator.core.checkpoint import STUCK
+from snapshot_shared.codec import digest
 from snapshot_shared.volumes import GMS_VOLUME
 
 OURS = "nvidia.com/"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from snapshot_api.facts import FINISHED, Pod
 from snapshot_operator.core import controllers
 from snapshot_operator.core.controllers import Controller, Index
 from snapshot_operator.local import jobs, pods
 from snapshot_operator.local.scheduler import shape
-from snapshot_shared.objects.kubernetes import FINISHED, Pod
 
 
 def _unplaced(pod: Pod) -> list[str]:

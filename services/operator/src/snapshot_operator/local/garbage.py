@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.errors import Conflict, NoSpace, NotFound, StoreBusy
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
 
 log = logging.getLogger(__name__)
 

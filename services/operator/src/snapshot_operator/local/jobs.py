@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import Job, Pod
+from snapshot_api.meta import is_true
+from snapshot_api.well_known import CAPTURE_DRIVER
 from snapshot_operator.core import conditions
 from snapshot_operator.core.owning import child_meta, delete_children, owned_by
 from snapshot_operator.core.plan import (
@@ -20,9 +23,6 @@ from snapshot_operator.core.plan import (
     status_plan,
 )
 from snapshot_shared.ids import short_hash
-from snapshot_shared.objects.kubernetes import Job, Pod
-from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import CAPTURE_DRIVER
 
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 

@@ -12,6 +12,12 @@ from typing import NamedTuple, get_args
 
 from msgspec.structs import replace
 
+from snapshot_api.facts import FINISHED, ContainerStatus, Node, Pod, PodStatus
+from snapshot_api.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import is_answered
+from snapshot_api.well_known import CAPTURE_DRIVER
 from snapshot_operator.core import backpressure, conditions, fold, ordering
 from snapshot_operator.core.nodes import all_nodes, is_silent, node
 from snapshot_operator.core.owning import serves
@@ -37,12 +43,8 @@ from snapshot_operator.core.restore import (
 )
 from snapshot_operator.local.scheduler import Placement, Waiting, admits, place, shape
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import FINISHED, ContainerStatus, Node, Pod, PodStatus
-from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
-from snapshot_shared.objects.snapback import CAPTURE_DRIVER, SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeviceRef, Driver, DropOrder, order_in
 from snapshot_shared.transitions import RESTORE, Restore
-from snapshot_shared.views import is_answered
 
 
 class PodView(NamedTuple):

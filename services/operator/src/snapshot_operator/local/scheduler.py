@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from snapshot_api.facts import HOSTNAME_LABEL, Node, Pod, gpus_wanted
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_operator.core.nodes import unusable_for_new_work
 from snapshot_operator.core.restore import source_of
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kubernetes import HOSTNAME_LABEL, Node, Pod, gpus_wanted
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import DEVICE_DRIVERS, DeviceRef, version_gap
 from snapshot_shared.units import counted, sizes
 

@@ -16,6 +16,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.meta import ObjectMeta
 from snapshot_operator.ports import Event
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import (
@@ -27,9 +30,6 @@ from snapshot_shared.errors import (
     StorageFailed,
     StoreBusy,
 )
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import ObjectMeta
 from snapshot_shared.reserve import Reserve
 
 _SCHEMA = """

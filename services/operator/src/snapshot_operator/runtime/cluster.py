@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_operator.core.controllers import Index
 from snapshot_operator.ports import Change, Event, Store
 from snapshot_shared.errors import StoreBusy
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
 
 MAX_REMEMBERED = 10_000
 """How many deleted uids are remembered, so that a late event cannot bring one back."""

@@ -6,6 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import OrderStatus
+from snapshot_api.views import is_answered, orders_of
+from snapshot_api.well_known import POD_SPEC
 from snapshot_operator.core.kept_spec import kept
 from snapshot_operator.core.plan import (
     FINALIZER,
@@ -35,12 +39,8 @@ from snapshot_shared.errors import (
     Refused,
 )
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import POD_SPEC
 from snapshot_shared.orders import envelope_of
 from snapshot_shared.telemetry import working_on
-from snapshot_shared.views import is_answered, orders_of
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.views import orders_of
 from snapshot_operator.core import fold
 from snapshot_operator.core.controllers import Controller
 from snapshot_operator.core.plan import Plan, SetStatus, rebased
@@ -40,12 +44,8 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, owner_of
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Report
 from snapshot_shared.tasks import end_all, yield_turn
-from snapshot_shared.views import orders_of
 
 log = logging.getLogger(__name__)
 

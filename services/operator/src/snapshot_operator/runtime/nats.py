@@ -8,6 +8,9 @@ import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.meta import OrderStatus
+from snapshot_api.views import mirrored
 from snapshot_operator.ports import Change
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import subjects
@@ -16,15 +19,12 @@ from snapshot_shared.bus import Bus
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Conflict, SnapbackError
 from snapshot_shared.ids import NodeName, OrderId, check_order_id
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import envelope_of
 from snapshot_shared.permissions import User
 from snapshot_shared.spans import message_attributes
 from snapshot_shared.steps import message_span
 from snapshot_shared.tasks import any_set
 from snapshot_shared.telemetry import Telemetry
-from snapshot_shared.views import mirrored
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import OrderStatus
 from snapshot_operator.core.authority import foreign
 from snapshot_operator.runtime.world import Warned, unwarned
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.meta import OrderStatus
 
 log = logging.getLogger(__name__)
 

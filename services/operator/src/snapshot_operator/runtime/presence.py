@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 
+from snapshot_api.facts import Node
 from snapshot_operator.core.presence import absences, node_absent, node_from
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared import subjects
@@ -23,7 +24,6 @@ from snapshot_shared.errors import (
     StoreBusy,
 )
 from snapshot_shared.ids import token
-from snapshot_shared.objects.kubernetes import Node
 from snapshot_shared.orders import Presence
 
 log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from snapshot_api.views import Ordered
 from snapshot_operator.runtime.cluster import Cluster, key_of
 from snapshot_operator.runtime.manager import Input, Manager, owner_uid
 from snapshot_shared import instruments, subjects
@@ -24,7 +25,6 @@ from snapshot_shared.ids import NodeName, OrderId, verb_of
 from snapshot_shared.metrics import OFF, Metrics
 from snapshot_shared.orders import DeadLetter, Report
 from snapshot_shared.telemetry import working_on
-from snapshot_shared.views import Ordered
 
 log = logging.getLogger(__name__)
 

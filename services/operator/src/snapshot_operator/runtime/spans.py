@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 
+from snapshot_api import figures
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import TRACEPARENT, OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import is_answered, orders_of
 from snapshot_operator.core import fold
 from snapshot_operator.core.capture import capture_span, trace_parent
 from snapshot_operator.core.ordering import order_span as order_context
-from snapshot_shared import figures, instruments
+from snapshot_shared import instruments
 from snapshot_shared.errors import Failure
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import TRACEPARENT, OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import CLEANING
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.steps import order_span
 from snapshot_shared.telemetry import Telemetry
 from snapshot_shared.transitions import CAPTURE, RESTORE
-from snapshot_shared.views import is_answered, orders_of
 
 
 class Spans:

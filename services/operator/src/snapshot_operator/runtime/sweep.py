@@ -14,6 +14,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import OrderStatus
+from snapshot_api.views import is_answered, orders_of
 from snapshot_operator.core import backpressure
 from snapshot_operator.ports import OrderBus
 from snapshot_operator.runtime.cluster import Cluster
@@ -24,11 +27,8 @@ from snapshot_shared import instruments, subjects
 from snapshot_shared.errors import BusUnavailable, Conflict, InvalidName, StoreBusy
 from snapshot_shared.ids import check_order_id, owner_of
 from snapshot_shared.metrics import OFF, Metrics
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import OrderStatus
 from snapshot_shared.orders import CLEANING
 from snapshot_shared.tasks import any_set
-from snapshot_shared.views import is_answered, orders_of
 
 log = logging.getLogger(__name__)
 

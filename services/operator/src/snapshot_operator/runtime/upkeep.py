@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from snapshot_api.kinds import KINDS, kind_of
 from snapshot_operator.core.census import Census, census
 from snapshot_operator.core.retention import Decision, Holdings, Limits, judged
 from snapshot_operator.runtime.cluster import Cluster
@@ -13,7 +14,6 @@ from snapshot_operator.runtime.world import ALL, Selection
 from snapshot_shared import instruments
 from snapshot_shared.errors import Conflict, NoSpace, NotFound, StoreBusy
 from snapshot_shared.metrics import Metrics
-from snapshot_shared.objects.kinds import KINDS, kind_of
 from snapshot_shared.tasks import any_set
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from snapshot_api.kinds import AnyObject
 from snapshot_operator.core.controllers import Controller
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import AnyObject
 
 Changed = Callable[[AnyObject, AnyObject], None]
 Warned = Callable[[AnyObject, Failure], None]

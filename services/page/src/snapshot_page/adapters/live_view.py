@@ -17,6 +17,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api.facts import Node, Pod
+from snapshot_api.kinds import KINDS, AnyObject, Kind
+from snapshot_api.meta import ObjectMeta
+from snapshot_api.v1alpha1.restore import SnapshotRestore, restore_name
+from snapshot_api.views import orders_of
 from snapshot_page.domain import view
 from snapshot_page.domain.details import details
 from snapshot_page.domain.view import Entry, Facts, GmsAnswer
@@ -34,14 +39,9 @@ from snapshot_shared.errors import (
     NotFound,
 )
 from snapshot_shared.ids import NodeName, OrderId, check_node, owner_of
-from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind
-from snapshot_shared.objects.kubernetes import Node, Pod
-from snapshot_shared.objects.meta import ObjectMeta
-from snapshot_shared.objects.snapback import SnapshotRestore, restore_name
 from snapshot_shared.orders import DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import end_all
-from snapshot_shared.views import orders_of
 
 log = logging.getLogger(__name__)
 

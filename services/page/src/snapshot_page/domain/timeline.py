@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from snapshot_shared import figures, views
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_api import figures, views
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 
 PHASES = {
     "prepare": "prepare",

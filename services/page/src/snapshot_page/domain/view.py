@@ -13,24 +13,21 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from snapshot_api import figures, views
+from snapshot_api.facts import Node, Pod
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import Committed, SnapshotContent, SnapshotContentStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import State
 from snapshot_page.domain.timeline import figure, run_of, started_at
-from snapshot_shared import figures, subjects, views
+from snapshot_shared import subjects
 from snapshot_shared.errors import Aborted, Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Node, Pod
-from snapshot_shared.objects.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
-from snapshot_shared.objects.snapback import (
-    Committed,
-    DynamoCheckpoint,
-    SnapshotContent,
-    SnapshotContentStatus,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import DeadLetter, DeviceRef, Presence, PresenceDevice, Progress
 from snapshot_shared.spans import parse_traceparent
 from snapshot_shared.transitions import Capture
-from snapshot_shared.views import State
 
 MAX_OBJECTS = 200
 MAX_ARTIFACTS = 100

@@ -30,10 +30,10 @@ from snapshot_agent.domain.kubelet import (
     restored_pid,
 )
 from snapshot_agent.ports import Launcher, Process, ResolvedContainer, SetProcess, Worker
+from snapshot_api.well_known import CAPTURABLE
 from snapshot_shared.errors import DeadlineExceeded, NotEligible, SnapbackError
 from snapshot_shared.files import open_own, opened, read_bounded
 from snapshot_shared.ids import Uid, check_label, check_uid
-from snapshot_shared.objects.snapback import CAPTURABLE
 from snapshot_shared.orders import PodRef
 from snapshot_shared.pod_logs import check_pod
 from snapshot_shared.tasks import in_thread

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from snapshot_agent.domain import control
 from snapshot_agent.domain.control import CONTROL_DIR, ContainerPaths
 from snapshot_agent.domain.mounts import Mount
+from snapshot_api.facts import GPU_RESOURCE, Container
 from snapshot_shared.errors import InvalidInput
-from snapshot_shared.objects.kubernetes import GPU_RESOURCE, Container
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS, DeviceRef, PodRef, RunOrder
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")

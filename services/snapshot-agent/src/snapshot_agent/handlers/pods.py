@@ -24,6 +24,7 @@ from snapshot_agent.domain.spec import (
 )
 from snapshot_agent.handlers.background import Background, first
 from snapshot_agent.ports import Machine, Orders, Process, ResolvedContainer, SetProcess, Worker
+from snapshot_api.facts import PodSpec
 from snapshot_shared.codec import decode_json, digest, encode_json
 from snapshot_shared.courier import OrderContext, Result
 from snapshot_shared.errors import (
@@ -39,7 +40,6 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.ids import OrderId, Uid, check_label, check_uid, order_id, owner_of
 from snapshot_shared.ledger import Entry, Noted
-from snapshot_shared.objects.kubernetes import PodSpec
 from snapshot_shared.orders import PodRef, RunOrder, StopOrder
 from snapshot_shared.runner import Step
 from snapshot_shared.telemetry import current_traceparent

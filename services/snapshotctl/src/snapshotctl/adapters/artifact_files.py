@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from snapshot_api.v1alpha1.content import Committed
 from snapshot_shared import files
 from snapshot_shared.artifact import (
     PART_MANIFEST,
@@ -15,7 +16,6 @@ from snapshot_shared.artifact import (
 )
 from snapshot_shared.codec import MAX_MANIFEST_BYTES, decode_json, digest
 from snapshot_shared.errors import ArtifactCorrupt, ArtifactMissing
-from snapshot_shared.objects.snapback import Committed
 from snapshotctl.views.artifact_tables import CapturedArtifact, Manifests
 
 _NEXT = "have all of it read, which brings it into quarantine: snapshotctl verify NAME"

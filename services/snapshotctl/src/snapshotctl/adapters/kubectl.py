@@ -22,6 +22,8 @@ from typing import Any, get_args
 
 import msgspec
 
+from snapshot_api.meta import TRACEPARENT
+from snapshot_api.well_known import GROUP, RESTORE_FROM
 from snapshot_shared.api import Action, Applied
 from snapshot_shared.errors import (
     BusUnavailable,
@@ -30,8 +32,6 @@ from snapshot_shared.errors import (
     NotPermitted,
     SnapbackError,
 )
-from snapshot_shared.objects.meta import TRACEPARENT
-from snapshot_shared.objects.snapback import GROUP, RESTORE_FROM
 from snapshot_shared.permissions import Role, User
 from snapshotctl.adapters.local_workers import answered, ended
 from snapshotctl.adapters.processes import ending_with_us

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_shared.errors import Conflict, NotFound, SnapbackError
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.permissions import users_of
 from snapshotctl.adapters import folders, inotify, nkeys, processes
 from snapshotctl.adapters.folders import Folders

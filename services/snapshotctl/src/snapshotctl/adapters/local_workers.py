@@ -13,9 +13,9 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS
 from snapshot_shared.errors import BusUnavailable, InvalidInput, NotFound
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Pod
 from snapshotctl.adapters import processes
 from snapshotctl.domain.cluster import INIT, ClusterPaths, ClusterRecord
 from snapshotctl.domain.exits import WrongArguments

@@ -17,6 +17,9 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from snapshot_api.facts import Node, Pod
+from snapshot_api.kinds import KINDS
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared import subjects
 from snapshot_shared.api import HealthReply
 from snapshot_shared.bus import Bus
@@ -33,9 +36,6 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.frames import StatusReply
 from snapshot_shared.ids import check_node, name_of
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Node, Pod
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import Presence
 from snapshot_shared.service import VERSION
 from snapshot_shared.spans import SpanRecord

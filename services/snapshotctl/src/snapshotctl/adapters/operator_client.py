@@ -12,6 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from snapshot_api.facts import Node
+from snapshot_api.kinds import KINDS, AnyObject, Kind, find_kind
+from snapshot_api.meta import ObjectMeta, is_true
+from snapshot_api.well_known import GROUP
 from snapshot_shared import api, subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
@@ -25,10 +29,6 @@ from snapshot_shared.errors import (
     RemoteFailure,
 )
 from snapshot_shared.ids import NodeName, check_node, check_order_id, name_of, token
-from snapshot_shared.objects.kinds import KINDS, AnyObject, Kind, find_kind
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import ObjectMeta, is_true
-from snapshot_shared.objects.snapback import GROUP
 from snapshot_shared.orders import ArtifactRef, DeadLetter, Presence, Progress, Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import heeding, in_thread

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared.transitions import Capture
 from snapshotctl import objects
 from snapshotctl.adapters import machine

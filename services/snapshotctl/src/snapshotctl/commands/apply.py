@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from snapshot_shared.validation import warnings
+from snapshot_api.validate import warnings
 from snapshotctl import objects
 from snapshotctl.command import Files, MaybeNamespace, command, new_app
 from snapshotctl.domain.documents import in_namespace

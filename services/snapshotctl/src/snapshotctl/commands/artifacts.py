@@ -8,13 +8,15 @@ from typing import Annotated
 import msgspec
 import typer
 
+from snapshot_api.facts import Node
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import condition
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_shared import compatibility
 from snapshot_shared.errors import NotEligible, NotFound, RemoteFailure
 from snapshot_shared.ids import check_node
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshotctl import objects
 from snapshotctl.adapters.artifact_files import manifests_of
 from snapshotctl.command import AllNamespaces, Captured, Namespace, command, new_app

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from snapshot_api.kinds import KINDS
+from snapshot_api.redaction import redacted
 from snapshot_shared.errors import SnapbackError
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.redaction import redacted
 from snapshotctl.adapters import archive
 from snapshotctl.command import command, new_app
 from snapshotctl.domain import bundle_files, formats

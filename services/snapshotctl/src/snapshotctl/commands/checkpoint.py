@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from snapshot_shared import revisions
+from snapshot_api import revisions
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint, Framework
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_shared.errors import AlreadyExists, Conflict, NotEligible, NotFound
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import DynamoCheckpoint, Framework, Snapshot
 from snapshotctl import objects
 from snapshotctl.command import (
     Container,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from snapshot_api.kinds import KINDS
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import KINDS
 from snapshotctl import objects
 from snapshotctl.command import Node, command, new_app
 from snapshotctl.domain import targets

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
-from snapshot_shared.views import warning_of_readers
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import warning_of_readers
 from snapshotctl import objects
 from snapshotctl.command import KindAndNames, Namespace, command, new_app
 from snapshotctl.domain import targets

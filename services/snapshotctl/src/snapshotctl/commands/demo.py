@@ -11,12 +11,14 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from snapshot_shared import figures
+from snapshot_api import figures
+from snapshot_api.facts import Job, Pod
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import restore_name
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Job, Pod
-from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent, restore_name
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
-from snapshot_shared.views import orders_of
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import orders_of
 from snapshotctl import objects
 from snapshotctl.command import KindAndName, Namespace, command, new_app
 from snapshotctl.domain import formats, targets

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_shared.errors import DeadlineExceeded, RemoteFailure, SnapbackError
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.snapback import Snapshot
 from snapshot_shared.tasks import undisturbed
 from snapshotctl import objects
 from snapshotctl.adapters import machine

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_shared.ids import OrderId, owner_of
-from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
 from snapshotctl import objects

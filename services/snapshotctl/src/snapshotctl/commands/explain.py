@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from snapshot_api.facts import Node, Pod
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kubernetes import Node, Pod
 from snapshot_shared.reasons import REASONS, Reason, explained
 from snapshotctl import objects
 from snapshotctl.adapters.cluster_logs import ClusterLogs

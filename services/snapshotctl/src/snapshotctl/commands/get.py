@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from snapshot_api.kinds import AnyObject
 from snapshot_shared.errors import BusUnavailable
-from snapshot_shared.objects.kinds import AnyObject
 from snapshotctl import objects
 from snapshotctl.command import AllNamespaces, KindAndMaybeName, Namespace, command, new_app
 from snapshotctl.domain import formats, selectors, targets

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot_api.identity import canonical_json, identity_hash
+from snapshot_api.manifests import parse_identity
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.identity import canonical_json, identity_hash
-from snapshot_shared.manifests import parse_identity
 from snapshotctl.command import Files, command, new_app
 from snapshotctl.domain import formats
 from snapshotctl.domain.documents import Document

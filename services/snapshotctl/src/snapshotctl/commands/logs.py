@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from snapshot_api.facts import Pod
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kubernetes import Pod
 from snapshotctl import objects
 from snapshotctl.adapters.cluster_logs import LogFile, lines_of
 from snapshotctl.command import Namespace, command, complete_logs, new_app

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from snapshot_shared import views
+from snapshot_api import views
+from snapshot_api.facts import Node
+from snapshot_api.kinds import KINDS
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Node
 from snapshotctl.command import command, new_app
 from snapshotctl.domain import formats
 from snapshotctl.tools import Tools

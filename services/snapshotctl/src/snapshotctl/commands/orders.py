@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kinds import KINDS, AnyObject
 from snapshot_shared.spans import SpanRecord
 from snapshotctl import objects
 from snapshotctl.command import command, complete_nodes, new_app

@@ -8,10 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from snapshot_shared import revisions
+from snapshot_api import revisions
+from snapshot_api.kinds import KINDS, kind_of
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.well_known import POD_SPEC
 from snapshot_shared.errors import NotEligible, NotFound
-from snapshot_shared.objects.kinds import KINDS, kind_of
-from snapshot_shared.objects.snapback import POD_SPEC, DynamoCheckpoint, Snapshot, SnapshotContent
 from snapshotctl import objects
 from snapshotctl.command import (
     Container,

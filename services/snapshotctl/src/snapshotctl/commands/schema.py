@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from snapshot_shared.manifests import message_schemas
+from snapshot_api.manifests import message_schemas
 from snapshotctl.command import command, new_app
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.tools import Tools

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from snapshot_api.kinds import AnyObject
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kinds import AnyObject
 from snapshot_shared.spans import Bar, SpanRecord, Waterfall, layout, parse_traceparent, shown_name
 from snapshotctl.command import Namespace, Traced, command, new_app
 from snapshotctl.domain import formats, targets

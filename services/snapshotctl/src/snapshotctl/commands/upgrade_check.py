@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from snapshot_shared.objects.kinds import KINDS
+from snapshot_api.kinds import KINDS
 from snapshotctl.command import command, new_app
 from snapshotctl.commands.doctor import show
 from snapshotctl.domain.exits import Exit

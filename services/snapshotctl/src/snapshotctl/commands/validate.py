@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from snapshot_api.validate import World, problems, repetitions, unchecked, warnings
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.validation import World, problems, repetitions, unchecked, warnings
 from snapshotctl.command import Files, command, new_app
 from snapshotctl.tools import Tools
 

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.meta import Condition, condition
-from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.meta import Condition, condition
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects
 from snapshotctl.command import Captured, Namespace, Timeout, command, new_app

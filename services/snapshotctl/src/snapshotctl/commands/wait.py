@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from snapshot_api.facts import Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import condition
 from snapshot_shared.errors import DeadlineExceeded, NotFound
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Pod
-from snapshot_shared.objects.meta import condition
 from snapshotctl import objects
 from snapshotctl.command import (
     KindAndName,

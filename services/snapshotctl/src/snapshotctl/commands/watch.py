@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.kinds import KINDS
+from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_shared.errors import BusUnavailable, DeadlineExceeded
 from snapshot_shared.ids import OrderId, owner_of
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.kubernetes import Job, Node, Pod
-from snapshot_shared.objects.snapback import SnapshotRestore
 from snapshot_shared.orders import Progress
 from snapshot_shared.tasks import end_all
 from snapshotctl import objects

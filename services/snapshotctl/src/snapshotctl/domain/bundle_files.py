@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared import redaction
-from snapshot_shared.redaction import REDACTED, names_secret
+from snapshot_api import redaction
+from snapshot_api.redaction import REDACTED, names_secret
 from snapshotctl.domain.exits import WrongArguments
 
 LOG_BYTES = 2 * 1024 * 1024

@@ -8,10 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from snapshot_api.facts import FINISHED, Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import FINISHED, Pod
-from snapshot_shared.objects.snapback import DynamoCheckpoint, Snapshot
 from snapshot_shared.permissions import User, server_accounts
 from snapshot_shared.units import counted
 from snapshotctl.domain.servers import Server

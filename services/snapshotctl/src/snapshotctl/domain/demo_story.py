@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from snapshot_shared import figures
-from snapshot_shared.objects.snapback import SnapshotContent
+from snapshot_api import figures
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import ClusterAccess
 from snapshotctl.domain.demo_engines import Engine

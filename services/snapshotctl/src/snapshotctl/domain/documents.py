@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
+from snapshot_api.kinds import KINDS
 from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects.kinds import KINDS
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_DOCUMENTS = 100

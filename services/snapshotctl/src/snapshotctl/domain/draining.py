@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from snapshot_shared.ids import short_hash
-from snapshot_shared.objects.kubernetes import FINISHED, HOSTNAME_LABEL, Pod
-from snapshot_shared.objects.meta import TRACEPARENT
-from snapshot_shared.objects.snapback import (
+from snapshot_api.facts import FINISHED, HOSTNAME_LABEL, Pod
+from snapshot_api.meta import TRACEPARENT
+from snapshot_api.well_known import (
     CAPTURE_ON_DRAIN,
     GROUP,
     RESTORE_CONTAINER,
@@ -24,6 +23,7 @@ from snapshot_shared.objects.snapback import (
     RESTORE_FROM,
     RESTORE_UID,
 )
+from snapshot_shared.ids import short_hash
 from snapshotctl.domain.documents import Document
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.pod_manifests import MAX_NAME, container

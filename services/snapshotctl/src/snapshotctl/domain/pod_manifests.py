@@ -10,17 +10,13 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
+from snapshot_api.facts import FINISHED, HOSTNAME_LABEL, Pod
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint, Framework
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.well_known import GROUP, RESTORE_FROM
 from snapshot_shared.errors import InvalidManifest, NotEligible
 from snapshot_shared.ids import short_hash
-from snapshot_shared.objects.kubernetes import FINISHED, HOSTNAME_LABEL, Pod
-from snapshot_shared.objects.snapback import (
-    GROUP,
-    RESTORE_FROM,
-    DynamoCheckpoint,
-    Framework,
-    Snapshot,
-    SnapshotContent,
-)
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS
 from snapshot_shared.volumes import DEVICES, SAVER
 from snapshotctl.domain.documents import Document

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from snapshot_api.kinds import KINDS, Kind, find_kind
 from snapshot_shared.errors import InvalidName, NotFound
 from snapshot_shared.ids import NodeName, check_label, check_name
-from snapshot_shared.objects.kinds import KINDS, Kind, find_kind
 from snapshotctl.domain.exits import WrongArguments
 
 NAMED = tuple(KINDS)

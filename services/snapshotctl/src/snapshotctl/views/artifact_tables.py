@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot_api.facts import Node
+from snapshot_api.meta import condition
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared.artifact import Facts, FileEntry, PartManifest, RootManifest
 from snapshot_shared.compatibility import Verdict
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import DynamoCheckpoint, SnapshotContent
 from snapshot_shared.orders import ArtifactRef, Presence
 from snapshotctl.domain import formats
 from snapshotctl.views.state import artifact_state

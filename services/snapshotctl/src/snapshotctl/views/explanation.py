@@ -8,19 +8,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_shared import figures, views
+from snapshot_api import figures, views
+from snapshot_api.facts import Job, Node, NodeStatus, Pod, gpus_wanted
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import OrderStatus, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import ArtifactSource, Snapshot
+from snapshot_api.well_known import RESTORE_FROM
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Job, Node, NodeStatus, Pod, gpus_wanted
-from snapshot_shared.objects.meta import OrderStatus, is_true
-from snapshot_shared.objects.snapback import (
-    RESTORE_FROM,
-    ArtifactSource,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import Presence, Progress
 from snapshot_shared.reasons import REASONS
 from snapshotctl.domain import formats

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from snapshot_api.facts import Node
+from snapshot_api.meta import condition, is_true
+from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_shared import subjects
 from snapshot_shared.api import HealthReply
 from snapshot_shared.errors import Failure
 from snapshot_shared.frames import DeviceStatus, StatusReply
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.meta import condition, is_true
-from snapshot_shared.objects.snapback import SnapshotContent
 from snapshot_shared.orders import SCHEMA_VERSION, Presence
 from snapshotctl.domain import formats
 from snapshotctl.domain.cluster import restart

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from snapshot_api.kinds import KINDS
+from snapshot_api.well_known import GROUP
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP
 from snapshotctl.views.clones import clone_findings
 from snapshotctl.views.finding import Finding, fail, ok, warn
 

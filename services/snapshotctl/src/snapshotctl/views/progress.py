@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NamedTuple
 
-from snapshot_shared import figures
+from snapshot_api import figures
 from snapshot_shared.ids import OrderId, verb_of
 from snapshot_shared.orders import Progress
 from snapshotctl.domain import formats

@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from snapshot_api.kinds import AnyObject, kind_of
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import is_answered
 from snapshot_shared import subjects
 from snapshot_shared.errors import InvalidName
 from snapshot_shared.ids import check_order_id
-from snapshot_shared.objects.kinds import AnyObject, kind_of
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
 from snapshot_shared.orders import DeadLetter, Progress, Report, driver_of, envelope_of, order_in
 from snapshot_shared.spans import SpanRecord, order_context, parse_traceparent
 from snapshot_shared.steps import STEPS, table
-from snapshot_shared.views import is_answered
 from snapshotctl.domain import formats
 from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.views.state import order_state

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from snapshot_shared.objects.kinds import KINDS, AnyObject, kind_of
-from snapshot_shared.objects.kubernetes import Job, Node, Pod
-from snapshot_shared.objects.meta import TRACEPARENT, ObjectMeta, OrderStatus
-from snapshot_shared.objects.snapback import (
-    RESTORE_FROM,
-    SNAPSHOT_UID,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-    restore_name,
-)
+from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.kinds import KINDS, AnyObject, kind_of
+from snapshot_api.meta import TRACEPARENT, ObjectMeta, OrderStatus
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore, restore_name
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import orders_of
+from snapshot_api.well_known import RESTORE_FROM, SNAPSHOT_UID
 from snapshot_shared.spans import parse_traceparent
-from snapshot_shared.views import orders_of
 from snapshotctl.domain.targets import Target, place
 
 

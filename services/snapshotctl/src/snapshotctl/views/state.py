@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from snapshot_shared import views
+from snapshot_api import views
+from snapshot_api.facts import UNKNOWN_ARTIFACTS, Job, Node, Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import Condition, OrderStatus, condition, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import is_answered, part_of
 from snapshot_shared.errors import Failure
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import UNKNOWN_ARTIFACTS, Job, Node, Pod
-from snapshot_shared.objects.meta import Condition, OrderStatus, condition, is_true
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import LoadOrder, UnreadyDriver, order_in
 from snapshot_shared.transitions import Capture, Restore
-from snapshot_shared.views import is_answered, part_of
 from snapshotctl.domain import formats
 from snapshotctl.views.related import RelatedObjects, is_restored
 

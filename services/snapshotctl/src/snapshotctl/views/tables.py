@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from snapshot_api.facts import Job, Node, Pod, gpus_wanted
+from snapshot_api.kinds import AnyObject, Kind
+from snapshot_api.meta import is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.views import held_back
+from snapshot_api.well_known import RESTORE_FROM
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import AnyObject, Kind
-from snapshot_shared.objects.kubernetes import Job, Node, Pod, gpus_wanted
-from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import (
-    RESTORE_FROM,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import Presence, PresenceDevice
-from snapshot_shared.views import held_back
 from snapshotctl.domain import formats
 from snapshotctl.views import wide_columns
 from snapshotctl.views.state import state_text

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import Condition, OrderStatus, condition
+from snapshot_api.views import orders_of, part_of
 from snapshot_shared.ids import OrderId, owner_of, verb_of
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import Condition, OrderStatus, condition
 from snapshot_shared.orders import Report
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import STEPS, names
-from snapshot_shared.views import orders_of, part_of
 from snapshotctl.domain import formats
 from snapshotctl.views.related import reference
 from snapshotctl.views.state import again

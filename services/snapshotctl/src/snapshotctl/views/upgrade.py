@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Node
-from snapshot_shared.objects.snapback import SnapshotContent, SnapshotRestore
+from snapshot_api.facts import Node
+from snapshot_api.kinds import AnyObject
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.views import phase, state
 from snapshot_shared.orders import version_gap
-from snapshot_shared.views import phase, state
 from snapshotctl.views.finding import Finding, fail, ok, warn
 
 

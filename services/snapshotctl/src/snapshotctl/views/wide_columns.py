@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from snapshot_shared.objects.kubernetes import Job, Node, Pod
-from snapshot_shared.objects.meta import condition
-from snapshot_shared.objects.snapback import (
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
+from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.meta import condition
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshotctl.domain import formats
 from snapshotctl.views.related import trace_of
 

@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from snapshot_shared.objects.meta import OrderStatus
-from snapshot_shared.objects.snapback import (
-    SnapshotContent,
-    SnapshotContentStatus,
-    SnapshotRestoreStatus,
-)
+from snapshot_api.meta import OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent, SnapshotContentStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestoreStatus
 from snapshot_shared.transitions import Restore
 from snapshot_shared.units import rate, size, span_time
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.manifests import message_schemas, parse, parse_identity
-from snapshot_shared.objects.kubernetes import GPU_RESOURCE
-from snapshot_shared.objects.snapback import LOADER_REFUSED
-from snapshot_shared.validation import (
+from snapshot_api.facts import GPU_RESOURCE
+from snapshot_api.manifests import message_schemas, parse, parse_identity
+from snapshot_api.v1alpha1.checkpoint import LOADER_REFUSED
+from snapshot_api.validate import (
     Problem,
     changes,
     problems,
@@ -22,6 +21,7 @@ from snapshot_shared.validation import (
     warnings,
     without_server_fields,
 )
+from snapshot_shared.errors import InvalidManifest
 from tests.support import crd_samples
 from tests.support.objects import checkpoint_document, restore_document
 from tests.unit.tables import each

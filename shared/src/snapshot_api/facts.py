@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, field
 
-from snapshot_shared.objects.meta import (
+from snapshot_api.meta import (
     Amount,
     AnnotationValue,
     Argument,

@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from snapshot_shared.errors import InvalidName
-from snapshot_shared.ids import (
-    MEANINGS,
-    check_name,
-)
-from snapshot_shared.objects.kinds import KINDS, Kind
-from snapshot_shared.objects.kubernetes import GPU_RESOURCE
-from snapshot_shared.objects.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
-from snapshot_shared.objects.snapback import (
+from snapshot_api.facts import GPU_RESOURCE
+from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
+from snapshot_api.template import OPENED, TemplateSkeleton
+from snapshot_api.v1alpha1.checkpoint import LOADER_REFUSED
+from snapshot_api.well_known import (
     CAPTURABLE,
     CAPTURE_DRIVER,
     GROUP,
     IMMEDIATE,
-    LOADER_REFUSED,
     RESTORE_CONTAINER,
     RESTORE_DRIVER,
     RESTORE_FROM,
     RESTORE_POLICY,
     WAIT,
 )
-from snapshot_shared.objects.template import OPENED, TemplateSkeleton
+from snapshot_shared.errors import InvalidName
+from snapshot_shared.ids import (
+    MEANINGS,
+    check_name,
+)
 from snapshot_shared.orders import Driver
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
 

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from snapshot_operator.kube.crds import PART_OF, VERSION_ANNOTATION, definitions
+from snapshot_api.kinds import KINDS
+from snapshot_api.manifests import message_schemas
+from snapshot_api.schema.definitions import PART_OF, VERSION_ANNOTATION, definitions
+from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS, Additions, re2, schema_of
+from snapshot_api.well_known import GROUP
 from snapshot_operator.kube.definitions import Found, Mode, next_step, version_of
-from snapshot_operator.kube.openapi import PRESERVE, VALIDATIONS, Additions, re2, schema_of
 from snapshot_operator.kube.rbac import cluster_role
 from snapshot_shared.descriptions import EXACT
-from snapshot_shared.manifests import message_schemas
-from snapshot_shared.objects.kinds import KINDS
-from snapshot_shared.objects.snapback import GROUP
 from tests.support.crd_samples import document, rules, schemas
 from tests.unit.tables import each
 

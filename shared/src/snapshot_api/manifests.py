@@ -8,13 +8,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from snapshot_shared import api
-from snapshot_shared.errors import InvalidManifest
-from snapshot_shared.objects.kinds import KINDS, AnyObject
-from snapshot_shared.objects.snapback import IdentitySpec
-from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
-from snapshot_shared.spans import SpanRecord
-from snapshot_shared.validation import (
+from snapshot_api.kinds import KINDS, AnyObject
+from snapshot_api.v1alpha1.checkpoint import IdentitySpec
+from snapshot_api.validate import (
     Problem,
     join,
     kind_problem,
@@ -22,6 +18,10 @@ from snapshot_shared.validation import (
     schema_problems,
     without_server_fields,
 )
+from snapshot_shared import api
+from snapshot_shared.errors import InvalidManifest
+from snapshot_shared.orders import AnyOrder, DeadLetter, Presence, Progress, Report
+from snapshot_shared.spans import SpanRecord
 
 MAX_PROBLEMS = 50
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from snapshot_shared import revisions
-from snapshot_shared.objects.snapback import Snapshot
+from snapshot_api import revisions
+from snapshot_api.v1alpha1.snapshot import Snapshot
 from tests.support import builders
 from tests.support.builders import with_meta, with_spec, with_status
 from tests.unit.tables import each

@@ -12,20 +12,18 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_shared import figures, subjects
+from snapshot_api import figures
+from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import OrderStatus, condition, is_true
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent, SnapshotContentStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.well_known import POD_SPEC
+from snapshot_shared import subjects
 from snapshot_shared.codec import encode_json
 from snapshot_shared.ids import NodeName
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Job, Node, Pod
-from snapshot_shared.objects.meta import OrderStatus, condition, is_true
-from snapshot_shared.objects.snapback import (
-    POD_SPEC,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotContentStatus,
-    SnapshotRestore,
-)
 from snapshot_shared.orders import LoadOrder, Progress, SaveOrder, Service, order_in
 from snapshot_shared.transitions import RESTORE
 from snapshot_shared.units import size

@@ -11,7 +11,7 @@ import hashlib
 
 import msgspec
 
-from snapshot_shared.objects.snapback import IdentitySpec
+from snapshot_api.v1alpha1.checkpoint import IdentitySpec
 
 HASH_DIGITS = 16
 # Go escapes what HTML or JavaScript would read, although JSON need not; only strings hold these.

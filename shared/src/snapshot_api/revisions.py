@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.meta import is_true
-from snapshot_shared.objects.snapback import Snapshot
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import is_true
+from snapshot_api.v1alpha1.snapshot import Snapshot
 
 
 def ordered(found: Iterable[AnyObject], name: str) -> list[Snapshot]:

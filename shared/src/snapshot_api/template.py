@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from snapshot_shared.objects.meta import LabelValue
+from snapshot_api.meta import LabelValue
 from snapshot_shared.orders import Label
 
 # All annotations of an object together may have as many bytes.

@@ -7,21 +7,17 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
-from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.kinds import AnyObject
-from snapshot_shared.objects.kubernetes import Job, Node
-from snapshot_shared.objects.meta import ObjectMeta, OrderStatus
-from snapshot_shared.objects.snapback import (
-    POD_SPEC,
+from snapshot_api.facts import Job, Node
+from snapshot_api.kinds import AnyObject
+from snapshot_api.meta import ObjectMeta, OrderStatus
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import (
     RestoreTarget,
-    SnapshotContent,
     SnapshotRestore,
     SnapshotRestoreSpec,
     SnapshotRestoreStatus,
 )
-from snapshot_shared.orders import PartResult, Progress, VectorEntry
-from snapshot_shared.transitions import Capture, Restore
-from snapshot_shared.views import (
+from snapshot_api.views import (
     BAD_ORDERS,
     is_answered,
     mirrored,
@@ -33,6 +29,10 @@ from snapshot_shared.views import (
     warning_of_readers,
     with_columns,
 )
+from snapshot_api.well_known import POD_SPEC
+from snapshot_shared.ids import derived_uid
+from snapshot_shared.orders import PartResult, Progress, VectorEntry
+from snapshot_shared.transitions import Capture, Restore
 from tests.support import builders, objects
 from tests.support.builders import (
     content,

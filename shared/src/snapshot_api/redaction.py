@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from snapshot_shared.objects.snapback import POD_SPEC
+from snapshot_api.well_known import POD_SPEC
 
 REDACTED = "<redacted>"
 

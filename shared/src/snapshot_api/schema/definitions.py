@@ -11,33 +11,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_operator.kube.openapi import (
-    PRESERVE,
-    VALIDATIONS,
-    Additions,
-    Rule,
-    Schema,
-    schema_of,
-)
-from snapshot_shared.objects.kinds import KINDS, Kind
-from snapshot_shared.objects.kubernetes import PodTemplateSpec
-from snapshot_shared.objects.meta import Condition
-from snapshot_shared.objects.snapback import (
-    GROUP,
-    LOADER_REFUSED,
-    CheckpointJobSpec,
-    ClientEnvVar,
-    ContentSource,
-    DynamoCheckpointSpec,
-    GpuMemoryServiceSpec,
-    SharedMemorySpec,
-    SnapshotContentStatus,
-    SnapshotRestoreStatus,
-    SnapshotSource,
-    SnapshotStatus,
-    VolumeMount,
-)
-from snapshot_shared.objects.template import (
+from snapshot_api.facts import PodTemplateSpec
+from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.meta import Condition
+from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS, Additions, Rule, Schema, schema_of
+from snapshot_api.template import (
     OPENED,
     TemplateContainer,
     TemplateEnvVar,
@@ -45,6 +23,19 @@ from snapshot_shared.objects.template import (
     TemplateVolume,
     TemplateVolumeMount,
 )
+from snapshot_api.v1alpha1.checkpoint import (
+    LOADER_REFUSED,
+    CheckpointJobSpec,
+    ClientEnvVar,
+    DynamoCheckpointSpec,
+    GpuMemoryServiceSpec,
+    SharedMemorySpec,
+    VolumeMount,
+)
+from snapshot_api.v1alpha1.content import ContentSource, SnapshotContentStatus
+from snapshot_api.v1alpha1.restore import SnapshotRestoreStatus
+from snapshot_api.v1alpha1.snapshot import SnapshotSource, SnapshotStatus
+from snapshot_api.well_known import GROUP
 from snapshot_shared.orders import Name
 
 CATEGORY = "snapback"

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from snapshot_shared import figures
+from snapshot_api import figures
+from snapshot_api.meta import time_of
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.snapshot import ArtifactSource
+from snapshot_api.views import with_columns
 from snapshot_shared.ids import derived_uid
-from snapshot_shared.objects.meta import time_of
-from snapshot_shared.objects.snapback import ArtifactSource, SnapshotContent
 from snapshot_shared.transitions import Restore
 from snapshot_shared.units import counted, size, sizes
-from snapshot_shared.views import with_columns
 from tests.support import builders
 from tests.support.builders import NOW, with_spec, with_status
 from tests.unit.tables import each

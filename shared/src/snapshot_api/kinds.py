@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
+from snapshot_api.v1alpha1.content import SnapshotContent
+from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.snapshot import Snapshot
+from snapshot_api.well_known import GROUP
 from snapshot_shared.errors import NotFound
-from snapshot_shared.objects.kubernetes import Job, Node, Pod
-from snapshot_shared.objects.snapback import (
-    GROUP,
-    DynamoCheckpoint,
-    Snapshot,
-    SnapshotContent,
-    SnapshotRestore,
-)
 
 AnyObject = DynamoCheckpoint | Snapshot | SnapshotContent | SnapshotRestore | Job | Pod | Node
 
