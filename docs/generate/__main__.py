@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docs import generate
+from docs.generate import _texts
 
 ROOT = Path(__file__).parents[2]
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Return the path of each generated page of docs/, and of each other file, with its text."""
+    """Yield the path of each generated page of docs/, and of each other file, with its text.
+
+    The first has the texts of fields, of which others are made. So write it before the next.
+    """
+    yield from ((ROOT / path, text) for path, text in _texts.files())
     for found in pkgutil.iter_modules(generate.__path__):
         if found.name.startswith("_"):
             continue
@@ -27,19 +32,18 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 def main(words: list[str]) -> int:
     """Write or compare all pages and files."""
-    stale = [
-        (path, text) for path, text in pages() if not path.exists() or path.read_text() != text
-    ]
-    if words == ["--check"]:
-        for path, _ in stale:
-            name = path.relative_to(ROOT)
+    is_stale = False
+    for path, text in pages():
+        if path.exists() and path.read_text() == text:
+            continue
+        is_stale, name = True, path.relative_to(ROOT)
+        if words == ["--check"]:
             sys.stderr.write(f"{name} is not what the code says; run: make docs\n")
-        return 1 if stale else 0
-    for path, text in stale:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        print(f"wrote {path.relative_to(ROOT)}")
-    return 0
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            print(f"wrote {name}")
+    return 1 if is_stale and words == ["--check"] else 0
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ from typing import Any, get_args
 
 from snapshot_api.kinds import KINDS, Kind
 from snapshot_api.manifests import message_schemas
-from snapshot_shared.descriptions import description
+from snapshot_api.schema.openapi import TAG
+from snapshot_api.schema.texts import text_of
+from snapshot_shared import orders
+from snapshot_shared.errors import Failure
 from snapshot_shared.orders import TERMINAL, AgentOrder, AnyOrder, GmsOrder
+from snapshot_shared.spans import SpanRecord
 from snapshot_shared.steps import OWN_STEPS, STEPS
 
 PAGE = "messages.md"
@@ -55,12 +59,12 @@ def page() -> str:
     kinds = {
         f"{kind.name.lower()}.{kind.api_version.rpartition('/')[2]}" for kind in KINDS.values()
     }
-    orders = [name for name in schemas if name.endswith("_order.v1")]
+    ordered = [name for name in schemas if name.endswith("_order.v1")]
     asked = [name for name in schemas if name.endswith(("_request.v1", "_reply.v1", "_event.v1"))]
-    others = [name for name in schemas if name not in (*kinds, *orders, *asked)]
-    parts = [INTRO, "## Orders\n", *_order_intro(schemas[orders[0]])]
+    others = [name for name in schemas if name not in (*kinds, *ordered, *asked)]
+    parts = [INTRO, "## Orders\n", *_order_intro(schemas[ordered[0]])]
     nested: dict[str, Any] = {}
-    for name in orders:
+    for name in ordered:
         parts += _order(name, schemas[name], nested)
     parts.append("## What answers, and what a node says of itself\n")
     for name in others:
@@ -164,10 +168,14 @@ def _table(title: str, definition: Mapping[str, Any], names: list[str] | None = 
             kind = "`snapback.v1.<verb>_order`"
         else:
             kind = _type(schema)
-        rows.append(
-            f"| `{name}` | {kind} | {_default(definition, name)} | {description(title, name)} |"
-        )
+        rows.append(f"| `{name}` | {kind} | {_default(definition, name)} | {_text(title, name)} |")
     return "\n".join(rows) + "\n"
+
+
+def _text(title: str, name: str) -> str:
+    """Return what a field of the struct of a title means."""
+    struct = getattr(orders, title, None) or {"Failure": Failure, "SpanRecord": SpanRecord}[title]
+    return TAG if name == struct.__struct_config__.tag_field else text_of(struct, name)
 
 
 def _default(definition: Mapping[str, Any], name: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, field
 
 from snapshot_api.meta import (
@@ -23,6 +22,7 @@ from snapshot_api.meta import (
     OrderStatus,
     Quantity,
 )
+from snapshot_shared.model import Model
 from snapshot_shared.orders import DeviceRef, Label, NodeStr, PresenceDevice, UnreadyDriver
 
 FINISHED = ("Succeeded", "Failed")
@@ -44,28 +44,28 @@ Pods with the profile are placed by it.
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
 
-class TemplateMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class TemplateMeta(Model):
     """Labels and annotations for the pods of a template."""
 
     labels: dict[LabelKey, LabelValue] = {}
     annotations: dict[LabelKey, AnnotationValue] = {}
 
 
-class EnvVar(msgspec.Struct, frozen=True, kw_only=True):
+class EnvVar(Model, omit_defaults=False):
     """One environment variable; values that come from elsewhere are not honoured standalone."""
 
     name: EnvName
     value: Argument = ""
 
 
-class ResourceRequirements(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ResourceRequirements(Model):
     """Limits and requests; `nvidia.com/gpu` takes whole devices, the rest is informational."""
 
     limits: dict[LabelKey, Quantity | Amount] = {}
     requests: dict[LabelKey, Quantity | Amount] = {}
 
 
-class Container(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class Container(Model):
     """One container. Standalone it is a local process; `image` is recorded, not pulled."""
 
     name: Label
@@ -77,7 +77,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     resources: ResourceRequirements = ResourceRequirements()
 
 
-class PodSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class PodSpec(Model):
     """The honoured subset of a pod's spec."""
 
     containers: Annotated[list[Container], Meta(min_length=1, max_length=8)]
@@ -88,14 +88,14 @@ class PodSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_de
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
 
 
-class PodTemplateSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class PodTemplateSpec(Model, omit_defaults=False):
     """How the pods of a Job look."""
 
     metadata: TemplateMeta = TemplateMeta()
     spec: PodSpec
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class JobSpec(Model):
     """One pod, started again when it fails, `backoff_limit` times at most."""
 
     template: PodTemplateSpec
@@ -103,7 +103,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_de
     backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
 
 
-class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class JobStatus(Model):
     """How the pod of a Job stands."""
 
     active: int = 0
@@ -113,7 +113,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     conditions: list[Condition] = []
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="kind", tag="Job"):
+class Job(Model, tag_field="kind", tag="Job", omit_defaults=False):
     """A batch/v1 Job of one pod."""
 
     api_version: Literal["batch/v1"] = "batch/v1"
@@ -122,9 +122,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="
     status: JobStatus = JobStatus()
 
 
-class ContainerStatus(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
+class ContainerStatus(Model):
     """A container's process: `state` is waiting, running (since `started_at`) or terminated.
 
     `image_id` names its image by a digest, where the node has said so.
@@ -138,7 +136,7 @@ class ContainerStatus(
     image_id: str = field(name="imageID", default="")
 
 
-class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class PodStatus(Model):
     """Where a pod runs and how it is; `memory_server` is how far one of its own is.
 
     `cold_containers` are those of a pod with `nvidia.com/restore-from` that a cluster started
@@ -163,7 +161,7 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     conditions: list[Condition] = []
 
 
-class Pod(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="kind", tag="Pod"):
+class Pod(Model, tag_field="kind", tag="Pod", omit_defaults=False):
     """A v1 Pod; standalone its containers are local processes of its node."""
 
     api_version: Literal["v1"] = "v1"
@@ -172,13 +170,13 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="
     status: PodStatus = PodStatus()
 
 
-class NodeSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NodeSpec(Model):
     """What people want of a node; nothing new begins on one that is `unschedulable` (cordoned)."""
 
     unschedulable: bool = False
 
 
-class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class NodeStatus(Model):
     """What the node's agent last said of it."""
 
     boot_id: str = field(name="bootID", default="")
@@ -195,7 +193,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     conditions: list[Condition] = []
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="kind", tag="Node"):
+class Node(Model, tag_field="kind", tag="Node", omit_defaults=False):
     """A machine with an agent; the operator creates it from the agent's presence."""
 
     api_version: Literal["v1"] = "v1"

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from snapshot_shared.model import Model
 from snapshot_shared.orders import Label, Name, Report, UidStr
 
 QUANTITY_PATTERN = r"^[0-9]{1,15}(\.[0-9]{1,6})?(m|[kKMGTP]i?)?\Z"
@@ -34,7 +35,7 @@ LabelValue = Annotated[str, Meta(max_length=63)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
 
 
-class OwnerReference(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class OwnerReference(Model, omit_defaults=False):
     """The object that this one belongs to; it is deleted with it."""
 
     api_version: str
@@ -44,7 +45,7 @@ class OwnerReference(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     controller: bool = True
 
 
-class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class ObjectMeta(Model):
     """Identity. Everything from `uid` on is set by the store and ignored in manifests."""
 
     name: Name
@@ -60,38 +61,52 @@ class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     owner_references: list[OwnerReference] = []
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class Condition(Model):
     """A Kubernetes condition."""
 
     type: str
+    """What this is about."""
     status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
     reason: str
+    """Why, in CamelCase; stable."""
     message: str = ""
+    """What it means, for people, and what to do."""
     observed_generation: int = 0
+    """The generation of the object that this is about."""
     last_transition_time: str = ""
+    """When the status changed last."""
 
 
-class OrderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """One order as the operator remembers it on the object that it serves.
-
-    `payload` is the order as it is published; `orders.order_in` decodes it. `state` is `ordered`,
-    the kind of the last report folded, or `lost` when its node is gone. `final` is the terminal
-    report. `tries` counts the attempts at a cleaning order, this one included.
-    """
+class OrderStatus(Model):
+    """One order as the operator remembers it on the object that it serves."""
 
     order: str
+    """The id: `<verb>-<owner uid>[-<part>]`."""
     verb: str
+    """What is to be done."""
     attempt: int
+    """The attempt that it belongs to."""
     node: str
+    """The node that has to do it."""
     service: Literal["agent", "gms"]
+    """The service that has to do it."""
     payload: msgspec.Raw
+    """The order as it is published."""
     ordered_at: datetime
+    """When the order was decided."""
     deadline: datetime
+    """When the order fails."""
     state: str = "ordered"
+    """`ordered`, the kind of the last report, or `lost` with its node."""
     final: Report | None = None
+    """The report that ended it."""
     leased: bool = False
+    """Whether the save holds its lease, so that the worker may go on."""
     ended_at: datetime | None = None
+    """When it was answered."""
     tries: int = 1
+    """How often an order that cleans up was given, this time included."""
 
 
 def time_of(seconds: float) -> datetime:

@@ -8,63 +8,77 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from snapshot_api.meta import LabelValue
+from snapshot_shared.model import Model
 from snapshot_shared.orders import Label
 
 # All annotations of an object together may have as many bytes.
 _Annotation = Annotated[str, Meta(max_length=256 * 1024)]
 
 
-class TemplateMetadata(msgspec.Struct, frozen=True):
+class TemplateMetadata(Model):
     """Labels and annotations of the pods."""
 
     labels: Annotated[dict[str, LabelValue], Meta(max_length=256)] = {}
+    """Labels of the pods."""
     annotations: Annotated[dict[str, _Annotation], Meta(max_length=256)] = {}
+    """Annotations of the pods."""
 
 
-class TemplateEnvVar(msgspec.Struct, frozen=True):
+class TemplateEnvVar(Model):
     """One environment variable."""
 
     name: Annotated[str, Meta(min_length=1, max_length=253)]
+    """The name of the variable."""
 
 
-class TemplateVolumeMount(msgspec.Struct, frozen=True, rename="camel"):
+class TemplateVolumeMount(Model):
     """One mount."""
 
     mount_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Where it is mounted."""
 
 
-class TemplateContainer(msgspec.Struct, frozen=True, rename="camel"):
+class TemplateContainer(Model):
     """One container."""
 
     name: Label
+    """The name of the container."""
     image: Annotated[str, Meta(max_length=512)] = ""
+    """The image."""
     env: Annotated[list[TemplateEnvVar], Meta(max_length=512)] = []
+    """Environment variables."""
     volume_mounts: Annotated[list[TemplateVolumeMount], Meta(max_length=128)] = []
+    """Mounts, beside the default ones."""
 
 
-class TemplateVolume(msgspec.Struct, frozen=True):
+class TemplateVolume(Model):
     """One volume."""
 
     name: Label
+    """The name of the volume."""
 
 
-class TemplatePodSpec(msgspec.Struct, frozen=True, rename="camel"):
+class TemplatePodSpec(Model):
     """The spec of the pods."""
 
     containers: Annotated[list[TemplateContainer], Meta(min_length=1, max_length=32)]
+    """The containers; those fields that are not named here are kept as in a Pod."""
     init_containers: Annotated[list[TemplateContainer], Meta(max_length=32)] = []
+    """The containers that run before."""
     volumes: Annotated[list[TemplateVolume], Meta(max_length=128)] = []
+    """The volumes."""
 
 
-class TemplateSkeleton(msgspec.Struct, frozen=True):
+class TemplateSkeleton(Model):
     """What is declared of a pod template."""
 
     spec: TemplatePodSpec
+    """The spec of the pods, as in a Pod."""
     metadata: TemplateMetadata = TemplateMetadata()
+    """Labels and annotations of the pods."""
 
 
 OPENED: frozenset[type] = frozenset(

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from snapshot_shared.artifact import Facts
 from snapshot_shared.errors import Failure
+from snapshot_shared.model import Message
 from snapshot_shared.orders import Attempt, Label, UidStr
 
 ASKED_AT = "Snapback-Asked-At"
@@ -32,7 +33,7 @@ def _empty() -> list[Any]:
     return []
 
 
-class ApplyRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ApplyRequest(Message):
     """Store these manifests, all or none. `traceparent` becomes the trace of what follows."""
 
     documents: list[msgspec.Raw]
@@ -44,7 +45,7 @@ Action = Literal["created", "configured", "unchanged"]
 """`configured` comes from an API server alone: the operator changes no spec."""
 
 
-class Applied(msgspec.Struct, frozen=True, kw_only=True):
+class Applied(Message):
     """What became of one manifest, or with a dry run would; then a new one has no `uid`."""
 
     kind: str
@@ -54,14 +55,14 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
     action: Action
 
 
-class ApplyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ApplyReply(Message, omit_defaults=True):
     """One result a manifest in the same order, or the failure; then nothing was stored."""
 
     results: list[Applied] = msgspec.field(default_factory=_empty)
     failure: Failure | None = None
 
 
-class GetRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GetRequest(Message):
     """Read one object by name, or a page of all of a kind (in all namespaces when None)."""
 
     kind: str
@@ -71,7 +72,7 @@ class GetRequest(msgspec.Struct, frozen=True, kw_only=True):
     after: str = ""
 
 
-class GetReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GetReply(Message, omit_defaults=True):
     """Objects in the order of their keys; `next` is the `after` of the next page, or empty."""
 
     items: list[Any] = msgspec.field(default_factory=_empty)
@@ -79,7 +80,7 @@ class GetReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: Failure | None = None
 
 
-class DeleteRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DeleteRequest(Message):
     """Mark an object for deletion; it goes when its finalizers are answered.
 
     With a `uid`, only that incarnation: Conflict when another one has the name.
@@ -91,14 +92,14 @@ class DeleteRequest(msgspec.Struct, frozen=True, kw_only=True):
     uid: str = ""
 
 
-class DeleteReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DeleteReply(Message, omit_defaults=True):
     """`gone` says whether it is gone already."""
 
     gone: bool = False
     failure: Failure | None = None
 
 
-class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyRequest(Message):
     """Have every byte read of what a checkpoint, snapshot or content holds; `uid` as to delete."""
 
     kind: str
@@ -107,7 +108,7 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
     uid: str = ""
 
 
-class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class VerifyReply(Message, omit_defaults=True):
     """The content, and the number of the verification.
 
     It has ended when the content's `status.verified` is below neither that nor
@@ -119,7 +120,7 @@ class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     failure: Failure | None = None
 
 
-class CordonRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CordonRequest(Message):
     """Let nothing new begin on a node, or let it again.
 
     With a `resource_version`, only if the node has not changed since it was read: Conflict else.
@@ -130,7 +131,7 @@ class CordonRequest(msgspec.Struct, frozen=True, kw_only=True):
     resource_version: str = ""
 
 
-class CordonReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CordonReply(Message, omit_defaults=True):
     """The node, and whether it was otherwise before."""
 
     node: str = ""
@@ -138,7 +139,7 @@ class CordonReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     failure: Failure | None = None
 
 
-class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+class AbortRequest(Message):
     """End the capture behind a checkpoint, snapshot or content now. `by` is shown to people.
 
     `uid` as to delete.
@@ -151,7 +152,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     by: Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class AbortReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AbortReply(Message, omit_defaults=True):
     """The content, and the state its capture was in; it ends `Failed` with reason `Aborted`."""
 
     content: str = ""
@@ -159,13 +160,13 @@ class AbortReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: Failure | None = None
 
 
-class RequeueRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RequeueRequest(Message):
     """Publish the current order with this id again, as the operator has it."""
 
     order: str
 
 
-class RequeueReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequeueReply(Message, omit_defaults=True):
     """What was published, and for whom."""
 
     order: str = ""
@@ -175,11 +176,11 @@ class RequeueReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     failure: Failure | None = None
 
 
-class HealthRequest(msgspec.Struct, frozen=True, kw_only=True):
+class HealthRequest(Message):
     """Ask how the operator itself is."""
 
 
-class FactsReply(msgspec.Struct, frozen=True, kw_only=True):
+class FactsReply(Message):
     """What is read of the status of an agent: facts of its node, and of the artifact in question.
 
     The body of that request may be an `ArtifactRef`. `failure` says why the node cannot read it.
@@ -191,7 +192,7 @@ class FactsReply(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class HealthReply(Message, omit_defaults=True):
     """The operator's version, its last sweep (seconds since the epoch), and how full ORDERS was.
 
     `ahead_s` is how far the clock of its machine is ahead of the API server's, by which it goes.
@@ -204,7 +205,7 @@ class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     failure: Failure | None = None
 
 
-class RetentionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RetentionRequest(Message, omit_defaults=True):
     """Ask what retention would delete now; with `run` it is done first."""
 
     namespace: str | None = None
@@ -212,7 +213,7 @@ class RetentionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     after: str = ""
 
 
-class Retained(msgspec.Struct, frozen=True, kw_only=True):
+class Retained(Message):
     """One captured artifact by the object that stands for it: whether it goes, and why (not)."""
 
     kind: str
@@ -224,7 +225,7 @@ class Retained(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class RetentionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RetentionReply(Message, omit_defaults=True):
     """The artifacts by the names of their contents; `next` is the `after` of the next page.
 
     `limits` are what a namespace may keep (count, days, bytes); one that is missing is none.
@@ -236,7 +237,7 @@ class RetentionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     failure: Failure | None = None
 
 
-class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TemplateRequest(Message):
     """An agent asks for the spec of a pod that a run order names."""
 
     namespace: str
@@ -245,7 +246,7 @@ class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
     node: str
 
 
-class TemplateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TemplateReply(Message, omit_defaults=True):
     """The pod's spec as JSON (an `objects.PodSpec`), whose digest the run order carries."""
 
     spec: Any = None
@@ -255,7 +256,7 @@ class TemplateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 MAX_FOUND = 1000
 
 
-class FoundGeneration(msgspec.Struct, frozen=True, kw_only=True):
+class FoundGeneration(Message):
     """A generation that lies below an artifact root.
 
     `age_s` is how many seconds ago its directory last changed, by the agent's clock. `sealed` says
@@ -269,7 +270,7 @@ class FoundGeneration(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bool = False
 
 
-class InventoryRequest(msgspec.Struct, frozen=True, kw_only=True):
+class InventoryRequest(Message):
     """An agent asks whose the generations are that it has listed before."""
 
     node: str
@@ -280,7 +281,7 @@ Verdict = Literal["keep", "tell", "quarantine"]
 """A generation has an owner or is too young to judge; has none and is reported; or is moved."""
 
 
-class InventoryReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InventoryReply(Message, omit_defaults=True):
     """One verdict a generation in the same order.
 
     `others` is the verdict about what is no generation at all and has not changed for `after_s`
@@ -296,14 +297,14 @@ class InventoryReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 MAX_PODS = 1000
 
 
-class PodsRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PodsRequest(Message):
     """An agent asks which of the pods that it has listed before the operator does not know."""
 
     node: str
     pods: Annotated[list[UidStr], Meta(max_length=MAX_PODS)] = []
 
 
-class PodsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PodsReply(Message, omit_defaults=True):
     """The uids of those pods of which no object is there any more; the agent ends them."""
 
     unknown: list[UidStr] = msgspec.field(default_factory=_empty)
@@ -314,7 +315,7 @@ FaultAction = Literal["crash", "stall", "fail"]
 """Kill the service, wait until the step's deadline, or raise InjectedFault."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Fault(Message, omit_defaults=True):
     """What happens once when a step begins; without a verb in the first that has such a step."""
 
     action: FaultAction
@@ -323,14 +324,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stall_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
 
 
-class SimRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SimRequest(Message, omit_defaults=True):
     """Ask a service for a fault (`snap.rpc.<service>.<node>.sim`), or disarm all that are armed."""
 
     arm: Fault | None = None
     clear: bool = False
 
 
-class SimReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SimReply(Message, omit_defaults=True):
     """All that is armed in this service now, or the failure; then nothing was changed."""
 
     armed: list[Fault] = msgspec.field(default_factory=_empty)
@@ -341,7 +342,7 @@ MAX_EVENT_BYTES = 1024 * 1024
 """How large an ObjectEvent may be: what NATS carries in one message."""
 
 
-class ObjectEvent(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectEvent(Message):
     """A change of an object, announced on `subjects.event(...)`. May be lost: re-read, too.
 
     `source` names the process of the operator that made the change.

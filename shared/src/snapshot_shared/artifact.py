@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from snapshot_shared.errors import ArtifactCorrupt, InvalidName
 from snapshot_shared.ids import check_label, check_part, check_uid
+from snapshot_shared.model import Message
 from snapshot_shared.orders import (
     MAX_ATTEMPT,
     Attempt,
@@ -71,7 +72,7 @@ class FileEncryption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     data_key: Annotated[bytes, Meta(max_length=MAX_WRAPPED_BYTES)] = b""
 
 
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileEntry(Message, forbid_unknown_fields=True):
     """One regular file of a part: its size and an xxh3-128 digest for every chunk in order.
 
     The last chunk is shorter when `size` is no multiple of `chunk_bytes`. `stripe` is the name of
@@ -86,9 +87,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stripe: StripeName | UnsetType = UNSET
 
 
-class Extent(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True
-):
+class Extent(Message, forbid_unknown_fields=True, array_like=True):
     """`size` bytes of an allocation at `offset` stand in `file` at `file_offset`."""
 
     file: Annotated[int, Meta(ge=0, le=MAX_FILES)]
@@ -97,7 +96,7 @@ class Extent(
     size: Annotated[int, Meta(ge=1, le=2**50)]
 
 
-class AllocationEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AllocationEntry(Message, forbid_unknown_fields=True):
     """One allocation of a GPU memory layout. `slot` is its place in the layout."""
 
     id: ShortText
@@ -107,7 +106,7 @@ class AllocationEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     extents: list[Extent]
 
 
-class MetadataEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MetadataEntry(Message, forbid_unknown_fields=True):
     """One entry of a layout's metadata store: opaque bytes about a place in an allocation."""
 
     key: ShortText
@@ -116,7 +115,7 @@ class MetadataEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     value: Annotated[bytes, Meta(max_length=65536)]
 
 
-class SavedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedLayout(Message, forbid_unknown_fields=True):
     """A GPU memory layout as saved; `source` is the generation that was read."""
 
     source: LayoutRef
@@ -124,7 +123,7 @@ class SavedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metadata: Annotated[list[MetadataEntry], Meta(max_length=MAX_ALLOCATIONS)] = []
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class Facts(Message):
     """What the source was, as `compatibility.FACTS` has it. Unknown facts are empty."""
 
     driver: ShortText = ""
@@ -142,7 +141,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     protocol: ShortText = ""
 
 
-class SavedObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedObjects(Message, forbid_unknown_fields=True):
     """The bytes of a part are in object storage, each chunk in `<prefix>/<file>/<chunk>`.
 
     The prefix is that of the part, relative to the storage of the service's settings.
@@ -152,19 +151,19 @@ class SavedObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix: Annotated[str, Meta(max_length=512)]
 
 
-class SavedStripes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedStripes(Message, forbid_unknown_fields=True):
     """Files of a part are below these stripe roots: the id that each has, by its name."""
 
     roots: Annotated[dict[StripeName, StripeId], Meta(min_length=1, max_length=MAX_STRIPES)]
 
 
-class StripeRoot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StripeRoot(Message, forbid_unknown_fields=True):
     """Which stripe root a folder is, whatever name and path a node has for it."""
 
     id: StripeId
 
 
-class Encryption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Encryption(Message, forbid_unknown_fields=True):
     """The files of a part are encrypted; sizes and digests are those of what is on disk.
 
     `key` is the name of the key that has encrypted `data_key`, the one of this part.
@@ -175,9 +174,7 @@ class Encryption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     data_key: Annotated[bytes, Meta(max_length=MAX_WRAPPED_BYTES)]
 
 
-class Signature(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.signature"
-):
+class Signature(Message, tag_field="type", tag="snapback.v1.signature"):
     """An Ed25519 signature over the digest of a root manifest, and the name of the public key."""
 
     key: ShortText
@@ -185,12 +182,7 @@ class Signature(
 
 
 class PartManifest(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="snapback.v1.part_manifest",
+    Message, forbid_unknown_fields=True, tag_field="type", tag="snapback.v1.part_manifest"
 ):
     """Makes a directory a part. Written last in it; its digest is what `staged` reports."""
 
@@ -210,7 +202,7 @@ class PartManifest(
     encryption: Encryption | UnsetType = UNSET
 
 
-class RootPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RootPart(Message, forbid_unknown_fields=True):
     """One part as the root manifest proves it."""
 
     part: PartStr
@@ -221,12 +213,7 @@ class RootPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RootManifest(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="snapback.v1.root_manifest",
+    Message, forbid_unknown_fields=True, tag_field="type", tag="snapback.v1.root_manifest"
 ):
     """Makes a generation an artifact. Written last of all, never replaced."""
 

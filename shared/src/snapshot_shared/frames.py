@@ -26,6 +26,7 @@ from snapback_client.frames import (
     negotiated,
 )
 from snapshot_shared.errors import Failure, InvalidMessage
+from snapshot_shared.model import Message
 from snapshot_shared.orders import (
     Attempt,
     Bytes,
@@ -90,7 +91,7 @@ def check_answer(metadata: Mapping[str, str | bytes], versions: Versions) -> Non
     negotiated((version, version), versions, GRPC_PROTOCOL)
 
 
-class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+class FenceRequest(Message):
     """Keep every session off these devices, all or none, once the present ones have left.
 
     Waits at most `wait_s` for them; the fence ends by itself `deadline_s` after it was asked for.
@@ -103,26 +104,26 @@ class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: ShortText = ""
 
 
-class FenceReply(msgspec.Struct, frozen=True, kw_only=True):
+class FenceReply(Message):
     """The fence is held; what is committed on the devices that have it, in the order asked for."""
 
     vector: list[LayoutRef]
 
 
-class UnfenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+class UnfenceRequest(Message):
     """End a fence, or make sure that it never begins. With `device` it goes on on the others."""
 
     token: Token
     device: ShortText | msgspec.UnsetType = msgspec.UNSET
 
 
-class UnfenceReply(msgspec.Struct, frozen=True, kw_only=True):
+class UnfenceReply(Message):
     """`ended` is False when no such fence was active."""
 
     ended: bool
 
 
-class DropLayoutRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DropLayoutRequest(Message):
     """Free the committed layout of a device whose users are gone.
 
     With `layout_id` only that one; another is StaleLayout.
@@ -132,7 +133,7 @@ class DropLayoutRequest(msgspec.Struct, frozen=True, kw_only=True):
     layout_id: ShortText | None = None
 
 
-class DropLayoutReply(msgspec.Struct, frozen=True, kw_only=True):
+class DropLayoutReply(Message):
     """`dropped` is False when nothing was committed."""
 
     dropped: bool
@@ -142,7 +143,7 @@ MAX_EVENTS = 256
 """Events that a server remembers."""
 
 
-class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
+class StatusRequest(Message):
     """Ask what the server holds, with the latest `events` of its history."""
 
     events: Annotated[int, Meta(ge=0, le=MAX_EVENTS)] | msgspec.UnsetType = msgspec.UNSET
@@ -161,7 +162,7 @@ class EventKind(StrEnum):
     REFUSAL = "refusal"
 
 
-class EventRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EventRecord(Message, omit_defaults=True):
     """One event. `seq` counts from 1, `at_s` is monotonic: compare it with `now_s` of Status.
 
     `session` is the number of the client in this server, 0 where there is none. `reason` is a word
@@ -181,7 +182,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     bytes: int = 0
 
 
-class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
+class SessionStatus(Message):
     """One session. `state` is active, or lingering: the socket ended and imports may remain.
 
     `fence` says how the end of its process is seen: a `pidfd`, or where the kernel gave none
@@ -196,7 +197,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     fence: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class WaitingStatus(msgspec.Struct, frozen=True, kw_only=True):
+class WaitingStatus(Message):
     """One client that waits for its lock, in the order of the queue. `why` says for what."""
 
     lock: LockMode
@@ -205,7 +206,7 @@ class WaitingStatus(msgspec.Struct, frozen=True, kw_only=True):
     why: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
+class DomainStatus(Message):
     """One memory domain of a device."""
 
     domain: MemoryDomain
@@ -215,14 +216,14 @@ class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
     layout: LayoutRef | None = None
 
 
-class FenceStatus(msgspec.Struct, frozen=True, kw_only=True):
+class FenceStatus(Message):
     """A fence as it stands on one device. The token is a capability and is not shown."""
 
     phase: str
     ends_in_s: float
 
 
-class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
+class LoadStatus(Message):
     """A layout that was loaded and is not published yet. `bytes` are charged."""
 
     load_token: str
@@ -231,7 +232,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceStatus(Message):
     """One device: bytes, domains, fence and loads. `retired` bytes wait for importers to let go.
 
     `capabilities` are what it can do, 1 or 0 by name, and the version of its driver. `kind` is
@@ -253,7 +254,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     kind: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class MissingDevice(msgspec.Struct, frozen=True, kw_only=True):
+class MissingDevice(Message):
     """A device of which nothing is known now, and why."""
 
     uuid: str
@@ -261,7 +262,7 @@ class MissingDevice(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure
 
 
-class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
+class StatusReply(Message):
     """The whole server. `events` are oldest first, `now_s` is the clock of their `at_s`.
 
     `missing` are the devices whose process does not serve or does not answer.
@@ -275,7 +276,7 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[MissingDevice] | msgspec.UnsetType = msgspec.UNSET
 
 
-class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+class WatchRequest(Message):
     """Follow the history after event `after`: 0 begins with what is still remembered.
 
     With `status` each answer has the status as it is then, the first at once.
@@ -285,7 +286,7 @@ class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     status: bool = False
 
 
-class WatchReply(msgspec.Struct, frozen=True, kw_only=True):
+class WatchReply(Message):
     """What happened since the last answer. `missed` events were forgotten before they were read."""
 
     events: list[EventRecord] = []
@@ -293,7 +294,7 @@ class WatchReply(msgspec.Struct, frozen=True, kw_only=True):
     status: StatusReply | None = None
 
 
-class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
+class SaveRequest(Message):
     """Write what is committed on a device as a part. Cancelling the call leaves nothing.
 
     The part stands in `<root>/<namespace>/<content_uid>/gen-<attempt>/<part>`. Without `root` it is
@@ -311,7 +312,7 @@ class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: Seconds = 3600.0
 
 
-class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+class LoadRequest(Message):
     """Read a part into a device, verified. Cancelling the call leaves no layout.
 
     The place is named as in SaveRequest. The layout waits hidden under the load token, or is
@@ -334,20 +335,20 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: Seconds = 3600.0
 
 
-class PublishRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PublishRequest(Message):
     """Make the layout that a load left hidden the committed one. A repeat has no effect."""
 
     device: DeviceUuid
     load_token: Token
 
 
-class PublishReply(msgspec.Struct, frozen=True, kw_only=True):
+class PublishReply(Message):
     """What is committed now."""
 
     layout: LayoutRef
 
 
-class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ForgetRequest(Message):
     """Free what a load left, hidden or published, and refuse its token from now on.
 
     Without a token all layouts of the device are freed. Sessions that use them are waited for
@@ -359,7 +360,7 @@ class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: Wait | msgspec.UnsetType = msgspec.UNSET
 
 
-class ForgetReply(msgspec.Struct, frozen=True, kw_only=True):
+class ForgetReply(Message):
     """It is forgotten."""
 
 
@@ -371,7 +372,7 @@ class TransferStage(StrEnum):
     DONE = "done"
 
 
-class TransferUpdate(msgspec.Struct, frozen=True, kw_only=True):
+class TransferUpdate(Message):
     """One step of a save or a load: bytes done, of all. The last has stage `done`.
 
     Then `digest` is that of the part manifest, `path` the directory of the part, and `layout` what

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from snapshot_shared.ids import OrderId, Uid, order_id, owner_of
+from snapshot_shared.model import Message
 from snapshot_shared.orders import Report
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+class Accepted(Message, tag="accepted"):
     """An order became ours. `deadline_s` counts from `monotonic` within boot `boot_id`."""
 
     order: str
@@ -27,7 +28,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     deadline_s: float
 
 
-class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
+class Began(Message, tag="began"):
     """A step is about to begin."""
 
     order: str
@@ -35,7 +36,7 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     step: str
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+class Ended(Message, tag="ended"):
     """A step is over."""
 
     order: str
@@ -43,7 +44,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     step: str
 
 
-class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
+class Noted(Message, tag="noted"):
     """A fact that recovery will need: a pid with its start time, a path, a token."""
 
     order: str
@@ -52,13 +53,13 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
     value: Any
 
 
-class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
+class Reported(Message, tag="reported"):
     """A report that has to reach the operator."""
 
     report: Report
 
 
-class Delivered(msgspec.Struct, frozen=True, kw_only=True, tag="delivered"):
+class Delivered(Message, tag="delivered"):
     """A report reached the stream."""
 
     order: str
@@ -66,7 +67,7 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True, tag="delivered"):
     n: int
 
 
-class Tombstoned(msgspec.Struct, frozen=True, kw_only=True, tag="tombstoned"):
+class Tombstoned(Message, tag="tombstoned"):
     """No attempt up to `attempt` of the work named `subject` may begin or go on."""
 
     subject: str

@@ -26,6 +26,7 @@ from snapshot_shared.ids import (
     PART_PATTERN,
     UID_PATTERN,
 )
+from snapshot_shared.model import Message
 from snapshot_shared.units import instant
 
 SCHEMAS = (1,)
@@ -72,90 +73,125 @@ DEVICE_DRIVERS: tuple[Driver, ...] = ("criu+cuda",)
 part of its own in any case."""
 
 
-class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceRef(Message):
     """A device given to a pod: `ordinal` is the worker's own numbering, `uuid` the device.
 
     Where the memory server of the pod knows which device that is, `uuid` is its part, as `gpu-0`.
     """
 
     ordinal: Annotated[int, Meta(ge=0, le=63)]
+    """The worker's own number of the device."""
     uuid: ShortText
+    """The UUID of the device."""
 
 
-class PodRef(msgspec.Struct, frozen=True, kw_only=True):
+class PodRef(Message):
     """One incarnation of a pod, and the container in it that is meant."""
 
     namespace: Label
+    """The namespace."""
     name: Name
+    """The name."""
     uid: UidStr
+    """The uid; a pod of the same name that came later has another one."""
     container: Label = "main"
+    """The container that is meant."""
 
 
-class LayoutRef(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutRef(Message):
     """A committed layout of one device as GMS reports it under a fence."""
 
     device: ShortText
+    """The UUID of the device."""
     incarnation: ShortText
+    """The life of the GMS that holds the layout."""
     generation: Annotated[int, Meta(ge=0)]
+    """Rises with each commit on the device."""
     layout_id: ShortText
+    """Names the layout; the same after a restore."""
     structure_hash: ShortText
+    """Hash of allocations and metadata, not of contents."""
     bytes: Bytes
+    """How many bytes it has."""
 
 
-class VectorEntry(msgspec.Struct, frozen=True, kw_only=True):
+class VectorEntry(Message):
     """What one part of a capture will hold; the vector fixes the plan."""
 
     part: PartStr
+    """The part: `process` or `gpu-<ordinal>`."""
     ordinal: int | None = None
+    """The worker's own number of the device."""
     layout: LayoutRef | None = None
+    """The layout of the device, as the fence found it."""
 
 
-class PartResult(msgspec.Struct, frozen=True, kw_only=True):
+class PartResult(Message):
     """A staged part: its size and the digest of its part manifest."""
 
     part: PartStr
+    """The part: `process` or `gpu-<ordinal>`."""
     bytes: Bytes
+    """How many bytes it has."""
     digest: Digest
+    """SHA-256 of the part manifest."""
 
 
-class Proven(msgspec.Struct, frozen=True, kw_only=True):
+class Proven(Message):
     """What an artifact holds, as its root manifest says; all of it was read."""
 
     bytes: Bytes
+    """How many bytes it has."""
     parts: Annotated[list[PartResult], Meta(max_length=64)]
+    """All staged parts, with their digests."""
     vector: Annotated[list[VectorEntry], Meta(max_length=64)]
+    """What each part will hold: the plan."""
     driver: Driver
+    """The process driver."""
 
 
-class ArtifactRef(msgspec.Struct, frozen=True, kw_only=True):
+class ArtifactRef(Message):
     """A committed artifact: which generation of which content, and the proof."""
 
     namespace: Label
+    """The namespace whose folder it is in."""
     content_uid: UidStr
+    """The uid of the SnapshotContent that has the files."""
     generation: Attempt
+    """The attempt whose directory it is."""
     root_digest: Digest
+    """SHA-256 of the root manifest."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """What all orders have. `owner` is the uid of the object that the order serves."""
+class Order(Message, tag_field="type"):
+    """What all orders have."""
 
     order: OrderIdStr
+    """The id: `<verb>-<owner uid>[-<part>]`."""
     attempt: Attempt
+    """Fences the order: a higher one always wins."""
     node: NodeStr
+    """The node."""
     owner: UidStr
+    """The uid of the object that the order serves."""
     deadline_s: Seconds
+    """The budget; it begins when the receiver accepts."""
     not_after: float | None = None
+    """No start later than this, in seconds since the epoch."""
     traceparent: ShortText = ""
+    """Where it belongs in its trace (W3C)."""
     schema: int = FIRST_SCHEMA
+    """The version of the schema."""
 
 
-class DrivenOrder(Order, frozen=True, kw_only=True):
+class DrivenOrder(Order):
     """An order about one process. Every order of one capture, or restore, names the same driver."""
 
     driver: Driver = "cooperative"
+    """The process driver."""
 
 
-class RunOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.run_order"):
+class RunOrder(DrivenOrder, tag="snapback.v1.run_order"):
     """Start a pod's containers as local processes. The spec is asked for by uid and digest.
 
     With a driver of `PLACEHOLDER_DRIVERS` they get namespaces of their own; with `standby` as well
@@ -163,19 +199,25 @@ class RunOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.run_orde
     """
 
     pod: PodRef
+    """The pod."""
     template_digest: Digest
+    """SHA-256 of the pod's spec, which the agent asks for."""
     devices: list[DeviceRef] = []
+    """The devices that the pod gets."""
     standby: bool = False
+    """Start the worker waiting, to be restored."""
 
 
-class StopOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.stop_order"):
+class StopOrder(Order, tag="snapback.v1.stop_order"):
     """End a pod's containers: SIGTERM, then SIGKILL after the grace period."""
 
     pod: PodRef
+    """The pod."""
     grace_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
+    """How long after SIGTERM comes SIGKILL."""
 
 
-class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prepare_order"):
+class PrepareOrder(DrivenOrder, tag="snapback.v1.prepare_order"):
     """Open a capture: gates, quiesce, fence. Ends `prepared` with the vector.
 
     `hold_s` bounds how long the worker may stay quiesced in all, and `dump_within_s` how long it
@@ -186,86 +228,133 @@ class PrepareOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.prep
     """
 
     pod: PodRef
+    """The pod."""
     content_uid: UidStr
+    """The SnapshotContent that the capture serves."""
     devices: list[DeviceRef] = []
+    """The devices, in the worker's own order."""
     memory_server: bool = False
+    """Whether the pod has a memory server, which says its devices."""
     image_digest: ShortText = ""
+    """The digest of the image that the container was started from."""
     seccomp_profile: ShortText = ""
+    """The seccomp profile that the spec of the container's pod names: `RuntimeDefault`,
+    `Unconfined` or `Localhost/<file>`; empty if it names none."""
     fence_token: ShortText
+    """Names the fence on the devices."""
     hold_s: Seconds = 600.0
+    """How long the worker may stay quiesced in all; then the agent releases it alone."""
     dump_within_s: Seconds = 1800.0
+    """How long the worker waits for its dump; then the agent releases it alone."""
     quiesce_s: Seconds = 60.0
+    """How long the worker may take to become quiet."""
     ready_s: Seconds = 60.0
+    """How long to wait for the worker to be ready."""
     on_failure: OnFailure = "Resume"
+    """What becomes of the worker when the capture fails."""
 
 
-class DumpOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.dump_order"):
+class DumpOrder(DrivenOrder, tag="snapback.v1.dump_order"):
     """Freeze, let the driver write the process part, thaw. Ends `staged`.
 
     `release_within_s` bounds how long the worker waits for its release after that.
     """
 
     pod: PodRef
+    """The pod."""
     content_uid: UidStr
+    """The SnapshotContent that the capture serves."""
     vector: list[VectorEntry]
+    """What each part will hold: the plan."""
     release_within_s: Seconds = 1800.0
+    """How long the worker waits for its release after its dump; then the agent releases it
+    alone."""
 
 
-class SaveOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.save_order"):
+class SaveOrder(Order, tag="snapback.v1.save_order"):
     """Write one device's fenced layout as a part. Reports `leased`, ends `staged`."""
 
     namespace: Label
+    """The namespace."""
     content_uid: UidStr
+    """The SnapshotContent that the capture serves."""
     part: PartStr
+    """The part: `process` or `gpu-<ordinal>`."""
     layout: LayoutRef
+    """The layout of the device, as the fence found it."""
     fence_token: ShortText
+    """Names the fence on the devices."""
     parent: ArtifactRef | None = None
+    """An artifact of the same layout: files that did not change are shared."""
     pod: PodRef | None = None
+    """The pod."""
 
 
-class SealOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.seal_order"):
+class SealOrder(Order, tag="snapback.v1.seal_order"):
     """Check every part of the plan and write the root manifest last. Ends `sealed`."""
 
     namespace: Label
+    """The namespace."""
     content_uid: UidStr
+    """The SnapshotContent that the capture serves."""
     pod: PodRef
+    """The pod."""
     vector: list[VectorEntry]
+    """What each part will hold: the plan."""
     parts: list[PartResult]
+    """All staged parts, with their digests."""
 
 
-class ReleaseOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.release_order"):
+class ReleaseOrder(DrivenOrder, tag="snapback.v1.release_order"):
     """Let the worker go on after a capture, or end it. Ends `released`."""
 
     pod: PodRef
+    """The pod."""
     content_uid: UidStr
+    """The SnapshotContent that the capture serves."""
     policy: SourcePolicy = "Resume"
+    """What becomes of the worker after its capture."""
     outcome: Literal["complete", "aborted"] = "complete"
+    """How the capture ended."""
 
 
-class LoadOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.load_order"):
+class LoadOrder(Order, tag="snapback.v1.load_order"):
     """Load one part into a device, hidden and verified. Ends `loaded`."""
 
     artifact: ArtifactRef
+    """The committed artifact that is read."""
     part: PartStr
+    """The part: `process` or `gpu-<ordinal>`."""
     part_digest: Digest
+    """SHA-256 of the part manifest, as the root manifest has it."""
     device: ShortText
+    """The UUID of the device."""
     layout_id: ShortText
+    """Names the layout; the same after a restore."""
     structure_hash: ShortText
+    """Hash of allocations and metadata, not of contents."""
     load_token: ShortText
+    """Names the load, and the layout that it leaves hidden."""
     bytes: Bytes = 0
+    """How many bytes will be read; 0 when unknown."""
     pod: PodRef | None = None
+    """The pod."""
 
 
-class CommitOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.commit_order"):
+class CommitOrder(Order, tag="snapback.v1.commit_order"):
     """Publish the layout that a load left hidden. Ends `committed`."""
 
     device: ShortText
+    """The UUID of the device."""
     load_token: ShortText
+    """Names the load, and the layout that it leaves hidden."""
     layout_id: ShortText
+    """Names the layout; the same after a restore."""
     pod: PodRef | None = None
+    """The pod."""
 
 
-class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
+class DropOrder(Order, tag="snapback.v1.drop_order"):
     """Forget the layout of a load, hidden or committed. Ends `dropped`, also when there is none.
 
     With an empty `load_token` everything on the device that no session holds is forgotten: the
@@ -273,34 +362,44 @@ class DropOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.drop_order"):
     """
 
     device: ShortText
+    """The UUID of the device."""
     load_token: ShortText = ""
+    """The load; empty: everything that no session holds."""
     pod: PodRef | None = None
+    """The pod."""
 
 
-class PlaceOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.place_order"):
+class PlaceOrder(DrivenOrder, tag="snapback.v1.place_order"):
     """Bring the process of the process part into its placeholder, to wait there. Ends `placed`.
 
     It goes out beside the loads of the devices, for a driver of `PLACEHOLDER_DRIVERS`.
     """
 
     artifact: ArtifactRef
+    """The committed artifact that is read."""
     pod: PodRef
+    """The pod."""
     devices: list[DeviceRef] = []
+    """The devices, in the worker's own order."""
 
 
-class RestoreOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.restore_order"):
+class RestoreOrder(DrivenOrder, tag="snapback.v1.restore_order"):
     """Bring a waiting worker to the state of the process part and let it go. Ends `restored`.
 
     What an earlier `place` has brought already is let go as it is.
     """
 
     artifact: ArtifactRef
+    """The committed artifact that is read."""
     pod: PodRef
+    """The pod."""
     devices: list[DeviceRef] = []
+    """The devices, in the worker's own order."""
     ready_s: Seconds = 60.0
+    """How long to wait for the worker to be ready."""
 
 
-class AbortOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.abort_order"):
+class AbortOrder(DrivenOrder, tag="snapback.v1.abort_order"):
     """Tombstone attempts up to `attempt` of a capture, or of the restore of a pod, and compensate.
 
     The worker that waits for the restore is given `restore-failed` with the reason `why`. With
@@ -308,25 +407,35 @@ class AbortOrder(DrivenOrder, frozen=True, kw_only=True, tag="snapback.v1.abort_
     """
 
     pod: PodRef | None = None
+    """The pod."""
     content_uid: UidStr | None = None
+    """The SnapshotContent that the capture serves."""
     fence_token: ShortText | None = None
+    """Names the fence on the devices."""
     devices: list[ShortText] = []
+    """The UUIDs of the devices whose fence or load ends."""
     why: Text = ""
+    """The reason, for people."""
     on_failure: OnFailure = "Resume"
+    """What becomes of the worker when the capture fails."""
 
 
-class DeleteOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.delete_order"):
+class DeleteOrder(Order, tag="snapback.v1.delete_order"):
     """Remove one named generation of one content. Ends `deleted`, also when it is gone."""
 
     namespace: Label
+    """The namespace."""
     content_uid: UidStr
+    """The SnapshotContent that the capture serves."""
     generation: Attempt
+    """The attempt whose directory it is."""
 
 
-class VerifyOrder(Order, frozen=True, kw_only=True, tag="snapback.v1.verify_order"):
+class VerifyOrder(Order, tag="snapback.v1.verify_order"):
     """Read every byte of an artifact and compare all digests. Ends `verified`."""
 
     artifact: ArtifactRef
+    """The committed artifact that is read."""
 
 
 AgentOrder = (
@@ -462,11 +571,13 @@ CLEANING = frozenset({"release", "stop", "drop", "abort", "delete"})
 """Verbs that stay owed until they succeed, or until their node is gone."""
 
 
-class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+class StepTime(Message):
     """How long a step took, in seconds; the name is one of `steps.table`."""
 
     step: str
+    """The step, one of those of its verb."""
     seconds: float
+    """How long it took."""
 
 
 def _put_time(message: msgspec.Struct, at: float) -> None:
@@ -479,45 +590,59 @@ def _put_time(message: msgspec.Struct, at: float) -> None:
     force_setattr(message, "time", text)
 
 
-class Report(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag_field="type",
-    tag="snapback.v1.report",
-):
+class Report(Message, omit_defaults=True, tag_field="type", tag="snapback.v1.report"):
     """What became of an order. `n` counts the reports of one (order, attempt) from 1.
 
-    `at` is seconds since the epoch on the reporter's clock, for people only. `failure` is set for
-    `failed` and `rejected`. `exit_codes` are those of each container by name, `exit_code` that of
-    the pod. `paused_s` of `released` is for how many seconds the worker was quiet, where it goes on
-    and that was measured. The other fields belong to the kind that needs them.
+    `failure` is set for `failed` and `rejected`. The other fields belong to the kind that needs
+    them.
     """
 
     order: OrderIdStr
+    """The id: `<verb>-<owner uid>[-<part>]`."""
     attempt: Annotated[int, Meta(ge=0, le=1_000_000)]
+    """Fences the order: a higher one always wins."""
     n: Annotated[int, Meta(ge=1, le=10_000)]
+    """Counts the reports of one (order, attempt) from 1."""
     kind: ReportKind
+    """What happened; the last word of the subject."""
     node: NodeStr
+    """The node."""
     service: Service
+    """The service that sent it."""
     at: float
+    """When, in seconds since the epoch on the sender's clock; for people only."""
     traceparent: ShortText = ""
+    """Where it belongs in its trace (W3C)."""
     failure: Failure | None = None
+    """Why it failed or was refused."""
     vector: list[VectorEntry] = []
+    """What each part will hold: the plan."""
     part: PartResult | None = None
+    """The part that was staged."""
     root_digest: Digest | None = None
+    """SHA-256 of the root manifest."""
     proven: Proven | None = None
+    """What a verified artifact holds: its parts, the vector and the process driver."""
     bytes: Bytes = 0
+    """How many bytes were moved."""
     generation: int | None = None
+    """The generation that was committed or removed."""
     exit_code: int | None = None
+    """How the pod ended (`exited`)."""
     exit_codes: dict[Label, int] = {}
+    """How each container ended, by its name (`exited`)."""
     unconfirmed: bool = False
+    """The hold ran out and the agent let the worker go on alone."""
     message: Text = ""
+    """What happened, for people."""
     steps: list[StepTime] = []
+    """How long each step took."""
     paused_s: float = 0.0
+    """For how long the worker was paused, in seconds."""
     schema: int = FIRST_SCHEMA
+    """The version of the schema."""
     time: str = ""
+    """`at` as RFC 3339, for people; no program reads it."""
 
     def __post_init__(self) -> None:
         """Write `at` for people."""
@@ -530,98 +655,123 @@ class Report(
         return self.kind in ("failed", "rejected") or self.kind == TERMINAL.get(verb)
 
 
-class Progress(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.progress"
-):
-    """How far an order is. Lossy: only for people.
-
-    `done` and `total` are bytes, and `awaits` says what the step waits for if it waits.
-    """
+class Progress(Message, tag_field="type", tag="snapback.v1.progress"):
+    """How far an order is. Lossy: only for people."""
 
     order: OrderIdStr
+    """The id: `<verb>-<owner uid>[-<part>]`."""
     attempt: Attempt
+    """Fences the order: a higher one always wins."""
     node: NodeStr
+    """The node."""
     part: ShortText
+    """The part that is moved."""
     step: ShortText
+    """The step, one of those of its verb."""
     done: Bytes
+    """Bytes done so far."""
     total: Bytes
+    """Bytes in all."""
     at: float
+    """When, in seconds since the epoch on the sender's clock; for people only."""
     awaits: Text = ""
+    """What the step waits for, if it waits."""
     time: str = ""
+    """`at` as RFC 3339, for people; no program reads it."""
 
     def __post_init__(self) -> None:
         """Write `at` for people."""
         _put_time(self, self.at)
 
 
-class DeadLetter(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.dead_letter"
-):
+class DeadLetter(Message, tag_field="type", tag="snapback.v1.dead_letter"):
     """A message that is no order or no report: where it came from, why, and a copy."""
 
     subject: Text
+    """The subject it came on."""
     node: NodeStr
+    """The node."""
     service: Literal["agent", "gms", "operator"]
+    """The service that sent it."""
     sequence: int
+    """Its place in the stream."""
     at: float
+    """When, in seconds since the epoch on the sender's clock; for people only."""
     failure: Failure
+    """Why it failed or was refused."""
     payload: bytes
+    """A copy of the message, as base64."""
     time: str = ""
+    """`at` as RFC 3339, for people; no program reads it."""
 
     def __post_init__(self) -> None:
         """Write `at` for people."""
         _put_time(self, self.at)
 
 
-class UnreadyDriver(msgspec.Struct, frozen=True, kw_only=True):
+class UnreadyDriver(Message):
     """A process driver that a node would have and cannot use, and why."""
 
     driver: ShortText
+    """The process driver."""
     why: Failure
+    """The reason, for people."""
 
 
-class Presence(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapback.v1.presence"
-):
-    """What a node says of itself every 10 s, under its key in `snap_nodes`.
-
-    `unknown` counts what lies below its artifact root and belongs to no content, `quarantined`
-    what was moved away for that. `criu` is the version of its CRIU. `unready` are drivers
-    that the node would have, and that are not among its `drivers`. `verbs` are those that its agent
-    carries out; an agent that names none is of a release without `place`. `seccomp_profile` is the
-    one that the node has for workers of CRIU.
-    """
+class Presence(Message, tag_field="type", tag="snapback.v1.presence"):
+    """What a node says of itself every 10 s, under its key in `snap_nodes`."""
 
     node: NodeStr
+    """The node."""
     boot_id: ShortText
+    """The boot of the machine; a new one means that all processes are gone."""
     version: ShortText
+    """The version of the product."""
     schemas: list[int] = msgspec.field(default_factory=lambda: [FIRST_SCHEMA])
+    """The versions of orders that the node understands."""
     devices: list[PresenceDevice] = []
+    """The devices of the node."""
     drivers: list[ShortText] = []
+    """The process drivers that this node has."""
     criu: ShortText = ""
+    """The version of CRIU; empty when there is none."""
     unready: list[UnreadyDriver] = []
+    """Why process drivers of this node cannot be used now."""
     verbs: list[ShortText] = []
+    """The verbs of orders that the agent carries out; an older agent names none."""
     seccomp_profile: ProfileName = ""
+    """The seccomp profile that the node has for workers of CRIU."""
     artifact_root: Text = ""
+    """The folder of the artifacts on this node."""
     free_bytes: Bytes = 0
+    """Free space below the artifact root."""
     slots: int = 1
+    """How many workers are captured at a time."""
     unknown: Annotated[int, Meta(ge=0)] = 0
+    """How many entries of the artifact root belong to no content."""
     quarantined: Annotated[int, Meta(ge=0)] = 0
+    """How many unknown directories it has moved into quarantine."""
     at: float
+    """When, in seconds since the epoch on the sender's clock; for people only."""
     time: str = ""
+    """`at` as RFC 3339, for people; no program reads it."""
 
     def __post_init__(self) -> None:
         """Write `at` for people."""
         _put_time(self, self.at)
 
 
-class PresenceDevice(msgspec.Struct, frozen=True, kw_only=True):
+class PresenceDevice(Message):
     """One GPU of a node."""
 
     index: int
+    """Its number on this node."""
     uuid: ShortText
+    """The UUID of the device."""
     product: ShortText
+    """The model of the device."""
     capacity_bytes: Bytes
+    """The memory of the device."""
 
 
 def version_gap(announced: Iterable[int]) -> str:

@@ -11,9 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import msgspec
-
 from snapshot_shared.ids import short_hash
+from snapshot_shared.model import Message
 from snapshot_shared.subjects import family
 
 NANOSECONDS = 1e9
@@ -36,31 +35,36 @@ class SpanContext(NamedTuple):
 SpanKind = Literal["internal", "server", "client", "producer", "consumer"]
 
 
-class SpanRecord(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag_field="type",
-    tag="snapback.v1.span",
-):
+class SpanRecord(Message, omit_defaults=True, tag_field="type", tag="snapback.v1.span"):
     """A finished span, as the SPANS stream keeps it. Times are nanoseconds since the epoch.
 
     `kind` is that of OpenTelemetry.
     """
 
     trace_id: str
+    """The trace."""
     span_id: str
+    """The span."""
     parent_id: str = ""
+    """The span above it; empty for the first of a trace."""
     name: str
+    """A verb or a step."""
     service: str
+    """The service that sent it."""
     node: str
+    """The node."""
     start_ns: int
+    """When it began, in nanoseconds since the epoch."""
     end_ns: int
+    """When it ended, in nanoseconds since the epoch."""
     error: str = ""
+    """The reason, when it failed."""
     attributes: dict[str, str | int | float | bool] = {}
+    """Facts about the work."""
     links: list[str] = []
+    """Spans of other traces that this one belongs to."""
     kind: SpanKind = "internal"
+    """Its role; `producer` and `consumer` are of a message."""
 
 
 def parse_traceparent(value: str) -> SpanContext | None:

@@ -16,10 +16,15 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An error as a value: what reports, frames and status fields carry."""
 
     reason: str
+    """What went wrong, in CamelCase; stable."""
     message: str
+    """What happened, for people."""
     retryable: bool = False
+    """Whether the same may be tried again before any side effect."""
     values: dict[str, Any] = {}
+    """The facts involved."""
     next_step: str = ""
+    """What to do about it."""
 
     def __str__(self) -> str:
         """Return one line for people: what is wrong, then what to do."""

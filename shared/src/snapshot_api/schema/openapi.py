@@ -16,12 +16,14 @@ import msgspec
 from msgspec import inspect as mi
 from msgspec import structs
 
-from snapshot_shared.descriptions import description
+from snapshot_api.schema.texts import text_of
 
 Schema = dict[str, Any]
 
 VALIDATIONS = "x-kubernetes-validations"
 PRESERVE = "x-kubernetes-preserve-unknown-fields"
+TAG = "Names the message."
+"""What the field means by which structs differ."""
 _LIST_TYPE = "x-kubernetes-list-type"
 _MAX_REPEAT = 1000
 """The most repetitions that RE2 takes."""
@@ -193,11 +195,11 @@ def _(found: mi.StructType, additions: Additions) -> Schema:
         properties[found.tag_field] = {
             "type": "string",
             "enum": [found.tag],
-            "description": described(found.cls, found.tag_field),
+            "description": TAG,
         }
         required.append(found.tag_field)
     for field in found.fields:
-        schema = {"description": described(found.cls, field.name), **_schema(field.type, additions)}
+        schema = {"description": text_of(found.cls, field.name), **_schema(field.type, additions)}
         default = _default(field)
         if default and (found.cls, field.name) not in additions.undefaulted:
             schema["default"] = default
@@ -212,12 +214,6 @@ def _(found: mi.StructType, additions: Additions) -> Schema:
     if rules := additions.rules.get(found.cls):
         schema[VALIDATIONS] = [rule.schema() for rule in rules]
     return schema
-
-
-def described(struct: type, name: str) -> str:
-    """Return what a field means, as a sentence. LookupError when nothing describes it."""
-    text = description(struct.__name__, name)
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _default(field: mi.Field) -> Any:

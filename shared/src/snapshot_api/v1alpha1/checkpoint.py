@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, field
 
 from snapshot_api.facts import PodTemplateSpec
 from snapshot_api.meta import Amount, Argument, Condition, ObjectMeta, Quantity
 from snapshot_api.well_known import GROUP
+from snapshot_shared.model import Model
 from snapshot_shared.orders import (
     Bytes,
     Driver,
@@ -25,79 +25,105 @@ Framework = Literal["vllm", "sglang", "trtllm"]
 """The inference engines that Dynamo knows."""
 
 
-class IdentitySpec(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, dict=True
-):
+class IdentitySpec(Model, dict=True):
     """What makes two checkpoints interchangeable; `snapshot_api.identity` hashes it.
 
     A parallel size of 0 is 1, and a length of 0 is none, as a manifest written for Dynamo has it.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
+    """The model."""
     backend_framework: Framework
+    """The inference engine."""
     dynamo_version: Annotated[str, Meta(max_length=64)] = ""
+    """The version of Dynamo; empty is no part of the hash."""
     tensor_parallel_size: Annotated[int, Meta(ge=0, le=4096)] = 1
+    """GPUs over which each layer is spread."""
     pipeline_parallel_size: Annotated[int, Meta(ge=0, le=4096)] = 1
+    """GPUs over which the layers are spread."""
     dtype: Annotated[str, Meta(max_length=64)] = ""
+    """The type of the weights."""
     max_model_len: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """The longest context, in tokens."""
     extra_parameters: Annotated[
         dict[str, Annotated[str, Meta(extra_json_schema={"maxLength": 4096})]],
         Meta(extra_json_schema={"maxProperties": 256}),
     ] = {}
+    """Other parameters that make workers differ."""
 
 
-class ClientEnvVar(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class ClientEnvVar(Model):
     """One environment variable of a saver or loader, as a container of Kubernetes has it."""
 
     name: Annotated[str, Meta(min_length=1, max_length=253)]
+    """The name of the variable."""
     value: Argument = ""
+    """The value."""
     value_from: dict[str, Any] | None = None
+    """Where the value comes from, as in a Pod."""
 
 
-class VolumeMount(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class VolumeMount(Model):
     """One mount of a saver or loader, as a container of Kubernetes has it."""
 
     name: Label
+    """The name of a volume of the pod."""
     mount_path: Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^:\x00]*\Z")]
+    """Where it is mounted."""
     read_only: bool = False
+    """Whether nothing can be written there."""
     recursive_read_only: Literal["Disabled", "IfPossible", "Enabled"] | None = None
+    """Whether mounts below it are read-only, too."""
     sub_path: Annotated[str, Meta(max_length=4096)] = ""
+    """The path within the volume."""
     sub_path_expr: Annotated[str, Meta(max_length=4096)] = ""
+    """The same, with variables of the environment."""
     mount_propagation: Literal["None", "HostToContainer", "Bidirectional"] | None = None
+    """How mounts are passed between the host and the container."""
 
 
-class GmsClientSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What a saver or loader has beside, or instead of, its defaults. What is empty changes none.
-
-    `command` is the whole argument vector, with no `args` behind it.
-    """
+class GmsClientSpec(Model):
+    """What a saver or loader has beside, or instead of, its defaults; empty changes none."""
 
     image: Annotated[str, Meta(max_length=512)] = ""
+    """The image; empty for the default one."""
     command: Annotated[list[Argument], Meta(max_length=256)] = []
+    """The whole argument vector; nothing is put before or behind it."""
     envs: Annotated[list[ClientEnvVar], Meta(max_length=512)] = []
+    """Variables: one of a default's name replaces it in place, others follow; `GMS_SOCKET_DIR`
+    cannot be set."""
     env_from_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret of the namespace whose keys become variables, behind the others."""
     volume_mounts: Annotated[list[VolumeMount], Meta(max_length=64)] = []
+    """Mounts, beside the default ones."""
 
 
-class GmsCheckpointSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GmsCheckpointSpec(Model):
     """The containers that move the bytes of GPU memory. A checkpoint saves, its readers load."""
 
     saver: GmsClientSpec | None = None
+    """What the container that saves GPU memory has beside or instead of its defaults; empty changes
+    nothing."""
     loader: GmsClientSpec | None = None
+    """The container that loads GPU memory, beside a worker that is restored; refused on a
+    DynamoCheckpoint, which only saves."""
 
 
-class GpuMemoryServiceSpec(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
+class GpuMemoryServiceSpec(Model):
     """Whether the worker keeps its weights in the GPU memory service, and how in a cluster."""
 
     enabled: bool = True
+    """Whether the worker has its weights in the GPU memory service."""
     mode: Literal["intraPod", "interPod"] = "intraPod"
+    """Whether the service runs in the pod of the worker, or in one of its own."""
     device_class_name: Annotated[str, Meta(min_length=1, max_length=253)] = "gpu.nvidia.com"
+    """The DeviceClass of the claim for GPUs."""
     extra_client_containers: Annotated[
         list[Label], Meta(max_length=16, extra_json_schema={"uniqueItems": True})
     ] = []
+    """Other containers of the pod that attach to the service."""
     checkpoint: GmsCheckpointSpec | None = None
+    """The containers that save and load."""
 
     @property
     def saver(self) -> GmsClientSpec | None:
@@ -106,71 +132,81 @@ class GpuMemoryServiceSpec(
         return found if found != GmsClientSpec() else None
 
 
-class SharedMemorySpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SharedMemorySpec(Model):
     """The tmpfs at /dev/shm of a worker in a cluster."""
 
     disabled: bool = False
+    """Whether there is none."""
     size: Quantity | Amount | None = None
+    """Its size."""
 
 
-class CheckpointJobSpec(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
+class CheckpointJobSpec(Model):
     """The worker to start and capture."""
 
     pod_template_spec: PodTemplateSpec
+    """The pod to start and capture."""
     target_container_name: Label = "main"
+    """The container to capture."""
     shared_memory: SharedMemorySpec | None = None
+    """The tmpfs at /dev/shm; 8Gi without it."""
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=86400)] = 3600
+    """How long after its creation the worker may take to be captured; then its Job is ended."""
     backoff_limit: Annotated[int, Meta(ge=0, le=100)] = 0
+    """Deprecated, and on Kubernetes ignored: how often a worker that failed is started again."""
     ttl_seconds_after_finished: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Deprecated and ignored: the Job goes with its checkpoint."""
     source_policy: SourcePolicy = "Terminate"
+    """What becomes of the worker after a capture that succeeded."""
     driver: Driver = "cooperative"
+    """How the state of the process is captured."""
 
 
-class DynamoCheckpointSpec(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
+class DynamoCheckpointSpec(Model):
     """A warm worker of this identity shall exist as an artifact."""
 
     identity: IdentitySpec
+    """What makes two checkpoints interchangeable; equal ones share an artifact."""
     job: CheckpointJobSpec
+    """The worker to start and capture."""
     gpu_memory_service: GpuMemoryServiceSpec = GpuMemoryServiceSpec()
+    """Whether and how the weights are in the GPU memory service; not part of the identity."""
     deletion_policy: Literal["Delete", "Retain"] = "Delete"
+    """What becomes of the artifact when this is deleted."""
 
 
-class DynamoCheckpointStatus(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
-    """What became of it.
-
-    `shares` names the checkpoint of the same identity whose artifact this is, if not its own.
-    `location` and `storage_type` are read in what Dynamo wrote, and never written.
-    """
+class DynamoCheckpointStatus(Model):
+    """What became of it."""
 
     phase: Literal["Pending", "Creating", "Ready", "Failed", "Terminating"] = "Pending"
+    """The phase, for people; the conditions decide."""
     checkpoint_id: str = field(name="checkpointID", default="")
+    """The hash of the identity, in 16 hex digits."""
     job_name: str = ""
+    """The Job of the worker."""
     snapshot_name: str = ""
+    """The Snapshot of the worker."""
     content_name: str = ""
+    """The SnapshotContent that has the artifact."""
     shares: str = ""
+    """The checkpoint of the same identity whose artifact this is, if not its own."""
     created_at: str = ""
+    """When it became ready."""
     message: str = ""
+    """Why it waits or failed, for people."""
     bytes: Bytes = 0
+    """The size of the artifact."""
     size: str = ""
+    """The size of the artifact, for people."""
     location: str = ""
+    """Deprecated: where the artifact is stored. It is read in what Dynamo wrote, and never set."""
     storage_type: Literal["pvc", "s3", "oci"] | None = None
+    """Deprecated: how the artifact is stored. It is read in what Dynamo wrote, and never set."""
     conditions: list[Condition] = []
+    """How it stands: `Ready`, `Failed` and others, each with a reason and a message."""
 
 
-class DynamoCheckpoint(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    rename="camel",
-    tag_field="kind",
-    tag="DynamoCheckpoint",
-):
+class DynamoCheckpoint(Model, tag_field="kind", tag="DynamoCheckpoint", omit_defaults=False):
     """Asks for a checkpoint of a worker; leads to a Job, a Pod, a Snapshot and its content."""
 
     api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]

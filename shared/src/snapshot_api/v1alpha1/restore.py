@@ -5,11 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-import msgspec
-
 from snapshot_api.meta import Condition, ObjectMeta, OrderStatus
 from snapshot_api.well_known import GROUP
 from snapshot_shared.errors import Failure
+from snapshot_shared.model import Model
 from snapshot_shared.orders import (
     ArtifactRef,
     DeviceRef,
@@ -21,64 +20,76 @@ from snapshot_shared.orders import (
 from snapshot_shared.transitions import Restore
 
 
-class RestoreTarget(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreTarget(Model, omit_defaults=False):
     """The container to restore into: one incarnation of a pod, and which of its containers."""
 
     name: Name
+    """The pod."""
     uid: UidStr
+    """The uid; a pod of the same name that came later has another one."""
     container: Label = "main"
+    """The container to restore into."""
 
 
-class SnapshotRestoreSpec(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
-    """Restore one container from a snapshot. `source` names a Snapshot or DynamoCheckpoint."""
+class SnapshotRestoreSpec(Model):
+    """Restore one container from a snapshot."""
 
     pod_ref: RestoreTarget
+    """The container to restore into."""
     source: Name
+    """The Snapshot or DynamoCheckpoint, in the same namespace."""
 
 
-class SnapshotRestoreStatus(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
-    """A restore's progress. `attempt` is its fencing token, `retries` counts those after the first.
+class SnapshotRestoreStatus(Model):
+    """A restore's progress.
 
-    `content_name` asks that content to register this restore as a reader; `source_lost` is set when
-    it was gone before it did, `absent_since` while nothing has the name of the source. `artifact`,
-    `driver`, `node_name` and `devices` are fixed when an attempt begins. `restored_seconds` is how
-    long the restore took.
+    `artifact`, `driver`, `node_name` and `devices` are fixed when an attempt begins.
     """
 
     phase: str = ""
+    """The phase, for people; the conditions decide."""
     progress: str = ""
+    """The parts that are complete, of all, for people."""
     state: Restore = Restore.PENDING
+    """The state of the restore."""
     attempt: int = 0
+    """The current attempt; it fences all orders and never falls."""
     retries: int = 0
+    """How many attempts came after the first."""
     content_name: str = ""
+    """The SnapshotContent that is to register this as a reader."""
     source_lost: bool = False
+    """Whether a content that the source led to was gone before this restore could read it."""
     absent_since: datetime | None = None
+    """Since when no Snapshot or DynamoCheckpoint has the name of the source; unset while one
+    has."""
     artifact: ArtifactRef | None = None
+    """The artifact that is read, fixed when an attempt begins."""
     driver: Driver = "cooperative"
+    """The process driver."""
     node_name: str = ""
+    """The node."""
     devices: list[DeviceRef] = []
+    """The devices of the pod, in the worker's own order."""
     started_at: datetime | None = None
+    """When the attempt began."""
     restored_seconds: float = 0.0
+    """How long the restore took, from its first order to the worker that serves, in seconds."""
     orders: list[OrderStatus] = []
+    """The orders of the current attempt, and those that are not answered."""
     obligations: list[str] = []
+    """The verbs of the orders that have to be answered before this is settled."""
     failure: Failure | None = None
+    """Why it failed or was refused."""
     traceparent: str = ""
+    """Where it belongs in its trace (W3C)."""
     capture_traceparent: str = ""
+    """The span of the capture of the artifact."""
     conditions: list[Condition] = []
+    """How it stands: `Ready`, `Failed` and others, each with a reason and a message."""
 
 
-class SnapshotRestore(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    rename="camel",
-    tag_field="kind",
-    tag="SnapshotRestore",
-):
+class SnapshotRestore(Model, tag_field="kind", tag="SnapshotRestore", omit_defaults=False):
     """The restore of one container of one pod, made by the operator for its annotation."""
 
     api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
