@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from snapshot_api.schema.marks import list_map
 from snapshot_shared.model import Model
 from snapshot_shared.orders import Label, Name, Report, UidStr
 
@@ -76,6 +77,9 @@ class Condition(Model):
     """The generation of the object that this is about."""
     last_transition_time: str = ""
     """When the status changed last."""
+
+
+Conditions = Annotated[list[Condition], list_map("type")]
 
 
 class OrderStatus(Model):

@@ -11,14 +11,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from snapshot_api.meta import LabelValue
-from snapshot_shared.model import Model
+from snapshot_api.schema.marks import Open, list_map
 from snapshot_shared.orders import Label
 
 # All annotations of an object together may have as many bytes.
 _Annotation = Annotated[str, Meta(max_length=256 * 1024)]
 
 
-class TemplateMetadata(Model):
+class TemplateMetadata(Open):
     """Labels and annotations of the pods."""
 
     labels: Annotated[dict[str, LabelValue], Meta(max_length=256)] = {}
@@ -27,64 +27,59 @@ class TemplateMetadata(Model):
     """Annotations of the pods."""
 
 
-class TemplateEnvVar(Model):
+class TemplateEnvVar(Open):
     """One environment variable."""
 
     name: Annotated[str, Meta(min_length=1, max_length=253)]
     """The name of the variable."""
 
 
-class TemplateVolumeMount(Model):
+class TemplateVolumeMount(Open):
     """One mount."""
 
     mount_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Where it is mounted."""
 
 
-class TemplateContainer(Model):
+class TemplateContainer(Open):
     """One container."""
 
     name: Label
     """The name of the container."""
     image: Annotated[str, Meta(max_length=512)] = ""
     """The image."""
-    env: Annotated[list[TemplateEnvVar], Meta(max_length=512)] = []
+    env: Annotated[list[TemplateEnvVar], Meta(max_length=512), list_map("name")] = []
     """Environment variables."""
-    volume_mounts: Annotated[list[TemplateVolumeMount], Meta(max_length=128)] = []
+    volume_mounts: Annotated[
+        list[TemplateVolumeMount], Meta(max_length=128), list_map("mountPath")
+    ] = []
     """Mounts, beside the default ones."""
 
 
-class TemplateVolume(Model):
+class TemplateVolume(Open):
     """One volume."""
 
     name: Label
     """The name of the volume."""
 
 
-class TemplatePodSpec(Model):
+class TemplatePodSpec(Open):
     """The spec of the pods."""
 
-    containers: Annotated[list[TemplateContainer], Meta(min_length=1, max_length=32)]
+    containers: Annotated[
+        list[TemplateContainer], Meta(min_length=1, max_length=32), list_map("name")
+    ]
     """The containers; those fields that are not named here are kept as in a Pod."""
-    init_containers: Annotated[list[TemplateContainer], Meta(max_length=32)] = []
+    init_containers: Annotated[list[TemplateContainer], Meta(max_length=32), list_map("name")] = []
     """The containers that run before."""
-    volumes: Annotated[list[TemplateVolume], Meta(max_length=128)] = []
+    volumes: Annotated[list[TemplateVolume], Meta(max_length=128), list_map("name")] = []
     """The volumes."""
 
 
-class TemplateSkeleton(Model):
+class TemplateSkeleton(Open):
     """What is declared of a pod template."""
 
     spec: TemplatePodSpec
     """The spec of the pods, as in a Pod."""
     metadata: TemplateMetadata = TemplateMetadata()
     """Labels and annotations of the pods."""
-
-
-OPENED: frozenset[type] = frozenset(
-    {
-        *(TemplateSkeleton, TemplateMetadata, TemplatePodSpec, TemplateContainer),
-        *(TemplateEnvVar, TemplateVolumeMount, TemplateVolume),
-    }
-)
-"""All of these: the fields that they do not name are those of a Pod."""

@@ -17,7 +17,8 @@ import msgspec
 from snapshot_api.facts import GPU_RESOURCE
 from snapshot_api.kinds import KINDS, Kind
 from snapshot_api.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
-from snapshot_api.template import OPENED, TemplateSkeleton
+from snapshot_api.schema.marks import Open
+from snapshot_api.template import TemplateSkeleton
 from snapshot_api.v1alpha1.checkpoint import LOADER_REFUSED
 from snapshot_api.well_known import (
     CAPTURABLE,
@@ -313,7 +314,7 @@ def closed(schema: Any) -> Any:
 def _in_cluster(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with the metadata and the pod templates that Kubernetes takes."""
     (_, skeletons) = msgspec.json.schema_components([TemplateSkeleton])
-    own = {type_.__name__ for type_ in OPENED}
+    own = {type_.__name__ for type_ in Open.__subclasses__()}
     opened = {
         name: closed(found) | ({"additionalProperties": True} if name in own else {})
         for name, found in skeletons.items()

@@ -112,8 +112,9 @@ async def test_a_node_that_was_silent_asks_about_its_pods_again(
     monkeypatch.setattr(presence, "EVERY_S", 0.1)
     async with rig.agent():
         await until(lambda: rig.asked_pods, "the question about the pods")
-        await rig.bus.remove(subjects.NODES_BUCKET, rig.node)
-        await until(lambda: len(rig.asked_pods) >= 2, "the second question about the pods")
+        # More than once: the first presence may not be there yet.
+        while len(rig.asked_pods) < 2:
+            await rig.bus.remove(subjects.NODES_BUCKET, rig.node)
 
 
 async def test_the_agent_is_found_as_a_nats_service(node: Rig) -> None:

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from snapshot_api.kinds import KINDS
 from snapshot_api.schema.definitions import PART_OF, VERSION_ANNOTATION, definitions
-from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS, Additions, re2, schema_of
+from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS, re2, schema_of
 from snapshot_api.schema.texts import key, packed
 from snapshot_api.well_known import GROUP
 from snapshot_operator.kube.definitions import Found, Mode, next_step, version_of
@@ -153,7 +153,7 @@ def test_a_limit_that_is_exclusive_is_marked_as_such(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("type_", [int | bool, str | float, Literal[1, 2], bytes, tuple[int, str]])
 def test_a_type_that_has_no_structural_schema_is_refused(type_: Any) -> None:
     with pytest.raises(TypeError):
-        schema_of(type_, Additions())
+        schema_of(type_)
 
 
 class Undescribed(msgspec.Struct):

@@ -11,30 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from snapshot_api.facts import PodTemplateSpec
 from snapshot_api.kinds import KINDS, Kind
-from snapshot_api.meta import Condition
-from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS, Additions, Rule, Schema, schema_of
-from snapshot_api.template import (
-    OPENED,
-    TemplateContainer,
-    TemplateEnvVar,
-    TemplateSkeleton,
-    TemplateVolume,
-    TemplateVolumeMount,
-)
-from snapshot_api.v1alpha1.checkpoint import (
-    LOADER_REFUSED,
-    CheckpointJobSpec,
-    ClientEnvVar,
-    DynamoCheckpointSpec,
-    GpuMemoryServiceSpec,
-    SharedMemorySpec,
-    VolumeMount,
-)
-from snapshot_api.v1alpha1.content import ContentSource, SnapshotContentStatus
-from snapshot_api.v1alpha1.restore import SnapshotRestoreStatus
-from snapshot_api.v1alpha1.snapshot import SnapshotSource, SnapshotStatus
+from snapshot_api.schema.openapi import Schema, schema_of
 from snapshot_api.well_known import GROUP
 from snapshot_shared.orders import Name
 
@@ -48,108 +26,6 @@ VERSION_ANNOTATION = "nvidia.com/snapback-version"
 """The release that a definition is of: an older operator leaves it as it is."""
 
 RELEASE = version("snapback-operator")
-
-_RESERVED = frozenset({"namespace"})
-"""Words of CEL that are names of fields of ours, too."""
-
-_FORBIDDEN = "FieldValueForbidden"
-_IMMUTABLE = "is immutable; delete the object and apply it again"
-
-_ONE_SOURCE = Rule(
-    "has(self.podRef) != has(self.artifact)", "exactly one of podRef and artifact is needed"
-)
-_NEEDS_GMS = "needs gpuMemoryService.enabled: true"
-
-
-def _once(name: str) -> Rule:
-    """Return the rule that a field of a status stays what it is, once it is set."""
-    return Rule(
-        f"!has(oldSelf.{name}) || (has(self.{name}) && self.{name} == oldSelf.{name})",
-        "is never changed once it is set",
-        f".{name}",
-    )
-
-
-def _rising(name: str) -> Rule:
-    """Return the rule that a number of a status never falls."""
-    return Rule(
-        f"!has(oldSelf.{name}) || (has(self.{name}) && self.{name} >= oldSelf.{name})",
-        "never falls",
-        f".{name}",
-    )
-
-
-_RULES: dict[type, tuple[Rule, ...]] = {
-    DynamoCheckpointSpec: (
-        Rule(
-            "!has(self.gpuMemoryService) || !has(self.gpuMemoryService.checkpoint)"
-            " || !has(self.gpuMemoryService.checkpoint.loader)",
-            LOADER_REFUSED,
-            ".gpuMemoryService.checkpoint.loader",
-            _FORBIDDEN,
-        ),
-        Rule(
-            "!has(self.gpuMemoryService) || !self.gpuMemoryService.enabled"
-            " || self.gpuMemoryService.mode == 'intraPod'",
-            "a checkpoint captures GPU memory in mode intraPod alone",
-            ".gpuMemoryService.mode",
-        ),
-    ),
-    GpuMemoryServiceSpec: (
-        Rule(
-            "self.enabled || !has(self.checkpoint) || !has(self.checkpoint.saver)",
-            _NEEDS_GMS,
-            ".checkpoint.saver",
-            _FORBIDDEN,
-        ),
-        Rule(
-            "self.enabled || !has(self.extraClientContainers)"
-            " || size(self.extraClientContainers) == 0",
-            _NEEDS_GMS,
-            ".extraClientContainers",
-            _FORBIDDEN,
-        ),
-    ),
-    SharedMemorySpec: (
-        Rule(
-            "!has(self.size) || !has(self.disabled) || !self.disabled",
-            "must not be set together with disabled: true",
-            ".size",
-        ),
-    ),
-    CheckpointJobSpec: (
-        Rule(
-            "self.podTemplateSpec.spec.containers.exists(c, c.name == self.targetContainerName)",
-            "names no container of podTemplateSpec",
-            ".targetContainerName",
-        ),
-    ),
-    SnapshotSource: (_ONE_SOURCE,),
-    ContentSource: (
-        _ONE_SOURCE,
-        Rule("has(self.podRef) == has(self.nodeName)", "belongs to podRef", ".nodeName"),
-    ),
-    SnapshotStatus: (_once("boundSnapshotContentName"),),
-    SnapshotContentStatus: (_once("committed"), _rising("attempt")),
-    SnapshotRestoreStatus: (_rising("attempt"),),
-}
-
-_ADDITIONS = Additions(
-    rules=_RULES,
-    # A worker that does not name it has no memory server, and needs no claim.
-    undefaulted=frozenset({(DynamoCheckpointSpec, "gpu_memory_service")}),
-    keys={
-        Condition: ("type",),
-        ClientEnvVar: ("name",),
-        VolumeMount: ("mountPath",),
-        TemplateContainer: ("name",),
-        TemplateEnvVar: ("name",),
-        TemplateVolumeMount: ("mountPath",),
-        TemplateVolume: ("name",),
-    },
-    opened=OPENED,
-    skeletons={PodTemplateSpec: TemplateSkeleton},
-)
 
 
 class Column(NamedTuple):
@@ -275,7 +151,7 @@ def _definition(kind: Kind) -> dict[str, Any]:
 def _schema_of(kind: Kind) -> Schema:
     hints = msgspec.structs.fields(kind.type)
     types = {field.name: field.type for field in hints if field.name in ("spec", "status")}
-    spec, status = (schema_of(types[name], _ADDITIONS) for name in ("spec", "status"))
+    spec, status = (schema_of(types[name]) for name in ("spec", "status"))
     text = " ".join((kind.type.__doc__ or "").split())
     return {
         "type": "object",
@@ -291,30 +167,8 @@ def _schema_of(kind: Kind) -> Schema:
             },
             "spec": {
                 "description": "What is wanted; it never changes.",
-                **_fixed(spec),
+                **spec,
             },
             "status": {"description": "How it stands, as the operator writes it.", **status},
         },
     }
-
-
-def _fixed(schema: Schema) -> Schema:
-    """Return the schema of an object none of whose fields ever changes, each refused by its path.
-
-    What may be left out has the rule at its parent: one at the field itself is not looked at when
-    the field is added or removed.
-    """
-    rules: list[Schema] = []
-    properties: Schema = {}
-    for name, found in schema["properties"].items():
-        is_present = name in schema.get("required", ()) or "default" in found
-        if is_present and "properties" in found and not found.get(PRESERVE):
-            properties[name] = _fixed(found)
-            continue
-        properties[name] = found
-        cel = f"__{name}__" if name in _RESERVED else name
-        same = f"self.{cel} == oldSelf.{cel}"
-        both = f"has(self.{cel}) == has(oldSelf.{cel}) && (!has(self.{cel}) || {same})"
-        rules.append(Rule(same if is_present else both, _IMMUTABLE, f".{name}").schema())
-    validations = [*schema.get(VALIDATIONS, []), *rules]
-    return schema | {"properties": properties} | ({VALIDATIONS: validations} if validations else {})

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import singledispatch
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import inspect as mi
 from msgspec import structs
 
+from snapshot_api.schema.marks import Marks, Open, Rule
 from snapshot_api.schema.texts import text_of
 
 Schema = dict[str, Any]
@@ -25,6 +26,9 @@ PRESERVE = "x-kubernetes-preserve-unknown-fields"
 TAG = "Names the message."
 """What the field means by which structs differ."""
 _LIST_TYPE = "x-kubernetes-list-type"
+_RESERVED = frozenset({"namespace"})
+"""Words of CEL that are names of fields of ours, too."""
+_IMMUTABLE = "is immutable; delete the object and apply it again"
 _MAX_REPEAT = 1000
 """The most repetitions that RE2 takes."""
 
@@ -32,38 +36,9 @@ _ESCAPED = re.compile(r"\\(x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _PORTABLE_ESCAPES = frozenset(r".-+*?()[]{}|^$/\\")
 
 
-class Rule(NamedTuple):
-    """One CEL rule of a struct. `field` is the path that its error names, such as `.saver`."""
-
-    rule: str
-    message: str
-    field: str = ""
-    reason: str = "FieldValueInvalid"
-
-    def schema(self) -> Schema:
-        """Return the rule as an entry of `x-kubernetes-validations`."""
-        path = {"fieldPath": self.field} if self.field else {}
-        return {"rule": self.rule, "message": self.message, "reason": self.reason, **path}
-
-
-class Additions(NamedTuple):
-    """What Kubernetes has to know of structs beside their fields.
-
-    `keys` names the fields by which the items of a list differ. Structs in `opened` keep the fields
-    that they do not have, and those in `skeletons` are declared as the struct given there. A field
-    in `undefaulted` stays away where it is left out, because that means something else here.
-    """
-
-    rules: Mapping[type, tuple[Rule, ...]] = {}
-    keys: Mapping[type, tuple[str, ...]] = {}
-    opened: frozenset[type] = frozenset()
-    skeletons: Mapping[type, type] = {}
-    undefaulted: frozenset[tuple[type, str]] = frozenset()
-
-
-def schema_of(type_: Any, additions: Additions | None = None) -> Schema:
+def schema_of(type_: Any) -> Schema:
     """Return the structural schema of a type. TypeError names what has none."""
-    return _schema(mi.type_info(type_), additions or Additions())
+    return _schema(mi.type_info(type_))
 
 
 def re2(pattern: str) -> str:
@@ -89,12 +64,12 @@ def _without_escape(found: re.Match[str]) -> str:
 
 
 @singledispatch
-def _schema(found: mi.Type, _additions: Additions) -> Schema:
+def _schema(found: mi.Type) -> Schema:
     raise TypeError(f"{found} has no structural schema")
 
 
 @_schema.register
-def _(found: mi.StrType, _additions: Additions) -> Schema:
+def _(found: mi.StrType) -> Schema:
     schema: Schema = {"type": "string"}
     if found.pattern is not None:
         schema["pattern"] = re2(found.pattern)
@@ -102,93 +77,90 @@ def _(found: mi.StrType, _additions: Additions) -> Schema:
 
 
 @_schema.register
-def _(found: mi.IntType, _additions: Additions) -> Schema:
+def _(found: mi.IntType) -> Schema:
     return {"type": "integer", "format": "int64", **_range(found)}
 
 
 @_schema.register
-def _(found: mi.FloatType, _additions: Additions) -> Schema:
+def _(found: mi.FloatType) -> Schema:
     return {"type": "number", "format": "double", **_range(found)}
 
 
 @_schema.register
-def _(_found: mi.BoolType, _additions: Additions) -> Schema:
+def _(_found: mi.BoolType) -> Schema:
     return {"type": "boolean"}
 
 
 @_schema.register
-def _(_found: mi.DateTimeType, _additions: Additions) -> Schema:
+def _(_found: mi.DateTimeType) -> Schema:
     return {"type": "string", "format": "date-time"}
 
 
 @_schema.register
-def _(found: mi.LiteralType, _additions: Additions) -> Schema:
+def _(found: mi.LiteralType) -> Schema:
     if not all(isinstance(value, str) for value in found.values):
         raise TypeError(f"{found}: only strings can be enumerated")
     return {"type": "string", "enum": list(found.values)}
 
 
 @_schema.register
-def _(found: mi.EnumType, _additions: Additions) -> Schema:
+def _(found: mi.EnumType) -> Schema:
     return {"type": "string", "enum": [str(member.value) for member in found.cls]}
 
 
 @_schema.register
-def _(_found: mi.RawType, _additions: Additions) -> Schema:
+def _(_found: mi.RawType) -> Schema:
     return {"type": "object", PRESERVE: True}
 
 
 @_schema.register
-def _(_found: mi.AnyType, _additions: Additions) -> Schema:
+def _(_found: mi.AnyType) -> Schema:
     return {PRESERVE: True}
 
 
 @_schema.register
-def _(found: mi.ListType, additions: Additions) -> Schema:
-    schema = {"type": "array", "items": _schema(found.item_type, additions)}
-    schema |= _limits(found, {"min_length": "minItems", "max_length": "maxItems"})
-    item = found.item_type
-    keys = additions.keys.get(item.cls) if isinstance(item, mi.StructType) else None
-    if keys:
-        schema |= {_LIST_TYPE: "map", "x-kubernetes-list-map-keys": list(keys)}
-    return schema
+def _(found: mi.ListType) -> Schema:
+    schema = {"type": "array", "items": _schema(found.item_type)}
+    return schema | _limits(found, {"min_length": "minItems", "max_length": "maxItems"})
 
 
 @_schema.register
-def _(found: mi.DictType, additions: Additions) -> Schema:
+def _(found: mi.DictType) -> Schema:
     # The names of properties have no schema in Kubernetes, so those of `key_type` are not checked.
     if isinstance(found.value_type, mi.AnyType):
         return {"type": "object", PRESERVE: True}
-    schema = {"type": "object", "additionalProperties": _schema(found.value_type, additions)}
+    schema = {"type": "object", "additionalProperties": _schema(found.value_type)}
     return schema | _limits(found, {"min_length": "minProperties", "max_length": "maxProperties"})
 
 
 @_schema.register
-def _(found: mi.UnionType, additions: Additions) -> Schema:
+def _(found: mi.UnionType) -> Schema:
     options = [option for option in found.types if not isinstance(option, mi.NoneType)]
     if len(options) == 1:
-        return _schema(options[0], additions)
+        return _schema(options[0])
     kinds = {type(option): option for option in options}
     if set(kinds) != {mi.IntType, mi.StrType}:
         raise TypeError(f"{found}: a structural schema has one type, or is an integer or a string")
-    text = _schema(kinds[mi.StrType], additions)
+    text = _schema(kinds[mi.StrType])
     del text["type"]
     either = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
     return {**either, "x-kubernetes-int-or-string": True, **text}
 
 
 @_schema.register
-def _(found: mi.Metadata, additions: Additions) -> Schema:
+def _(found: mi.Metadata) -> Schema:
     extra = dict(found.extra_json_schema or {})
     if extra.pop("uniqueItems", False):
         extra[_LIST_TYPE] = "set"
-    return _schema(found.type, additions) | extra
+    marks = _marks(found)
+    if marks.list_map:
+        extra |= {_LIST_TYPE: "map", "x-kubernetes-list-map-keys": list(marks.list_map)}
+    schema = _schema(mi.type_info(marks.declared) if marks.declared else found.type) | extra
+    return _fixed(schema) if marks.is_immutable else schema
 
 
 @_schema.register
-def _(found: mi.StructType, additions: Additions) -> Schema:
-    if found.cls in additions.skeletons:
-        return schema_of(additions.skeletons[found.cls], additions)
+def _(found: mi.StructType) -> Schema:
     properties: Schema = {}
     required = []
     if found.tag_field is not None:
@@ -199,9 +171,8 @@ def _(found: mi.StructType, additions: Additions) -> Schema:
         }
         required.append(found.tag_field)
     for field in found.fields:
-        schema = {"description": text_of(found.cls, field.name), **_schema(field.type, additions)}
-        default = _default(field)
-        if default and (found.cls, field.name) not in additions.undefaulted:
+        schema = {"description": text_of(found.cls, field.name), **_schema(field.type)}
+        if (default := _default(field)) and not _marks(field.type).is_undefaulted:
             schema["default"] = default
         properties[field.encode_name] = schema
         if field.required:
@@ -209,11 +180,42 @@ def _(found: mi.StructType, additions: Additions) -> Schema:
     schema = {"type": "object", "properties": properties}
     if required:
         schema["required"] = required
-    if found.cls in additions.opened:
+    if issubclass(found.cls, Open):
         schema[PRESERVE] = True
-    if rules := additions.rules.get(found.cls):
-        schema[VALIDATIONS] = [rule.schema() for rule in rules]
+    if rules := getattr(found.cls, "RULES", ()):
+        schema[VALIDATIONS] = [_validation(rule) for rule in rules]
     return schema
+
+
+def _marks(found: mi.Type) -> Marks:
+    return Marks(**(found.extra or {})) if isinstance(found, mi.Metadata) else Marks()
+
+
+def _validation(rule: Rule) -> Schema:
+    path = {"fieldPath": rule.path} if rule.path else {}
+    return {"rule": rule.cel, "message": rule.message, "reason": rule.reason, **path}
+
+
+def _fixed(schema: Schema) -> Schema:
+    """Return the schema of an object none of whose fields ever changes, each refused by its path.
+
+    What may be left out has the rule at its parent: one at the field itself is not looked at when
+    the field is added or removed.
+    """
+    rules: list[Schema] = []
+    properties: Schema = {}
+    for name, found in schema["properties"].items():
+        is_present = name in schema.get("required", ()) or "default" in found
+        if is_present and "properties" in found and not found.get(PRESERVE):
+            properties[name] = _fixed(found)
+            continue
+        properties[name] = found
+        cel = f"__{name}__" if name in _RESERVED else name
+        same = f"self.{cel} == oldSelf.{cel}"
+        both = f"has(self.{cel}) == has(oldSelf.{cel}) && (!has(self.{cel}) || {same})"
+        rules.append(_validation(Rule(same if is_present else both, _IMMUTABLE, f".{name}")))
+    validations = [*schema.get(VALIDATIONS, []), *rules]
+    return schema | {"properties": properties} | ({VALIDATIONS: validations} if validations else {})
 
 
 def _default(field: mi.Field) -> Any:

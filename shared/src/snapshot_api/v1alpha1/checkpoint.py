@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
 from snapshot_api.facts import PodTemplateSpec
-from snapshot_api.meta import Amount, Argument, Condition, ObjectMeta, Quantity
+from snapshot_api.meta import Amount, Argument, Conditions, ObjectMeta, Quantity
+from snapshot_api.schema.marks import FORBIDDEN, IMMUTABLE, UNDEFAULTED, Rule, declared_as, list_map
+from snapshot_api.template import TemplateSkeleton
 from snapshot_api.well_known import GROUP
 from snapshot_shared.model import Model
 from snapshot_shared.orders import (
@@ -20,6 +22,8 @@ from snapshot_shared.orders import (
 LOADER_REFUSED = "a checkpoint only saves; set the loader where a pod is restored from it"
 """Why a DynamoCheckpoint has no loader, in a cluster and standalone."""
 
+
+_NEEDS_GMS = "needs gpuMemoryService.enabled: true"
 
 Framework = Literal["vllm", "sglang", "trtllm"]
 """The inference engines that Dynamo knows."""
@@ -89,12 +93,12 @@ class GmsClientSpec(Model):
     """The image; empty for the default one."""
     command: Annotated[list[Argument], Meta(max_length=256)] = []
     """The whole argument vector; nothing is put before or behind it."""
-    envs: Annotated[list[ClientEnvVar], Meta(max_length=512)] = []
+    envs: Annotated[list[ClientEnvVar], Meta(max_length=512), list_map("name")] = []
     """Variables: one of a default's name replaces it in place, others follow; `GMS_SOCKET_DIR`
     cannot be set."""
     env_from_secret: Annotated[str, Meta(max_length=253)] = ""
     """A Secret of the namespace whose keys become variables, behind the others."""
-    volume_mounts: Annotated[list[VolumeMount], Meta(max_length=64)] = []
+    volume_mounts: Annotated[list[VolumeMount], Meta(max_length=64), list_map("mountPath")] = []
     """Mounts, beside the default ones."""
 
 
@@ -111,6 +115,22 @@ class GmsCheckpointSpec(Model):
 
 class GpuMemoryServiceSpec(Model):
     """Whether the worker keeps its weights in the GPU memory service, and how in a cluster."""
+
+    RULES: ClassVar = (
+        Rule(
+            "self.enabled || !has(self.checkpoint) || !has(self.checkpoint.saver)",
+            _NEEDS_GMS,
+            ".checkpoint.saver",
+            FORBIDDEN,
+        ),
+        Rule(
+            "self.enabled || !has(self.extraClientContainers)"
+            " || size(self.extraClientContainers) == 0",
+            _NEEDS_GMS,
+            ".extraClientContainers",
+            FORBIDDEN,
+        ),
+    )
 
     enabled: bool = True
     """Whether the worker has its weights in the GPU memory service."""
@@ -135,6 +155,14 @@ class GpuMemoryServiceSpec(Model):
 class SharedMemorySpec(Model):
     """The tmpfs at /dev/shm of a worker in a cluster."""
 
+    RULES: ClassVar = (
+        Rule(
+            "!has(self.size) || !has(self.disabled) || !self.disabled",
+            "must not be set together with disabled: true",
+            ".size",
+        ),
+    )
+
     disabled: bool = False
     """Whether there is none."""
     size: Quantity | Amount | None = None
@@ -144,7 +172,15 @@ class SharedMemorySpec(Model):
 class CheckpointJobSpec(Model):
     """The worker to start and capture."""
 
-    pod_template_spec: PodTemplateSpec
+    RULES: ClassVar = (
+        Rule(
+            "self.podTemplateSpec.spec.containers.exists(c, c.name == self.targetContainerName)",
+            "names no container of podTemplateSpec",
+            ".targetContainerName",
+        ),
+    )
+
+    pod_template_spec: Annotated[PodTemplateSpec, declared_as(TemplateSkeleton)]
     """The pod to start and capture."""
     target_container_name: Label = "main"
     """The container to capture."""
@@ -165,11 +201,27 @@ class CheckpointJobSpec(Model):
 class DynamoCheckpointSpec(Model):
     """A warm worker of this identity shall exist as an artifact."""
 
+    RULES: ClassVar = (
+        Rule(
+            "!has(self.gpuMemoryService) || !has(self.gpuMemoryService.checkpoint)"
+            " || !has(self.gpuMemoryService.checkpoint.loader)",
+            LOADER_REFUSED,
+            ".gpuMemoryService.checkpoint.loader",
+            FORBIDDEN,
+        ),
+        Rule(
+            "!has(self.gpuMemoryService) || !self.gpuMemoryService.enabled"
+            " || self.gpuMemoryService.mode == 'intraPod'",
+            "a checkpoint captures GPU memory in mode intraPod alone",
+            ".gpuMemoryService.mode",
+        ),
+    )
+
     identity: IdentitySpec
     """What makes two checkpoints interchangeable; equal ones share an artifact."""
     job: CheckpointJobSpec
     """The worker to start and capture."""
-    gpu_memory_service: GpuMemoryServiceSpec = GpuMemoryServiceSpec()
+    gpu_memory_service: Annotated[GpuMemoryServiceSpec, UNDEFAULTED] = GpuMemoryServiceSpec()
     """Whether and how the weights are in the GPU memory service; not part of the identity."""
     deletion_policy: Literal["Delete", "Retain"] = "Delete"
     """What becomes of the artifact when this is deleted."""
@@ -202,7 +254,7 @@ class DynamoCheckpointStatus(Model):
     """Deprecated: where the artifact is stored. It is read in what Dynamo wrote, and never set."""
     storage_type: Literal["pvc", "s3", "oci"] | None = None
     """Deprecated: how the artifact is stored. It is read in what Dynamo wrote, and never set."""
-    conditions: list[Condition] = []
+    conditions: Conditions = []
     """How it stands: `Ready`, `Failed` and others, each with a reason and a message."""
 
 
@@ -211,5 +263,5 @@ class DynamoCheckpoint(Model, tag_field="kind", tag="DynamoCheckpoint", omit_def
 
     api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
     metadata: ObjectMeta
-    spec: DynamoCheckpointSpec
+    spec: Annotated[DynamoCheckpointSpec, IMMUTABLE]
     status: DynamoCheckpointStatus = DynamoCheckpointStatus()

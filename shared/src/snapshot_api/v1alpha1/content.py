@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from snapshot_api.meta import Condition, ObjectMeta, OrderStatus
-from snapshot_api.v1alpha1.snapshot import ArtifactSource, PodSource
+from snapshot_api.meta import Conditions, ObjectMeta, OrderStatus
+from snapshot_api.schema.marks import IMMUTABLE, Rule, never_falls, set_once
+from snapshot_api.v1alpha1.snapshot import ONE_SOURCE, ArtifactSource, PodSource
 from snapshot_api.well_known import GROUP
 from snapshot_shared.errors import Failure
 from snapshot_shared.model import Model
@@ -41,6 +42,11 @@ class SnapshotRef(Model, omit_defaults=False):
 
 class ContentSource(Model):
     """The captured pod, its node and its devices, fixed at binding; or an artifact that exists."""
+
+    RULES: ClassVar = (
+        ONE_SOURCE,
+        Rule("has(self.podRef) == has(self.nodeName)", "belongs to podRef", ".nodeName"),
+    )
 
     namespace: Label
     """The namespace of the pod."""
@@ -96,6 +102,8 @@ class Committed(Model, omit_defaults=False):
 class SnapshotContentStatus(Model):
     """A capture's progress and its result."""
 
+    RULES: ClassVar = (set_once("committed"), never_falls("attempt"))
+
     phase: str = ""
     """The phase, for people; the conditions decide."""
     progress: str = ""
@@ -138,7 +146,7 @@ class SnapshotContentStatus(Model):
     """Why it failed or was refused."""
     traceparent: str = ""
     """Where it belongs in its trace (W3C)."""
-    conditions: list[Condition] = []
+    conditions: Conditions = []
     """How it stands: `Ready`, `Failed` and others, each with a reason and a message."""
 
 
@@ -147,7 +155,7 @@ class SnapshotContent(Model, tag_field="kind", tag="SnapshotContent", omit_defau
 
     api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
     metadata: ObjectMeta
-    spec: SnapshotContentSpec
+    spec: Annotated[SnapshotContentSpec, IMMUTABLE]
     status: SnapshotContentStatus = SnapshotContentStatus()
 
     @property

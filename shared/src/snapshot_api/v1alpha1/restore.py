@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-from snapshot_api.meta import Condition, ObjectMeta, OrderStatus
+from snapshot_api.meta import Conditions, ObjectMeta, OrderStatus
+from snapshot_api.schema.marks import IMMUTABLE, never_falls
 from snapshot_api.well_known import GROUP
 from snapshot_shared.errors import Failure
 from snapshot_shared.model import Model
@@ -46,6 +47,8 @@ class SnapshotRestoreStatus(Model):
     `artifact`, `driver`, `node_name` and `devices` are fixed when an attempt begins.
     """
 
+    RULES: ClassVar = (never_falls("attempt"),)
+
     phase: str = ""
     """The phase, for people; the conditions decide."""
     progress: str = ""
@@ -85,7 +88,7 @@ class SnapshotRestoreStatus(Model):
     """Where it belongs in its trace (W3C)."""
     capture_traceparent: str = ""
     """The span of the capture of the artifact."""
-    conditions: list[Condition] = []
+    conditions: Conditions = []
     """How it stands: `Ready`, `Failed` and others, each with a reason and a message."""
 
 
@@ -94,7 +97,7 @@ class SnapshotRestore(Model, tag_field="kind", tag="SnapshotRestore", omit_defau
 
     api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
     metadata: ObjectMeta
-    spec: SnapshotRestoreSpec
+    spec: Annotated[SnapshotRestoreSpec, IMMUTABLE]
     status: SnapshotRestoreStatus = SnapshotRestoreStatus()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, field
 
-from snapshot_api.meta import Condition, ObjectMeta
+from snapshot_api.meta import Conditions, ObjectMeta
+from snapshot_api.schema.marks import IMMUTABLE, Rule, set_once
 from snapshot_api.well_known import GROUP
 from snapshot_shared.model import Model
 from snapshot_shared.orders import (
@@ -18,6 +19,10 @@ from snapshot_shared.orders import (
     Name,
     SourcePolicy,
     UidStr,
+)
+
+ONE_SOURCE = Rule(
+    "has(self.podRef) != has(self.artifact)", "exactly one of podRef and artifact is needed"
 )
 
 
@@ -51,6 +56,8 @@ class ArtifactSource(Model, omit_defaults=False):
 class SnapshotSource(Model):
     """Where a snapshot comes from: a running pod, or an artifact that exists. One of them."""
 
+    RULES: ClassVar = (ONE_SOURCE,)
+
     pod_ref: PodSource | None = None
     """The running pod to capture."""
     artifact: ArtifactSource | None = None
@@ -77,6 +84,8 @@ class SnapshotSpec(Model):
 class SnapshotStatus(Model):
     """Which content holds it, and how it stands."""
 
+    RULES: ClassVar = (set_once("boundSnapshotContentName"),)
+
     phase: str = ""
     """The phase, for people; the conditions decide."""
     bound_snapshot_content_name: Annotated[
@@ -87,7 +96,7 @@ class SnapshotStatus(Model):
     """The size of the artifact."""
     size: str = ""
     """The size of the artifact, for people."""
-    conditions: list[Condition] = []
+    conditions: Conditions = []
     """How it stands: `Ready`, `Failed` and others, each with a reason and a message."""
 
 
@@ -96,5 +105,5 @@ class Snapshot(Model, tag_field="kind", tag="Snapshot", omit_defaults=False):
 
     api_version: Literal["nvidia.com/v1alpha1"] = GROUP  # type: ignore[assignment]
     metadata: ObjectMeta
-    spec: SnapshotSpec
+    spec: Annotated[SnapshotSpec, IMMUTABLE]
     status: SnapshotStatus = SnapshotStatus()
