@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
-from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS
 from snapshot_api.manifests import message_schemas
 from snapshot_api.schema.openapi import TAG
 from snapshot_api.schema.texts import text_of

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from snapshot_api.kind import Kind
 from snapshot_api.meta import (
     Amount,
     AnnotationValue,
@@ -205,3 +206,8 @@ class Node(Model, tag_field="kind", tag="Node", omit_defaults=False):
 def gpus_wanted(spec: PodSpec) -> int:
     """Return the number of whole devices that a pod's containers ask for together."""
     return sum(int(c.resources.limits.get(GPU_RESOURCE, 0)) for c in spec.containers)
+
+
+JOB = Kind("Job", "batch/v1", "jobs", "job", Job)
+POD = Kind("Pod", "v1", "pods", "po", Pod)
+NODE = Kind("Node", "v1", "nodes", "no", Node, namespaced=False, appliable=False)

@@ -2,66 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
+from snapshot_api import facts
 from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.kind import Kind
+from snapshot_api.v1alpha1 import checkpoint, content, restore, snapshot
 from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
 from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_api.v1alpha1.restore import SnapshotRestore
 from snapshot_api.v1alpha1.snapshot import Snapshot
-from snapshot_api.well_known import GROUP
 from snapshot_shared.errors import NotFound
 
 AnyObject = DynamoCheckpoint | Snapshot | SnapshotContent | SnapshotRestore | Job | Pod | Node
 
 
-class Kind(NamedTuple):
-    """How a kind is named, stored and decoded."""
-
-    name: str
-    api_version: str
-    plural: str
-    short: str
-    type: type[Any]
-    namespaced: bool = True
-    appliable: bool = True
-    others: tuple[str, ...] = ()
-
-
-_ALL_KINDS = (
-    Kind(
-        "DynamoCheckpoint",
-        GROUP,
-        "dynamocheckpoints",
-        "dckpt",
-        DynamoCheckpoint,
-        others=("ckpt", "checkpoint", "checkpoints"),
-    ),
-    Kind("Snapshot", GROUP, "snapshots", "snap", Snapshot),
-    Kind(
-        "SnapshotContent",
-        GROUP,
-        "snapshotcontents",
-        "snapcontent",
-        SnapshotContent,
-        namespaced=False,
-        appliable=False,
-    ),
-    Kind(
-        "SnapshotRestore",
-        GROUP,
-        "snapshotrestores",
-        "srestore",
-        SnapshotRestore,
-        appliable=False,
-        others=("restore", "restores"),
-    ),
-    Kind("Job", "batch/v1", "jobs", "job", Job),
-    Kind("Pod", "v1", "pods", "po", Pod),
-    Kind("Node", "v1", "nodes", "no", Node, namespaced=False, appliable=False),
+_ALL = (
+    *(checkpoint.KIND, snapshot.KIND, content.KIND, restore.KIND),
+    *(facts.JOB, facts.POD, facts.NODE),
 )
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL_KINDS}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 
 
 def kind_of(value: AnyObject) -> Kind:

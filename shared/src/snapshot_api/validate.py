@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import msgspec
 
 from snapshot_api.facts import GPU_RESOURCE
-from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS
 from snapshot_api.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
 from snapshot_api.schema.marks import Open
 from snapshot_api.template import TemplateSkeleton

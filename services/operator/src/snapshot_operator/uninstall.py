@@ -20,7 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from snapshot_api.facts import AGENT_LABEL, SECCOMP_LABEL
-from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS
 from snapshot_api.well_known import ABORT, GROUP
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME

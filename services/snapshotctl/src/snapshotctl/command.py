@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from snapshot_api.kinds import KINDS, Kind, find_kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS, find_kind
 from snapshot_shared.errors import Failure, SnapbackError, failure_of
 from snapshotctl.domain import targets
 from snapshotctl.domain.exits import Exit, exit_of

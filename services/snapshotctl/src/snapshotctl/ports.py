@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from snapshot_api.kinds import AnyObject, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import AnyObject
 from snapshot_shared.api import (
     AbortReply,
     Applied,

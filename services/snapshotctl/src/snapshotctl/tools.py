@@ -23,7 +23,7 @@ from snapshotctl.domain.exits import WrongArguments
 from snapshotctl.domain.formats import OutputFormat
 
 if TYPE_CHECKING:
-    from snapshot_api.kinds import Kind
+    from snapshot_api.kind import Kind
     from snapshot_shared.telemetry import Telemetry
     from snapshotctl.adapters.cluster_logs import ClusterLogs
     from snapshotctl.adapters.folders import Folders

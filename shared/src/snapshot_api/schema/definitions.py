@@ -1,17 +1,14 @@
-"""The CustomResourceDefinitions of our kinds, made of their structs.
-
-What a struct cannot say stands here: the rules between fields (CEL), the keys of lists, and the
-columns of `kubectl get`.
-"""
+"""The CustomResourceDefinitions of our kinds, made of their declarations."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from snapshot_api.kinds import KINDS, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS
 from snapshot_api.schema.openapi import Schema, schema_of
 from snapshot_api.well_known import GROUP
 from snapshot_shared.orders import Name
@@ -25,87 +22,7 @@ PART_OF = ("app.kubernetes.io/part-of", "snapback")
 VERSION_ANNOTATION = "nvidia.com/snapback-version"
 """The release that a definition is of: an older operator leaves it as it is."""
 
-RELEASE = version("snapback-operator")
-
-
-class Column(NamedTuple):
-    """One column of `kubectl get`; a wide one is shown with `-o wide`."""
-
-    name: str
-    path: str
-    description: str
-    type: str = "string"
-    is_wide: bool = False
-
-    def schema(self) -> Schema:
-        """Return the column as an entry of `additionalPrinterColumns`."""
-        wide = {"priority": 1} if self.is_wide else {}
-        named = {"name": self.name, "type": self.type, "jsonPath": self.path}
-        return {**named, "description": self.description, **wide}
-
-
-_READY = ".status.conditions[?(@.type=='Ready')]"
-_AGE = Column("Age", ".metadata.creationTimestamp", "Time since it was created", "date")
-_PHASE = Column("Phase", ".status.phase", "The phase")
-_PROGRESS = Column("Progress", ".status.progress", "Parts that are complete, of all")
-_SIZE = Column("Size", ".status.size", "The size of the artifact")
-_REASON = Column("Reason", f"{_READY}.reason", "Why it is ready, or is not")
-_TRACE = Column(
-    "Trace",
-    r".metadata.annotations['nvidia\.com/traceparent']",
-    "Where it belongs in its trace (W3C)",
-    is_wide=True,
-)
-
-
-def _driver(path: str) -> Column:
-    return Column("Driver", path, "How the state of the process is captured", is_wide=True)
-
-
-def _seconds(name: str, path: str, description: str) -> Column:
-    return Column(name, path, description, "number", is_wide=True)
-
-
-def _artifact(path: str) -> Column:
-    return Column("Artifact", path, "Where the artifact is found", is_wide=True)
-
-
-_COLUMNS: dict[str, tuple[Column, ...]] = {
-    "DynamoCheckpoint": (
-        Column("Model", ".spec.identity.model", "The model"),
-        Column("Backend", ".spec.identity.backendFramework", "The inference engine"),
-        *(_PHASE, _SIZE, _REASON, _AGE),
-        Column("CheckpointID", ".status.checkpointID", "Hash of the identity", is_wide=True),
-        *(_driver(".spec.job.driver"), _artifact(".status.contentName"), _TRACE),
-    ),
-    "Snapshot": (
-        Column("Pod", ".spec.source.podRef.name", "The pod that is captured"),
-        *(_PHASE, _SIZE, _REASON, _AGE, _driver(".spec.driver")),
-        Column("Revision-Of", ".spec.revisionOf", "Of which name it is a revision", is_wide=True),
-        *(_artifact(".status.boundSnapshotContentName"), _TRACE),
-    ),
-    "SnapshotContent": (
-        *(_PHASE, _PROGRESS, _SIZE),
-        Column("Node", ".spec.source.nodeName", "The node of the pod that is captured"),
-        *(_REASON, _AGE),
-        Column("Namespace", ".spec.snapshotRef.namespace", "The namespace of its Snapshot"),
-        Column("Snapshot", ".spec.snapshotRef.name", "The Snapshot that it belongs to"),
-        _seconds("Paused(s)", ".status.pausedSeconds", "Seconds for which the worker was paused"),
-        _seconds("Took(s)", ".status.capturedSeconds", "Seconds that the capture took"),
-        *(_driver(".spec.driver"), _artifact(".status.committed.rootDigest")),
-        _TRACE._replace(path=".status.traceparent"),
-    ),
-    "SnapshotRestore": (
-        Column("Pod", ".spec.podRef.name", "The pod that is restored"),
-        Column("Source", ".spec.source", "What it is restored from"),
-        *(_PHASE, _PROGRESS),
-        Column("Node", ".status.nodeName", "The node of the pod"),
-        *(_REASON, _AGE),
-        _seconds("Took(s)", ".status.restoredSeconds", "Seconds that the restore took"),
-        *(_driver(".status.driver"), _artifact(".status.contentName")),
-        _TRACE._replace(path=".status.traceparent"),
-    ),
-}
+RELEASE = version("snapback-shared")
 
 
 def definitions() -> list[dict[str, Any]]:
@@ -140,7 +57,7 @@ def _definition(kind: Kind) -> dict[str, Any]:
                     "served": True,
                     "storage": True,
                     "subresources": {"status": {}},
-                    "additionalPrinterColumns": [c.schema() for c in _COLUMNS[kind.name]],
+                    "additionalPrinterColumns": [c.schema() for c in kind.columns],
                     "schema": {"openAPIV3Schema": _schema_of(kind)},
                 }
             ],

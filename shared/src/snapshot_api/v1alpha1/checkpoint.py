@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
+from snapshot_api import kind
 from snapshot_api.facts import PodTemplateSpec
+from snapshot_api.kind import Column, Kind
 from snapshot_api.meta import Amount, Argument, Conditions, ObjectMeta, Quantity
 from snapshot_api.schema.marks import FORBIDDEN, IMMUTABLE, UNDEFAULTED, Rule, declared_as, list_map
 from snapshot_api.template import TemplateSkeleton
@@ -265,3 +267,20 @@ class DynamoCheckpoint(Model, tag_field="kind", tag="DynamoCheckpoint", omit_def
     metadata: ObjectMeta
     spec: Annotated[DynamoCheckpointSpec, IMMUTABLE]
     status: DynamoCheckpointStatus = DynamoCheckpointStatus()
+
+
+KIND = Kind(
+    "DynamoCheckpoint",
+    GROUP,
+    "dynamocheckpoints",
+    "dckpt",
+    DynamoCheckpoint,
+    others=("ckpt", "checkpoint", "checkpoints"),
+    columns=(
+        Column("Model", ".spec.identity.model", "The model"),
+        Column("Backend", ".spec.identity.backendFramework", "The inference engine"),
+        *(kind.PHASE, kind.SIZE, kind.REASON, kind.AGE),
+        Column("CheckpointID", ".status.checkpointID", "Hash of the identity", is_wide=True),
+        *(kind.driver(".spec.job.driver"), kind.artifact(".status.contentName"), kind.TRACE),
+    ),
+)

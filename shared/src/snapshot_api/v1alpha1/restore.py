@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, ClassVar, Literal
 
+from snapshot_api import kind
+from snapshot_api.kind import Column, Kind
 from snapshot_api.meta import Conditions, ObjectMeta, OrderStatus
 from snapshot_api.schema.marks import IMMUTABLE, never_falls
 from snapshot_api.well_known import GROUP
@@ -99,6 +101,27 @@ class SnapshotRestore(Model, tag_field="kind", tag="SnapshotRestore", omit_defau
     metadata: ObjectMeta
     spec: Annotated[SnapshotRestoreSpec, IMMUTABLE]
     status: SnapshotRestoreStatus = SnapshotRestoreStatus()
+
+
+KIND = Kind(
+    "SnapshotRestore",
+    GROUP,
+    "snapshotrestores",
+    "srestore",
+    SnapshotRestore,
+    appliable=False,
+    others=("restore", "restores"),
+    columns=(
+        Column("Pod", ".spec.podRef.name", "The pod that is restored"),
+        Column("Source", ".spec.source", "What it is restored from"),
+        *(kind.PHASE, kind.PROGRESS),
+        Column("Node", ".status.nodeName", "The node of the pod"),
+        *(kind.REASON, kind.AGE),
+        kind.seconds("Took(s)", ".status.restoredSeconds", "Seconds that the restore took"),
+        *(kind.driver(".status.driver"), kind.artifact(".status.contentName")),
+        kind.TRACE._replace(path=".status.traceparent"),
+    ),
+)
 
 
 def restore_name(pod_uid: str) -> str:

@@ -6,6 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, field
 
+from snapshot_api import kind
+from snapshot_api.kind import Column, Kind
 from snapshot_api.meta import Conditions, ObjectMeta
 from snapshot_api.schema.marks import IMMUTABLE, Rule, set_once
 from snapshot_api.well_known import GROUP
@@ -107,3 +109,18 @@ class Snapshot(Model, tag_field="kind", tag="Snapshot", omit_defaults=False):
     metadata: ObjectMeta
     spec: Annotated[SnapshotSpec, IMMUTABLE]
     status: SnapshotStatus = SnapshotStatus()
+
+
+KIND = Kind(
+    "Snapshot",
+    GROUP,
+    "snapshots",
+    "snap",
+    Snapshot,
+    columns=(
+        Column("Pod", ".spec.source.podRef.name", "The pod that is captured"),
+        *(kind.PHASE, kind.SIZE, kind.REASON, kind.AGE, kind.driver(".spec.driver")),
+        Column("Revision-Of", ".spec.revisionOf", "Of which name it is a revision", is_wide=True),
+        *(kind.artifact(".status.boundSnapshotContentName"), kind.TRACE),
+    ),
+)

@@ -12,7 +12,8 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_api.facts import Node
-from snapshot_api.kinds import AnyObject, Kind, find_kind, kind_of
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import AnyObject, find_kind, kind_of
 from snapshot_api.manifests import parse
 from snapshot_api.meta import TRACEPARENT, is_true
 from snapshot_api.redaction import names_secret, redacted

@@ -18,7 +18,8 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_api.facts import Node, Pod
-from snapshot_api.kinds import KINDS, AnyObject, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_api.meta import ObjectMeta
 from snapshot_api.v1alpha1.restore import SnapshotRestore, restore_name
 from snapshot_api.views import orders_of

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from snapshot_api.facts import Node
-from snapshot_api.kinds import KINDS, AnyObject, Kind, find_kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS, AnyObject, find_kind
 from snapshot_api.meta import ObjectMeta, is_true
 from snapshot_api.well_known import GROUP
 from snapshot_shared import api, subjects

@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from snapshot_api.kinds import KINDS, Kind, find_kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import KINDS, find_kind
 from snapshot_shared.errors import InvalidName, NotFound
 from snapshot_shared.ids import NodeName, check_label, check_name
 from snapshotctl.domain.exits import WrongArguments

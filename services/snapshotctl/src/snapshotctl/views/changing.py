@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from snapshot_api.kinds import AnyObject, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import AnyObject
 from snapshotctl.views.tables import table_of
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]

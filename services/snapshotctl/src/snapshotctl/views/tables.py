@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from snapshot_api.facts import Job, Node, Pod, gpus_wanted
-from snapshot_api.kinds import AnyObject, Kind
+from snapshot_api.kind import Kind
+from snapshot_api.kinds import AnyObject
 from snapshot_api.meta import is_true
 from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
 from snapshot_api.v1alpha1.content import SnapshotContent
