@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import msgspec
@@ -14,11 +15,24 @@ import pytest
 import yaml
 
 from snapshot_api.kinds import KINDS
+from snapshot_api.schema.definitions import object_schema
+from snapshot_api.schema.rules import broken, with_defaults
+from snapshot_api.validate import refused_by_definition
 from snapshot_api.well_known import GROUP
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import CRDS, REPOSITORY
 from tests.cluster.target import Target
-from tests.support.crd_samples import at, document, rules, sample, schema_at
+from tests.support.crd_samples import (
+    IMMUTABLE,
+    at,
+    document,
+    fixed_paths,
+    mutated,
+    other_values,
+    rules,
+    sample,
+    schema_at,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("crds")]
 
@@ -32,7 +46,6 @@ EXAMPLES = [
     )
     for found in yaml.safe_load_all(path.read_text("utf-8"))
 ]
-IMMUTABLE = "is immutable"
 STATUS = ("is never changed once it is set", "never falls")
 
 
@@ -138,31 +151,7 @@ def test_no_field_of_an_object_is_dropped(
     assert value.metadata.uid == stored[kind]["metadata"]["uid"]
 
 
-def changes(kind: str, path: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What changes the field at a path: another value, and none where it may be left out."""
-    above = schema_at(kind, path.rpartition(".")[0])
-    name = path.rpartition(".")[2]
-
-    def replaced(found: dict[str, Any]) -> None:
-        parent, last = at(found, path)
-        values = (sample(schema_at(kind, path), variant) for variant in (1, 0))
-        parent[last] = next(value for value in values if value != parent.get(last))
-
-    def removed(found: dict[str, Any]) -> None:
-        parent, last = at(found, path)
-        parent.pop(last, None)
-
-    yield replaced
-    if name not in above.get("required", ()) and "default" not in above["properties"][name]:
-        yield removed
-
-
-FIXED = [
-    (kind, path)
-    for kind in KINDS_OF_OURS
-    for path, message in rules(kind)
-    if message.startswith(IMMUTABLE)
-]
+FIXED = [(kind, path) for kind in KINDS_OF_OURS for path in fixed_paths(kind)]
 
 
 @pytest.mark.turns
@@ -170,7 +159,7 @@ FIXED = [
 def test_a_field_of_a_spec_is_never_changed(
     kube: Kube, stored: dict[str, dict[str, Any]], kind: str, path: str
 ) -> None:
-    for change in changes(kind, path):
+    for change in other_values(kind, path):
         found = copy.deepcopy(stored[kind])
         change(found)
         if found["spec"] == stored[kind]["spec"]:
@@ -267,6 +256,32 @@ def test_an_object_that_breaks_a_rule_is_refused_by_the_path_of_the_field(
     broken(found["spec"])
     refused = kube.refused("create", "--dry-run=server", "-f", "-", given=found)
     assert list(refused) == [path]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("kind", KINDS_OF_OURS)
+def test_python_judges_an_object_as_the_api_server_does(
+    kube: Kube, stored: dict[str, dict[str, Any]], kind: str, seed: int
+) -> None:
+    changed = mutated(kind, Random(seed))
+    del changed["status"]
+    schema = object_schema(KINDS[kind])
+    for verb in ("create", "replace"):
+        given = copy.deepcopy(changed)
+        if verb == "create":
+            given["metadata"]["name"] = "judged"
+        old = stored[kind] if verb == "replace" else None
+        found = refused_by_definition(KINDS[kind], given, old)
+        result = kube.try_(verb, "--dry-run=server", "-f", "-", given=json.dumps(given))
+        assert bool(found) == bool(result.returncode), (found, given, result)
+        rules = {tuple(each) for each in broken(schema, with_defaults(schema, given), old)}
+        # With a wrong type the API server does not look at its rules.
+        if found and {tuple(each) for each in found} <= rules:
+            refused = kube.refused(verb, "--dry-run=server", "-f", "-", given=given)
+            assert set(refused) == {each.path for each in found}
+            # More than one rule may name a path.
+            assert all(each.text in result.stderr for each in found), result
 
 
 def test_all_that_is_wrong_is_named_at_once(kube: Kube) -> None:

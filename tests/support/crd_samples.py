@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 from snapshot_api.kinds import KINDS
@@ -109,3 +111,58 @@ def schema_at(kind: str, path: str) -> dict[str, Any]:
     for name in path.split("."):
         found = found["properties"][name]
     return found
+
+
+IMMUTABLE = "is immutable"
+
+
+def fixed_paths(kind: str) -> list[str]:
+    """Return the path of each field of a kind that never changes."""
+    return [path for path, message in rules(kind) if message.startswith(IMMUTABLE)]
+
+
+def other_values(kind: str, path: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield what changes the field at a path: to another value, and to none if it may lack."""
+    above = schema_at(kind, path.rpartition(".")[0])
+    name = path.rpartition(".")[2]
+
+    def replaced(found: dict[str, Any]) -> None:
+        parent, last = at(found, path)
+        values = (sample(schema_at(kind, path), variant) for variant in (1, 0))
+        parent[last] = next(value for value in values if value != parent.get(last))
+
+    def removed(found: dict[str, Any]) -> None:
+        parent, last = at(found, path)
+        parent.pop(last, None)
+
+    yield replaced
+    if name not in above.get("required", ()) and "default" not in above["properties"][name]:
+        yield removed
+
+
+_STRANGE = (7, -1, 2**40, 1.5, "", "text", "x" * 600, True, None, [], {}, ["a"], {"a": 1})
+
+
+def mutated(kind: str, random: Random) -> dict[str, Any]:
+    """Return a sample with one place of its spec changed: to another value, to nothing, doubled."""
+    found = document(kind)
+    parent, last = random.choice([*_places(found["spec"])])
+    match random.randrange(4):
+        case 0:
+            del parent[last]
+        case 1 if isinstance(parent[last], list):
+            parent[last] = [*parent[last], *copy.deepcopy(parent[last])]
+        case 2 if isinstance(parent[last], dict):
+            parent[last]["strange"] = 1
+        case _:
+            parent[last] = copy.deepcopy(random.choice(_STRANGE))
+    return found
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each place within a value: what it is in, and its name or index there."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, each in inner:
+        yield value, name
+        if isinstance(each, dict | list):
+            yield from _places(each)

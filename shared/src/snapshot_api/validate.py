@@ -8,7 +8,7 @@ cluster all of it, which Kubernetes checks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -18,9 +18,9 @@ from snapshot_api.facts import GPU_RESOURCE
 from snapshot_api.kind import Kind
 from snapshot_api.kinds import KINDS
 from snapshot_api.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
-from snapshot_api.schema.marks import Open
-from snapshot_api.template import TemplateSkeleton
-from snapshot_api.v1alpha1.checkpoint import LOADER_REFUSED
+from snapshot_api.schema.definitions import object_schema
+from snapshot_api.schema.openapi import LIST_KEYS, LIST_TYPE, PRESERVE, Schema, in_python, schema_of
+from snapshot_api.schema.rules import broken, with_defaults, without_nulls
 from snapshot_api.well_known import (
     CAPTURABLE,
     CAPTURE_DRIVER,
@@ -37,7 +37,7 @@ from snapshot_shared.ids import (
     MEANINGS,
     check_name,
 )
-from snapshot_shared.orders import Driver
+from snapshot_shared.orders import Driver, Label
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ _MEANINGS = {
     VARIABLE_PATTERN: "the name of a variable: letters, digits and _, without a digit first",
 }
 _TEMPLATE = "spec.job.podTemplateSpec.spec"
+_MEMORY = "spec.gpuMemoryService"
 _POD_SPECS = {
     "Pod": "spec",
     "Job": "spec.template.spec",
@@ -62,7 +63,6 @@ _OWN_VOLUMES = {
     CONTROL_VOLUME: "the control directory",
     INIT_VOLUME: "the volume of the first process",
 }
-_NEEDS_GMS = "needs gpuMemoryService.enabled: true"
 _SET_BY_STORE = (
     "uid",
     "resourceVersion",
@@ -95,14 +95,34 @@ def problems(document: Any, world: World) -> list[Problem]:
         return [unknown]
     kind = KINDS.get(document["kind"])
     cleaned = without_server_fields(document)
-    is_checked = kind is not None and (world == "standalone" or kind.api_version == GROUP)
-    found = schema_problems(kind.type, cleaned, world) if kind and is_checked else []
-    rules = [
-        problem
-        for problem in _rule_problems(cleaned, world)
-        if not any(each.path.startswith(problem.path) for each in found)
-    ]
-    return [*found, *rules]
+    found: list[Problem] = []
+    if kind is not None and world == "standalone":
+        found = schema_problems(kind.type, cleaned)
+    elif kind is not None and kind.api_version == GROUP:
+        found = _problems_by(_validator_in_cluster(kind), without_nulls(cleaned))
+    return [*found, *_readable([*_broken(kind, cleaned), *_rule_problems(cleaned, world)], found)]
+
+
+def refused_by_definition(kind: Kind, document: dict[str, Any], old: Any = None) -> list[Problem]:
+    """Return what the definition of a kind of ours refuses of an object, or of its change."""
+    found = _problems_by(_validator_in_cluster(kind), without_nulls(document))
+    return [*found, *_readable(_broken(kind, document, old), found)]
+
+
+def _broken(kind: Kind | None, document: dict[str, Any], old: Any = None) -> Iterator[Problem]:
+    if kind is not None and kind.api_version == GROUP:
+        schema = object_schema(kind)
+        before = with_defaults(schema, old) if old is not None else None
+        yield from map(Problem._make, broken(schema, with_defaults(schema, document), before))
+
+
+def _readable(rules: Iterable[Problem], found: list[Problem]) -> Iterator[Problem]:
+    """Yield the first broken rule of each path, but for those that read what is wrong already."""
+    seen: set[str] = set()
+    for rule in rules:
+        if rule.path not in seen and not any(each.path.startswith(rule.path) for each in found):
+            seen.add(rule.path)
+            yield rule
 
 
 def unchecked(document: dict[str, Any], world: World) -> str:
@@ -270,19 +290,32 @@ def without_server_fields(document: dict[str, Any]) -> dict[str, Any]:
 # What a schema says.
 
 
-def schema_problems(
-    type_: type[msgspec.Struct], document: Any, world: World = "standalone"
-) -> list[Problem]:
+def schema_problems(type_: type[msgspec.Struct], document: Any) -> list[Problem]:
     """Return what a document has that its type does not allow."""
+    return _problems_by(_validator(type_), document)
+
+
+def _problems_by(validator: jsonschema.Draft202012Validator, document: Any) -> list[Problem]:
     errors = sorted(
-        _validator(type_, world).iter_errors(document),
-        key=lambda e: [str(p) for p in e.absolute_path],
+        validator.iter_errors(document), key=lambda e: [str(p) for p in e.absolute_path]
     )
     return [problem for error in errors for problem in _describe(error)]
 
 
 @cache
-def _validator(type_: type[msgspec.Struct], world: World) -> jsonschema.Draft202012Validator:
+def _validator(type_: type[msgspec.Struct]) -> jsonschema.Draft202012Validator:
+    return _bounded(_closed(msgspec.json.schema(type_)))
+
+
+@cache
+def _validator_in_cluster(kind: Kind) -> jsonschema.Draft202012Validator:
+    schema = _closed(object_schema(kind))
+    schema["properties"]["metadata"] |= {"additionalProperties": True}
+    schema["properties"]["metadata"]["properties"]["namespace"] = _closed(schema_of(Label))
+    return _bounded(schema)
+
+
+def _bounded(schema: Schema) -> jsonschema.Draft202012Validator:
     import jsonschema  # noqa: PLC0415 - costs start-up time
 
     each = jsonschema.Draft202012Validator.VALIDATORS["items"]
@@ -293,39 +326,41 @@ def _validator(type_: type[msgspec.Struct], world: World) -> jsonschema.Draft202
         if longest is None or not isinstance(instance, list) or len(instance) <= longest:
             yield from each(validator, value, instance, schema)
 
-    schema = closed(msgspec.json.schema(type_))
+    def distinct(_validator: Any, keys: Any, instance: Any, _schema: Any) -> Any:
+        seen: set[str] = set()
+        for index, item in enumerate(instance if isinstance(instance, list) else ()):
+            found = repr([item.get(key) for key in keys]) if isinstance(item, dict) else ""
+            if found and found in seen:
+                text = f"{', '.join(repr(item.get(key)) for key in keys)} appears twice"
+                yield jsonschema.ValidationError(text, path=[index])
+            seen.add(found)
+
     bounded: type[jsonschema.Draft202012Validator] = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
-        jsonschema.Draft202012Validator, {"items": items}
+        jsonschema.Draft202012Validator, {"items": items, LIST_KEYS: distinct}
     )
-    return bounded(schema if world == "standalone" else _in_cluster(schema))
+    return bounded(schema)
 
 
-def closed(schema: Any) -> Any:
-    """Make every object of a JSON Schema refuse properties that it does not name."""
+def _closed(schema: Any) -> Any:
+    """Return a schema of OpenAPI, or of JSON, as JSON Schema whose objects have no other fields.
+
+    Where a structural schema preserves fields that it does not declare, they are allowed.
+    """
     if isinstance(schema, list):
-        return [closed(item) for item in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {key: closed(value) for key, value in schema.items()}
+    result = {key: _closed(value) for key, value in schema.items()}
     if result.get("type") == "object" and isinstance(result.get("properties"), dict):
-        result.setdefault("additionalProperties", False)
+        result.setdefault("additionalProperties", bool(result.get(PRESERVE)))
+    if result.get(LIST_TYPE) == "set":
+        result["uniqueItems"] = True
+    if isinstance(pattern := result.get("pattern"), str) and pattern.endswith("$"):
+        result["pattern"] = in_python(pattern)
+    for name in ("Minimum", "Maximum"):
+        if result.get(f"exclusive{name}") is True:
+            result[f"exclusive{name}"] = result.pop(name.lower())
     return result
-
-
-def _in_cluster(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with the metadata and the pod templates that Kubernetes takes."""
-    (_, skeletons) = msgspec.json.schema_components([TemplateSkeleton])
-    own = {type_.__name__ for type_ in Open.__subclasses__()}
-    opened = {
-        name: closed(found) | ({"additionalProperties": True} if name in own else {})
-        for name, found in skeletons.items()
-    }
-    definitions = {**schema["$defs"], **opened}
-    definitions["PodTemplateSpec"] = definitions[TemplateSkeleton.__name__]
-    named = definitions["ObjectMeta"]["properties"]
-    kept = {name: named[name] for name in ("name", "namespace")}
-    definitions["ObjectMeta"] = {"type": "object", "properties": kept}
-    return {**schema, "$defs": definitions}
 
 
 def _describe(error: jsonschema.ValidationError) -> Iterator[Problem]:
@@ -404,50 +439,22 @@ def _rule_problems(document: dict[str, Any], world: World) -> Iterator[Problem]:
             yield from _pod_problems(document, "spec.template.spec", world)
         case "DynamoCheckpoint":
             yield from _pod_problems(document, _TEMPLATE, world)
-            yield from _target_problems(document)
             if is_standalone:
                 yield from _standalone_problems(document)
             else:
-                yield from _memory_problems(document)
+                yield from _client_problems(document)
                 yield from _text_problems(document)
-        case "Snapshot":
-            yield from _source_problems(_at(document, "spec.source"))
         case _:
             return
 
 
-def _source_problems(source: Any) -> Iterator[Problem]:
-    if not isinstance(source, dict):
-        return
-    number = sum(1 for name in ("podRef", "artifact") if source.get(name))
-    if number != 1:
-        found = "both" if number else "neither"
-        text = f"exactly one of podRef and artifact is needed, found {found}"
-        yield Problem("spec.source", text)
-
-
-def _target_problems(document: Any) -> Iterator[Problem]:
-    names = [str(each.get("name")) for _, each in _rows(document, f"{_TEMPLATE}.containers")]
-    job = _at(document, "spec.job")
-    target = job.get("targetContainerName", "main") if isinstance(job, dict) else None
-    if names and target not in names:
-        yield Problem(
-            "spec.job.targetContainerName",
-            f"{target!r} is no container of the template (found {', '.join(names)})",
-        )
-
-
 def _standalone_problems(document: Any) -> Iterator[Problem]:
     """Refuse what only Kubernetes can honour: pods whose containers standalone mode never makes."""
-    memory = "spec.gpuMemoryService"
-    if _at(document, f"{memory}.checkpoint.loader") is not None:
-        yield Problem(f"{memory}.checkpoint.loader", LOADER_REFUSED)
     found = {
-        f"{memory}.mode": _at(document, f"{memory}.mode") not in (None, "intraPod"),
-        f"{memory}.deviceClassName": _at(document, f"{memory}.deviceClassName")
+        f"{_MEMORY}.deviceClassName": _at(document, f"{_MEMORY}.deviceClassName")
         not in (None, "gpu.nvidia.com"),
-        f"{memory}.extraClientContainers": _at(document, f"{memory}.extraClientContainers"),
-        f"{memory}.checkpoint.saver": _at(document, f"{memory}.checkpoint.saver"),
+        f"{_MEMORY}.extraClientContainers": _at(document, f"{_MEMORY}.extraClientContainers"),
+        f"{_MEMORY}.checkpoint.saver": _at(document, f"{_MEMORY}.checkpoint.saver"),
         "spec.job.sharedMemory": _at(document, "spec.job.sharedMemory") is not None,
         "spec.job.ttlSecondsAfterFinished": _at(document, "spec.job.ttlSecondsAfterFinished")
         is not None,
@@ -458,30 +465,16 @@ def _standalone_problems(document: Any) -> Iterator[Problem]:
             yield Problem(path, text)
 
 
-def _memory_problems(document: Any) -> Iterator[Problem]:
-    """Check what the definition of a checkpoint refuses by its own rules, with the same words."""
-    memory = "spec.gpuMemoryService"
-    is_enabled = _at(document, f"{memory}.enabled") is not False
-    if _at(document, f"{memory}.checkpoint.loader") is not None:
-        yield Problem(f"{memory}.checkpoint.loader", LOADER_REFUSED)
-    if is_enabled and _at(document, f"{memory}.mode") not in (None, "intraPod"):
-        text = "a checkpoint captures GPU memory in mode intraPod alone"
-        yield Problem(f"{memory}.mode", text)
-    if not is_enabled and _at(document, f"{memory}.checkpoint.saver") is not None:
-        yield Problem(f"{memory}.checkpoint.saver", _NEEDS_GMS)
-    clients = _at(document, f"{memory}.extraClientContainers") or []
-    if not is_enabled and clients:
-        yield Problem(f"{memory}.extraClientContainers", _NEEDS_GMS)
+def _client_problems(document: Any) -> Iterator[Problem]:
+    """Check each name of a list against another list: a rule would name the list alone."""
+    clients = _at(document, f"{_MEMORY}.extraClientContainers")
     names = [each.get("name") for _, each in _rows(document, f"{_TEMPLATE}.containers")]
     for index, client in enumerate(clients if isinstance(clients, list) else ()):
         if names and client not in names:
             text = (
                 f"{client!r} is no container of the template (found {', '.join(map(str, names))})"
             )
-            yield Problem(f"{memory}.extraClientContainers[{index}]", text)
-    shared = "spec.job.sharedMemory"
-    if _at(document, f"{shared}.disabled") is True and _at(document, f"{shared}.size") is not None:
-        yield Problem(f"{shared}.size", "must not be set together with disabled: true")
+            yield Problem(f"{_MEMORY}.extraClientContainers[{index}]", text)
 
 
 def _pod_problems(document: Any, where: str, world: World) -> Iterator[Problem]:

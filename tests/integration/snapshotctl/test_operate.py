@@ -43,7 +43,10 @@ def test_a_node_is_cordoned_and_uncordoned(one_node: Cli) -> None:
 
 def test_an_order_is_shown_with_its_whole_life(one_node: Cli) -> None:
     one_node.schedule("lives")
-    uid = one_node.value("get", "pod/lives")["metadata"]["uid"]
+    started = one_node.until(
+        lambda pod: pod["status"]["phase"] == "Running" and pod, "get", "pod/lives"
+    )
+    uid = started["metadata"]["uid"]
     one_node.ok("delete", "pod/lives")
     one_node.ok("wait", "pod/lives", "--for", "delete", "--timeout", "60s")
     life = one_node.value("orders", "show", f"run-{uid}")

@@ -85,11 +85,11 @@ def test_a_wrong_field_hides_no_rule_that_does_not_read_it() -> None:
         "spec.identity.tensorParallelSize",
         "spec.job.extra",
         "spec.job.backoffLimit",
-        "spec.job.targetContainerName",
         "spec.gpuMemoryService.checkpoint.loader",
         "spec.gpuMemoryService.mode",
-        "spec.gpuMemoryService.extraClientContainers[1]",
+        "spec.job.targetContainerName",
         "spec.job.sharedMemory.size",
+        "spec.gpuMemoryService.extraClientContainers[1]",
     ]
 
 
@@ -410,7 +410,6 @@ def test_a_problem_says_what_was_expected_and_what_was_found(
 @each(
     ("document", "path"),
     [
-        (with_memory({"mode": "interPod"}), "spec.gpuMemoryService.mode"),
         (with_memory({"deviceClassName": "own"}), "spec.gpuMemoryService.deviceClassName"),
         (
             with_memory({"extraClientContainers": ["a"]}),
@@ -447,7 +446,7 @@ def test_parameters_of_an_identity_are_bounded(parameters: dict[str, str]) -> No
 def test_a_target_container_that_does_not_exist_is_refused_with_those_that_do() -> None:
     document = checkpoint_document(targetContainerName="engine")
     assert refused(document) == [
-        "spec.job.targetContainerName: 'engine' is no container of the template (found main)"
+        "spec.job.targetContainerName: no container of podTemplateSpec is called engine"
     ]
 
 

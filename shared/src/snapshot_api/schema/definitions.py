@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -58,14 +59,16 @@ def _definition(kind: Kind) -> dict[str, Any]:
                     "storage": True,
                     "subresources": {"status": {}},
                     "additionalPrinterColumns": [c.schema() for c in kind.columns],
-                    "schema": {"openAPIV3Schema": _schema_of(kind)},
+                    "schema": {"openAPIV3Schema": object_schema(kind)},
                 }
             ],
         },
     }
 
 
-def _schema_of(kind: Kind) -> Schema:
+@cache
+def object_schema(kind: Kind) -> Schema:
+    """Return the schema of whole objects of a kind of ours. It is made once: do not change it."""
     hints = msgspec.structs.fields(kind.type)
     types = {field.name: field.type for field in hints if field.name in ("spec", "status")}
     spec, status = (schema_of(types[name]) for name in ("spec", "status"))

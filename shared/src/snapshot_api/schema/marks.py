@@ -13,13 +13,16 @@ class Rule(NamedTuple):
     """A rule between the fields of a struct, which lists it in its `RULES`.
 
     `cel` is true of a right object: `self` is the object, `oldSelf` what it was before a change.
-    `path` is the field that the error names, such as `.saver`.
+    `path` is the field that the error names, such as `.saver`. `said` is an expression for a
+    message that has the values found; `message` stands in the generated pages, and is given if the
+    expression fails.
     """
 
     cel: str
     message: str
     path: str = ""
     reason: str = "FieldValueInvalid"
+    said: str = ""
 
 
 FORBIDDEN = "FieldValueForbidden"

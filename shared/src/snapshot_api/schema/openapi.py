@@ -25,9 +25,10 @@ VALIDATIONS = "x-kubernetes-validations"
 PRESERVE = "x-kubernetes-preserve-unknown-fields"
 TAG = "Names the message."
 """What the field means by which structs differ."""
-_LIST_TYPE = "x-kubernetes-list-type"
-_RESERVED = frozenset({"namespace"})
-"""Words of CEL that are names of fields of ours, too."""
+LIST_TYPE = "x-kubernetes-list-type"
+LIST_KEYS = "x-kubernetes-list-map-keys"
+ESCAPED = {"namespace": "__namespace__"}
+"""How rules name those of our fields whose names are words of CEL."""
 _IMMUTABLE = "is immutable; delete the object and apply it again"
 _MAX_REPEAT = 1000
 """The most repetitions that RE2 takes."""
@@ -55,6 +56,11 @@ def re2(pattern: str) -> str:
         if max(int(low or 0), int(high or 0)) > _MAX_REPEAT:
             raise ValueError(f"Go repeats at most {_MAX_REPEAT} times: {pattern}")
     return translated
+
+
+def in_python(pattern: str) -> str:
+    """Return what `re2` has made of a pattern in the dialect of Python again."""
+    return pattern.removesuffix("$") + r"\Z" if pattern.endswith("$") else pattern
 
 
 def _without_escape(found: re.Match[str]) -> str:
@@ -151,10 +157,10 @@ def _(found: mi.UnionType) -> Schema:
 def _(found: mi.Metadata) -> Schema:
     extra = dict(found.extra_json_schema or {})
     if extra.pop("uniqueItems", False):
-        extra[_LIST_TYPE] = "set"
+        extra[LIST_TYPE] = "set"
     marks = _marks(found)
     if marks.list_map:
-        extra |= {_LIST_TYPE: "map", "x-kubernetes-list-map-keys": list(marks.list_map)}
+        extra |= {LIST_TYPE: "map", LIST_KEYS: list(marks.list_map)}
     schema = _schema(mi.type_info(marks.declared) if marks.declared else found.type) | extra
     return _fixed(schema) if marks.is_immutable else schema
 
@@ -193,7 +199,8 @@ def _marks(found: mi.Type) -> Marks:
 
 def _validation(rule: Rule) -> Schema:
     path = {"fieldPath": rule.path} if rule.path else {}
-    return {"rule": rule.cel, "message": rule.message, "reason": rule.reason, **path}
+    said = {"messageExpression": rule.said} if rule.said else {}
+    return {"rule": rule.cel, "message": rule.message, **said, "reason": rule.reason, **path}
 
 
 def _fixed(schema: Schema) -> Schema:
@@ -210,7 +217,7 @@ def _fixed(schema: Schema) -> Schema:
             properties[name] = _fixed(found)
             continue
         properties[name] = found
-        cel = f"__{name}__" if name in _RESERVED else name
+        cel = ESCAPED.get(name, name)
         same = f"self.{cel} == oldSelf.{cel}"
         both = f"has(self.{cel}) == has(oldSelf.{cel}) && (!has(self.{cel}) || {same})"
         rules.append(_validation(Rule(same if is_present else both, _IMMUTABLE, f".{name}")))

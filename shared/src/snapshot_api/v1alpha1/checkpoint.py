@@ -179,6 +179,7 @@ class CheckpointJobSpec(Model):
             "self.podTemplateSpec.spec.containers.exists(c, c.name == self.targetContainerName)",
             "names no container of podTemplateSpec",
             ".targetContainerName",
+            said="'no container of podTemplateSpec is called ' + self.targetContainerName",
         ),
     )
 

@@ -24,7 +24,10 @@ from snapshot_shared.orders import (
 )
 
 ONE_SOURCE = Rule(
-    "has(self.podRef) != has(self.artifact)", "exactly one of podRef and artifact is needed"
+    "has(self.podRef) != has(self.artifact)",
+    "exactly one of podRef and artifact is needed",
+    said="'exactly one of podRef and artifact is needed, found '"
+    " + (has(self.podRef) ? 'both' : 'neither')",
 )
 
 
