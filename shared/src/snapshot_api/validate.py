@@ -482,12 +482,12 @@ def _pod_problems(document: Any, where: str, world: World) -> Iterator[Problem]:
     wanted = 0
     for index, container in _rows(document, f"{where}.containers"):
         path = f"{where}.containers[{index}]"
-        name = str(container.get("name"))
-        if name in seen:
-            yield Problem(f"{path}.name", f"{name!r} appears twice")
-        seen.add(name)
         wanted += _gpus(container)
         if world == "standalone":
+            name = str(container.get("name"))
+            if name in seen:
+                yield Problem(f"{path}.name", f"{name!r} appears twice")
+            seen.add(name)
             yield from _process_problems(container, path)
     if not 0 <= wanted <= MAX_GPUS:
         text = f"nvidia.com/gpu must be a whole number up to {MAX_GPUS}"

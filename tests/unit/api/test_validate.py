@@ -120,6 +120,20 @@ def test_a_rule_of_the_definition_is_kept_with_the_same_path_and_words(path: str
     assert refused[0] in set(crd_samples.rules("DynamoCheckpoint"))
 
 
+def test_an_item_of_a_list_whose_key_another_has_is_refused_by_its_place() -> None:
+    saver = {
+        "envs": [{"name": "A", "value": "1"}, {"name": "B"}, {"name": "A", "value": "2"}],
+        "volumeMounts": [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/a"}],
+    }
+    document = in_cluster(gpuMemoryService={"checkpoint": {"saver": saver}})
+    document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"] *= 2
+    assert found(document) == [
+        ("spec.gpuMemoryService.checkpoint.saver.envs[2]", "'A' appears twice"),
+        ("spec.gpuMemoryService.checkpoint.saver.volumeMounts[1]", "'/a' appears twice"),
+        ("spec.job.podTemplateSpec.spec.containers[1]", "'main' appears twice"),
+    ]
+
+
 def with_memory(memory: dict[str, Any], **job: Any) -> dict[str, Any]:
     document = checkpoint_document(**job)
     document["spec"]["gpuMemoryService"] = memory
