@@ -20,15 +20,17 @@ SOURCES = (
 
 def files() -> Iterator[tuple[str, str]]:
     """Yield the path of the packed texts, from the root of the repository, and their JSON."""
-    found = {name: text for path in SOURCES for name, text in _texts(path)}
+    found = {name: text for path in SOURCES for name, text in texts(path, _module(path))}
     packed = json.dumps(found, indent=0, sort_keys=True, ensure_ascii=False)
     yield f"shared/src/snapshot_api/schema/{PACKED}", f"{packed}\n"
 
 
-def _texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name of each field of a struct with a string below it, and that text."""
-    source = path.parts[path.parts.index("src") + 1 :]
-    module = ".".join(source).removesuffix(".py")
+def _module(path: Path) -> str:
+    return ".".join(path.parts[path.parts.index("src") + 1 :]).removesuffix(".py")
+
+
+def texts(path: Path, module: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of each field of a struct of a module with a string below it, and the text."""
     for struct in ast.parse(path.read_text("utf-8")).body:
         if not isinstance(struct, ast.ClassDef):
             continue

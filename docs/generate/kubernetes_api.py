@@ -46,11 +46,18 @@ def page() -> str:
 
 
 def _kind(spec: dict[str, Any]) -> Iterator[str]:
-    names, [version] = spec["names"], spec["versions"]
-    schema = version["schema"]["openAPIV3Schema"]
+    for number, version in enumerate(spec["versions"]):
+        yield from _version(spec, version, spec["names"]["kind"] if number == 0 else "")
+
+
+def _version(spec: dict[str, Any], version: dict[str, Any], title: str) -> Iterator[str]:
+    """Yield what a version has. The first one has the title of its kind."""
+    names, schema = spec["names"], version["schema"]["openAPIV3Schema"]
     scope = "namespaced" if spec["scope"] == "Namespaced" else "of the cluster"
-    yield f"## {names['kind']}\n"
+    yield f"## {title}\n" if title else f"### {names['kind']} of {version['name']}\n"
     yield f"{schema['description']}\n"
+    if warning := version.get("deprecationWarning"):
+        yield f"{warning}.\n"
     columns = ", ".join(
         f"{each['name']}{' (wide)' if each.get('priority') else ''}"
         for each in version["additionalPrinterColumns"]

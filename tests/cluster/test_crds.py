@@ -18,7 +18,6 @@ from snapshot_api.kinds import KINDS
 from snapshot_api.schema.definitions import object_schema
 from snapshot_api.schema.rules import broken, with_defaults
 from snapshot_api.validate import refused_by_definition
-from snapshot_api.well_known import GROUP
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import CRDS, REPOSITORY
 from tests.cluster.target import Target
@@ -37,7 +36,7 @@ from tests.support.crd_samples import (
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("crds")]
 
 NAMES = [path.stem for path in sorted(CRDS.iterdir())]
-KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.api_version == GROUP]
+KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.is_ours]
 EXAMPLES = [
     found
     for path in (
@@ -266,7 +265,7 @@ def test_python_judges_an_object_as_the_api_server_does(
 ) -> None:
     changed = mutated(kind, Random(seed))
     del changed["status"]
-    schema = object_schema(KINDS[kind])
+    schema = object_schema(KINDS[kind], KINDS[kind].hub)
     for verb in ("create", "replace"):
         given = copy.deepcopy(changed)
         if verb == "create":

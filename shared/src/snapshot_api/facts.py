@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from snapshot_api.kind import Kind
+from snapshot_api.kind import Kind, Version
 from snapshot_api.meta import (
     Amount,
     AnnotationValue,
@@ -208,6 +208,6 @@ def gpus_wanted(spec: PodSpec) -> int:
     return sum(int(c.resources.limits.get(GPU_RESOURCE, 0)) for c in spec.containers)
 
 
-JOB = Kind("Job", "batch/v1", "jobs", "job", Job)
-POD = Kind("Pod", "v1", "pods", "po", Pod)
-NODE = Kind("Node", "v1", "nodes", "no", Node, namespaced=False, appliable=False)
+JOB = Kind("Job", "batch", "jobs", "job", (Version("v1", Job),))
+POD = Kind("Pod", "", "pods", "po", (Version("v1", Pod),))
+NODE = Kind("Node", "", "nodes", "no", (Version("v1", Node),), namespaced=False, appliable=False)

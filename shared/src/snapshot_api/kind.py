@@ -1,8 +1,12 @@
-"""How a kind is declared: its names, its type, and the columns of `kubectl get`."""
+"""How a kind is declared: its names, its versions, and the columns of `kubectl get`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from snapshot_api.well_known import OURS
+from snapshot_shared.errors import InvalidManifest
 
 
 class Column(NamedTuple):
@@ -21,21 +25,93 @@ class Column(NamedTuple):
         return {**named, "description": self.description, **wide}
 
 
-class Kind(NamedTuple):
-    """How a kind is named, stored, decoded and shown.
+Document = dict[str, Any]
 
-    `others` are names by which people call it beside its name, plural and short name.
+
+class Version(NamedTuple):
+    """One version of a kind.
+
+    `to_hub` and `from_hub` make a document of the version that programs read, and back; neither is
+    given for that version itself. They get documents with any of their fields left out.
+    `deprecated` is the warning of a version that people shall no longer use.
     """
 
     name: str
-    api_version: str
+    type: type[Any]
+    columns: tuple[Column, ...] = ()
+    to_hub: Callable[[Document], Document] | None = None
+    from_hub: Callable[[Document], Document] | None = None
+    deprecated: str = ""
+
+
+class Scale(NamedTuple):
+    """The paths that `kubectl scale` and autoscalers read and write."""
+
+    replicas: str = ".spec.replicas"
+    observed: str = ".status.replicas"
+    selector: str = ".status.selector"
+
+
+class Kind(NamedTuple):
+    """How a kind is named, stored, decoded and shown.
+
+    Of the `versions` the first is the hub: it is stored, and programs know that one alone. `others`
+    are names by which people call the kind beside its name, plural and short name.
+    """
+
+    name: str
+    group: str
     plural: str
     short: str
-    type: type[Any]
+    versions: tuple[Version, ...]
     namespaced: bool = True
     appliable: bool = True
     others: tuple[str, ...] = ()
-    columns: tuple[Column, ...] = ()
+    scale: Scale | None = None
+
+    @property
+    def hub(self) -> Version:
+        """The version that is stored, and that programs know."""
+        return self.versions[0]
+
+    @property
+    def type(self) -> type[Any]:
+        """The type of objects in memory."""
+        return self.hub.type
+
+    @property
+    def api_version(self) -> str:
+        """The apiVersion of the hub."""
+        return self.api_version_of(self.hub)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this product defines the kind."""
+        return self.group == OURS
+
+    def api_version_of(self, version: Version) -> str:
+        """Return the apiVersion of objects of a version."""
+        return f"{self.group}/{version.name}" if self.group else version.name
+
+    def version_of(self, api_version: object) -> Version | None:
+        """Return the version with an apiVersion; None if the kind has none."""
+        found = (each for each in self.versions if self.api_version_of(each) == api_version)
+        return next(found, None)
+
+
+def converted(kind: Kind, document: Document, version: Version) -> Document:
+    """Return a document of any version of a kind as one of another version.
+
+    Raise InvalidManifest if the kind has no version of the document's apiVersion.
+    """
+    found = kind.version_of(document.get("apiVersion"))
+    if found is None:
+        raise InvalidManifest(f"{kind.name} has no version {document.get('apiVersion')!r}")
+    if found.name == version.name:
+        return document
+    hub = found.to_hub(document) if found.to_hub else document
+    result = version.from_hub(hub) if version.from_hub else hub
+    return result | {"apiVersion": kind.api_version_of(version)}
 
 
 _READY = ".status.conditions[?(@.type=='Ready')]"

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from snapshot_api.kind import converted
 from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_api.v1alpha1.checkpoint import IdentitySpec
 from snapshot_api.validate import (
@@ -34,9 +35,9 @@ def parse(document: Any, *, where: str = "") -> AnyObject:
     if found := problems(document, "standalone"):
         raise _refused(found, where)
     try:
-        value: AnyObject = msgspec.convert(
-            without_server_fields(document), KINDS[document["kind"]].type
-        )
+        kind = KINDS[document["kind"]]
+        stored = converted(kind, without_server_fields(document), kind.hub)
+        value: AnyObject = msgspec.convert(stored, kind.type)
     except msgspec.ValidationError as error:
         raise _refused([Problem("(document)", str(error))], where) from error
     return value

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import msgspec
 
 from snapshot_api.facts import GPU_RESOURCE
-from snapshot_api.kind import Kind
+from snapshot_api.kind import Kind, Version
 from snapshot_api.kinds import KINDS
 from snapshot_api.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
 from snapshot_api.schema.definitions import object_schema
@@ -97,23 +97,32 @@ def problems(document: Any, world: World) -> list[Problem]:
     cleaned = without_server_fields(document)
     found: list[Problem] = []
     if kind is not None and world == "standalone":
-        found = schema_problems(kind.type, cleaned)
-    elif kind is not None and kind.api_version == GROUP:
-        found = _problems_by(_validator_in_cluster(kind), without_nulls(cleaned))
+        found = schema_problems(_version(kind, cleaned).type, cleaned)
+    elif kind is not None and kind.is_ours:
+        found = _declared_problems(kind, cleaned)
     return [*found, *_readable([*_broken(kind, cleaned), *_rule_problems(cleaned, world)], found)]
 
 
 def refused_by_definition(kind: Kind, document: dict[str, Any], old: Any = None) -> list[Problem]:
     """Return what the definition of a kind of ours refuses of an object, or of its change."""
-    found = _problems_by(_validator_in_cluster(kind), without_nulls(document))
+    found = _declared_problems(kind, document)
     return [*found, *_readable(_broken(kind, document, old), found)]
 
 
+def _declared_problems(kind: Kind, document: dict[str, Any]) -> list[Problem]:
+    validator = _validator_in_cluster(kind, _version(kind, document))
+    return _problems_by(validator, without_nulls(document))
+
+
 def _broken(kind: Kind | None, document: dict[str, Any], old: Any = None) -> Iterator[Problem]:
-    if kind is not None and kind.api_version == GROUP:
-        schema = object_schema(kind)
+    if kind is not None and kind.is_ours:
+        schema = object_schema(kind, _version(kind, document))
         before = with_defaults(schema, old) if old is not None else None
         yield from map(Problem._make, broken(schema, with_defaults(schema, document), before))
+
+
+def _version(kind: Kind, document: dict[str, Any]) -> Version:
+    return kind.version_of(document.get("apiVersion")) or kind.hub
 
 
 def _readable(rules: Iterable[Problem], found: list[Problem]) -> Iterator[Problem]:
@@ -128,7 +137,7 @@ def _readable(rules: Iterable[Problem], found: list[Problem]) -> Iterator[Proble
 def unchecked(document: dict[str, Any], world: World) -> str:
     """Return what `problems` leaves unchecked of a document without problems; empty for nothing."""
     kind = KINDS.get(str(document.get("kind")))
-    if world == "standalone" or (kind is not None and kind.api_version == GROUP):
+    if world == "standalone" or (kind is not None and kind.is_ours):
         return ""
     about = f"{document.get('kind')} of {document.get('apiVersion')}"
     if _pods_of(document):
@@ -173,9 +182,10 @@ def kind_problem(document: Any, world: World) -> Problem | None:
 
 
 def _version_problem(kind: Kind, version: object) -> Problem | None:
-    if version == kind.api_version:
+    if kind.version_of(version) is not None:
         return None
-    return Problem("apiVersion", f"{kind.name} is {kind.api_version}, found {version!r}")
+    known = " or ".join(map(kind.api_version_of, kind.versions))
+    return Problem("apiVersion", f"{kind.name} is {known}, found {version!r}")
 
 
 def changes(old: Any, new: Any, path: str = "spec") -> Iterator[Problem]:
@@ -308,8 +318,8 @@ def _validator(type_: type[msgspec.Struct]) -> jsonschema.Draft202012Validator:
 
 
 @cache
-def _validator_in_cluster(kind: Kind) -> jsonschema.Draft202012Validator:
-    schema = _closed(object_schema(kind))
+def _validator_in_cluster(kind: Kind, version: Version) -> jsonschema.Draft202012Validator:
+    schema = _closed(object_schema(kind, version))
     schema["properties"]["metadata"] |= {"additionalProperties": True}
     schema["properties"]["metadata"]["properties"]["namespace"] = _closed(schema_of(Label))
     return _bounded(schema)

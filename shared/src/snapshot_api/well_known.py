@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-GROUP = "nvidia.com/v1alpha1"
+OURS = "nvidia.com"
+"""The group of the API that our kinds are in."""
+
+GROUP = f"{OURS}/v1alpha1"
+"""The apiVersion of the kinds of snapshot_api.v1alpha1."""
 
 RESTORE_FROM = "nvidia.com/restore-from"
 """Annotation of a Pod: `<snapshot or checkpoint>` in the same namespace to restore from."""

@@ -15,14 +15,13 @@ from snapshot_api.kinds import KINDS
 from snapshot_api.schema.definitions import PART_OF, VERSION_ANNOTATION, definitions
 from snapshot_api.schema.openapi import PRESERVE, VALIDATIONS, re2, schema_of
 from snapshot_api.schema.texts import key, packed
-from snapshot_api.well_known import GROUP
 from snapshot_operator.kube.definitions import Found, Mode, next_step, version_of
 from snapshot_operator.kube.rbac import cluster_role
 from tests.support.crd_samples import document, rules, schemas
 from tests.unit.tables import each
 
 FOLDER = Path(__file__).parents[3] / "deploy/crds"
-KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.api_version == GROUP]
+KINDS_OF_OURS = [kind.name for kind in KINDS.values() if kind.is_ours]
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

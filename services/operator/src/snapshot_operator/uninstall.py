@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 SERVICE = "snap-uninstall"
 AGAIN_S = 1.0
 PAGE = 500
-OURS = [kind for kind in KINDS.values() if kind.api_version == GROUP]
+OURS = [kind for kind in KINDS.values() if kind.is_ours]
 GIVEN = [kind for kind in OURS if kind.name in ("DynamoCheckpoint", "Snapshot")]
 """What people apply; all else follows from it."""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from snapshot_api.kind import Kind
+from snapshot_api.kind import Kind, Version
 from snapshot_api.kinds import KINDS
-from snapshot_api.schema.openapi import Schema, schema_of
-from snapshot_api.well_known import GROUP
+from snapshot_api.schema.openapi import Schema, fixed, is_fixed, schema_of
 from snapshot_shared.orders import Name
 
 CATEGORY = "snapback"
@@ -26,23 +26,22 @@ VERSION_ANNOTATION = "nvidia.com/snapback-version"
 RELEASE = version("snapback-shared")
 
 
-def definitions() -> list[dict[str, Any]]:
+def definitions(kinds: Iterable[Kind] = KINDS.values()) -> list[dict[str, Any]]:
     """Return the CustomResourceDefinition of each of our kinds, as `kubectl apply` takes them."""
-    return [_definition(kind) for kind in KINDS.values() if kind.api_version == GROUP]
+    return [_definition(kind) for kind in kinds if kind.is_ours]
 
 
 def _definition(kind: Kind) -> dict[str, Any]:
-    group, _, version = kind.api_version.partition("/")
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"{kind.plural}.{group}",
+            "name": f"{kind.plural}.{kind.group}",
             "labels": dict([PART_OF]),
             "annotations": {VERSION_ANNOTATION: RELEASE},
         },
         "spec": {
-            "group": group,
+            "group": kind.group,
             "names": {
                 "kind": kind.name,
                 "listKind": f"{kind.name}List",
@@ -52,43 +51,63 @@ def _definition(kind: Kind) -> dict[str, Any]:
                 "categories": [CATEGORY],
             },
             "scope": "Namespaced" if kind.namespaced else "Cluster",
-            "versions": [
-                {
-                    "name": version,
-                    "served": True,
-                    "storage": True,
-                    "subresources": {"status": {}},
-                    "additionalPrinterColumns": [c.schema() for c in kind.columns],
-                    "schema": {"openAPIV3Schema": object_schema(kind)},
-                }
-            ],
+            "versions": [_served(kind, version) for version in kind.versions],
         },
     }
 
 
+def _served(kind: Kind, version: Version) -> dict[str, Any]:
+    """Return the entry of one version. An API server shows the warning of a deprecated one."""
+    warning = {"deprecated": True, "deprecationWarning": version.deprecated}
+    subresources: dict[str, Any] = {"status": {}}
+    if kind.scale is not None:
+        subresources["scale"] = {
+            "specReplicasPath": kind.scale.replicas,
+            "statusReplicasPath": kind.scale.observed,
+            "labelSelectorPath": kind.scale.selector,
+        }
+    return {
+        "name": version.name,
+        "served": True,
+        "storage": version is kind.hub,
+        **(warning if version.deprecated else {}),
+        "subresources": subresources,
+        "additionalPrinterColumns": [column.schema() for column in version.columns],
+        "schema": {"openAPIV3Schema": object_schema(kind, version)},
+    }
+
+
+def with_conversion(definition: dict[str, Any], client: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition whose versions are converted by a webhook, reached as `client` says."""
+    webhook = {"clientConfig": client, "conversionReviewVersions": ["v1"]}
+    conversion = {"strategy": "Webhook", "webhook": webhook}
+    return definition | {"spec": definition["spec"] | {"conversion": conversion}}
+
+
 @cache
-def object_schema(kind: Kind) -> Schema:
-    """Return the schema of whole objects of a kind of ours. It is made once: do not change it."""
-    hints = msgspec.structs.fields(kind.type)
+def object_schema(kind: Kind, version: Version) -> Schema:
+    """Return the schema of whole objects of a version. It is made once: do not change it."""
+    hints = msgspec.structs.fields(version.type)
     types = {field.name: field.type for field in hints if field.name in ("spec", "status")}
     spec, status = (schema_of(types[name]) for name in ("spec", "status"))
-    text = " ".join((kind.type.__doc__ or "").split())
+    if is_fixed(version.type):
+        spec = fixed(spec)
+    api_version = kind.api_version_of(version)
+    text = " ".join((version.type.__doc__ or "").split())
+    wanted = "What is wanted; it never changes." if is_fixed(version.type) else "What is wanted."
     return {
         "type": "object",
         "description": text,
         "required": ["spec"],
         "properties": {
-            "apiVersion": {"type": "string", "description": f"The version: {kind.api_version}."},
+            "apiVersion": {"type": "string", "description": f"The version: {api_version}."},
             "kind": {"type": "string", "description": f"The kind: {kind.name}."},
             "metadata": {
                 "type": "object",
                 # The API server allows nothing else here.
                 "properties": {"name": schema_of(Name)},
             },
-            "spec": {
-                "description": "What is wanted; it never changes.",
-                **spec,
-            },
+            "spec": {"description": wanted, **spec},
             "status": {"description": "How it stands, as the operator writes it.", **status},
         },
     }

@@ -62,7 +62,7 @@ def list_map(*keys: str) -> Meta:
 
 
 IMMUTABLE = Meta(extra={"is_immutable": True})
-"""Marks an object in which no field ever changes."""
+"""Marks a field that never changes, nor anything in it."""
 
 UNDEFAULTED = Meta(extra={"is_undefaulted": True})
 """Marks a field that stays away if it is left out: its absence has a meaning of its own."""

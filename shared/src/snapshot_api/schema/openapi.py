@@ -8,7 +8,7 @@ is what msgspec reads for what is missing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import singledispatch
 from typing import Any
 
@@ -161,8 +161,7 @@ def _(found: mi.Metadata) -> Schema:
     marks = _marks(found)
     if marks.list_map:
         extra |= {LIST_TYPE: "map", LIST_KEYS: list(marks.list_map)}
-    schema = _schema(mi.type_info(marks.declared) if marks.declared else found.type) | extra
-    return _fixed(schema) if marks.is_immutable else schema
+    return _schema(mi.type_info(marks.declared) if marks.declared else found.type) | extra
 
 
 @_schema.register
@@ -190,7 +189,18 @@ def _(found: mi.StructType) -> Schema:
         schema[PRESERVE] = True
     if rules := getattr(found.cls, "RULES", ()):
         schema[VALIDATIONS] = [_validation(rule) for rule in rules]
-    return schema
+    return fixed(schema, {each.encode_name for each in found.fields if _is_immutable(each)})
+
+
+def is_fixed(struct: type) -> bool:
+    """Whether the spec of an object never changes."""
+    found = mi.type_info(struct)
+    fields = found.fields if isinstance(found, mi.StructType) else ()
+    return any(each.name == "spec" and _is_immutable(each) for each in fields)
+
+
+def _is_immutable(field: mi.Field) -> bool:
+    return _marks(field.type).is_immutable
 
 
 def _marks(found: mi.Type) -> Marks:
@@ -203,20 +213,21 @@ def _validation(rule: Rule) -> Schema:
     return {"rule": rule.cel, "message": rule.message, **said, "reason": rule.reason, **path}
 
 
-def _fixed(schema: Schema) -> Schema:
-    """Return the schema of an object none of whose fields ever changes, each refused by its path.
+def fixed(schema: Schema, names: Collection[str] | None = None) -> Schema:
+    """Return the schema of an object of which these fields, or all, never change.
 
-    What may be left out has the rule at its parent: one at the field itself is not looked at when
-    the field is added or removed.
+    Each is refused by its path. What may be left out has the rule at its parent: one at the field
+    itself is not looked at when the field is added or removed.
     """
     rules: list[Schema] = []
     properties: Schema = {}
     for name, found in schema["properties"].items():
         is_present = name in schema.get("required", ()) or "default" in found
-        if is_present and "properties" in found and not found.get(PRESERVE):
-            properties[name] = _fixed(found)
+        is_looked_into = is_present and "properties" in found and not found.get(PRESERVE)
+        is_named = names is None or name in names
+        properties[name] = fixed(found) if is_named and is_looked_into else found
+        if not is_named or is_looked_into:
             continue
-        properties[name] = found
         cel = ESCAPED.get(name, name)
         same = f"self.{cel} == oldSelf.{cel}"
         both = f"has(self.{cel}) == has(oldSelf.{cel}) && (!has(self.{cel}) || {same})"

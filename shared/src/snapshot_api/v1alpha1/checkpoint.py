@@ -8,11 +8,11 @@ from msgspec import Meta, field
 
 from snapshot_api import kind
 from snapshot_api.facts import PodTemplateSpec
-from snapshot_api.kind import Column, Kind
+from snapshot_api.kind import Column, Kind, Version
 from snapshot_api.meta import Amount, Argument, Conditions, ObjectMeta, Quantity
 from snapshot_api.schema.marks import FORBIDDEN, IMMUTABLE, UNDEFAULTED, Rule, declared_as, list_map
 from snapshot_api.template import TemplateSkeleton
-from snapshot_api.well_known import GROUP
+from snapshot_api.well_known import GROUP, OURS
 from snapshot_shared.model import Model
 from snapshot_shared.orders import (
     Bytes,
@@ -270,18 +270,23 @@ class DynamoCheckpoint(Model, tag_field="kind", tag="DynamoCheckpoint", omit_def
     status: DynamoCheckpointStatus = DynamoCheckpointStatus()
 
 
+_COLUMNS = (
+    Column("Model", ".spec.identity.model", "The model"),
+    Column("Backend", ".spec.identity.backendFramework", "The inference engine"),
+    *(kind.PHASE, kind.SIZE, kind.REASON, kind.AGE),
+    Column("CheckpointID", ".status.checkpointID", "Hash of the identity", is_wide=True),
+    *(
+        kind.driver(".spec.job.driver"),
+        kind.artifact(".status.contentName"),
+        kind.TRACE,
+    ),
+)
+
 KIND = Kind(
     "DynamoCheckpoint",
-    GROUP,
+    OURS,
     "dynamocheckpoints",
     "dckpt",
-    DynamoCheckpoint,
+    (Version("v1alpha1", DynamoCheckpoint, _COLUMNS),),
     others=("ckpt", "checkpoint", "checkpoints"),
-    columns=(
-        Column("Model", ".spec.identity.model", "The model"),
-        Column("Backend", ".spec.identity.backendFramework", "The inference engine"),
-        *(kind.PHASE, kind.SIZE, kind.REASON, kind.AGE),
-        Column("CheckpointID", ".status.checkpointID", "Hash of the identity", is_wide=True),
-        *(kind.driver(".spec.job.driver"), kind.artifact(".status.contentName"), kind.TRACE),
-    ),
 )

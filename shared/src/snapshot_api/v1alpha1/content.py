@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from snapshot_api import kind
-from snapshot_api.kind import Column, Kind
+from snapshot_api.kind import Column, Kind, Version
 from snapshot_api.meta import Conditions, ObjectMeta, OrderStatus
 from snapshot_api.schema.marks import IMMUTABLE, Rule, never_falls, set_once
 from snapshot_api.v1alpha1.snapshot import ONE_SOURCE, ArtifactSource, PodSource
-from snapshot_api.well_known import GROUP
+from snapshot_api.well_known import GROUP, OURS
 from snapshot_shared.errors import Failure
 from snapshot_shared.model import Model
 from snapshot_shared.orders import (
@@ -167,25 +167,24 @@ class SnapshotContent(Model, tag_field="kind", tag="SnapshotContent", omit_defau
         return self.metadata.uid if artifact is None else artifact.content_uid
 
 
+_COLUMNS = (
+    *(kind.PHASE, kind.PROGRESS, kind.SIZE),
+    Column("Node", ".spec.source.nodeName", "The node of the pod that is captured"),
+    *(kind.REASON, kind.AGE),
+    Column("Namespace", ".spec.snapshotRef.namespace", "The namespace of its Snapshot"),
+    Column("Snapshot", ".spec.snapshotRef.name", "The Snapshot that it belongs to"),
+    kind.seconds("Paused(s)", ".status.pausedSeconds", "Seconds for which the worker was paused"),
+    kind.seconds("Took(s)", ".status.capturedSeconds", "Seconds that the capture took"),
+    *(kind.driver(".spec.driver"), kind.artifact(".status.committed.rootDigest")),
+    kind.TRACE._replace(path=".status.traceparent"),
+)
+
 KIND = Kind(
     "SnapshotContent",
-    GROUP,
+    OURS,
     "snapshotcontents",
     "snapcontent",
-    SnapshotContent,
+    (Version("v1alpha1", SnapshotContent, _COLUMNS),),
     namespaced=False,
     appliable=False,
-    columns=(
-        *(kind.PHASE, kind.PROGRESS, kind.SIZE),
-        Column("Node", ".spec.source.nodeName", "The node of the pod that is captured"),
-        *(kind.REASON, kind.AGE),
-        Column("Namespace", ".spec.snapshotRef.namespace", "The namespace of its Snapshot"),
-        Column("Snapshot", ".spec.snapshotRef.name", "The Snapshot that it belongs to"),
-        kind.seconds(
-            "Paused(s)", ".status.pausedSeconds", "Seconds for which the worker was paused"
-        ),
-        kind.seconds("Took(s)", ".status.capturedSeconds", "Seconds that the capture took"),
-        *(kind.driver(".spec.driver"), kind.artifact(".status.committed.rootDigest")),
-        kind.TRACE._replace(path=".status.traceparent"),
-    ),
 )

@@ -6,10 +6,10 @@ from datetime import datetime
 from typing import Annotated, ClassVar, Literal
 
 from snapshot_api import kind
-from snapshot_api.kind import Column, Kind
+from snapshot_api.kind import Column, Kind, Version
 from snapshot_api.meta import Conditions, ObjectMeta, OrderStatus
 from snapshot_api.schema.marks import IMMUTABLE, never_falls
-from snapshot_api.well_known import GROUP
+from snapshot_api.well_known import GROUP, OURS
 from snapshot_shared.errors import Failure
 from snapshot_shared.model import Model
 from snapshot_shared.orders import (
@@ -103,24 +103,25 @@ class SnapshotRestore(Model, tag_field="kind", tag="SnapshotRestore", omit_defau
     status: SnapshotRestoreStatus = SnapshotRestoreStatus()
 
 
+_COLUMNS = (
+    Column("Pod", ".spec.podRef.name", "The pod that is restored"),
+    Column("Source", ".spec.source", "What it is restored from"),
+    *(kind.PHASE, kind.PROGRESS),
+    Column("Node", ".status.nodeName", "The node of the pod"),
+    *(kind.REASON, kind.AGE),
+    kind.seconds("Took(s)", ".status.restoredSeconds", "Seconds that the restore took"),
+    *(kind.driver(".status.driver"), kind.artifact(".status.contentName")),
+    kind.TRACE._replace(path=".status.traceparent"),
+)
+
 KIND = Kind(
     "SnapshotRestore",
-    GROUP,
+    OURS,
     "snapshotrestores",
     "srestore",
-    SnapshotRestore,
+    (Version("v1alpha1", SnapshotRestore, _COLUMNS),),
     appliable=False,
     others=("restore", "restores"),
-    columns=(
-        Column("Pod", ".spec.podRef.name", "The pod that is restored"),
-        Column("Source", ".spec.source", "What it is restored from"),
-        *(kind.PHASE, kind.PROGRESS),
-        Column("Node", ".status.nodeName", "The node of the pod"),
-        *(kind.REASON, kind.AGE),
-        kind.seconds("Took(s)", ".status.restoredSeconds", "Seconds that the restore took"),
-        *(kind.driver(".status.driver"), kind.artifact(".status.contentName")),
-        kind.TRACE._replace(path=".status.traceparent"),
-    ),
 )
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, field
 
 from snapshot_api import kind
-from snapshot_api.kind import Column, Kind
+from snapshot_api.kind import Column, Kind, Version
 from snapshot_api.meta import Conditions, ObjectMeta
 from snapshot_api.schema.marks import IMMUTABLE, Rule, set_once
-from snapshot_api.well_known import GROUP
+from snapshot_api.well_known import GROUP, OURS
 from snapshot_shared.model import Model
 from snapshot_shared.orders import (
     Attempt,
@@ -114,16 +114,22 @@ class Snapshot(Model, tag_field="kind", tag="Snapshot", omit_defaults=False):
     status: SnapshotStatus = SnapshotStatus()
 
 
+_COLUMNS = (
+    Column("Pod", ".spec.source.podRef.name", "The pod that is captured"),
+    *(kind.PHASE, kind.SIZE, kind.REASON, kind.AGE, kind.driver(".spec.driver")),
+    Column(
+        "Revision-Of",
+        ".spec.revisionOf",
+        "Of which name it is a revision",
+        is_wide=True,
+    ),
+    *(kind.artifact(".status.boundSnapshotContentName"), kind.TRACE),
+)
+
 KIND = Kind(
     "Snapshot",
-    GROUP,
+    OURS,
     "snapshots",
     "snap",
-    Snapshot,
-    columns=(
-        Column("Pod", ".spec.source.podRef.name", "The pod that is captured"),
-        *(kind.PHASE, kind.SIZE, kind.REASON, kind.AGE, kind.driver(".spec.driver")),
-        Column("Revision-Of", ".spec.revisionOf", "Of which name it is a revision", is_wide=True),
-        *(kind.artifact(".status.boundSnapshotContentName"), kind.TRACE),
-    ),
+    (Version("v1alpha1", Snapshot, _COLUMNS),),
 )

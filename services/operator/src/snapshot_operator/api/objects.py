@@ -19,7 +19,7 @@ from snapshot_api.meta import TRACEPARENT, is_true
 from snapshot_api.redaction import names_secret, redacted
 from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_api.validate import repetitions
-from snapshot_api.well_known import GROUP, POD_SPEC, VERIFY
+from snapshot_api.well_known import POD_SPEC, VERIFY
 from snapshot_operator.api.answering import Endpoint, answering
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.retention import Decision
@@ -165,7 +165,7 @@ class Api:
     async def delete(self, request: DeleteRequest) -> DeleteReply:
         """Mark one object for deletion. NotFound when it is not there."""
         kind = find_kind(request.kind)
-        if self._is_in_cluster and kind.api_version != GROUP:
+        if self._is_in_cluster and not kind.is_ours:
             space = f" --namespace {request.namespace or 'default'}" if kind.namespaced else ""
             raise Forbidden(
                 f"the operator of a cluster deletes no {kind.name} for others: it would do so with "

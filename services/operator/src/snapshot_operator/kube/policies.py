@@ -28,7 +28,7 @@ STATUSES, FINALIZERS, MADE, SPECS = "statuses", "finalizers", "made-objects", "p
 """What the policies are about, with which their names begin."""
 
 _API_GROUP = GROUP.partition("/")[0]
-_OURS = [kind for kind in KINDS.values() if kind.api_version == GROUP]
+_OURS = [kind for kind in KINDS.values() if kind.is_ours]
 _MAY = f"authorizer.group('{_API_GROUP}').resource('{MANAGED}').check('{MANAGE}').allowed()"
 _WHO = f"only the operator of Snapback, or who may {MANAGE} {MANAGED}.{_API_GROUP} in the cluster"
 

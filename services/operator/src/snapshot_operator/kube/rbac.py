@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from snapshot_api.kinds import KINDS
-from snapshot_api.well_known import GROUP
 
 Document = dict[str, Any]
 
@@ -35,9 +34,7 @@ class Rule(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-_DEFINITIONS = tuple(
-    f"{kind.plural}.{_OURS}" for kind in KINDS.values() if kind.api_version == GROUP
-)
+_DEFINITIONS = tuple(f"{kind.plural}.{_OURS}" for kind in KINDS.values() if kind.is_ours)
 
 RULES = (
     Rule(_OURS, "dynamocheckpoints", (*_SEEN, "patch", "delete"), "finalizer, retention"),

@@ -16,7 +16,6 @@ from snapshot_api.facts import Node
 from snapshot_api.kind import Kind
 from snapshot_api.kinds import KINDS, AnyObject, find_kind
 from snapshot_api.meta import ObjectMeta, is_true
-from snapshot_api.well_known import GROUP
 from snapshot_shared import api, subjects
 from snapshot_shared.bus import Bus, Delivery
 from snapshot_shared.codec import decode_json, encode_json
@@ -167,7 +166,7 @@ class OperatorClient:
         return None if found is None else formats.data(found)
 
     async def delete(self, target: Target, uid: str = "") -> bool:
-        if self._store is not None and target.kind.api_version != GROUP:
+        if self._store is not None and not target.kind.is_ours:
             return await in_thread(self._store.delete, target, uid)
         request = api.DeleteRequest(**_about(target), uid=uid)
         return (await self._ask("delete", request, api.DeleteReply)).gone

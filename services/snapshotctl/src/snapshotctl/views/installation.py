@@ -6,16 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from snapshot_api.kinds import KINDS
-from snapshot_api.well_known import GROUP
 from snapshot_shared.errors import Failure
 from snapshotctl.views.clones import clone_findings
 from snapshotctl.views.finding import Finding, fail, ok, warn
 
 Document = Mapping[str, Any]
 
-DEFINITIONS = tuple(
-    f"{kind.plural}.nvidia.com" for kind in KINDS.values() if kind.api_version == GROUP
-)
+DEFINITIONS = tuple(f"{kind.plural}.nvidia.com" for kind in KINDS.values() if kind.is_ours)
 """The names of the definitions of our kinds."""
 WEBHOOKS = "snapback-operator"
 """The name of both configurations of webhooks."""
