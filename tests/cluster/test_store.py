@@ -12,10 +12,10 @@ import pytest
 
 from snapshot_api.facts import Node
 from snapshot_api.kinds import KINDS
-from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.ports import Event
 from snapshot_shared.errors import AlreadyExists, StoreBusy
+from snapshot_shared.kube_watch import StoreRewound
 from snapshot_shared.tasks import end_all
 from tests.cluster.lying_proxy import Lie
 from tests.cluster.rig import Rig, opened

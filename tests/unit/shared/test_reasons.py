@@ -41,7 +41,12 @@ NO_REASONS = frozenset(KINDS) | {
     "ResourceClaimTemplate",
     *("CustomResourceDefinition", "PodScheduled", "ClusterRole", "BearerToken"),
     *("FieldValueForbidden", "FieldValueInvalid", "WaitForCheckpoint"),
-    *("AdmissionReview", "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"),
+    *(
+        "AdmissionReview",
+        "ConversionReview",
+        "MutatingWebhookConfiguration",
+        "ValidatingWebhookConfiguration",
+    ),
     *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
     *("IfNeeded", "NotIn", "OnFailure", "RuntimeDefault"),
     *("CreateContainerConfigError", "CreateContainerError", "InvalidImageName"),

@@ -28,6 +28,7 @@ from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import AlreadyExists, Conflict, InvalidInput, InvalidName, NotFound
 from snapshot_shared.ids import NodeName, check_node
 from snapshot_shared.kube_client import KubeClient, decoded, load_configuration
+from snapshot_shared.kube_watch import WatchEvent, changes
 from snapshot_shared.nkey import SEED, is_public, new_seed, public_half
 from snapshot_shared.orders import Label
 from snapshot_shared.permissions import Role, User, server_accounts
@@ -67,9 +68,10 @@ class KeysSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "INFO"
 
 
-class _Metadata(msgspec.Struct, frozen=True):
+class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     generation: int = 0
+    resource_version: str = ""
 
 
 class _Condition(msgspec.Struct, frozen=True):
@@ -155,13 +157,9 @@ class _Pods(msgspec.Struct, frozen=True):
     items: list[KeyPod]
 
 
-class _Event(msgspec.Struct, frozen=True):
-    object: DaemonSet
-
-
 _NODES = msgspec.json.Decoder(_Nodes)
 _PODS = msgspec.json.Decoder(_Pods)
-_EVENT = msgspec.json.Decoder(_Event)
+_CHANGE = msgspec.json.Decoder(WatchEvent[DaemonSet])
 _SECRET = msgspec.json.Decoder(dict[str, Any])
 _REPORT = msgspec.json.Decoder(dict[str, str])
 _KEPT = msgspec.json.Decoder(PublicKeys)
@@ -331,13 +329,14 @@ class Reports:
         Its status changes whenever one of its pods becomes ready.
         """
         path = f"/apis/apps/v1/namespaces/{self._namespace}/daemonsets"
-        params = {"watch": "1", "fieldSelector": f"metadata.name={self._name}"}
-        async with contextlib.aclosing(self._client.watch(path, params)) as events:
-            async for event in events:
-                daemon_set = decoded(_EVENT, event).object
-                self._keys, is_complete = progress(
-                    daemon_set, await self._pods(daemon_set), self._ready
-                )
+        named = {"fieldSelector": f"metadata.name={self._name}"}
+        found = changes(self._client, path, _CHANGE, params=named)
+        async with contextlib.aclosing(found):
+            async for change, _ in found:
+                if change is None:
+                    continue
+                pods = await self._pods(change.object)
+                self._keys, is_complete = progress(change.object, pods, self._ready)
                 if is_complete:
                     return True
         return False

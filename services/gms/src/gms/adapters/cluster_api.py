@@ -12,7 +12,13 @@ import msgspec
 from gms.domain.claims import DRIVER, ResourceClaim
 from gms.domain.slices import API, FoundSlice
 from snapshot_shared.errors import NotFound
-from snapshot_shared.kube_client import KubeClient, decoded, load_configuration
+from snapshot_shared.kube_client import (
+    KubeClient,
+    ResourceExpired,
+    decoded,
+    load_configuration,
+)
+from snapshot_shared.kube_watch import Listed, WatchEvent, changes
 
 WATCH_S = 120
 """How long one watch lasts, in seconds; then the slices are listed again."""
@@ -53,7 +59,7 @@ class KubeApi:
     async def slices(self, node: str) -> tuple[list[FoundSlice], str]:
         answer = await self._client.request("GET", _SLICES, params=_selector(node))
         found = decoded(_LIST, answer)
-        return found.items, found.metadata.resource_version
+        return found.items or [], found.metadata.resource_version
 
     async def create_slice(self, body: Mapping[str, Any]) -> None:
         await self._client.request("POST", _SLICES, body=body)
@@ -66,17 +72,13 @@ class KubeApi:
             await self._client.request("DELETE", f"{_SLICES}/{name}")
 
     async def slices_changed(self, node: str, version: str) -> None:
-        params = {
-            "watch": "1",
-            "resourceVersion": version,
-            "timeoutSeconds": str(WATCH_S),
-            **_selector(node),
-        }
-        async with contextlib.aclosing(self._client.watch(_SLICES, params)) as events:
-            async for _ in events:
-                # Whatever the first one says (a change, or that the version is too old), what to
-                # do is decided from a new list.
-                return
+        found = changes(self._client, _SLICES, _CHANGE, version, _selector(node), within_s=WATCH_S)
+        # If the version is too old, what to do is decided from a new list, as after a change.
+        with contextlib.suppress(ResourceExpired):
+            async with contextlib.aclosing(found):
+                async for change, _ in found:
+                    if change is not None:
+                        return
 
 
 class _ObjectMetadata(msgspec.Struct, frozen=True):
@@ -87,19 +89,11 @@ class _Object(msgspec.Struct, frozen=True):
     metadata: _ObjectMetadata
 
 
-class _ListMetadata(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str
-
-
-class _SliceList(msgspec.Struct, frozen=True):
-    metadata: _ListMetadata
-    items: list[FoundSlice] = []
-
-
 def _selector(node: str) -> dict[str, str]:
     return {"fieldSelector": f"spec.nodeName={node},spec.driver={DRIVER}"}
 
 
 _OBJECT = msgspec.json.Decoder(_Object)
 _CLAIM = msgspec.json.Decoder(ResourceClaim)
-_LIST = msgspec.json.Decoder(_SliceList)
+_LIST = msgspec.json.Decoder(Listed[FoundSlice])
+_CHANGE = msgspec.json.Decoder(WatchEvent[FoundSlice])

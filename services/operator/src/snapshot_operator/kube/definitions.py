@@ -17,7 +17,6 @@ import msgspec
 
 from snapshot_api.schema.definitions import PART_OF, VERSION_ANNOTATION
 from snapshot_operator.kube.rbac import NAME
-from snapshot_operator.kube.store import watch_error
 from snapshot_shared.errors import Failure, InvalidManifest, SnapbackError
 from snapshot_shared.kube_client import (
     APPLY_PATCH,
@@ -26,6 +25,7 @@ from snapshot_shared.kube_client import (
     back_off,
     decoded,
 )
+from snapshot_shared.kube_watch import Listed, WatchEvent, changes
 from snapshot_shared.tasks import any_set, end_all
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class _Meta(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
+    resource_version: str = ""
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -74,22 +75,8 @@ class Found(msgspec.Struct, frozen=True):
         return named or "another product"
 
 
-class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str
-
-
-class _List(msgspec.Struct, frozen=True):
-    metadata: _ListMeta
-    items: list[Found] | None = None
-
-
-class _Change(msgspec.Struct, frozen=True):
-    type: str
-    object: msgspec.Raw
-
-
-_LIST = msgspec.json.Decoder(_List)
-_CHANGE = msgspec.json.Decoder(_Change)
+_LIST = msgspec.json.Decoder(Listed[Found])
+_CHANGE = msgspec.json.Decoder(WatchEvent[Found])
 
 
 class Step(NamedTuple):
@@ -262,17 +249,9 @@ class Definitions:
             await end_all(*watches)
 
     async def _watch(self, name: str, version: str) -> None:
-        params = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "fieldSelector": f"metadata.name={name}",
-            "resourceVersion": version,
-            "timeoutSeconds": str(WATCH_S),
-        }
-        async with contextlib.aclosing(self._client.watch(PATH, params)) as lines:
-            async for line in lines:
-                change = decoded(_CHANGE, line)
-                if change.type == "ERROR":
-                    raise watch_error(bytes(change.object))
-                if change.type != "BOOKMARK":
+        named = {"fieldSelector": f"metadata.name={name}"}
+        found = changes(self._client, PATH, _CHANGE, version, named, within_s=WATCH_S)
+        async with contextlib.aclosing(found):
+            async for change, _ in found:
+                if change is not None:
                     return

@@ -19,18 +19,13 @@ import msgspec
 from snapshot_shared.clocks import Clocks
 from snapshot_shared.errors import AlreadyExists, Conflict, NotFound, SnapbackError, StoreBusy
 from snapshot_shared.kube_client import KubeClient, decoded
+from snapshot_shared.kube_watch import StoreRewound
 from snapshot_shared.tasks import any_set, end_all
 
 log = logging.getLogger(__name__)
 
 LASTS_S = 15
 """How long the Lease is held without a renewal, in seconds, as in client-go."""
-
-
-class StoreRewound(SnapbackError):
-    """The API server's history is older than what this operator has seen of it."""
-
-    default_next_step = "nothing: the operator starts again and reads what there is"
 
 
 class LeaseSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from snapshot_operator.kube.store import WATCH_S, watch_error
 from snapshot_operator.runtime.world import Selection, World
 from snapshot_shared.errors import InvalidInput, InvalidManifest, SnapbackError
-from snapshot_shared.kube_client import KubeClient, ResourceExpired, back_off, decoded
+from snapshot_shared.kube_client import KubeClient, back_off, decoded
+from snapshot_shared.kube_watch import WATCH_S, Listed, WatchEvent, changes, follow, pages
 from snapshot_shared.service import until_stopped
 
 log = logging.getLogger(__name__)
@@ -29,19 +29,8 @@ class _Namespace(msgspec.Struct, frozen=True):
     metadata: _Meta
 
 
-class _List(msgspec.Struct, frozen=True):
-    metadata: _Meta
-    items: list[_Namespace] | None = None
-
-
-class _Change(msgspec.Struct, frozen=True):
-    type: str
-    object: msgspec.Raw
-
-
-_LIST = msgspec.json.Decoder(_List)
-_CHANGE = msgspec.json.Decoder(_Change)
-_NAMESPACE = msgspec.json.Decoder(_Namespace)
+_LIST = msgspec.json.Decoder(Listed[_Namespace])
+_CHANGE = msgspec.json.Decoder(WatchEvent[_Namespace])
 
 
 async def is_selected(client: KubeClient, selector: str, namespace: str) -> bool:
@@ -89,49 +78,30 @@ class SelectedNamespaces(Selection):
 
     async def run(self) -> None:
         """Follow changes of the labels of namespaces, until it is cancelled."""
-        failures = 0
-        while True:
-            before = self._version
-            try:
-                await self._watch()
-            except ResourceExpired:
-                with contextlib.suppress(SnapbackError):
-                    await self._list()
-            except SnapbackError as error:
-                log.warning("the namespaces are not watched: %s", error)
-            failures = 0 if self._version != before else failures + 1
-            await back_off(failures, self._jitter())
+        await follow("namespaces", lambda: self._version, self._watch, self._list, self._jitter)
 
     async def _list(self) -> None:
-        params = {"labelSelector": self._selector}
-        page = decoded(_LIST, await self._client.request("GET", PATH, params=params))
-        names = {item.metadata.name for item in page.items or ()}
+        names, version = set[str](), ""
+        async for page in pages(self._client, PATH, _LIST, {"labelSelector": self._selector}):
+            names |= {item.metadata.name for item in page.items or ()}
+            version = page.metadata.resource_version
         added, self._names = names - self._names, names
-        self._version = page.metadata.resource_version
+        self._version = version
         for name in added:
             self._report(name)
 
     async def _watch(self) -> None:
-        params = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "labelSelector": self._selector,
-            "resourceVersion": self._version,
-            "timeoutSeconds": str(int(WATCH_S * (1 + self._jitter()))),
-        }
-        async with contextlib.aclosing(self._client.watch(PATH, params)) as lines:
-            async for line in lines:
-                change = decoded(_CHANGE, line)
-                if change.type == "ERROR":
-                    raise watch_error(bytes(change.object))
-                meta = _NAMESPACE.decode(change.object).metadata
-                self._version = meta.resource_version
-                if change.type == "DELETED":
+        selected, lasts_s = {"labelSelector": self._selector}, WATCH_S * (1 + self._jitter())
+        found = changes(self._client, PATH, _CHANGE, self._version, selected, within_s=lasts_s)
+        async with contextlib.aclosing(found):
+            async for change, self._version in found:
+                name = change.object.metadata.name if change is not None else ""
+                if change is not None and change.type == "DELETED":
                     # So the API server says, too, that its labels do not match any more.
-                    self._names.discard(meta.name)
-                elif change.type != "BOOKMARK" and meta.name not in self._names:
-                    self._names.add(meta.name)
-                    self._report(meta.name)
+                    self._names.discard(name)
+                elif change is not None and name not in self._names:
+                    self._names.add(name)
+                    self._report(name)
 
     def _report(self, name: str) -> None:
         for listener in self._listeners:

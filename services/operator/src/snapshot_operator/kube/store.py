@@ -12,7 +12,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from hashlib import sha256
-from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -21,7 +20,6 @@ from msgspec.structs import replace
 from snapshot_api.facts import Job, Node, Pod
 from snapshot_api.kinds import KINDS, AnyObject, kind_of
 from snapshot_api.meta import ObjectMeta
-from snapshot_operator.kube.lease import StoreRewound
 from snapshot_operator.kube.seccomp import offered
 from snapshot_operator.kube.shaping import (
     GMS_DISABLED,
@@ -50,7 +48,6 @@ from snapshot_shared.errors import (
     Internal,
     InvalidManifest,
     NotFound,
-    SnapbackError,
     StoreBusy,
 )
 from snapshot_shared.kube_client import (
@@ -60,15 +57,19 @@ from snapshot_shared.kube_client import (
     ResourceExpired,
     back_off,
     decoded,
-    error_status,
+)
+from snapshot_shared.kube_watch import (
+    WATCH_S,
+    Listed,
+    StoreRewound,
+    WatchEvent,
+    changes,
+    follow,
+    pages,
 )
 from snapshot_shared.service import until_stopped
 
 log = logging.getLogger(__name__)
-
-PAGE = "500"
-WATCH_S = 300
-"""How long the server lets one watch last, in seconds; the next continues where it ended."""
 
 MAX_REMEMBERED = 10_000
 """How many uids are remembered that no object has."""
@@ -144,43 +145,9 @@ class _Known(NamedTuple):
     """The SHA-256 of its spec as it was sent: equal bytes are not decoded again."""
 
 
-class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str
-    # Named so by the API, and a keyword of Python.
-    continue_: str = msgspec.field(default="", name="continue")
-
-
-class _List(msgspec.Struct, frozen=True):
-    metadata: _ListMeta
-    # Null where Go had no slice.
-    items: list[Sent] | None = None
-
-
-class _Change(msgspec.Struct, frozen=True):
-    type: str
-    object: Sent
-
-
-class _Version(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str
-
-
-class _Versioned(msgspec.Struct, frozen=True):
-    metadata: _Version
-
-
-class _Mark(msgspec.Struct, frozen=True):
-    """What a watch says that is no change of an object."""
-
-    type: str
-    object: msgspec.Raw
-
-
-_LIST = msgspec.json.Decoder(_List)
+_LIST = msgspec.json.Decoder(Listed[Sent])
 _SENT = msgspec.json.Decoder(Sent)
-_CHANGE = msgspec.json.Decoder(_Change)
-_MARK = msgspec.json.Decoder(_Mark)
-_VERSIONED = msgspec.json.Decoder(_Versioned)
+_CHANGE = msgspec.json.Decoder(WatchEvent[Sent])
 
 
 class KubeStore:
@@ -461,22 +428,13 @@ class KubeStore:
 
     async def _follow(self, resource: Resource) -> None:
         """Watch a kind, again and again; list it where the server has no history any more."""
-        failures = 0
-        while True:
-            before = self._versions[resource.kind]
-            try:
-                await self._require_history(resource)
-                await self._watch(resource)
-            except StoreRewound:
-                raise
-            except ResourceExpired as error:
-                log.info("%s are listed again: %s", resource.plural, error)
-                await self._list_again(resource)
-            except SnapbackError as error:
-                log.warning("%s are not watched: %s", resource.plural, error)
-            # One that brought something was a good one, however it ended.
-            failures = 0 if self._versions[resource.kind] != before else failures + 1
-            await back_off(failures, self._jitter())
+        await follow(
+            resource.plural,
+            lambda: self._versions[resource.kind],
+            lambda: self._watch(resource),
+            lambda: self._read_all(resource, self._take),
+            self._jitter,
+        )
 
     async def _require_history(self, resource: Resource) -> None:
         """Raise StoreRewound when etcd was restored from an older backup since the last watch.
@@ -491,27 +449,18 @@ class KubeStore:
 
     async def _watch(self, resource: Resource) -> None:
         """Report the changes after the version that was seen last, until the server ends it."""
-        kind = resource.kind
-        params = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": self._versions[kind],
-            # Spread, so that the watches of all kinds do not end together.
-            "timeoutSeconds": str(int(WATCH_S * (1 + self._jitter()))),
-        }
-        async with contextlib.aclosing(self._client.watch(resource.path(), params)) as lines:
-            async for line in lines:
-                try:
-                    change = decoded(_CHANGE, line)
-                except StoreBusy:
-                    # A bookmark is of no object, and an error has no version either.
-                    self._versions[kind] = _bookmark_in(line)
-                    continue
-                if change.type == "DELETED":
+        await self._require_history(resource)
+        kind, path = resource.kind, resource.path()
+        # Spread, so that the watches of all kinds do not end together.
+        lasts_s = WATCH_S * (1 + self._jitter())
+        found = changes(self._client, path, _CHANGE, self._versions[kind], within_s=lasts_s)
+        async with contextlib.aclosing(found):
+            async for change, version in found:
+                if change is not None and change.type == "DELETED":
                     self._forget(resource, change.object.metadata.uid)
-                else:
+                elif change is not None:
                     self._take(resource, change.object)
-                self._versions[kind] = change.object.metadata.resource_version
+                self._versions[kind] = version
 
     def _take(self, resource: Resource, sent: Sent) -> None:
         """Report what is there, unless it is known already, such as a write of our own."""
@@ -520,30 +469,18 @@ class KubeStore:
         if value is not None and (known is None or value is not known.value):
             self._report("MODIFIED" if known else "ADDED", value)
 
-    async def _list_again(self, resource: Resource) -> None:
-        """Report what has changed since the last version that was seen."""
-        try:
-            await self._read_all(resource, self._take)
-        except SnapbackError as error:
-            log.warning("%s are not listed: %s", resource.plural, error)
-
     async def _read_all(self, resource: Resource, take: Callable[[Resource, Sent], object]) -> None:
         """Take all objects of a kind page by page, then forget those that are not there any more.
 
         What was taken before an error stays known: it was there.
         """
         known = self._known[resource.kind]
-        params, listed = {"limit": PAGE}, set[str]()
-        while True:
-            answer = await self._client.request("GET", resource.path(), params=params)
-            page = decoded(_LIST, answer)
+        version, listed = "", set[str]()
+        async for page in pages(self._client, resource.path(), _LIST):
             for sent in page.items or ():
                 take(resource, sent)
                 listed.add(sent.metadata.uid)
             version = page.metadata.resource_version
-            if not page.metadata.continue_:
-                break
-            params = {"limit": PAGE, "continue": page.metadata.continue_}
         for uid in known.keys() - listed:
             # What was created after the list was made is in no list yet.
             if known[uid].version <= int(version):
@@ -652,21 +589,6 @@ class _UidSearch:
             for found in decoded(_LIST, answer).items or ():
                 meta = found.metadata
                 yield meta.uid, Place(kind, meta.namespace, meta.name)
-
-
-def _bookmark_in(line: bytes) -> str:
-    """Return the version of a bookmark; raise the error that anything else stands for."""
-    mark = decoded(_MARK, line)
-    if mark.type != "BOOKMARK":
-        raise watch_error(bytes(mark.object))
-    return decoded(_VERSIONED, mark.object).metadata.resource_version
-
-
-def watch_error(answer: bytes) -> SnapbackError:
-    """Return the error that an event of type ERROR stands for."""
-    status = error_status(answer)
-    expired = status.code == HTTPStatus.GONE or status.reason == "Expired"
-    return ResourceExpired(status.message) if expired else StoreBusy(status.message)
 
 
 def _same(value: AnyObject, known: AnyObject) -> bool:

@@ -46,6 +46,7 @@ from snapshot_shared.errors import (
     SnapbackError,
 )
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, decoded
+from snapshot_shared.kube_watch import WATCH_S, WatchEvent, changes, follow
 from snapshot_shared.tasks import any_set, end_all, in_thread
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ log = logging.getLogger(__name__)
 MAX_RETRY_S = 30.0
 MAX_REST_S = 86_400.0
 """The wall clock is compared at least once in a day: it may have been set."""
-WATCH_S = 300
 
 SECRET_BYTES = 16
 
@@ -270,22 +270,19 @@ class Introduction:
 
     async def _watch(self, path: str, name: str) -> None:
         """Look again whenever one object has changed; a watch begins with the object itself."""
-        failures = 0
-        while True:
-            params = {
-                "watch": "true",
-                "fieldSelector": f"metadata.name={name}",
-                "timeoutSeconds": str(int(WATCH_S * (1 + self._jitter()))),
-            }
-            try:
-                async with contextlib.aclosing(self._client.watch(path, params)) as lines:
-                    async for _ in lines:
-                        failures = 0
+        seen, named = "", {"fieldSelector": f"metadata.name={name}"}
+
+        async def watch() -> None:
+            nonlocal seen
+            lasts_s = WATCH_S * (1 + self._jitter())
+            found = changes(self._client, path, _CHANGE, params=named, within_s=lasts_s)
+            async with contextlib.aclosing(found):
+                async for change, version in found:
+                    seen = version
+                    if change is not None:
                         self._changed.set()
-            except SnapbackError as error:
-                failures += 1
-                log.warning("%s %s is not watched: %s", path, name, error)
-            await self._pause(failures)
+
+        await follow(f"{path} {name}", lambda: seen, watch, watch, self._jitter)
 
 
 _CONFIGURED = (MUTATING, VALIDATING)
@@ -301,6 +298,8 @@ class _Secret(msgspec.Struct, frozen=True):
 
 
 _SECRET = msgspec.json.Decoder(_Secret)
+_CHANGE = msgspec.json.Decoder(WatchEvent[_Secret])
+"""A configuration of webhooks has a version, too, and no data."""
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
 
