@@ -14,13 +14,13 @@ import msgspec
 
 from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_api.meta import Condition, OrderStatus, condition
+from snapshot_api.v1alpha1.restore import restore_name
 from snapshot_operator.api.nodes import NodeApi
 from snapshot_operator.api.objects import Api
 from snapshot_operator.api.operations import Operations, Sweeping
 from snapshot_operator.core.conditions import timestamp
 from snapshot_operator.core.inventory import Policy
 from snapshot_operator.core.plan import Plan, SetStatus
-from snapshot_operator.core.restore import restore_name
 from snapshot_operator.core.retention import Limits
 from snapshot_operator.local.controllers import CONTROLLERS, INDEXES
 from snapshot_operator.local.store import SqliteStore
@@ -309,7 +309,7 @@ class World:
 
     async def restore(self, pod: str) -> Any:
         return self.cluster.get(
-            "SnapshotRestore", "default", restore_name(await self.get("Pod", pod))
+            "SnapshotRestore", "default", restore_name((await self.get("Pod", pod)).metadata.uid)
         )
 
     async def content(self) -> Any:

@@ -22,6 +22,8 @@ from snapshot_api.meta import (
     ObjectMeta,
     OrderStatus,
     Quantity,
+    condition,
+    is_true,
 )
 from snapshot_shared.model import Model
 from snapshot_shared.orders import DeviceRef, Label, NodeStr, PresenceDevice, UnreadyDriver
@@ -208,6 +210,34 @@ def gpus_wanted(spec: PodSpec) -> int:
     return sum(int(c.resources.limits.get(GPU_RESOURCE, 0)) for c in spec.containers)
 
 
-JOB = Kind("Job", "batch", "jobs", "job", (Version("v1", Job),))
+CORDONED = "SchedulingDisabled"
+"""What the phase of a node ends with if nothing new begins there."""
+
+
+def _phase_of_job(value: Job) -> str:
+    rows = value.status.conditions
+    return next((name for name in ("Complete", "Failed") if is_true(rows, name)), "Running")
+
+
+def _phase_of_node(value: Node) -> str:
+    rows = value.status.conditions
+    if is_true(rows, "Lost"):
+        return "Lost"
+    ready = condition(rows, "Ready")
+    # As kubectl has it: a condition that is Unknown is NotReady, and one that is missing Unknown.
+    found = "Unknown" if ready is None else "Ready" if ready.status == "True" else "NotReady"
+    return f"{found},{CORDONED}" if value.spec.unschedulable else found
+
+
+JOB = Kind("Job", "batch", "jobs", "job", (Version("v1", Job),), _phase_of_job)
 POD = Kind("Pod", "", "pods", "po", (Version("v1", Pod),))
-NODE = Kind("Node", "", "nodes", "no", (Version("v1", Node),), namespaced=False, appliable=False)
+NODE = Kind(
+    "Node",
+    "",
+    "nodes",
+    "no",
+    (Version("v1", Node),),
+    _phase_of_node,
+    namespaced=False,
+    appliable=False,
+)

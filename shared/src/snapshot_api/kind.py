@@ -52,11 +52,17 @@ class Scale(NamedTuple):
     selector: str = ".status.selector"
 
 
+def _recorded(value: Any) -> str:
+    found: str = value.status.phase
+    return found
+
+
 class Kind(NamedTuple):
     """How a kind is named, stored, decoded and shown.
 
-    Of the `versions` the first is the hub: it is stored, and programs know that one alone. `others`
-    are names by which people call the kind beside its name, plural and short name.
+    Of the `versions` the first is the hub: it is stored, and programs know that one alone. `phase`
+    returns the phase of an object that is not going. `others` are names by which people call the
+    kind beside its name, plural and short name.
     """
 
     name: str
@@ -64,6 +70,7 @@ class Kind(NamedTuple):
     plural: str
     short: str
     versions: tuple[Version, ...]
+    phase: Callable[[Any], str] = _recorded
     namespaced: bool = True
     appliable: bool = True
     others: tuple[str, ...] = ()

@@ -13,8 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from snapshot_api import figures
-from snapshot_api.facts import Job, Node, Pod
-from snapshot_api.kinds import AnyObject
+from snapshot_api.facts import CORDONED, Job, Pod
+from snapshot_api.kinds import AnyObject, kind_of
 from snapshot_api.meta import OrderStatus, condition, is_true
 from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
 from snapshot_api.v1alpha1.content import SnapshotContent, SnapshotContentStatus
@@ -33,7 +33,6 @@ State = Literal["ok", "busy", "waiting", "bad", "off"]
 
 Ordered = SnapshotContent | SnapshotRestore | Pod
 """The kinds that have orders."""
-CORDONED = "SchedulingDisabled"
 _SERVICES: tuple[Service, ...] = ("agent", "gms")
 BAD_ORDERS = ("failed", "rejected", "lost")
 
@@ -59,20 +58,8 @@ def phase(value: AnyObject, restore: SnapshotRestore | None = None) -> str:
     """
     if value.metadata.deletion_timestamp:
         return "Terminating"
-    match phase_holder(value, restore):
-        case DynamoCheckpoint() | Pod() as found:
-            return found.status.phase
-        case Snapshot() as found:
-            return _snapshot_phase(found)
-        case SnapshotContent() as found:
-            return found.status.capture.value
-        case SnapshotRestore() as found:
-            return found.status.state.value
-        case Job() as found:
-            rows = found.status.conditions
-            return next((name for name in ("Complete", "Failed") if is_true(rows, name)), "Running")
-        case Node() as found:
-            return _node_phase(found)
+    holder = phase_holder(value, restore)
+    return kind_of(holder).phase(holder)
 
 
 def phase_holder(value: AnyObject, restore: SnapshotRestore | None = None) -> AnyObject:
@@ -81,25 +68,6 @@ def phase_holder(value: AnyObject, restore: SnapshotRestore | None = None) -> An
     if restore is None or is_over or restore.status.state in RESTORE.terminal():
         return value
     return restore
-
-
-def _snapshot_phase(value: Snapshot) -> str:
-    rows, status = value.status.conditions, value.status
-    if is_true(rows, "Failed"):
-        return "Failed"
-    if is_true(rows, "Ready") or status.bytes:
-        return "Ready"
-    return "Capturing" if status.bound_snapshot_content_name else "Pending"
-
-
-def _node_phase(node: Node) -> str:
-    rows = node.status.conditions
-    if is_true(rows, "Lost"):
-        return "Lost"
-    ready = condition(rows, "Ready")
-    # As kubectl has it: a condition that is Unknown is NotReady, and one that is missing Unknown.
-    found = "Unknown" if ready is None else "Ready" if ready.status == "True" else "NotReady"
-    return f"{found},{CORDONED}" if node.spec.unschedulable else found
 
 
 def state(value: AnyObject, restore: SnapshotRestore | None = None) -> State:

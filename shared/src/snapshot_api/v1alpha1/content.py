@@ -167,6 +167,10 @@ class SnapshotContent(Model, tag_field="kind", tag="SnapshotContent", omit_defau
         return self.metadata.uid if artifact is None else artifact.content_uid
 
 
+def _phase(value: SnapshotContent) -> str:
+    return value.status.capture.value
+
+
 _COLUMNS = (
     *(kind.PHASE, kind.PROGRESS, kind.SIZE),
     Column("Node", ".spec.source.nodeName", "The node of the pod that is captured"),
@@ -185,6 +189,7 @@ KIND = Kind(
     "snapshotcontents",
     "snapcontent",
     (Version("v1alpha1", SnapshotContent, _COLUMNS),),
+    _phase,
     namespaced=False,
     appliable=False,
 )

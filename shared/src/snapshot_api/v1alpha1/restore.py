@@ -103,6 +103,10 @@ class SnapshotRestore(Model, tag_field="kind", tag="SnapshotRestore", omit_defau
     status: SnapshotRestoreStatus = SnapshotRestoreStatus()
 
 
+def _phase(value: SnapshotRestore) -> str:
+    return value.status.state.value
+
+
 _COLUMNS = (
     Column("Pod", ".spec.podRef.name", "The pod that is restored"),
     Column("Source", ".spec.source", "What it is restored from"),
@@ -120,11 +124,12 @@ KIND = Kind(
     "snapshotrestores",
     "srestore",
     (Version("v1alpha1", SnapshotRestore, _COLUMNS),),
+    _phase,
     appliable=False,
     others=("restore", "restores"),
 )
 
 
 def restore_name(pod_uid: str) -> str:
-    """Return the name of the restore of a pod, which follows from the pod's uid."""
+    """Return the name of the restore of a pod: derived from its uid, so that it is made once."""
     return f"restore-{pod_uid}"[:63]

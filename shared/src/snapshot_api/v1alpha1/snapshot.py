@@ -8,7 +8,7 @@ from msgspec import Meta, field
 
 from snapshot_api import kind
 from snapshot_api.kind import Column, Kind, Version
-from snapshot_api.meta import Conditions, ObjectMeta
+from snapshot_api.meta import Conditions, ObjectMeta, is_true
 from snapshot_api.schema.marks import IMMUTABLE, Rule, set_once
 from snapshot_api.well_known import GROUP, OURS
 from snapshot_shared.model import Model
@@ -114,6 +114,15 @@ class Snapshot(Model, tag_field="kind", tag="Snapshot", omit_defaults=False):
     status: SnapshotStatus = SnapshotStatus()
 
 
+def _phase(value: Snapshot) -> str:
+    rows, status = value.status.conditions, value.status
+    if is_true(rows, "Failed"):
+        return "Failed"
+    if is_true(rows, "Ready") or status.bytes:
+        return "Ready"
+    return "Capturing" if status.bound_snapshot_content_name else "Pending"
+
+
 _COLUMNS = (
     Column("Pod", ".spec.source.podRef.name", "The pod that is captured"),
     *(kind.PHASE, kind.SIZE, kind.REASON, kind.AGE, kind.driver(".spec.driver")),
@@ -132,4 +141,5 @@ KIND = Kind(
     "snapshots",
     "snap",
     (Version("v1alpha1", Snapshot, _COLUMNS),),
+    _phase,
 )

@@ -32,6 +32,7 @@ from snapshot_api.v1alpha1.restore import (
     SnapshotRestore,
     SnapshotRestoreSpec,
     SnapshotRestoreStatus,
+    restore_name,
 )
 from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_api.views import is_answered
@@ -95,11 +96,6 @@ def source_of(pod: Pod) -> str:
     return request_in(pod.metadata.annotations).source
 
 
-def restore_name(pod: Pod) -> str:
-    """Return the name of the restore of a pod: derived from its uid, so that it is made once."""
-    return f"restore-{pod.metadata.uid}"
-
-
 def restore_for(pod: Pod) -> SnapshotRestore:
     """Return the restore that a pod asks for by its annotation."""
     kind = KINDS["Pod"]
@@ -110,7 +106,7 @@ def restore_for(pod: Pod) -> SnapshotRestore:
     )
     return SnapshotRestore(
         metadata=ObjectMeta(
-            name=restore_name(pod),
+            name=restore_name(pod.metadata.uid),
             namespace=pod.metadata.namespace,
             finalizers=[FINALIZER],
             owner_references=[owner],

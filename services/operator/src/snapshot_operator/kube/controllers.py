@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from snapshot_api.facts import AGENT_LABEL, FINISHED, SECCOMP_LABEL, Node, Pod
 from snapshot_api.meta import condition, is_true
 from snapshot_api.v1alpha1.checkpoint import DynamoCheckpoint
-from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.restore import SnapshotRestore, restore_name
 from snapshot_operator.core import checkpoint, conditions, controllers
 from snapshot_operator.core.checkpoint import CheckpointView
 from snapshot_operator.core.conditions import REFUSED, Truth
@@ -26,7 +26,7 @@ from snapshot_operator.core.plan import (
     rebased,
     status_plan,
 )
-from snapshot_operator.core.restore import RESTORED, restore_for, restore_name, source_of
+from snapshot_operator.core.restore import RESTORED, restore_for, source_of
 from snapshot_operator.kube.seccomp import label_of
 from snapshot_shared.errors import Failure
 from snapshot_shared.transitions import Restore
@@ -49,7 +49,7 @@ def gather(reader: Reader, pod: Pod) -> PodView:
     """Read what a decision about a pod depends on."""
     if not source_of(pod):
         return PodView(pod)
-    found = reader.get("SnapshotRestore", pod.metadata.namespace, restore_name(pod))
+    found = reader.get("SnapshotRestore", pod.metadata.namespace, restore_name(pod.metadata.uid))
     return PodView(pod, found if isinstance(found, SnapshotRestore) else None)
 
 

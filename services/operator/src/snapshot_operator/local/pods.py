@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from snapshot_api.facts import FINISHED, ContainerStatus, Node, Pod, PodStatus
 from snapshot_api.meta import TRACEPARENT, Condition, OrderStatus, condition, is_true
 from snapshot_api.v1alpha1.content import SnapshotContent
-from snapshot_api.v1alpha1.restore import SnapshotRestore
+from snapshot_api.v1alpha1.restore import SnapshotRestore, restore_name
 from snapshot_api.views import is_answered
 from snapshot_api.well_known import CAPTURE_DRIVER
 from snapshot_operator.core import backpressure, conditions, fold, ordering
@@ -38,7 +38,6 @@ from snapshot_operator.core.restore import (
     is_reading,
     restoration_span,
     restore_for,
-    restore_name,
     source_of,
 )
 from snapshot_operator.local.scheduler import Placement, Waiting, admits, place, shape
@@ -83,7 +82,7 @@ def gather(reader: Reader, pod: Pod) -> PodView:
 def _restore(reader: Reader, pod: Pod) -> tuple[SnapshotRestore | None, SnapshotContent | None]:
     if not source_of(pod):
         return None, None
-    found = reader.get("SnapshotRestore", pod.metadata.namespace, restore_name(pod))
+    found = reader.get("SnapshotRestore", pod.metadata.namespace, restore_name(pod.metadata.uid))
     if not isinstance(found, SnapshotRestore):
         return None, None
     if not found.status.content_name or pod.status.node_name:
