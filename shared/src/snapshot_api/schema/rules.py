@@ -5,9 +5,9 @@ at a rule. `with_defaults` does that. A rule that names `oldSelf` is about a cha
 that reads a field which is not there, or of another type, says nothing: the schema refuses such an
 object by itself.
 
-The library converts all that it is given, in one go: 120 ms for the largest object that etcd takes,
-in which no other thread runs. So a rule gets the fields that it names, at any depth. That is enough
-for each rule but those about a change, which compare whole objects and get them.
+The library converts all that it is given in one go, in which no other thread runs: 60 ms or more
+for the largest object that etcd takes. So a rule gets the fields that it names, at any depth. That
+is enough for each rule but those about a change, which compare whole objects and get them.
 
 The names of fields that are words of CEL stand between underscores in a rule (`__namespace__`).
 """
