@@ -16,7 +16,7 @@ import yaml
 
 from snapshot_api.kinds import KINDS
 from snapshot_api.schema.definitions import object_schema
-from snapshot_api.schema.rules import broken, with_defaults
+from snapshot_api.schema.rules import as_stored, broken
 from snapshot_api.validate import refused_by_definition
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.programs import CRDS, REPOSITORY
@@ -274,7 +274,7 @@ def test_python_judges_an_object_as_the_api_server_does(
         found = refused_by_definition(KINDS[kind], given, old)
         result = kube.try_(verb, "--dry-run=server", "-f", "-", given=json.dumps(given))
         assert bool(found) == bool(result.returncode), (found, given, result)
-        rules = {tuple(each) for each in broken(schema, with_defaults(schema, given), old)}
+        rules = {tuple(each) for each in broken(schema, as_stored(schema, given), old)}
         # With a wrong type the API server does not look at its rules.
         if found and {tuple(each) for each in found} <= rules:
             refused = kube.refused(verb, "--dry-run=server", "-f", "-", given=given)

@@ -20,7 +20,7 @@ from snapshot_api.kinds import KINDS
 from snapshot_api.meta import QUANTITY_PATTERN, VARIABLE_PATTERN
 from snapshot_api.schema.definitions import object_schema
 from snapshot_api.schema.openapi import LIST_KEYS, LIST_TYPE, PRESERVE, Schema, in_python, schema_of
-from snapshot_api.schema.rules import broken, with_defaults, without_nulls
+from snapshot_api.schema.rules import as_stored, broken
 from snapshot_api.well_known import (
     CAPTURABLE,
     CAPTURE_DRIVER,
@@ -99,26 +99,28 @@ def problems(document: Any, world: World) -> list[Problem]:
     if kind is not None and world == "standalone":
         found = schema_problems(_version(kind, cleaned).type, cleaned)
     elif kind is not None and kind.is_ours:
-        found = _declared_problems(kind, cleaned)
+        found = _undeclared(kind, cleaned)
     return [*found, *_readable([*_broken(kind, cleaned), *_rule_problems(cleaned, world)], found)]
 
 
 def refused_by_definition(kind: Kind, document: dict[str, Any], old: Any = None) -> list[Problem]:
     """Return what the definition of a kind of ours refuses of an object, or of its change."""
-    found = _declared_problems(kind, document)
+    found = _undeclared(kind, document)
     return [*found, *_readable(_broken(kind, document, old), found)]
 
 
-def _declared_problems(kind: Kind, document: dict[str, Any]) -> list[Problem]:
-    validator = _validator_in_cluster(kind, _version(kind, document))
-    return _problems_by(validator, without_nulls(document))
+def _undeclared(kind: Kind, document: dict[str, Any]) -> list[Problem]:
+    """Return what the schema of a definition does not allow."""
+    version = _version(kind, document)
+    stored = as_stored(object_schema(kind, version), document)
+    return _problems_by(_validator_in_cluster(kind, version), stored)
 
 
 def _broken(kind: Kind | None, document: dict[str, Any], old: Any = None) -> Iterator[Problem]:
     if kind is not None and kind.is_ours:
         schema = object_schema(kind, _version(kind, document))
-        before = with_defaults(schema, old) if old is not None else None
-        yield from map(Problem._make, broken(schema, with_defaults(schema, document), before))
+        found = broken(schema, as_stored(schema, document), as_stored(schema, old))
+        yield from map(Problem._make, found)
 
 
 def _version(kind: Kind, document: dict[str, Any]) -> Version:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from snapshot_api.schema.openapi import VALIDATIONS
-from snapshot_api.schema.rules import Broken, broken, with_defaults
+from snapshot_api.schema.rules import Broken, as_stored, broken
 from tests.support.crd_samples import at, document, fixed_paths, other_values, rules, schemas
 
 KNOWN = {"all", "exists", "has", "size"}
@@ -18,7 +18,7 @@ KNOWN = {"all", "exists", "has", "size"}
 
 def found(kind: str, value: Any, old: Any = None) -> list[str]:
     schema = schemas()[kind]
-    return [each.path for each in broken(schema, with_defaults(schema, value), old)]
+    return [each.path for each in broken(schema, as_stored(schema, value), old)]
 
 
 @pytest.mark.parametrize("kind", schemas())
@@ -62,7 +62,7 @@ def test_a_rule_finds_the_same_in_the_fields_that_it_names_as_in_all(
             change(given)
             in_named = found(kind, given)
             with monkeypatch.context() as whole:
-                whole.setattr("snapshot_api.schema.rules._named", lambda each, _words: each)
+                whole.setattr("snapshot_api.schema.rules._words", lambda _rule: None)
                 assert found(kind, given) == in_named, path
 
 
@@ -86,7 +86,23 @@ def test_a_rule_that_reads_another_type_says_nothing(value: Any) -> None:
             assert isinstance(found(kind, given), list)
 
 
-RULED = {"type": "object", VALIDATIONS: [{"rule": "self.n > 1", "message": "is too low"}]}
+RULED = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "text": {"type": "string"}},
+    VALIDATIONS: [{"rule": "self.n > 1", "message": "is too low"}],
+}
+
+
+def test_no_object_is_too_deep_and_a_rule_about_a_change_sees_what_is_declared() -> None:
+    old = document("DynamoCheckpoint")
+    deep: dict[str, Any] = {}
+    for _ in range(10_000):
+        deep = {"spec": deep}
+    new = copy.deepcopy(old)
+    new["spec"]["job"]["podTemplateSpec"]["spec"] |= {"spec": deep, "undeclared": None}
+    assert found("DynamoCheckpoint", new, old) == []
+    new["spec"]["job"]["podTemplateSpec"]["spec"]["volumes"] = []
+    assert found("DynamoCheckpoint", new, old) == ["spec.job.podTemplateSpec"]
 
 
 def test_a_message_with_values_falls_back_to_the_plain_one() -> None:

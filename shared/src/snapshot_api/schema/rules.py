@@ -1,15 +1,16 @@
 """The rules of a schema, run in Python as an API server runs them.
 
 An API server drops each null that a schema does not allow and puts the defaults in before it looks
-at a rule. `with_defaults` does that. A rule that names `oldSelf` is about a change alone. A rule
-that reads a field which is not there, or of another type, says nothing: the schema refuses such an
-object by itself.
+at a rule: `as_stored`. A rule sees the fields that the schema declares, and no others. A rule that
+names `oldSelf` is about a change alone. A rule that reads a field which is not there, or of another
+type, says nothing: the schema refuses such an object by itself.
 
 The library converts all that it is given in one go, in which no other thread runs: 60 ms or more
-for the largest object that etcd takes. So a rule gets the fields that it names, at any depth. That
-is enough for each rule but those about a change, which compare whole objects and get them.
+for the largest object that etcd takes. So a rule gets the fields alone that it names, at any depth.
+That is enough for each rule but those about a change, which compare whole objects and get them.
 
 The names of fields that are words of CEL stand between underscores in a rule (`__namespace__`).
+All walks follow the schema, so no object is too deep for them.
 """
 
 from __future__ import annotations
@@ -37,32 +38,24 @@ class Broken(NamedTuple):
     message: str
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value without the nulls in its objects."""
+def as_stored(schema: Schema, value: Any) -> Any:
+    """Return a value with its defaults, and without nulls, where the schema declares it."""
     if isinstance(value, list):
-        return [without_nulls(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {name: without_nulls(each) for name, each in value.items() if each is not None}
-
-
-def with_defaults(schema: Schema, value: Any) -> Any:
-    """Return a value without nulls and with the defaults of its schema, as it is stored."""
-    if isinstance(value, list):
-        return [with_defaults(schema.get("items", {}), each) for each in value]
+        inner = schema.get("items")
+        return [as_stored(inner, each) for each in value] if inner else value
     if not isinstance(value, dict):
         return value
     properties = schema.get("properties", {})
     inner = schema.get("additionalProperties")
-    others = inner if isinstance(inner, dict) else {}
-    found = {name: each for name, each in value.items() if each is not None}
     missing = {
         name: copy.deepcopy(each["default"])
         for name, each in properties.items()
-        if "default" in each and name not in found
+        if "default" in each and value.get(name) is None
     }
+    found = {name: each for name, each in value.items() if each is not None}
+    of_maps = inner if isinstance(inner, dict) else {}
     return {
-        name: with_defaults(properties.get(name, others), each)
+        name: as_stored(declared, each) if (declared := properties.get(name, of_maps)) else each
         for name, each in (found | missing).items()
     }
 
@@ -76,16 +69,17 @@ def broken(schema: Schema, value: Any, old: Any = None, path: str = "") -> Itera
         return
     for rule in schema.get(VALIDATIONS, ()):
         if "oldSelf" not in rule["rule"] or isinstance(old, dict):
-            yield from _broken(rule, value, old, path)
+            yield from _broken(rule, schema, value, old, path)
     for name, found in schema.get("properties", {}).items():
         before = old.get(name) if isinstance(old, dict) else None
         yield from broken(found, value.get(name), before, f"{path}.{name}" if path else name)
 
 
-def _broken(rule: Mapping[str, str], value: Any, old: Any, path: str) -> Iterator[Broken]:
-    context = {"self": _named(value, _words(rule)), "oldSelf": old}
-    if "oldSelf" in rule["rule"]:
-        context = {"self": _escaped(value), "oldSelf": _escaped(old)}
+def _broken(
+    rule: Mapping[str, str], schema: Schema, value: Any, old: Any, path: str
+) -> Iterator[Broken]:
+    words = None if "oldSelf" in rule["rule"] else _words(rule)
+    context = {"self": _seen(schema, value, words), "oldSelf": _seen(schema, old, words)}
     with contextlib.suppress(*_UNREADABLE):
         if _program(rule["rule"]).execute(context) is not True:
             message = rule["message"]
@@ -111,17 +105,18 @@ def _words_of(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", text))
 
 
-def _named(value: Any, words: frozenset[str]) -> Any:
-    """Return a value with the fields of these names alone."""
+def _seen(schema: Schema, value: Any, words: frozenset[str] | None) -> Any:
+    """Return what a rule sees of a value: what is declared, of these names alone if there are any.
+
+    Its names are those of the rule.
+    """
     if isinstance(value, list):
-        return [_named(each, words) for each in value]
-    if not isinstance(value, dict):
+        return [_seen(schema.get("items", {}), each, words) for each in value]
+    if not isinstance(value, dict) or "properties" not in schema:
         return value
-    found = ((ESCAPED.get(name, name), each) for name, each in value.items())
-    return {name: _named(each, words) for name, each in found if name in words}
-
-
-def _escaped(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {ESCAPED.get(name, name): _escaped(each) for name, each in value.items()}
+    named = ((ESCAPED.get(name, name), name) for name in schema["properties"] if name in value)
+    return {
+        name: _seen(schema["properties"][field], value[field], words)
+        for name, field in named
+        if words is None or name in words
+    }
