@@ -134,6 +134,12 @@ def test_an_item_of_a_list_whose_key_another_has_is_refused_by_its_place() -> No
     ]
 
 
+def test_a_null_is_a_field_left_out_but_for_a_field_that_is_unknown() -> None:
+    document = in_cluster(deletionPolicy=None, unknown=None)
+    document["spec"]["identity"]["dtype"] = None
+    assert paths(document) == ["spec.unknown"]
+
+
 def with_memory(memory: dict[str, Any], **job: Any) -> dict[str, Any]:
     document = checkpoint_document(**job)
     document["spec"]["gpuMemoryService"] = memory

@@ -47,17 +47,18 @@ def as_stored(schema: Schema, value: Any) -> Any:
         return value
     properties = schema.get("properties", {})
     inner = schema.get("additionalProperties")
-    missing = {
-        name: copy.deepcopy(each["default"])
-        for name, each in properties.items()
-        if "default" in each and value.get(name) is None
-    }
-    found = {name: each for name, each in value.items() if each is not None}
-    of_maps = inner if isinstance(inner, dict) else {}
-    return {
-        name: as_stored(declared, each) if (declared := properties.get(name, of_maps)) else each
-        for name, each in (found | missing).items()
-    }
+    of_map = inner if isinstance(inner, dict) else None
+    found = {}
+    for name, each in value.items():
+        declared = properties.get(name, of_map)
+        if declared is None:
+            found[name] = each
+        elif each is not None:
+            found[name] = as_stored(declared, each)
+    for name, declared in properties.items():
+        if "default" in declared and name not in found:
+            found[name] = as_stored(declared, copy.deepcopy(declared["default"]))
+    return found
 
 
 def broken(schema: Schema, value: Any, old: Any = None, path: str = "") -> Iterator[Broken]:
