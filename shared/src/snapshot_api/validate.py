@@ -99,17 +99,17 @@ def problems(document: Any, world: World) -> list[Problem]:
     if kind is not None and world == "standalone":
         found = schema_problems(_version(kind, cleaned).type, cleaned)
     elif kind is not None and kind.is_ours:
-        found = _undeclared(kind, cleaned)
+        found = _refused_by_schema(kind, cleaned)
     return [*found, *_readable([*_broken(kind, cleaned), *_rule_problems(cleaned, world)], found)]
 
 
 def refused_by_definition(kind: Kind, document: dict[str, Any], old: Any = None) -> list[Problem]:
     """Return what the definition of a kind of ours refuses of an object, or of its change."""
-    found = _undeclared(kind, document)
+    found = _refused_by_schema(kind, document)
     return [*found, *_readable(_broken(kind, document, old), found)]
 
 
-def _undeclared(kind: Kind, document: dict[str, Any]) -> list[Problem]:
+def _refused_by_schema(kind: Kind, document: dict[str, Any]) -> list[Problem]:
     """Return what the schema of a definition does not allow."""
     version = _version(kind, document)
     stored = as_stored(object_schema(kind, version), document)
