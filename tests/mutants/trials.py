@@ -18,7 +18,7 @@ from msgspec import Meta
 
 COPIED = (
     *("shared/src", "services/*/src", "tests", "pyproject.toml"),
-    *("deploy/crds", "deploy/examples", "deploy/helm"),
+    *("deploy/crds", "deploy/examples", "deploy/helm", "docs/generate"),
 )
 LIMIT_S = 180.0
 """How long the tests of one bug may take, in seconds."""

@@ -37,7 +37,7 @@ from snapshot_shared.ids import (
     MEANINGS,
     check_name,
 )
-from snapshot_shared.orders import Driver, Label
+from snapshot_shared.orders import Driver, Label, Name
 from snapshot_shared.volumes import CONTROL_VOLUME, INIT_VOLUME
 
 if TYPE_CHECKING:
@@ -100,27 +100,32 @@ def problems(document: Any, world: World) -> list[Problem]:
         found = schema_problems(_version(kind, cleaned).type, cleaned)
     elif kind is not None and kind.is_ours:
         found = _refused_by_schema(kind, cleaned)
-    return [*found, *_readable([*_broken(kind, cleaned), *_rule_problems(cleaned, world)], found)]
+    rules = [*_broken(kind, cleaned, found), *_rule_problems(cleaned, world)]
+    return [*found, *_readable(rules, found)]
 
 
 def refused_by_definition(kind: Kind, document: dict[str, Any], old: Any = None) -> list[Problem]:
     """Return what the definition of a kind of ours refuses of an object, or of its change."""
     found = _refused_by_schema(kind, document)
-    return [*found, *_readable(_broken(kind, document, old), found)]
+    return [*found, *_readable(_broken(kind, document, found, old), found)]
 
 
 def _refused_by_schema(kind: Kind, document: dict[str, Any]) -> list[Problem]:
     """Return what the schema of a definition does not allow."""
     version = _version(kind, document)
-    stored = as_stored(object_schema(kind, version), document)
+    stored = as_stored(_schema_in_cluster(kind, version), document)
     return _problems_by(_validator_in_cluster(kind, version), stored)
 
 
-def _broken(kind: Kind | None, document: dict[str, Any], old: Any = None) -> Iterator[Problem]:
+def _broken(
+    kind: Kind | None, document: dict[str, Any], found: list[Problem], old: Any = None
+) -> Iterator[Problem]:
+    """Yield the rules of a definition that are broken and read nothing of what is `found` wrong."""
     if kind is not None and kind.is_ours:
         schema = object_schema(kind, _version(kind, document))
-        found = broken(schema, as_stored(schema, document), as_stored(schema, old))
-        yield from map(Problem._make, found)
+        new, before = as_stored(schema, document), as_stored(schema, old)
+        wrong = [each.path for each in found]
+        yield from map(Problem._make, broken(schema, new, before, wrong=wrong))
 
 
 def _version(kind: Kind, document: dict[str, Any]) -> Version:
@@ -321,10 +326,24 @@ def _validator(type_: type[msgspec.Struct]) -> jsonschema.Draft202012Validator:
 
 @cache
 def _validator_in_cluster(kind: Kind, version: Version) -> jsonschema.Draft202012Validator:
-    schema = _closed(object_schema(kind, version))
-    schema["properties"]["metadata"] |= {"additionalProperties": True}
-    schema["properties"]["metadata"]["properties"]["namespace"] = _closed(schema_of(Label))
-    return _bounded(schema)
+    return _bounded(_closed(_schema_in_cluster(kind, version)))
+
+
+@cache
+def _schema_in_cluster(kind: Kind, version: Version) -> Schema:
+    """Return the schema of a definition with what it may not say: that of metadata."""
+    schema = object_schema(kind, version)
+    metadata = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": schema_of(Name), "namespace": schema_of(Label)},
+        PRESERVE: True,
+    }
+    required = [*schema["required"], "metadata"]
+    return schema | {
+        "required": required,
+        "properties": schema["properties"] | {"metadata": metadata},
+    }
 
 
 def _bounded(schema: Schema) -> jsonschema.Draft202012Validator:
@@ -338,13 +357,17 @@ def _bounded(schema: Schema) -> jsonschema.Draft202012Validator:
         if longest is None or not isinstance(instance, list) or len(instance) <= longest:
             yield from each(validator, value, instance, schema)
 
-    def distinct(_validator: Any, keys: Any, instance: Any, _schema: Any) -> Any:
+    def distinct(_validator: Any, keys: Any, instance: Any, schema: Any) -> Any:
         seen: set[str] = set()
-        for index, item in enumerate(instance if isinstance(instance, list) else ()):
-            found = repr([item.get(key) for key in keys]) if isinstance(item, dict) else ""
-            if found and found in seen:
-                text = f"{', '.join(repr(item.get(key)) for key in keys)} appears twice"
-                yield jsonschema.ValidationError(text, path=[index])
+        rows = instance if isinstance(instance, list) else []
+        for index, item in enumerate(
+            rows if len(rows) <= schema.get("maxItems", len(rows)) else ()
+        ):
+            if not isinstance(item, dict) or not all(key in item for key in keys):
+                continue
+            found = ", ".join(repr(item[key]) for key in keys)
+            if found in seen:
+                yield jsonschema.ValidationError(f"{found} appears twice", path=[index])
             seen.add(found)
 
     bounded: type[jsonschema.Draft202012Validator] = jsonschema.validators.extend(  # type: ignore[no-untyped-call]

@@ -28,6 +28,7 @@ from snapshot_shared.kube_client import (
 log = logging.getLogger(__name__)
 
 PAGE = "500"
+_NO_CHANGES = ("BOOKMARK", "ERROR")
 WATCH_S = 300.0
 """How long the server lets one watch last, in seconds."""
 
@@ -82,12 +83,14 @@ class _Event(msgspec.Struct, frozen=True):
     object: msgspec.Raw
 
 
-class _Bookmark(msgspec.Struct, frozen=True):
+class Bare(msgspec.Struct, frozen=True):
+    """An object of which the version alone is read."""
+
     metadata: ListMeta
 
 
 _EVENT = msgspec.json.Decoder(_Event)
-_BOOKMARK = msgspec.json.Decoder(_Bookmark)
+_BARE = msgspec.json.Decoder(Bare)
 
 
 async def pages(
@@ -129,21 +132,25 @@ async def changes(
     }
     async with contextlib.aclosing(client.watch(path, query)) as lines:
         async for line in lines:
-            change: WatchEvent[T] | None = None
-            # A bookmark has no name or uid, and an error has no version.
-            with contextlib.suppress(StoreBusy):
+            try:
                 change = decoded(decoder, line)
-            if change is None:
-                yield None, _version_in(line)
+            except StoreBusy:
+                # A bookmark is of no object, and neither is an error. Either may decode as one.
+                yield None, _bookmark_in(line)
+                continue
+            if change.type in _NO_CHANGES:
+                yield None, _bookmark_in(line)
             else:
                 yield change, change.object.metadata.resource_version
 
 
-def _version_in(line: bytes) -> str:
+def _bookmark_in(line: bytes) -> str:
     """Return the version of a bookmark; raise the error that anything else stands for."""
     event = decoded(_EVENT, line)
     if event.type == "BOOKMARK":
-        return decoded(_BOOKMARK, event.object).metadata.resource_version
+        return decoded(_BARE, event.object).metadata.resource_version
+    if event.type != "ERROR":
+        raise StoreBusy(f"an object in an event {event.type} of a watch cannot be read")
     status = error_status(bytes(event.object))
     expired = status.code == HTTPStatus.GONE or status.reason == "Expired"
     raise ResourceExpired(status.message) if expired else StoreBusy(status.message)

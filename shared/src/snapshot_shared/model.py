@@ -1,7 +1,7 @@
 """The base of every struct that is a value on the wire or in an object.
 
-The text of a field is the string below it. The generated pages and definitions take it from there;
-no program reads it at run time (docs/generate/texts.py).
+The text of a field is the string below it. `make docs` packs the texts for pages and definitions
+(docs/generate/_texts.py); no program parses sources for them at run time.
 """
 
 from __future__ import annotations

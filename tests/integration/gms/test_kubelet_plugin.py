@@ -498,7 +498,9 @@ class Server:
         response = web.StreamResponse()
         await response.prepare(request)
         await self.event.wait()
-        await response.write(b'{"type": "DELETED"}\n')
+        await response.write(
+            b'{"type": "DELETED", "object": {"metadata": {"resourceVersion": "78"}}}\n'
+        )
         return response
 
 

@@ -140,6 +140,57 @@ def test_a_null_is_a_field_left_out_but_for_a_field_that_is_unknown() -> None:
     assert paths(document) == ["spec.unknown"]
 
 
+@each(
+    ("size", "text"),
+    [
+        (-5, "-5 is less than the minimum of 0"),
+        (2**60, f"{2**60} is greater than the maximum of {2**50}"),
+    ],
+)
+def test_a_size_that_no_program_could_read_is_refused(size: int, text: str) -> None:
+    document = in_cluster()
+    document["spec"]["job"]["sharedMemory"] = {"size": size}
+    assert found(document) == [("spec.job.sharedMemory.size", text)]
+
+
+@each(
+    ("metadata", "expected"),
+    [
+        (None, [("metadata", "is required")]),
+        ({"name": None}, [("metadata.name", "is required")]),
+        ({"name": "a", "namespace": None, "labels": {"a": "b"}}, []),
+        ({"name": "a", "namespace": 7}, [("metadata.namespace", "expected string, found 7")]),
+    ],
+)
+def test_metadata_has_a_name_and_maybe_a_namespace(metadata: Any, expected: Any) -> None:
+    assert found(in_cluster() | {"metadata": metadata}) == expected
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@each("value", [{}, [], [{"image": "a"}, {"image": "b"}], [{"name": nested(600)}]])
+def test_a_rule_says_nothing_of_containers_that_are_none(value: Any) -> None:
+    document = in_cluster()
+    document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"] = value
+    refused = found(document)
+    assert refused
+    for path, text in refused:
+        assert path.startswith("spec.job.podTemplateSpec.spec.containers")
+        assert "appears twice" not in text
+
+
+def test_a_list_that_is_too_long_is_not_read() -> None:
+    document = in_cluster()
+    (container,) = document["spec"]["job"]["podTemplateSpec"]["spec"]["containers"]
+    container["env"] = [{"name": "A"}] * 6000
+    assert [text for _, text in found(document)] == ["has 6000 items, at most 512 are allowed"]
+
+
 def with_memory(memory: dict[str, Any], **job: Any) -> dict[str, Any]:
     document = checkpoint_document(**job)
     document["spec"]["gpuMemoryService"] = memory

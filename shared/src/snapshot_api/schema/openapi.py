@@ -147,10 +147,11 @@ def _(found: mi.UnionType) -> Schema:
     kinds = {type(option): option for option in options}
     if set(kinds) != {mi.IntType, mi.StrType}:
         raise TypeError(f"{found}: a structural schema has one type, or is an integer or a string")
-    text = _schema(kinds[mi.StrType])
-    del text["type"]
+    # What limits one of the two says nothing of the other.
+    limits = _schema(kinds[mi.IntType]) | _schema(kinds[mi.StrType])
+    del limits["type"], limits["format"]
     either = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-    return {**either, "x-kubernetes-int-or-string": True, **text}
+    return {**either, "x-kubernetes-int-or-string": True, **limits}
 
 
 @_schema.register

@@ -2,15 +2,15 @@
 
 An API server drops each null that a schema does not allow and puts the defaults in before it looks
 at a rule: `as_stored`. A rule sees the fields that the schema declares, and no others. A rule that
-names `oldSelf` is about a change alone. A rule that reads a field which is not there, or of another
-type, says nothing: the schema refuses such an object by itself.
+names `oldSelf` is about a change alone. A rule says nothing if it reads a field that is not there,
+or that the schema refuses. (An API server looks at no rule at all then.)
 
 The library converts all that it is given in one go, in which no other thread runs: 60 ms or more
 for the largest object that etcd takes. So a rule gets the fields alone that it names, at any depth.
 That is enough for each rule but those about a change, which compare whole objects and get them.
 
 The names of fields that are words of CEL stand between underscores in a rule (`__namespace__`).
-All walks follow the schema, so no object is too deep for them.
+All walks follow the schema, so no object is too deep for them, nor for the library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,19 +61,31 @@ def as_stored(schema: Schema, value: Any) -> Any:
     return found
 
 
-def broken(schema: Schema, value: Any, old: Any = None, path: str = "") -> Iterator[Broken]:
+def broken(
+    schema: Schema, value: Any, old: Any = None, path: str = "", *, wrong: Collection[str] = ()
+) -> Iterator[Broken]:
     """Yield each rule that a value with its defaults breaks; `old` is what it was, if it changes.
 
-    Rules within lists are none of ours.
+    `wrong` are the paths of what the schema refuses. Rules within lists are none of ours.
     """
     if not isinstance(value, dict):
         return
     for rule in schema.get(VALIDATIONS, ()):
-        if "oldSelf" not in rule["rule"] or isinstance(old, dict):
+        is_run = "oldSelf" not in rule["rule"] or isinstance(old, dict)
+        if is_run and not any(_reads(rule, path, each) for each in wrong):
             yield from _broken(rule, schema, value, old, path)
     for name, found in schema.get("properties", {}).items():
         before = old.get(name) if isinstance(old, dict) else None
-        yield from broken(found, value.get(name), before, f"{path}.{name}" if path else name)
+        below = f"{path}.{name}" if path else name
+        yield from broken(found, value.get(name), before, below, wrong=wrong)
+
+
+def _reads(rule: Mapping[str, str], path: str, wrong: str) -> bool:
+    """Whether a rule of the object at a path reads what is at another path."""
+    if path and wrong != path and not wrong.startswith(f"{path}."):
+        return False
+    names = re.sub(r"\[\d+\]", "", wrong.removeprefix(path)).split(".")
+    return all(ESCAPED.get(name, name) in _words(rule) for name in names if name)
 
 
 def _broken(
@@ -111,8 +123,8 @@ def _seen(schema: Schema, value: Any, words: frozenset[str] | None) -> Any:
 
     Its names are those of the rule.
     """
-    if isinstance(value, list):
-        return [_seen(schema.get("items", {}), each, words) for each in value]
+    if isinstance(value, list) and "items" in schema:
+        return [_seen(schema["items"], each, words) for each in value]
     if not isinstance(value, dict) or "properties" not in schema:
         return value
     named = ((ESCAPED.get(name, name), name) for name in schema["properties"] if name in value)

@@ -14,11 +14,10 @@ from gms.domain.slices import API, FoundSlice
 from snapshot_shared.errors import NotFound
 from snapshot_shared.kube_client import (
     KubeClient,
-    ResourceExpired,
     decoded,
     load_configuration,
 )
-from snapshot_shared.kube_watch import Listed, WatchEvent, changes
+from snapshot_shared.kube_watch import Bare, Listed, WatchEvent, changes
 
 WATCH_S = 120
 """How long one watch lasts, in seconds; then the slices are listed again."""
@@ -73,12 +72,10 @@ class KubeApi:
 
     async def slices_changed(self, node: str, version: str) -> None:
         found = changes(self._client, _SLICES, _CHANGE, version, _selector(node), within_s=WATCH_S)
-        # If the version is too old, what to do is decided from a new list, as after a change.
-        with contextlib.suppress(ResourceExpired):
-            async with contextlib.aclosing(found):
-                async for change, _ in found:
-                    if change is not None:
-                        return
+        async with contextlib.aclosing(found):
+            async for change, _ in found:
+                if change is not None:
+                    return
 
 
 class _ObjectMetadata(msgspec.Struct, frozen=True):
@@ -96,4 +93,4 @@ def _selector(node: str) -> dict[str, str]:
 _OBJECT = msgspec.json.Decoder(_Object)
 _CLAIM = msgspec.json.Decoder(ResourceClaim)
 _LIST = msgspec.json.Decoder(Listed[FoundSlice])
-_CHANGE = msgspec.json.Decoder(WatchEvent[FoundSlice])
+_CHANGE = msgspec.json.Decoder(WatchEvent[Bare])

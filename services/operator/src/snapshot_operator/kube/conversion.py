@@ -1,7 +1,10 @@
 """The conversion webhook: objects of one version of a kind as objects of another.
 
-An API server asks it for each read and write in a version that is not stored. An answer changes no
+An API server asks for each read and write in a version that is not stored. An answer changes no
 metadata but annotations and labels, or the API server refuses it.
+
+No definition of ours names this webhook yet, as each kind has one version. The operator has to
+serve it, and to write `spec.conversion`, before a kind gets a second one.
 """
 
 from __future__ import annotations

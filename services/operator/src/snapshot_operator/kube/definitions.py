@@ -25,7 +25,7 @@ from snapshot_shared.kube_client import (
     back_off,
     decoded,
 )
-from snapshot_shared.kube_watch import Listed, WatchEvent, changes
+from snapshot_shared.kube_watch import Bare, Listed, WatchEvent, changes
 from snapshot_shared.tasks import any_set, end_all
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 _LIST = msgspec.json.Decoder(Listed[Found])
-_CHANGE = msgspec.json.Decoder(WatchEvent[Found])
+_CHANGE = msgspec.json.Decoder(WatchEvent[Bare])
 
 
 class Step(NamedTuple):

@@ -46,7 +46,7 @@ from snapshot_shared.errors import (
     SnapbackError,
 )
 from snapshot_shared.kube_client import MERGE_PATCH, KubeClient, decoded
-from snapshot_shared.kube_watch import WATCH_S, WatchEvent, changes, follow
+from snapshot_shared.kube_watch import WATCH_S, Bare, WatchEvent, changes, follow
 from snapshot_shared.tasks import any_set, end_all, in_thread
 
 log = logging.getLogger(__name__)
@@ -298,8 +298,7 @@ class _Secret(msgspec.Struct, frozen=True):
 
 
 _SECRET = msgspec.json.Decoder(_Secret)
-_CHANGE = msgspec.json.Decoder(WatchEvent[_Secret])
-"""A configuration of webhooks has a version, too, and no data."""
+_CHANGE = msgspec.json.Decoder(WatchEvent[Bare])
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
 
