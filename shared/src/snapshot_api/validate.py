@@ -198,7 +198,7 @@ def _version_problem(kind: Kind, version: object) -> Problem | None:
 def changes(old: Any, new: Any, path: str = "spec") -> Iterator[Problem]:
     """Yield each field of a spec that differs from what it was: a spec never changes.
 
-    The rules of a definition see no field that it does not declare, such as most of a template.
+    A definition names a template as a whole, of which it declares few fields.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() | new.keys()):

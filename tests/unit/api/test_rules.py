@@ -62,7 +62,9 @@ def test_a_rule_finds_the_same_in_the_fields_that_it_names_as_in_all(
             change(given)
             in_named = found(kind, given)
             with monkeypatch.context() as whole:
-                whole.setattr("snapshot_api.schema.rules._words", lambda _rule: None)
+                whole.setattr(
+                    "snapshot_api.schema.rules._named", lambda _schema, each, _words: each
+                )
                 assert found(kind, given) == in_named, path
 
 
@@ -93,15 +95,19 @@ RULED = {
 }
 
 
-def test_no_object_is_too_deep_and_a_rule_about_a_change_sees_what_is_declared() -> None:
-    old = document("DynamoCheckpoint")
+def test_no_object_is_too_deep() -> None:
+    value = document("DynamoCheckpoint")
     deep: dict[str, Any] = {}
     for _ in range(10_000):
         deep = {"spec": deep}
+    value["spec"]["job"]["podTemplateSpec"]["spec"]["spec"] = deep
+    assert found("DynamoCheckpoint", value) == []
+
+
+def test_a_field_that_no_schema_declares_may_not_change_either() -> None:
+    old = document("DynamoCheckpoint")
     new = copy.deepcopy(old)
-    new["spec"]["job"]["podTemplateSpec"]["spec"] |= {"spec": deep, "undeclared": None}
-    assert found("DynamoCheckpoint", new, old) == []
-    new["spec"]["job"]["podTemplateSpec"]["spec"]["volumes"] = []
+    new["spec"]["job"]["podTemplateSpec"]["spec"]["undeclared"] = "other"
     assert found("DynamoCheckpoint", new, old) == ["spec.job.podTemplateSpec"]
 
 

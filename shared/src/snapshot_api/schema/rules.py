@@ -1,16 +1,16 @@
 """The rules of a schema, run in Python as an API server runs them.
 
 An API server drops each null that a schema does not allow and puts the defaults in before it looks
-at a rule: `as_stored`. A rule sees the fields that the schema declares, and no others. A rule that
-names `oldSelf` is about a change alone. A rule says nothing if it reads a field that is not there,
-or that the schema refuses. (An API server looks at no rule at all then.)
+at a rule: `as_stored`. A rule that names `oldSelf` is about a change alone. A rule says nothing if
+it reads a field that is not there, or that the schema refuses. (An API server looks at no rule at
+all then.)
 
 The library converts all that it is given in one go, in which no other thread runs: 60 ms or more
-for the largest object that etcd takes. So a rule gets the fields alone that it names, at any depth.
-That is enough for each rule but those about a change, which compare whole objects and get them.
+for the largest object that etcd takes. So a rule gets the fields alone that it names, of those that
+the schema declares: no object is too deep for that. A rule about a change compares whole objects,
+with the fields that no schema declares, and gets all.
 
 The names of fields that are words of CEL stand between underscores in a rule (`__namespace__`).
-All walks follow the schema, so no object is too deep for them, nor for the library.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def _reads(rule: Mapping[str, str], path: str, wrong: str) -> bool:
 def _broken(
     rule: Mapping[str, str], schema: Schema, value: Any, old: Any, path: str
 ) -> Iterator[Broken]:
-    words = None if "oldSelf" in rule["rule"] else _words(rule)
-    context = {"self": _seen(schema, value, words), "oldSelf": _seen(schema, old, words)}
+    context = {"self": _named(schema, value, _words(rule)), "oldSelf": old}
+    if "oldSelf" in rule["rule"]:
+        context = {"self": _escaped(value), "oldSelf": _escaped(old)}
     with contextlib.suppress(*_UNREADABLE):
         if _program(rule["rule"]).execute(context) is not True:
             message = rule["message"]
@@ -118,18 +119,21 @@ def _words_of(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", text))
 
 
-def _seen(schema: Schema, value: Any, words: frozenset[str] | None) -> Any:
-    """Return what a rule sees of a value: what is declared, of these names alone if there are any.
-
-    Its names are those of the rule.
-    """
+def _named(schema: Schema, value: Any, words: frozenset[str]) -> Any:
+    """Return a value with the declared fields of these names alone, by their names in a rule."""
     if isinstance(value, list) and "items" in schema:
-        return [_seen(schema["items"], each, words) for each in value]
+        return [_named(schema["items"], each, words) for each in value]
     if not isinstance(value, dict) or "properties" not in schema:
         return value
-    named = ((ESCAPED.get(name, name), name) for name in schema["properties"] if name in value)
+    fields = ((ESCAPED.get(name, name), name) for name in schema["properties"] if name in value)
     return {
-        name: _seen(schema["properties"][field], value[field], words)
-        for name, field in named
-        if words is None or name in words
+        name: _named(schema["properties"][field], value[field], words)
+        for name, field in fields
+        if name in words
     }
+
+
+def _escaped(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {ESCAPED.get(name, name): _escaped(each) for name, each in value.items()}
