@@ -437,6 +437,8 @@ def test_an_uninstall_ends_captures_and_keeps_checkpoints_that_can_be_deleted_th
     namespace.run("delete", "dynamocheckpoint,snapshot", "--all", "--timeout=30s")
     release.kubectl.run("delete", "snapshotcontent", name, "--timeout=30s")
     leaves_the_keys_and_the_definitions_alone(release)
+    # Its kubelet waits for the driver of the simulated GPUs, which has gone with the release.
+    namespace.run("delete", f"pod/{pod['metadata']['name']}", "--force")
 
 
 def leaves_the_keys_and_the_definitions_alone(release: Release) -> None:
