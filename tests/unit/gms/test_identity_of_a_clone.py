@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import socket
 import sys
@@ -79,7 +80,7 @@ def test_pytorch_is_seeded_where_it_is_imported(monkeypatch: pytest.MonkeyPatch)
     seeds: list[int] = []
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(manual_seed=seeds.append))
     for module, name in (("random", "seed"), ("numpy.random", "seed")):
-        monkeypatch.setattr(sys.modules[module], name, print)
+        monkeypatch.setattr(importlib.import_module(module), name, print)
     found = identity_of(SAID)
     found.reseed()
     assert seeds == [found.seed]
