@@ -224,7 +224,7 @@ def _phase_of_node(value: Node) -> str:
     if is_true(rows, "Lost"):
         return "Lost"
     ready = condition(rows, "Ready")
-    # As kubectl has it: a condition that is Unknown is NotReady, and one that is missing Unknown.
+    # As in kubectl: if the condition is Unknown, the node is NotReady; if it is missing, Unknown.
     found = "Unknown" if ready is None else "Ready" if ready.status == "True" else "NotReady"
     return f"{found},{CORDONED}" if value.spec.unschedulable else found
 

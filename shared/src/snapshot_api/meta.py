@@ -88,7 +88,7 @@ class OrderStatus(Model):
     order: str
     """The id: `<verb>-<owner uid>[-<part>]`."""
     verb: str
-    """What is to be done."""
+    """The verb of the order."""
     attempt: int
     """The attempt that it belongs to."""
     node: str

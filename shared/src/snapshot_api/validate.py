@@ -24,8 +24,8 @@ from snapshot_api.schema.rules import as_stored, broken
 from snapshot_api.well_known import (
     CAPTURABLE,
     CAPTURE_DRIVER,
-    GROUP,
     IMMEDIATE,
+    OURS,
     RESTORE_CONTAINER,
     RESTORE_DRIVER,
     RESTORE_FROM,
@@ -179,7 +179,7 @@ def kind_problem(document: Any, world: World) -> Problem | None:
         return Problem("(document)", f"expected a mapping, found {type(document).__name__}")
     name, version = document.get("kind"), document.get("apiVersion")
     group = str(version).partition("/")[0]
-    if world == "kubernetes" and isinstance(name, str) and group != GROUP.partition("/")[0]:
+    if world == "kubernetes" and isinstance(name, str) and group != OURS:
         return None if name not in KINDS else _version_problem(KINDS[name], version)
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None or not kind.appliable:

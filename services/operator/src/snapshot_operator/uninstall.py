@@ -100,7 +100,7 @@ class Uninstall:
         await self._delete(f"/api/v1/{space}/secrets/{CERTIFICATE_SECRET}")
         if self._settings.uninstall_policy == "Delete":
             for kind in OURS:
-                name = f"{kind.plural}.{GROUP.partition('/')[0]}"
+                name = f"{kind.plural}.{kind.group}"
                 await self._delete(
                     f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
                 )

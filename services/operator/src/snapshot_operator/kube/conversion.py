@@ -35,7 +35,7 @@ _REVIEW = msgspec.json.Decoder(_Review)
 
 
 def answer(body: bytes, kinds: Mapping[str, Kind] = KINDS) -> bytes:
-    """Return the answer to a ConversionReview; msgspec.DecodeError if the body is none."""
+    """Return the answer to a ConversionReview. Raise msgspec.DecodeError for any other body."""
     request = _REVIEW.decode(body).request
     response: dict[str, Any] = {"uid": request.uid}
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from snapshot_api.kinds import KINDS
 from snapshot_api.schema.definitions import PART_OF
-from snapshot_api.well_known import GROUP, POD_SPEC
+from snapshot_api.well_known import OURS, POD_SPEC
 from snapshot_operator.core.plan import FINALIZER
 from snapshot_operator.kube.rbac import MANAGE, MANAGED
 
@@ -27,10 +27,9 @@ Document = dict[str, Any]
 STATUSES, FINALIZERS, MADE, SPECS = "statuses", "finalizers", "made-objects", "pod-specs"
 """What the policies are about, with which their names begin."""
 
-_API_GROUP = GROUP.partition("/")[0]
 _OURS = [kind for kind in KINDS.values() if kind.is_ours]
-_MAY = f"authorizer.group('{_API_GROUP}').resource('{MANAGED}').check('{MANAGE}').allowed()"
-_WHO = f"only the operator of Snapback, or who may {MANAGE} {MANAGED}.{_API_GROUP} in the cluster"
+_MAY = f"authorizer.group('{OURS}').resource('{MANAGED}').check('{MANAGE}').allowed()"
+_WHO = f"only the operator of Snapback, or who may {MANAGE} {MANAGED}.{OURS} in the cluster"
 
 
 def named(what: str, release: str = "snapback") -> str:
@@ -84,7 +83,7 @@ def _has_finalizer(of: str) -> str:
 
 def _rule(resources: Sequence[str], operation: str) -> Document:
     return {
-        "apiGroups": [_API_GROUP],
+        "apiGroups": [OURS],
         "apiVersions": ["*"],
         "operations": [operation],
         "resources": [*resources],

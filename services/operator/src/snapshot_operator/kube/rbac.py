@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from snapshot_api.kinds import KINDS
+from snapshot_api.well_known import OURS
 
 Document = dict[str, Any]
 
@@ -18,7 +19,6 @@ MANAGE, MANAGED = "manage", "snapshotcontents"
 """The right by which the policies know who writes statuses: a verb of ours, and its resource."""
 
 _SEEN = ("get", "list", "watch")
-_OURS = "nvidia.com"
 
 
 class Rule(NamedTuple):
@@ -34,18 +34,18 @@ class Rule(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-_DEFINITIONS = tuple(f"{kind.plural}.{_OURS}" for kind in KINDS.values() if kind.is_ours)
+_DEFINITIONS = tuple(f"{kind.plural}.{OURS}" for kind in KINDS.values() if kind.is_ours)
 
 RULES = (
-    Rule(_OURS, "dynamocheckpoints", (*_SEEN, "patch", "delete"), "finalizer, retention"),
-    Rule(_OURS, "snapshots", (*_SEEN, "create", "patch", "delete"), "those of checkpoints"),
-    Rule(_OURS, "snapshotcontents", (*_SEEN, "create", "patch", "delete"), "one a snapshot"),
-    Rule(_OURS, "snapshotrestores", (*_SEEN, "create", "patch"), "one a restored pod"),
+    Rule(OURS, "dynamocheckpoints", (*_SEEN, "patch", "delete"), "finalizer, retention"),
+    Rule(OURS, "snapshots", (*_SEEN, "create", "patch", "delete"), "those of checkpoints"),
+    Rule(OURS, "snapshotcontents", (*_SEEN, "create", "patch", "delete"), "one a snapshot"),
+    Rule(OURS, "snapshotrestores", (*_SEEN, "create", "patch"), "one a restored pod"),
     *(
-        Rule(_OURS, f"{plural}/status", ("update",), "the operator is the only writer of it")
+        Rule(OURS, f"{plural}/status", ("update",), "the operator is the only writer of it")
         for plural in ("dynamocheckpoints", "snapshots", "snapshotcontents", "snapshotrestores")
     ),
-    Rule(_OURS, MANAGED, (MANAGE,), "the policies let it write statuses and finalizers"),
+    Rule(OURS, MANAGED, (MANAGE,), "the policies let it write statuses and finalizers"),
     Rule("batch", "jobs", (*_SEEN, "create", "delete"), "the workers of checkpoints"),
     Rule("resource.k8s.io", "resourceclaimtemplates", ("get", "create"), "their devices"),
     Rule("", "pods", _SEEN, "what is captured and restored"),
@@ -75,21 +75,21 @@ RULES = (
 TENANT_RULES = {
     "edit": (
         Rule(
-            _OURS,
+            OURS,
             "dynamocheckpoints",
             (*_SEEN, "create", "patch", "update", "delete", "deletecollection"),
             "what is captured of a worker that is made for it",
         ),
         Rule(
-            _OURS,
+            OURS,
             "snapshots",
             (*_SEEN, "create", "patch", "update", "delete", "deletecollection"),
             "what is captured of a pod",
         ),
-        Rule(_OURS, "snapshotrestores", _SEEN, "how far a restored pod is"),
+        Rule(OURS, "snapshotrestores", _SEEN, "how far a restored pod is"),
     ),
     "view": tuple(
-        Rule(_OURS, plural, _SEEN, "what is captured and restored")
+        Rule(OURS, plural, _SEEN, "what is captured and restored")
         for plural in ("dynamocheckpoints", "snapshots", "snapshotrestores")
     ),
 }
