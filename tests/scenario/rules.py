@@ -82,7 +82,7 @@ class Rules:
         self.captures = 0
         self._dumps: dict[tuple[str, int], Process] = {}
         self._deleted: set[str] = set()
-        self._terminal: dict[tuple[str, str, str, int], str] = {}
+        self._terminal: dict[tuple[str | int, ...], str] = {}
         self._attempts: dict[str, int] = {}
         self._seen: dict[str, AnyObject] = {}
         self._gone: set[str] = set()
@@ -202,7 +202,9 @@ class Rules:
             return
         value = f"{report.kind} {report.failure and report.failure.reason} {report.part}"
         value += f" {report.root_digest}"
-        known = self._terminal.setdefault(key, value)
+        # What no build could decode has no attempt: each build says in its own words why.
+        said_by = key if report.attempt else (*key, build.name)
+        known = self._terminal.setdefault(said_by, value)
         if known != value:
             self.fail("doubled", f"{key} ended twice: {known}; {value}")
 
