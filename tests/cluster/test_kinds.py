@@ -1,24 +1,29 @@
-"""A kind of two versions on a real API server, which asks our webhook to convert its objects."""
+"""A kind of two versions on a real API server, which asks the operator to convert its objects."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
+import random
+import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from snapshot_api.schema.definitions import definitions, with_conversion
-from snapshot_operator.kube import conversion
-from snapshot_operator.kube.certificates import renewed
-from snapshot_operator.kube.webhook_tls import new_context, take
-from snapshot_shared.http import Guests, serving
+from snapshot_api.schema.definitions import converted, definitions
+from snapshot_operator.kube.admission import Admission, serving
+from snapshot_operator.kube.definitions import Definitions
+from snapshot_operator.kube.webhook_tls import Introduction
+from snapshot_operator.kube.webhooks import Endpoint
+from snapshot_shared.clocks import Clocks
+from snapshot_shared.errors import Failure
+from snapshot_shared.kube_client import KubeClient, load_configuration
 from tests.cluster.cluster import Cluster
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.simulated import until
+from tests.support.ports import free_port
 from tests.support.widget import KIND
 from tests.support.widget.registered import document, register
 
@@ -27,30 +32,37 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture
 async def kubectl(
-    own_cluster: Cluster, namespace: Kubectl, monkeypatch: pytest.MonkeyPatch
+    own_cluster: Cluster,
+    namespace: Kubectl,
+    kubeconfig: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Kubectl]:
-    """Commands where the kind is defined, and its conversion webhook answers."""
+    """Commands where the kind is defined, and its objects are converted as an operator does it."""
     register(monkeypatch)
-    address = own_cluster.host_address
-    found = renewed(None, [address], datetime.now(UTC))
-    context = new_context()
-    take(context, found.certificate, found.key)
+    assert namespace.namespace is not None
+    address, waits = own_cluster.host_address, list[Failure | None]()
+    [name] = converted()
 
-    async def convert(request: web.Request) -> web.Response:
-        body = conversion.answer(await request.read())
-        return web.Response(body=body, content_type="application/json")
+    async def report(failure: Failure | None) -> None:
+        waits.append(failure)
 
-    app = web.Application()
-    app.router.add_post("/convert", convert)
-    async with serving(app, f"{address}:0", Guests(), patience_s=60.0, context=context) as port:
-        bundle = base64.b64encode(found.authorities).decode()
-        client = {"url": f"https://{address}:{port}/convert", "caBundle": bundle}
-        [definition] = definitions([KIND])
-        name = definition["metadata"]["name"]
-        await asyncio.to_thread(own_cluster.kubectl.apply, with_conversion(definition, client))
-        await asyncio.to_thread(
-            own_cluster.kubectl.run, "wait", f"crd/{name}", "--for=condition=Established"
-        )
+    def is_introduced() -> bool:
+        found = own_cluster.kubectl.get("crd", name)["spec"]["conversion"]["webhook"]
+        return "caBundle" in found["clientConfig"]
+
+    clocks = Clocks(time.monotonic, time.time, "boot")
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(KubeClient(await load_configuration(kubeconfig)))
+        port = free_port(address)
+        endpoint = Endpoint(namespace.namespace, url=f"https://{address}:{port}")
+        known = Introduction(client, endpoint, clocks, random.random, converted=[name])
+        context = await stack.enter_async_context(known.kept())
+        at = f"{address}:{port}"
+        await stack.enter_async_context(serving(Admission(client), known.knows, at, context))
+        wanted = definitions([KIND], endpoint.client_config)
+        await Definitions(client, wanted, "apply", random.random, report).ensure()
+        assert waits == [None]
+        await asyncio.to_thread(until, is_introduced, "the API server knows who converts")
         yield namespace
         await asyncio.to_thread(own_cluster.kubectl.run, "delete", "crd", name)
 

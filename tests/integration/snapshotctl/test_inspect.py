@@ -165,6 +165,10 @@ def test_everything_that_is_known_is_described_with_the_events_at_the_end(runnin
         for item in running.value("get", "snapcontents".removesuffix("s"))
         if item["spec"]["snapshotRef"]["name"] == "warm"
     ]
+    whole = ("get", f"snapcontent/{content}", "--version")
+    assert running.value(*whole, "v1alpha1")["apiVersion"] == "nvidia.com/v1alpha1"
+    running.refused(2, "has no version 'v1'\nnext: use v1alpha1", *whole, "v1", "-o", "json")
+    running.refused(2, "add -o yaml or -o json", *whole, "v1alpha1")
     text = running.ok("describe", "snapcontent", content).out
     _has(text, "Name:", content, "Spec:", "Status:", "Conditions:", "Parts:", "Readers:", "Orders:")
     _has(text, "Obligations:", "Events:", "the capture ended after")

@@ -11,10 +11,13 @@ from docs.generate import kubernetes_api
 
 from snapshot_api.kind import converted
 from snapshot_api.manifests import parse
-from snapshot_api.schema.definitions import definitions, with_conversion
+from snapshot_api.schema.definitions import SERVICE, definitions
+from snapshot_api.schema.definitions import converted as converted_definitions
 from snapshot_api.validate import problems, refused_by_definition
 from snapshot_operator.kube import conversion
 from snapshot_shared.errors import InvalidManifest
+from snapshotctl import objects
+from snapshotctl.domain.exits import WrongArguments
 from tests.support.widget import KIND
 from tests.support.widget.registered import document, register
 from tests.support.widget.v1beta1 import Part, Widget
@@ -39,10 +42,17 @@ def test_its_definition_has_each_version_and_stores_the_hub() -> None:
     assert "use nvidia.com/v1beta1" in old["deprecationWarning"]
     assert new["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"
     assert [column["name"] for column in new["additionalPrinterColumns"]] == ["Replicas", "Age"]
+    assert converted_definitions() == ["widgets.nvidia.com"]
     client = {"url": "https://198.51.100.7"}
-    assert with_conversion(found, client)["spec"]["conversion"]["webhook"]["clientConfig"] == client
-    # An API server needs none for a kind of one version, as ours are.
-    assert "conversion" not in found["spec"]
+    for webhook, wanted in ((client, client), (None, {"service": SERVICE})):
+        specs = {each["metadata"]["name"]: each["spec"] for each in definitions(webhook=webhook)}
+        conversion = specs["widgets.nvidia.com"]["conversion"]
+        assert conversion["strategy"] == "Webhook"
+        assert conversion["webhook"]["clientConfig"] == wanted
+        # An API server needs none for a kind of one version.
+        assert not any(
+            "conversion" in specs[name] for name in specs.keys() - {"widgets.nvidia.com"}
+        )
 
 
 @pytest.mark.parametrize(
@@ -92,6 +102,9 @@ def test_an_older_document_is_read_as_the_hub_and_written_in_either_version() ->
     assert converted(KIND, new, OLD) == old
     # Fields may be missing.
     assert converted(KIND, {"apiVersion": "nvidia.com/v1alpha1"}, NEW)["spec"] == {}
+    assert objects.in_version(KIND, "v1alpha1")(value)["spec"] == old["spec"]
+    with pytest.raises(WrongArguments, match="has no version 'v2'"):
+        objects.in_version(KIND, "v2")
     with pytest.raises(InvalidManifest, match="has no version 'v2'"):
         converted(KIND, old | {"apiVersion": "v2"}, NEW)
 

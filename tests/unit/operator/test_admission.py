@@ -24,7 +24,7 @@ from kubernetes_asyncio.client import Configuration
 
 from snapshot_api.validate import Problem
 from snapshot_api.well_known import STANDBY_VARIABLES
-from snapshot_operator.kube import rbac
+from snapshot_operator.kube import conversion, rbac
 from snapshot_operator.kube.admission import (
     JUDGED,
     MAX_BYTES,
@@ -519,6 +519,21 @@ async def test_a_review_that_is_nested_or_larger_than_any_object_is_refused(
         deep = b'{"request": {"uid": "u", "operation": "CREATE", "object": ' + b"[" * 3000
         assert (await post(deep + b"]" * 3000 + b"}}"))[0] == 400
         assert (await post(b" " * (MAX_BYTES + 1)))[0] == 413
+
+
+async def test_objects_are_converted_for_those_who_know_the_path_in_larger_reviews(
+    admission: Admission,
+) -> None:
+    asked = {"uid": "u", "desiredAPIVersion": "nvidia.com/v1alpha1", "objects": [SNAPSHOT]}
+    review = json.dumps({"request": asked}).encode()
+    padded = review + b" " * (MAX_BYTES + 1 - len(review))
+    async with posting(admission) as post:
+        assert (await post(review, "/guess/conversions"))[0] == 404
+        status, said = await post(padded, "/secret/conversions")
+        assert (status, json.loads(said)["response"]["convertedObjects"]) == (200, [SNAPSHOT])
+        assert (await post(b"{}", "/secret/conversions"))[0] == 400
+        too_large = b" " * (conversion.MAX_BYTES + 1)
+        assert (await post(too_large, "/secret/conversions"))[0] == 413
 
 
 async def test_a_body_that_does_not_end_is_refused_after_its_time(

@@ -39,6 +39,7 @@ from snapshot_shared.telemetry import Telemetry, log_to_stderr
 
 log = logging.getLogger(__name__)
 if TYPE_CHECKING:
+    from snapshot_operator.kube.webhooks import Endpoint
     from snapshot_shared.kube_client import KubeClient
 
 
@@ -206,7 +207,8 @@ async def _in_turn(
         allows_gms=allows_gms,
         seccomp_profile=settings.seccomp_profile,
     )
-    crds = Definitions(client, definitions(), settings.crds, jitter, waits)
+    webhook = _endpoint(settings).client_config
+    crds = Definitions(client, definitions(webhook=webhook), settings.crds, jitter, waits)
     identity = f"{hostname}-{environment.new_id()}"
     lease = KubeLease(client, (namespace, NAME), identity, clocks, jitter)
     # Before the Lease: an operator without it is ready, or a rolling update would wait for it.
@@ -257,27 +259,34 @@ async def _as_server(client: KubeClient, environment: Environment) -> Environmen
     return replace(environment, clocks=replace(clocks, wall=wall), ahead_s=ahead_s)
 
 
+def _endpoint(settings: OperatorSettings) -> Endpoint:
+    """Return where the API server reaches the webhooks."""
+    from snapshot_operator.kube.webhooks import Endpoint
+
+    return Endpoint(settings.namespace, settings.webhook_service, url=settings.webhook_url)
+
+
 @contextlib.asynccontextmanager
 async def _admission(
     settings: OperatorSettings, environment: Environment, client: KubeClient
 ) -> AsyncIterator[None]:
     """Answer what the API server asks, where there is an address for it, while the block runs."""
+    from snapshot_api.schema.definitions import converted
     from snapshot_operator.kube.admission import Admission, serving
     from snapshot_operator.kube.restoring import Images
     from snapshot_operator.kube.webhook_tls import Introduction, MountedCertificate
-    from snapshot_operator.kube.webhooks import Endpoint
 
     if settings.webhook_address is None:
         yield
         return
-    endpoint = Endpoint(settings.namespace, settings.webhook_service, url=settings.webhook_url)
     folder = settings.webhook_certificate_dir
     introduction = Introduction(
         client,
-        endpoint,
+        _endpoint(settings),
         environment.clocks,
         environment.jitter,
         makes_certificate=folder is None,
+        converted=converted(),
     )
     admission = Admission(
         client,

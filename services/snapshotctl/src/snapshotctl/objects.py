@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from snapshot_api import revisions
 from snapshot_api.facts import Node
+from snapshot_api.kind import Kind, converted
 from snapshot_api.kinds import KINDS, AnyObject, kind_of
 from snapshot_shared.api import Applied
 from snapshot_shared.errors import (
@@ -22,8 +23,9 @@ from snapshot_shared.errors import (
 )
 from snapshot_shared.spans import SpanRecord
 from snapshot_shared.units import counted
+from snapshotctl.domain import formats
 from snapshotctl.domain.documents import Document
-from snapshotctl.domain.exits import Ambiguous
+from snapshotctl.domain.exits import Ambiguous, WrongArguments
 from snapshotctl.domain.targets import Target, kinds_like, names_like
 from snapshotctl.ports import Operator
 from snapshotctl.views import related, timeline
@@ -275,3 +277,14 @@ def _with_place(problem: str, documents: Sequence[Document]) -> str:
         if problem.startswith(f"[{index}] "):
             return document.placed(problem.removeprefix(f"[{index}] "))
     return problem
+
+
+def in_version(kind: Kind, name: str) -> Callable[[Any], dict[str, Any]]:
+    """Return the function that writes objects of a kind in one of its versions. WrongArguments."""
+    version = next((each for each in kind.versions if each.name == name), None)
+    if version is None:
+        names = " or ".join(each.name for each in kind.versions)
+        raise WrongArguments(
+            f"--version: {kind.name} has no version {name!r}", next_step=f"use {names}"
+        )
+    return lambda value: converted(kind, formats.data(value), version)

@@ -26,17 +26,39 @@ VERSION_ANNOTATION = "nvidia.com/snapback-version"
 RELEASE = version("snapback-shared")
 
 
-def definitions(kinds: Iterable[Kind] = KINDS.values()) -> list[dict[str, Any]]:
-    """Return the CustomResourceDefinition of each of our kinds, as `kubectl apply` takes them."""
-    return [_definition(kind) for kind in kinds if kind.is_ours]
+SERVICE = {"namespace": "snapback-system", "name": "snapback-webhook", "port": 443}
+"""The Service of the operator, unless an installation names another one."""
 
 
-def _definition(kind: Kind) -> dict[str, Any]:
+def definitions(
+    kinds: Iterable[Kind] = KINDS.values(), webhook: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the CustomResourceDefinition of each of our kinds, as `kubectl apply` takes them.
+
+    `webhook` is the `clientConfig` of the webhook that converts objects between versions.
+    """
+    client = webhook or {"service": SERVICE}
+    return [_definition(kind, client) for kind in kinds if kind.is_ours]
+
+
+def converted(kinds: Iterable[Kind] = KINDS.values()) -> list[str]:
+    """Return the names of the definitions whose objects a webhook converts between versions."""
+    return [_name(kind) for kind in kinds if kind.is_ours and kind.versions[1:]]
+
+
+def _name(kind: Kind) -> str:
+    return f"{kind.plural}.{kind.group}"
+
+
+def _definition(kind: Kind, client: dict[str, Any]) -> dict[str, Any]:
+    # Never the strategy None for a kind of several versions: it drops the fields that differ.
+    webhook = {"clientConfig": client, "conversionReviewVersions": ["v1"]}
+    conversion = {"conversion": {"strategy": "Webhook", "webhook": webhook}}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"{kind.plural}.{kind.group}",
+            "name": _name(kind),
             "labels": dict([PART_OF]),
             "annotations": {VERSION_ANNOTATION: RELEASE},
         },
@@ -52,6 +74,7 @@ def _definition(kind: Kind) -> dict[str, Any]:
             },
             "scope": "Namespaced" if kind.namespaced else "Cluster",
             "versions": [_served(kind, version) for version in kind.versions],
+            **(conversion if kind.versions[1:] else {}),
         },
     }
 
@@ -75,13 +98,6 @@ def _served(kind: Kind, version: Version) -> dict[str, Any]:
         "additionalPrinterColumns": [column.schema() for column in version.columns],
         "schema": {"openAPIV3Schema": object_schema(kind, version)},
     }
-
-
-def with_conversion(definition: dict[str, Any], client: dict[str, Any]) -> dict[str, Any]:
-    """Return a definition whose versions are converted by a webhook, reached as `client` says."""
-    webhook = {"clientConfig": client, "conversionReviewVersions": ["v1"]}
-    conversion = {"strategy": "Webhook", "webhook": webhook}
-    return definition | {"spec": definition["spec"] | {"conversion": conversion}}
 
 
 @cache

@@ -17,6 +17,7 @@ import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -36,6 +37,7 @@ from snapshot_api.views import warning_of_readers
 from snapshot_api.well_known import IMMEDIATE, RESTORE_FROM
 from snapshot_operator.core.content import content_behind
 from snapshot_operator.core.restore_request import RestoreRequest, driver_of, mismatch
+from snapshot_operator.kube import conversion
 from snapshot_operator.kube.namespaces import is_selected
 from snapshot_operator.kube.restoring import (
     Images,
@@ -48,7 +50,7 @@ from snapshot_operator.kube.restoring import (
 from snapshot_operator.kube.seccomp import label_of
 from snapshot_operator.kube.shaping import GMS_DISABLED, GMS_DISABLED_FIX, has_memory_server
 from snapshot_operator.kube.store import RESOURCES
-from snapshot_operator.kube.webhooks import DELETIONS, OBJECTS, PATHS, PODS
+from snapshot_operator.kube.webhooks import CONVERSIONS, DELETIONS, OBJECTS, PATHS, PODS
 from snapshot_shared import http, instruments
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import Failure, NotFound, SnapbackError
@@ -177,6 +179,8 @@ MAX_RESTORES = 500
 """How many restores are read before a warning about a deletion."""
 
 T = TypeVar("T")
+Judge = Callable[[bytes], Awaitable[tuple[bytes, str]]]
+"""Returns the answer to the body of a review, and how the answer is counted."""
 
 _REVIEW = msgspec.json.Decoder(Review)
 _POD = msgspec.json.Decoder(_Pod)
@@ -214,19 +218,20 @@ class Admission:
 
     def app(self, knows: Callable[[str], bool], guests: Guests) -> web.Application:
         """Return what serves the webhooks to callers whose path begins with a secret it knows."""
-        app = web.Application(client_max_size=MAX_BYTES)
-        answers = ((PODS, self.pod), (OBJECTS, self.object), (DELETIONS, self.deletion))
-        for webhook, decide in answers:
-            answering = self._answering(webhook, decide, knows, guests)
+        app = web.Application()
+        answers: tuple[tuple[str, Judge, int], ...] = (
+            (PODS, partial(_admitted, self.pod), MAX_BYTES),
+            (OBJECTS, partial(_admitted, self.object), MAX_BYTES),
+            (DELETIONS, partial(_admitted, self.deletion), MAX_BYTES),
+            (CONVERSIONS, self.conversion, conversion.MAX_BYTES),
+        )
+        for webhook, judge, most in answers:
+            answering = self._answering(webhook, judge, most, knows, guests)
             app.router.add_post(f"/{{secret}}{PATHS[webhook]}", answering)
         return app
 
     def _answering(
-        self,
-        webhook: str,
-        decide: Callable[[Request], Awaitable[Answer]],
-        knows: Callable[[str], bool],
-        guests: Guests,
+        self, webhook: str, judge: Judge, most: int, knows: Callable[[str], bool], guests: Guests
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(asked: web.Request) -> web.Response:
             if not knows(asked.match_info["secret"]):
@@ -238,11 +243,9 @@ class Admission:
             outcome = "failed"
             try:
                 async with asyncio.timeout(BODY_S):
-                    body = await asked.read()
-                request = _REVIEW.decode(body).request
-                found = await decide(request)
-                outcome = found.outcome
-                return web.Response(body=review(request, found), content_type="application/json")
+                    body = await asked.clone(client_max_size=most).read()
+                answered, outcome = await judge(body)
+                return web.Response(body=answered, content_type="application/json")
             except TimeoutError:
                 return web.Response(status=HTTPStatus.REQUEST_TIMEOUT)
             except (msgspec.DecodeError, RecursionError) as error:
@@ -252,6 +255,10 @@ class Admission:
                 self._metrics.record(instruments.ADMISSION_DURATION, taken, webhook, outcome)
 
         return answer
+
+    async def conversion(self, body: bytes) -> tuple[bytes, str]:
+        """Return the answer to a ConversionReview. msgspec.DecodeError for any other body."""
+        return await self._judged(conversion.answer, body), "changed"
 
     async def _judged(self, work: Callable[..., T], *arguments: Any) -> T:
         async with self._judging:
@@ -405,6 +412,14 @@ class Admission:
         except NotFound:
             return None
         return resource.value_in(answer)
+
+
+async def _admitted(
+    decide: Callable[[Request], Awaitable[Answer]], body: bytes
+) -> tuple[bytes, str]:
+    request = _REVIEW.decode(body).request
+    found = await decide(request)
+    return review(request, found), found.outcome
 
 
 def _document(raw: msgspec.Raw) -> dict[str, Any]:

@@ -56,8 +56,8 @@ RULES = (
     Rule(
         "apiextensions.k8s.io",
         "customresourcedefinitions",
-        ("list", "watch", "create", "patch"),
-        "those of our kinds, applied at the start",
+        ("get", "list", "watch", "create", "patch"),
+        "those of our kinds, applied at the start; the path of what converts their versions",
         _DEFINITIONS,
     ),
     *(

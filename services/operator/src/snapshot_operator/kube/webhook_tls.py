@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,16 @@ import msgspec
 from asyncinotify import Inotify, Mask
 
 from snapshot_operator.kube.certificates import LIFE, Certificates, at, renewal, renewed
+from snapshot_operator.kube.definitions import PATH as DEFINITIONS
 from snapshot_operator.kube.rbac import CERTIFICATE_SECRET, NAME
 from snapshot_operator.kube.webhooks import (
     BASE,
+    CONVERSIONS,
     MUTATING,
     VALIDATING,
+    Document,
     Endpoint,
+    addressed,
     introduced,
 )
 from snapshot_shared.clocks import Clocks
@@ -101,10 +105,12 @@ class Introduction:
         life: timedelta = LIFE,
         *,
         makes_certificate: bool = True,
+        converted: Sequence[str] = (),
     ) -> None:
         """Serve `endpoint`. `jitter` returns a random number from 0 to 1.
 
-        Unless it `makes_certificate`, others make it, and have the API server trust it.
+        `converted` are the names of the definitions whose versions the operators convert. Unless
+        it `makes_certificate`, others make it, and have the API server trust it.
         """
         self._client = client
         self._endpoint = endpoint
@@ -112,6 +118,7 @@ class Introduction:
         self._jitter = jitter
         self._life = life
         self._makes_certificate = makes_certificate
+        self._converted = converted
         self._secrets: tuple[str, ...] = ()
         self._changed = asyncio.Event()
         self._context = new_context()
@@ -126,7 +133,11 @@ class Introduction:
         """Keep all of it for the length of the block, once it is there; give the certificate."""
         await self._first()
         secrets = f"/api/v1/namespaces/{self._endpoint.namespace}/secrets"
-        watched = ((secrets, CERTIFICATE_SECRET), *((f"{BASE}/{k}", NAME) for k in _CONFIGURED))
+        watched = (
+            (secrets, CERTIFICATE_SECRET),
+            *((f"{BASE}/{plural}", NAME) for plural in _CONFIGURED),
+            *((DEFINITIONS, name) for name in self._converted),
+        )
         tasks = [
             asyncio.ensure_future(self._keep()),
             *(asyncio.ensure_future(self._watch(path, name)) for path, name in watched),
@@ -156,7 +167,9 @@ class Introduction:
                 found = await self._current()
                 # Before it is served: nothing may be served that is not trusted.
                 for plural in _CONFIGURED:
-                    await self._introduce(plural)
+                    await self._introduce(f"{BASE}/{plural}/{NAME}", _in_webhooks)
+                for name in self._converted:
+                    await self._introduce(f"{DEFINITIONS}/{name}", self._in_conversion)
                 self._serve(found)
                 failures = 0
             except Exception as error:
@@ -242,17 +255,34 @@ class Introduction:
         body["metadata"]["resourceVersion"] = version
         await self._client.request("PUT", f"{self._path}/{CERTIFICATE_SECRET}", body=body)
 
-    async def _introduce(self, plural: str) -> None:
-        """Write what the Secret holds into the configurations, if webhooks are configured at all.
+    def _in_conversion(self, found: Document, secret: str, bundle: str) -> Document | None:
+        """Return the change of a definition, whose versions the operators convert.
+
+        One that is converted by no webhook stays: it is of a release with one version.
+        """
+        conversion = found["spec"].get("conversion") or {}
+        if conversion.get("strategy") != "Webhook":
+            return None
+        there = conversion["webhook"].get("clientConfig") or {}
+        wanted = addressed(self._endpoint.client_config, CONVERSIONS, secret, bundle)
+        if there.items() >= wanted.items():
+            return None
+        # A merge patch keeps the fields of another way to reach the webhook, unless they are null.
+        config = {**dict.fromkeys(there.keys() - {"caBundle"}), **wanted}
+        return {"spec": {"conversion": {"webhook": {"clientConfig": config}}}}
+
+    async def _introduce(
+        self, path: str, change: Callable[[Document, str, str], Document | None]
+    ) -> None:
+        """Write what the Secret holds into a configuration, if the API server has it.
 
         The Secret is read after the configuration, whose version is compared: an operator that was
         paused brings nothing old back.
         """
-        path = f"{BASE}/{plural}/{NAME}"
         try:
             found = decoded(_DOCUMENT, await self._client.request("GET", path))
         except NotFound:
-            log.info("there are no %s called %s", plural, NAME)
+            log.info("there is no %s", path)
             return
         _, stored, secret = await self._stored()
         if not secret or (self._makes_certificate and stored is None):
@@ -260,12 +290,11 @@ class Introduction:
         bundle = ""
         if self._makes_certificate and stored is not None:
             bundle = base64.b64encode(stored.authorities).decode()
-        webhooks = found.get("webhooks") or []
-        wanted = [introduced(each, secret, bundle) for each in webhooks]
-        if wanted == webhooks:
+        changed = change(found, secret, bundle)
+        if changed is None:
             return
         version = found["metadata"]["resourceVersion"]
-        body = {"metadata": {"resourceVersion": version}, "webhooks": wanted}
+        body = {"metadata": {"resourceVersion": version}, **changed}
         await self._client.request("PATCH", path, body=body, content_type=MERGE_PATCH)
 
     async def _watch(self, path: str, name: str) -> None:
@@ -286,6 +315,13 @@ class Introduction:
 
 
 _CONFIGURED = (MUTATING, VALIDATING)
+
+
+def _in_webhooks(found: Document, secret: str, bundle: str) -> Document | None:
+    """Return the change of a configuration of webhooks; None if it is as it should be."""
+    webhooks = found.get("webhooks") or []
+    wanted = [introduced(each, secret, bundle) for each in webhooks]
+    return None if wanted == webhooks else {"webhooks": wanted}
 
 
 class _SecretMeta(msgspec.Struct, frozen=True, rename="camel"):

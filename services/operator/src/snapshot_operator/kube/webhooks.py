@@ -23,12 +23,14 @@ PODS = "pods.snapback.nvidia.com"
 IMMEDIATE_PODS = "immediate-pods.snapback.nvidia.com"
 OBJECTS = "objects.snapback.nvidia.com"
 DELETIONS = "deletions.snapback.nvidia.com"
-"""The names of the webhooks, as a refusal shows them."""
+CONVERSIONS = "conversions.snapback.nvidia.com"
+"""The names of the webhooks, as a refusal and the metrics show them."""
 PATHS = {
     PODS: "/restored-pods",
     IMMEDIATE_PODS: "/restored-pods",
     OBJECTS: "/objects",
     DELETIONS: "/deletions",
+    CONVERSIONS: "/conversions",
 }
 """The end of the path of each webhook; a secret of the operators comes first."""
 
@@ -117,12 +119,18 @@ def introduced(webhook: Document, secret: str, bundle: str = "") -> Document:
     """
     if webhook["name"] not in PATHS:
         return webhook
-    path, config = f"/{secret}{PATHS[webhook['name']]}", webhook["clientConfig"]
+    found = addressed(webhook["clientConfig"], webhook["name"], secret, bundle)
+    return {**webhook, "clientConfig": found}
+
+
+def addressed(config: Document, name: str, secret: str, bundle: str = "") -> Document:
+    """Return the `clientConfig` of a webhook with its path and the authorities to trust."""
+    path = f"/{secret}{PATHS[name]}"
     if "service" in config:
         config = {**config, "service": {**config["service"], "path": path}}
     else:
         config = {**config, "url": urlsplit(config["url"])._replace(path=path).geturl()}
-    return {**webhook, "clientConfig": {**config, **({"caBundle": bundle} if bundle else {})}}
+    return {**config, **({"caBundle": bundle} if bundle else {})}
 
 
 _ANNOTATIONS = "object.metadata.annotations"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
+from snapshot_api.kind import Kind
 from snapshot_api.kinds import AnyObject
 from snapshot_shared.errors import BusUnavailable
 from snapshotctl import objects
@@ -29,6 +30,7 @@ app = new_app()
     "snapshotctl get dynamocheckpoints",
     "snapshotctl get demo-llm -o wide",
     "snapshotctl get pod my-worker -o yaml",
+    "snapshotctl get dynamocheckpoint demo-llm -o yaml --version v1alpha1",
     "snapshotctl get pods -l app=llm --watch",
     "snapshotctl get snapshots -A",
 )
@@ -49,6 +51,13 @@ async def get(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Go on with what changes, until interrupted.")
     ] = False,
+    version: Annotated[
+        str,
+        typer.Option(
+            metavar="VERSION",
+            help="Write objects in this version of their kind (with -o yaml or json): v1alpha1.",
+        ),
+    ] = "",
 ) -> None:
     """Show one object, or all of a kind.
 
@@ -62,15 +71,16 @@ async def get(
     required = _required(selector, wanted)
     async with tools.operator(patiently=watch) as operator:
         target = await objects.resolved(operator, wanted)
+        written = _written(target.kind, version, tools.screen)
         if watch:
-            await _follow(operator, tools, target, required, with_namespace=everywhere)
+            await _follow(operator, tools, target, required, written, with_namespace=everywhere)
             return
         if target.name is None:
             found = await _all(operator, target, required)
         else:
             found = [await objects.existing(operator, target)]
     if not tools.screen.wants_table:
-        values = [formats.data(item) for item in found]
+        values = [written(item) for item in found]
         tools.screen.value(values if target.name is None else values[0])
     elif found:
         shown = tables.table_of(
@@ -83,6 +93,15 @@ async def get(
         tools.screen.table(shown)
     else:
         tools.screen.note(_none(target, selector))
+
+
+def _written(kind: Kind, version: str, screen: Screen) -> Callable[[AnyObject], Any]:
+    if version and screen.wants_table:
+        raise WrongArguments(
+            "--version is for objects as a whole, and a table has none",
+            next_step="add -o yaml or -o json",
+        )
+    return objects.in_version(kind, version) if version else formats.data
 
 
 def _required(selector: str, wanted: Sequence[Target]) -> list[Requirement]:
@@ -113,6 +132,7 @@ async def _follow(
     tools: Tools,
     target: Target,
     required: Sequence[Requirement],
+    written: Callable[[AnyObject], Any],
     *,
     with_namespace: bool,
 ) -> None:
@@ -127,7 +147,7 @@ async def _follow(
         known = await _read(operator, target, required)
         if target.name is not None and not known:
             await objects.existing(operator, target)
-        _show(screen, table, "ADDED", known, tools.now())
+        _show(screen, table, written, "ADDED", known, tools.now())
         if not known:
             screen.note(f"{_none(target, '')} yet")
         while True:
@@ -135,7 +155,7 @@ async def _follow(
             with contextlib.suppress(BusUnavailable):
                 found = await _read(operator, target, required)
                 for kind, item in changes(known, found):
-                    _show(screen, table, kind, [item], tools.now())
+                    _show(screen, table, written, kind, [item], tools.now())
                 known = found
 
 
@@ -149,11 +169,16 @@ async def _read(
 
 
 def _show(
-    screen: Screen, table: ChangingTable, kind: str, found: Sequence[AnyObject], now: float
+    screen: Screen,
+    table: ChangingTable,
+    written: Callable[[AnyObject], Any],
+    kind: str,
+    found: Sequence[AnyObject],
+    now: float,
 ) -> None:
     if not screen.wants_table:
         for item in found:
-            screen.entry({"type": kind, "object": formats.data(item)})
+            screen.entry({"type": kind, "object": written(item)})
         return
     for number, line in enumerate(table.lines(found, now, is_gone=kind == "DELETED")):
         screen.line(line, strong=number == 0 and table.is_first)
