@@ -21,6 +21,7 @@ from kubernetes_asyncio.client import ApiClient, CoreV1Api, CustomObjectsApi
 from kubernetes_asyncio.watch import Watch
 
 from snapshot_operator.kube.controllers import CONTROLLERS, INDEXES
+from snapshot_operator.kube.shaping import JobShape
 from snapshot_operator.kube.store import RESOURCES, KubeStore
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.interpreter import Interpreter
@@ -124,7 +125,8 @@ async def snapback(kubeconfig: str, _count: int, seen: Seen) -> AsyncIterator[Mo
 def deciding(cluster: Cluster, changed: Changed = unsaid) -> Manager:
     """Give what decides about the objects of a cluster, without a bus."""
     spans = Spans(Telemetry("snap-operator", "operator", "0"), time.time)
-    interpreter = Interpreter(cluster, MemoryOrders(), spans, changed=changed)
+    shapes = {"Job": JobShape()}
+    interpreter = Interpreter(cluster, MemoryOrders(), spans, changed=changed, shapes=shapes)
     return Manager(cluster, CONTROLLERS, interpreter, time.time, random.random)
 
 

@@ -27,6 +27,7 @@ import yaml
 from snapshot_operator.core.restore import RESTORED
 from snapshot_operator.kube import rbac
 from snapshot_operator.kube.controllers import CONTROLLERS, INDEXES
+from snapshot_operator.kube.shaping import JobShape
 from snapshot_operator.kube.store import KubeStore
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_operator.runtime.world import World
@@ -264,8 +265,9 @@ async def serving(stop: asyncio.Event, client: KubeClient, nats_url: str) -> Non
         is_mirrored=False,
     )
     await bus.connect_and_ensure()
-    store = KubeStore(client, random.random, seccomp_profile=SECCOMP_PROFILE)
-    world = World(CONTROLLERS, is_cluster=True, follow=store.run)
+    store = KubeStore(client, random.random)
+    shapes = {"Job": JobShape(seccomp_profile=SECCOMP_PROFILE)}
+    world = World(CONTROLLERS, is_cluster=True, follow=store.run, shapes=shapes)
     try:
         await serve(stop, Cluster(store, INDEXES), world, environment)
     finally:

@@ -28,7 +28,7 @@ from snapshot_shared.tasks import end_all
 from tests.scenario.faults import Settings
 from tests.scenario.store import SimStore
 from tests.support.builders import with_meta, with_status
-from tests.support.objects import checkpoint, pod_document
+from tests.support.objects import checkpoint, checkpoint_document, pod_document
 from tests.support.waiting import until
 
 KEEP = "test/keep"
@@ -115,6 +115,21 @@ async def test_create_gives_identity(store: Store) -> None:
     assert abs(seconds(meta.creation_timestamp) - time.time()) < 60
     assert await store.read("DynamoCheckpoint", "default", "llm") == stored
     assert await store.find(meta.uid) == stored
+
+
+async def test_a_document_is_stored_once_and_read_whole(store: Store) -> None:
+    document = checkpoint_document()
+    template = document["spec"]["job"]["podTemplateSpec"]
+    template["metadata"] = {"labels": {"app": "llm"}, "annotations": {}}
+    assert await store.read_document(document) is None
+    stored = await store.create_document(document)
+    assert stored is not None
+    assert await store.find(stored.metadata.uid) == stored
+    found = await store.read_document(document) or {}
+    assert found["metadata"]["uid"] == stored.metadata.uid
+    assert found["spec"]["job"]["podTemplateSpec"]["metadata"]["labels"] == {"app": "llm"}
+    with pytest.raises(AlreadyExists):
+        await store.create_document(document)
 
 
 async def test_the_spec_of_a_pod_is_read_whole_until_that_pod_is_gone(store: Store) -> None:

@@ -119,6 +119,7 @@ class SimStore:
 
     list, read, find, create = map(_passed_on, ("list", "read", "find", "create"))
     spec_of = _passed_on("spec_of")
+    read_document, create_document = map(_passed_on, ("read_document", "create_document"))
     update_spec, annotate, label = map(_passed_on, ("update_spec", "annotate", "label"))
     add_finalizer, remove_finalizer = map(_passed_on, ("add_finalizer", "remove_finalizer"))
     delete = _passed_on("delete")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from snapshot_operator.runtime.presence import fold_presence
 from snapshot_operator.runtime.spans import Spans
 from snapshot_operator.runtime.sweep import Sweep
 from snapshot_operator.runtime.upkeep import Retention
-from snapshot_operator.runtime.world import ALL, Selection
+from snapshot_operator.runtime.world import ALL, Selection, Shape
 from snapshot_shared import api
 from snapshot_shared.api import ApplyRequest
 from snapshot_shared.codec import encode_json
@@ -103,6 +104,7 @@ class World:
         namespaces: Selection = ALL,
         metrics: Metrics = OFF,
         now: float = 1_000_000.0,
+        shapes: Mapping[str, Shape] = MappingProxyType({}),
     ) -> None:
         self.now = now
         self.store = store or SqliteStore(None, timestamp=lambda: timestamp(self.now)).open()
@@ -111,7 +113,9 @@ class World:
         self.spans = Spans(Telemetry("snap-operator", "operator", "0"), self.clock, metrics)
         self.warnings: list[tuple[str, Failure]] = []
         """What was refused or left out, with the names of the objects."""
-        self.interpreter = Interpreter(self.cluster, self.orders, self.spans, warned=self._warned)
+        self.interpreter = Interpreter(
+            self.cluster, self.orders, self.spans, warned=self._warned, shapes=shapes
+        )
         self.manager = Manager(
             self.cluster,
             CONTROLLERS,

@@ -187,6 +187,7 @@ async def _in_turn(
     from snapshot_operator.kube.lease import KubeLease
     from snapshot_operator.kube.namespaces import SelectedNamespaces, selecting
     from snapshot_operator.kube.rbac import NAME
+    from snapshot_operator.kube.shaping import JobShape
     from snapshot_operator.kube.store import KubeStore
 
     hostname, namespace = socket.gethostname(), settings.namespace
@@ -199,14 +200,8 @@ async def _in_turn(
             await warn_of(client, namespace, hostname, failure, clocks.wall())
         readiness.why = why
 
-    allows_gms = settings.allow_gms_snapshot
-    store = KubeStore(
-        client,
-        jitter,
-        settings.gms_image,
-        allows_gms=allows_gms,
-        seccomp_profile=settings.seccomp_profile,
-    )
+    store = KubeStore(client, jitter)
+    job = JobShape(settings.gms_image, settings.allow_gms_snapshot, settings.seccomp_profile)
     webhook = _endpoint(settings).client_config
     crds = Definitions(client, definitions(webhook=webhook), settings.crds, jitter, waits)
     identity = f"{hostname}-{environment.new_id()}"
@@ -223,6 +218,7 @@ async def _in_turn(
             changed=events.changed,
             warned=events.warned,
             is_cluster=True,
+            shapes={"Job": job},
         )
         if settings.namespace_selector:
             selected = SelectedNamespaces(client, settings.namespace_selector, jitter)

@@ -11,6 +11,9 @@ from snapshot_api.facts import Pod
 from snapshot_api.kinds import AnyObject
 from snapshot_api.meta import OrderStatus
 
+Document = dict[str, Any]
+"""An object of Kubernetes as its API takes it."""
+
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
 
 
@@ -43,6 +46,18 @@ class Store(Protocol):
         """Return the whole spec of a pod as it is stored now; None if the pod is gone.
 
         `read` returns less of it in a cluster, because decisions need less.
+        """
+
+    async def read_document(self, named: Document) -> Document | None:
+        """Return the whole object of the kind, namespace and name of a document, as it is stored.
+
+        None if there is none. `read` returns less of it in a cluster.
+        """
+
+    async def create_document(self, document: Document) -> AnyObject | None:
+        """Store a new object, and return it as it is kept in memory; None if its kind is not kept.
+
+        AlreadyExists when the name is taken.
         """
 
     async def create(self, value: AnyObject) -> AnyObject:

@@ -86,7 +86,9 @@ async def _serve(cluster: Cluster, world: World, given: Environment) -> None:
     await cluster.sync()
     orders = NatsOrders(bus, given.telemetry)
     spans = Spans(given.telemetry, now, metrics)
-    interpreter = Interpreter(cluster, orders, spans, metrics, world.changed, world.warned)
+    interpreter = Interpreter(
+        cluster, orders, spans, metrics, world.changed, world.warned, world.shapes
+    )
     manager = Manager(
         cluster, world.controllers, interpreter, now, given.jitter, metrics, world.namespaces
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_api.meta import TRACEPARENT, ObjectMeta, OwnerReference
 from snapshot_api.v1alpha1.content import SnapshotContent
 from snapshot_api.v1alpha1.snapshot import Snapshot
 from snapshot_operator.core.plan import FINALIZER, Delete, Finalize, Plan, status_plan
-from snapshot_shared.errors import Failure
+from snapshot_shared.errors import Conflict, Failure, InvalidManifest
 
 
 def child_meta(
@@ -76,6 +76,25 @@ def delete_children(owner: AnyObject, children: Sequence[AnyObject | None]) -> P
         return Plan((Finalize(owner),))
     deletes = [Delete(child) for child in left if not child.metadata.deletion_timestamp]
     return status_plan(owner, owner, *deletes)
+
+
+def require_own(wanted: dict[str, Any], there: dict[str, Any]) -> None:
+    """Raise unless the document of an object that is there has the owner of one that is wanted.
+
+    Conflict if it has another owner of that kind: it is of an earlier incarnation, and about to be
+    collected. Else InvalidManifest.
+    """
+    kind, name = wanted["kind"], wanted["metadata"]["name"]
+    (owner,) = wanted["metadata"]["ownerReferences"]
+    owners = there["metadata"].get("ownerReferences", ())
+    if any(each["uid"] == owner["uid"] for each in owners):
+        return
+    if any(each["kind"] == owner["kind"] for each in owners):
+        raise Conflict(f"{kind} {name} is of another {owner['kind']}")
+    raise InvalidManifest(
+        f"there is a {kind} {name} that does not belong to {owner['kind']} {owner['name']}",
+        next_step="give one of them another name",
+    )
 
 
 def gone(kind: str, name: str, *, is_captured: bool = False) -> Failure:

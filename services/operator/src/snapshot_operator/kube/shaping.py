@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_api.facts import AGENT_LABEL, GPU_RESOURCE, Job
+from snapshot_api.facts import AGENT_LABEL, GPU_RESOURCE, Job, Node
 from snapshot_api.well_known import STANDBY_VARIABLES
 from snapshot_operator.core.checkpoint import READY_FILE
-from snapshot_operator.kube.seccomp import names_profile, required, with_profile
+from snapshot_operator.kube.seccomp import names_profile, offered, required, with_profile
 from snapshot_operator.kube.wire import GMS_SERVER, OURS, new_meta
 from snapshot_shared.errors import InvalidManifest
 from snapshot_shared.orders import PLACEHOLDER_DRIVERS
@@ -72,10 +73,47 @@ _HAS_AGENT = {"key": AGENT_LABEL, "operator": "In", "values": ["true"]}
 _NO_MESH = {"linkerd.io/inject": "disabled", "sidecar.istio.io/inject": "false"}
 
 
+class GMSSnapshotDisabled(InvalidManifest):
+    """A checkpoint asks for a memory server, and this operator captures no worker with one."""
+
+    default_next_step = GMS_DISABLED_FIX
+
+
 class DriverNotInCluster(InvalidManifest):
     """A checkpoint names a driver that starts processes, and in a cluster only the kubelet does."""
 
     default_next_step = "use the driver cooperative, which copies the same state, or criu"
+
+
+class JobShape(msgspec.Struct, frozen=True):
+    """How the Job of a checkpoint looks in a cluster.
+
+    `gms_image` is that of the memory servers in pods. Unless it `allows_gms`, no worker with one is
+    started. `seccomp_profile` is that of workers for CRIU, if a node has it.
+    """
+
+    gms_image: str = GMS_IMAGE
+    allows_gms: bool = True
+    seccomp_profile: str = ""
+
+    def __call__(self, job: Job, checkpoint: Document, nodes: Iterable[Node]) -> list[Document]:
+        """Return the template of its pod's claims, if it needs one, and the Job that names it.
+
+        InvalidManifest says what is wrong with the template of the pod.
+        """
+        try:
+            if has_memory_server(checkpoint) and not self.allows_gms:
+                raise GMSSnapshotDisabled(GMS_DISABLED)
+            spec = checkpoint["spec"]["job"]["podTemplateSpec"]["spec"]
+            profile = offered(nodes, self.seccomp_profile, spec)
+            manifest = job_manifest(job, checkpoint, self.gms_image, profile)
+            devices = devices_template(job, checkpoint)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidManifest(
+                f"spec.job.podTemplateSpec is no template of a pod: {error!r}",
+                next_step="correct it: kubectl explain pod.spec",
+            ) from error
+        return [*([devices] if devices else ()), manifest]
 
 
 def job_manifest(

@@ -10,26 +10,17 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from hashlib import sha256
 from typing import Any, NamedTuple, cast
 
 import msgspec
 from msgspec.structs import replace
 
-from snapshot_api.facts import Job, Node, Pod
+from snapshot_api.facts import Node, Pod
 from snapshot_api.kinds import KINDS, AnyObject, kind_of
 from snapshot_api.meta import ObjectMeta
-from snapshot_operator.kube.seccomp import offered
-from snapshot_operator.kube.shaping import (
-    GMS_DISABLED,
-    GMS_DISABLED_FIX,
-    GMS_IMAGE,
-    devices_template,
-    has_memory_server,
-    job_manifest,
-    without_ours,
-)
+from snapshot_operator.kube.shaping import without_ours
 from snapshot_operator.kube.wire import (
     OURS,
     Decode,
@@ -40,9 +31,8 @@ from snapshot_operator.kube.wire import (
     node_in,
     pod_in,
 )
-from snapshot_operator.ports import Change, Event
+from snapshot_operator.ports import Change, Document, Event
 from snapshot_shared.errors import (
-    AlreadyExists,
     Conflict,
     Forbidden,
     Internal,
@@ -87,7 +77,7 @@ class Resource(NamedTuple):
     base: str
     plural: str
     namespaced: bool
-    decode: Decode
+    decode: Decode | None
 
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
         """Return the path of one object, or of all without a name."""
@@ -99,12 +89,23 @@ class Resource(NamedTuple):
         """Return the path of an object."""
         return self.path(value.metadata.namespace, value.metadata.name, subresource)
 
+    def value_of(self, sent: Sent, same: AnyObject | None = None) -> AnyObject:
+        """Return an object as it is kept, as `Decode` says."""
+        if self.decode is None:
+            raise Internal(f"a {self.kind} is not read")
+        return self.decode(sent, same)
+
     def value_in(self, answer: bytes) -> AnyObject:
         """Return the object that was read. msgspec.DecodeError for one that is none of the kind."""
-        return self.decode(_SENT.decode(answer), None)
+        return self.value_of(_SENT.decode(answer))
 
 
 _FACTS: dict[str, Decode] = {"Pod": pod_in, "Job": job_in, "Node": node_in}
+
+
+def _resource_of(document: Document) -> Resource:
+    kind = document["kind"]
+    return RESOURCES.get(kind) or _UNREAD[kind]
 
 
 def _resource(name: str) -> Resource:
@@ -117,15 +118,33 @@ def _resource(name: str) -> Resource:
 
 RESOURCES = {name: _resource(name) for name in KINDS}
 
+_UNREAD = {
+    "ResourceClaimTemplate": Resource(
+        "ResourceClaimTemplate",
+        "/apis/resource.k8s.io/v1",
+        "resourceclaimtemplates",
+        namespaced=True,
+        decode=None,
+    )
+}
+"""The kinds of which the operator makes objects, and keeps none in memory."""
+
 
 class DRAUnavailable(InvalidManifest):
     """A pod cannot claim devices in this cluster."""
 
+    default_next_step = (
+        "use Kubernetes 1.34 or later with a DRA driver for its GPUs, or leave out "
+        "spec.gpuMemoryService"
+    )
 
-class GMSSnapshotDisabled(InvalidManifest):
-    """A checkpoint asks for a memory server, and this operator captures no worker with one."""
 
-    default_next_step = GMS_DISABLED_FIX
+_NOT_SERVED = {
+    "ResourceClaimTemplate": DRAUnavailable(
+        "this cluster has no resource.k8s.io/v1, by which a memory server gets devices"
+    )
+}
+"""What an API server lacks that does not serve a kind which may be missing."""
 
 
 class Place(NamedTuple):
@@ -146,6 +165,7 @@ class _Known(NamedTuple):
 
 
 _LIST = msgspec.json.Decoder(Listed[Sent])
+_DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 _SENT = msgspec.json.Decoder(Sent)
 _CHANGE = msgspec.json.Decoder(WatchEvent[Sent])
 
@@ -153,24 +173,8 @@ _CHANGE = msgspec.json.Decoder(WatchEvent[Sent])
 class KubeStore:
     """The `Store` port over the Kubernetes API."""
 
-    def __init__(
-        self,
-        client: KubeClient,
-        jitter: Callable[[], float],
-        gms_image: str = GMS_IMAGE,
-        *,
-        allows_gms: bool = True,
-        seccomp_profile: str = "",
-    ) -> None:
-        """Use an API server. `jitter` returns a random number from 0 to 1.
-
-        `gms_image` is that of the memory servers in pods. Unless it `allows_gms`, no worker with
-        one is started for a checkpoint. `seccomp_profile` is that of workers for CRIU, if a node
-        has it.
-        """
-        self._seccomp_profile = seccomp_profile
-        self._gms_image = gms_image
-        self._allows_gms = allows_gms
+    def __init__(self, client: KubeClient, jitter: Callable[[], float]) -> None:
+        """Use an API server. `jitter` returns a random number from 0 to 1."""
         self._client = client
         self._jitter = jitter
         self._listeners: list[Callable[[Event], None]] = []
@@ -229,13 +233,23 @@ class KubeStore:
 
         Variables that are put into each pod of ours are left out.
         """
+        found = await self.read_document(
+            {
+                "kind": "Pod",
+                "metadata": {"name": pod.metadata.name, "namespace": pod.metadata.namespace},
+            }
+        )
+        is_it = found is not None and found["metadata"]["uid"] == pod.metadata.uid
+        return without_ours(found["spec"]) if found and is_it else None
+
+    async def read_document(self, named: Document) -> Document | None:
+        """Return the whole object of the kind and name of a document; None if there is none."""
+        resource, meta = _resource_of(named), named["metadata"]
+        path = resource.path(meta.get("namespace"), meta["name"])
         try:
-            answer = await self._client.request("GET", RESOURCES["Pod"].path_of(pod))
+            return decoded(_DOCUMENT, await self._client.request("GET", path))
         except NotFound:
             return None
-        sent = decoded(_SENT, answer)
-        is_it = sent.metadata.uid == pod.metadata.uid
-        return without_ours(msgspec.json.decode(sent.spec)) if is_it else None
 
     def _incarnation(self, value: AnyObject | None, uid: str) -> AnyObject | None:
         """Return an object that was read if it has the uid; another one of its name is reported."""
@@ -248,78 +262,23 @@ class KubeStore:
         """Store a new object. AlreadyExists when the name is taken."""
         if isinstance(value, Node):
             raise NotFound(f"no Node is called {value.metadata.name}", kind="Node")
-        resource = RESOURCES[kind_of(value).name]
-        body: Any = replace(value, metadata=new_meta(value.metadata))
-        if isinstance(value, Job):
-            checkpoint = await self._owner_of(value)
-            try:
-                if has_memory_server(checkpoint) and not self._allows_gms:
-                    raise GMSSnapshotDisabled(GMS_DISABLED)
-                spec = checkpoint["spec"]["job"]["podTemplateSpec"]["spec"]
-                profile = offered(self._nodes(), self._seccomp_profile, spec)
-                body = job_manifest(value, checkpoint, self._gms_image, profile)
-                devices = devices_template(value, checkpoint)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise InvalidManifest(
-                    f"spec.job.podTemplateSpec is no template of a pod: {error!r}",
-                    next_step="correct it: kubectl explain pod.spec",
-                ) from error
-            await self._claim(devices)
-        path = resource.path(value.metadata.namespace)
+        resource, meta = RESOURCES[kind_of(value).name], new_meta(value.metadata)
+        body: Any = replace(value, metadata=meta)
+        path = resource.path(meta.namespace)
         return self._written(resource, await self._client.request("POST", path, body=body))
 
-    def _nodes(self) -> Iterator[Node]:
-        for known in self._known["Node"].values():
-            if isinstance(known.value, Node):
-                yield known.value
+    async def create_document(self, document: Document) -> AnyObject | None:
+        """Store a new object. AlreadyExists when the name is taken.
 
-    async def _claim(self, template: dict[str, Any] | None) -> None:
-        """Make the template of a checkpoint's claims, before the Job that names it."""
-        if template is None:
-            return
-        path = f"/apis/resource.k8s.io/v1/namespaces/{template['metadata']['namespace']}"
-        try:
-            await self._client.request("POST", f"{path}/resourceclaimtemplates", body=template)
-        except AlreadyExists as error:
-            await self._require_own(template, f"{path}/resourceclaimtemplates", error)
-        except NotFound as error:
-            raise DRAUnavailable(
-                "this cluster has no resource.k8s.io/v1, by which a memory server gets devices",
-                next_step="use Kubernetes 1.34 or later with a DRA driver for its GPUs, or leave "
-                "out spec.gpuMemoryService",
-            ) from error
-
-    async def _require_own(self, template: dict[str, Any], path: str, found: AlreadyExists) -> None:
-        """Raise unless the template that is there belongs to the same checkpoint."""
-        meta = template["metadata"]
-        there = msgspec.json.decode(await self._client.request("GET", f"{path}/{meta['name']}"))
-        uids = [owner["uid"] for owner in there["metadata"].get("ownerReferences", ())]
-        if meta["ownerReferences"][0]["uid"] in uids:
-            return
-        if any(
-            owner["kind"] == "DynamoCheckpoint"
-            for owner in there["metadata"].get("ownerReferences", ())
-        ):
-            # That of an earlier checkpoint of this name, which is about to be collected.
-            raise Conflict(
-                f"ResourceClaimTemplate {meta['name']} is of another checkpoint"
-            ) from found
-        raise InvalidManifest(
-            f"there is a ResourceClaimTemplate {meta['name']} that is not the checkpoint's",
-            next_step="give one of them another name",
-        ) from found
-
-    async def _owner_of(self, job: Job) -> dict[str, Any]:
-        """Return the document of the checkpoint that a Job belongs to, its whole template in it.
-
-        It is read for this alone: in memory there are only the fields that decisions need.
+        InvalidManifest, too, if the API server does not serve a kind that it may lack.
         """
-        (owner,) = job.metadata.owner_references
-        path = RESOURCES["DynamoCheckpoint"].path(job.metadata.namespace, owner.name)
-        document: dict[str, Any] = msgspec.json.decode(await self._client.request("GET", path))
-        if document["metadata"]["uid"] != owner.uid:
-            raise NotFound(f"DynamoCheckpoint {owner.name} is gone", kind="DynamoCheckpoint")
-        return document
+        resource = _resource_of(document)
+        path = resource.path(document["metadata"].get("namespace"))
+        try:
+            answer = await self._client.request("POST", path, body=document)
+        except NotFound as error:
+            raise _NOT_SERVED.get(resource.kind, error) from error
+        return self._written(resource, answer) if resource.decode is not None else None
 
     async def update_status(self, value: AnyObject) -> AnyObject:
         """Replace the status. That of a Node stays in memory; of a pod, our condition is set."""
@@ -499,7 +458,7 @@ class KubeStore:
         spec = sha256(sent.spec).digest()
         same = before.value if before is not None and before.spec == spec else None
         try:
-            value = resource.decode(sent, same)
+            value = resource.value_of(sent, same)
         except (msgspec.DecodeError, RecursionError) as error:
             log.warning("%s %s is left out: %s", resource.kind, sent.metadata.name, error)
             return None

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from snapshot_api.facts import Pod
 from snapshot_api.kinds import KINDS, AnyObject, kind_of
 from snapshot_api.meta import ObjectMeta
-from snapshot_operator.ports import Event
+from snapshot_operator.ports import Document, Event
 from snapshot_shared.codec import encode_json
 from snapshot_shared.errors import (
     AlreadyExists,
@@ -44,6 +44,8 @@ CREATE TABLE IF NOT EXISTS objects (
 CREATE TABLE IF NOT EXISTS versions (one INTEGER PRIMARY KEY CHECK (one = 1), last INTEGER);
 INSERT OR IGNORE INTO versions VALUES (1, 0);
 """
+
+_READ = "SELECT body FROM objects WHERE kind=? AND namespace=? AND name=?"
 
 RESERVE_BYTES = 8 * 1024 * 1024
 """A transaction of SQLite writes whole pages, and its log beside them."""
@@ -120,8 +122,7 @@ class SqliteStore:
 
     async def read(self, kind: str, namespace: str | None, name: str) -> AnyObject | None:
         """Return an object."""
-        sql = "SELECT body FROM objects WHERE kind=? AND namespace=? AND name=?"
-        rows = self._rows(sql, kind, namespace or "", name)
+        rows = self._rows(_READ, kind, namespace or "", name)
         return _DECODERS[kind].decode(rows[0][0]) if rows else None
 
     async def find(self, uid: str) -> AnyObject | None:
@@ -133,6 +134,16 @@ class SqliteStore:
         """Return the spec of a pod as it is stored; None if the pod is gone."""
         found = self._found(pod)
         return None if found is None else msgspec.to_builtins(found.spec)
+
+    async def read_document(self, named: Document) -> Document | None:
+        """Return the object of the kind and name of a document; None if there is none."""
+        meta = named["metadata"]
+        rows = self._rows(_READ, named["kind"], meta.get("namespace") or "", meta["name"])
+        return msgspec.json.decode(rows[0][0]) if rows else None
+
+    async def create_document(self, document: Document) -> AnyObject:
+        """Store a new object. AlreadyExists when the name is taken."""
+        return await self.create(msgspec.convert(document, KINDS[document["kind"]].type))
 
     def _rows(self, sql: str, *values: str) -> Sequence[Any]:
         """Return what a query finds. StorageFailed when the file is damaged."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from snapshot_api.facts import Pod
 from snapshot_api.kinds import KINDS, AnyObject
 from snapshot_operator.core.controllers import Index
-from snapshot_operator.ports import Change, Event, Store
+from snapshot_operator.ports import Change, Document, Event, Store
 from snapshot_shared.errors import StoreBusy
 
 MAX_REMEMBERED = 10_000
@@ -145,6 +145,12 @@ class Cluster:
         """Store a new object. AlreadyExists when the name is taken."""
         return self._written(await self._store.create(value))
 
+    async def create_document(self, document: Document) -> None:
+        """Store a new object. AlreadyExists when the name is taken."""
+        stored = await self._store.create_document(document)
+        if stored is not None:
+            self._written(stored)
+
     async def update_status(self, value: AnyObject) -> AnyObject:
         """Replace the status. Conflict, NotFound."""
         return self._written(await self._store.update_status(value))
@@ -226,6 +232,10 @@ class Cluster:
     async def spec_of(self, pod: Pod) -> dict[str, Any] | None:
         """Return the whole spec of a pod as the store has it; None if the pod is gone."""
         return await self._store.spec_of(pod)
+
+    async def read_document(self, named: Document) -> Document | None:
+        """Return the whole object of the kind and name of a document, as the store has it."""
+        return await self._store.read_document(named)
 
     async def refresh(self, value: AnyObject) -> None:
         """Read an object again from the store."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
+from snapshot_api.facts import Node
 from snapshot_api.kinds import AnyObject, kind_of
 from snapshot_api.meta import OrderStatus
 from snapshot_api.views import is_answered, orders_of
 from snapshot_api.well_known import POD_SPEC
 from snapshot_operator.core.kept_spec import kept
+from snapshot_operator.core.owning import require_own
 from snapshot_operator.core.plan import (
     FINALIZER,
     Adopt,
@@ -25,17 +28,18 @@ from snapshot_operator.core.plan import (
     is_final,
     new_orders,
 )
-from snapshot_operator.ports import OrderBus
-from snapshot_operator.runtime.cluster import Cluster, Key, Tracker, key_of
+from snapshot_operator.ports import Document, OrderBus
+from snapshot_operator.runtime.cluster import Cluster, Tracker, key_of
 from snapshot_operator.runtime.owned import owned
 from snapshot_operator.runtime.spans import Spans
-from snapshot_operator.runtime.world import Changed, Warned, unsaid, unwarned
+from snapshot_operator.runtime.world import Changed, Shape, Warned, unsaid, unwarned
 from snapshot_shared import instruments
 from snapshot_shared.errors import (
     AlreadyExists,
     BusUnavailable,
     Conflict,
     InvalidManifest,
+    NotFound,
     Refused,
 )
 from snapshot_shared.metrics import OFF, Metrics
@@ -60,12 +64,14 @@ class Interpreter:
         metrics: Metrics = OFF,
         changed: Changed = unsaid,
         warned: Warned = unwarned,
+        shapes: Mapping[str, Shape] = MappingProxyType({}),
     ) -> None:
         """Use the objects, the stream of orders and the recorder of what ended.
 
         `changed` gets each status that was written, before and after, and `warned` what is refused
-        of an object or left out.
+        of an object or left out. `shapes` are those of the world.
         """
+        self._shapes = shapes
         self._metrics = metrics
         self._changed = changed
         self._warned = warned
@@ -140,12 +146,10 @@ class Interpreter:
         match write:
             case Create(value):
                 try:
-                    await cluster.create(value)
+                    await self._create(value)
                 except AlreadyExists:
                     log.info("%s %s exists already", kind_of(value).name, value.metadata.name)
-                    meta = value.metadata
-                    key = Key(kind_of(value).name, meta.namespace or "", meta.name)
-                    await cluster.confirm_gone(key)
+                    await cluster.confirm_gone(key_of(value))
             case Delete(value):
                 await cluster.delete(value)
             case Adopt(value):
@@ -162,6 +166,32 @@ class Interpreter:
                     await cluster.refresh(pod)
                     raise Stale(f"pod {pod.metadata.name} is gone")
                 await cluster.annotate(value, POD_SPEC, kept(spec))
+
+    async def _create(self, value: AnyObject) -> None:
+        shape = self._shapes.get(kind_of(value).name)
+        if shape is None:
+            await self._cluster.create(value)
+            return
+        (owner,) = value.metadata.owner_references
+        place = {"name": owner.name, "namespace": value.metadata.namespace}
+        found = await self._cluster.read_document({"kind": owner.kind, "metadata": place})
+        if found is None or found["metadata"]["uid"] != owner.uid:
+            raise NotFound(f"{owner.kind} {owner.name} is gone", kind=owner.kind)
+        nodes = (each for each in self._cluster.all("Node") if isinstance(each, Node))
+        *others, last = shape(value, found, nodes)
+        for document in others:
+            await self._create_beside(document)
+        await self._cluster.create_document(last)
+
+    async def _create_beside(self, document: Document) -> None:
+        """Create an object that another one needs, unless its owner has made it before."""
+        try:
+            await self._cluster.create_document(document)
+        except AlreadyExists as error:
+            there = await self._cluster.read_document(document)
+            if there is None:
+                raise Stale(f"{document['kind']} {document['metadata']['name']} is gone") from error
+            require_own(document, there)
 
     async def _publish(self, orders: Iterable[OrderStatus]) -> None:
         for order in orders:

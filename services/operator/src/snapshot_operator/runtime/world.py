@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from snapshot_api.facts import Node
 from snapshot_api.kinds import AnyObject
 from snapshot_operator.core.controllers import Controller
+from snapshot_operator.ports import Document
 from snapshot_operator.runtime.cluster import Cluster
 from snapshot_shared.errors import Failure
 
 Changed = Callable[[AnyObject, AnyObject], None]
 Warned = Callable[[AnyObject, Failure], None]
+
+Shape = Callable[[Any, Document, Iterable[Node]], Sequence[Document]]
+"""Returns the documents to create for an object that a plan creates, in their order.
+
+It gets the object, the document of its owner, and the nodes. The object itself is the last one.
+"""
 
 
 async def _until_cancelled() -> None:
@@ -63,7 +71,8 @@ class World(NamedTuple):
     cancelled. `prepare` returns once the store has what it needs, before anything is read of it.
     `changed` gets each status that was written, before and after, and `warned` what was refused or
     left out about an object and stands in no condition. `is_cluster` says whether people write
-    objects with kubectl and rights of their own.
+    objects with kubectl and rights of their own. `shapes` say by kind how objects look in this
+    world, if a plan does not say all of it.
     """
 
     controllers: Sequence[Controller]
@@ -74,3 +83,4 @@ class World(NamedTuple):
     changed: Changed = unsaid
     warned: Warned = unwarned
     is_cluster: bool = False
+    shapes: Mapping[str, Shape] = {}
