@@ -79,10 +79,10 @@ def delete_children(owner: AnyObject, children: Sequence[AnyObject | None]) -> P
 
 
 def require_own(wanted: dict[str, Any], there: dict[str, Any]) -> None:
-    """Raise unless the document of an object that is there has the owner of one that is wanted.
+    """Raise unless an existing object has the owner of the wanted object; both are documents.
 
-    Conflict if it has another owner of that kind: it is of an earlier incarnation, and about to be
-    collected. Else InvalidManifest.
+    Conflict if the existing object has another owner of that kind: this is an earlier incarnation,
+    and the object is about to be collected. InvalidManifest for any other owner, or none.
     """
     kind, name = wanted["kind"], wanted["metadata"]["name"]
     (owner,) = wanted["metadata"]["ownerReferences"]

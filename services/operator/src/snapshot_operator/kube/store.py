@@ -140,11 +140,11 @@ class DRAUnavailable(InvalidManifest):
 
 
 _NOT_SERVED = {
-    "ResourceClaimTemplate": DRAUnavailable(
+    "ResourceClaimTemplate": lambda: DRAUnavailable(
         "this cluster has no resource.k8s.io/v1, by which a memory server gets devices"
     )
 }
-"""What an API server lacks that does not serve a kind which may be missing."""
+"""By kind, the error if an API server does not serve it. Such a kind may be missing."""
 
 
 class Place(NamedTuple):
@@ -277,7 +277,9 @@ class KubeStore:
         try:
             answer = await self._client.request("POST", path, body=document)
         except NotFound as error:
-            raise _NOT_SERVED.get(resource.kind, error) from error
+            if (lacking := _NOT_SERVED.get(resource.kind)) is None:
+                raise
+            raise lacking() from error
         return self._written(resource, answer) if resource.decode is not None else None
 
     async def update_status(self, value: AnyObject) -> AnyObject:

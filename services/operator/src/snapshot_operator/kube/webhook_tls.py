@@ -258,7 +258,7 @@ class Introduction:
     def _in_conversion(self, found: Document, secret: str, bundle: str) -> Document | None:
         """Return the change of a definition, whose versions the operators convert.
 
-        One that is converted by no webhook stays: it is of a release with one version.
+        A definition without a conversion webhook stays: its release had one version.
         """
         conversion = found["spec"].get("conversion") or {}
         if conversion.get("strategy") != "Webhook":
